@@ -1,0 +1,207 @@
+"""Journal entries: everything that the master sees and decides, in order.
+
+The dashboard renders them, the summary is computed from them, a restarted master recovers from them, and a
+test replays them. `t_s` counts seconds since the run started, on the master's clock. Every entry can be said
+as one plain sentence (`describe`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import ExecutionPlan
+
+from .messages import CommitRecord
+
+__all__ = [
+    "Action",
+    "Cause",
+    "JobEnded",
+    "JobStarted",
+    "JournalEntry",
+    "NodeConnected",
+    "NodeLost",
+    "Notice",
+    "PlanAdopted",
+    "RecoveryDone",
+    "RecoveryStarted",
+    "StepDone",
+    "WorkerUp",
+]
+
+
+class Cause(StrEnum):
+    """Why a node or a worker was lost."""
+
+    CONNECTION_LOST = "connection_lost"
+    LEASE_EXPIRED = "lease_expired"
+    WORKER_EXITED = "worker_exited"
+    USER = "user"
+    UNREACHABLE = "unreachable"
+
+
+class Action(StrEnum):
+    """How the plan was changed."""
+
+    START = "start"
+    REINSTANTIATE = "reinstantiate"
+    BORROW = "borrow"
+    MERGE = "merge"
+    REBUILD = "rebuild"
+    ABSORB = "absorb"
+    RESTART_WORKER = "restart_worker"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStarted:
+    """The first entry of a run."""
+
+    t_s: float
+    version: str
+    job: JobSpec
+    nodes: tuple[NodeSpec, ...]
+    started_at: str
+    """UTC, ISO 8601."""
+
+    def describe(self) -> str:
+        return f"job {self.job.tag} starts on {len(self.nodes)} nodes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConnected:
+    t_s: float
+    node: str
+    agent_pid: int
+
+    def describe(self) -> str:
+        return f"{self.node} connected (agent process {self.agent_pid})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerUp:
+    """A worker is ready to train."""
+
+    t_s: float
+    node: str
+    device: int
+    pid: int
+
+    def describe(self) -> str:
+        return f"{self.node} device {self.device} is ready (worker process {self.pid})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost:
+    t_s: float
+    node: str
+    cause: Cause
+    evidence: str
+
+    def describe(self) -> str:
+        return f"{self.node} lost: {self.evidence}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAdopted:
+    """A generation begins: the plan, why it was chosen, and what is expected of it."""
+
+    t_s: float
+    generation: int
+    plan: ExecutionPlan
+    action: Action
+    reason: str
+    predicted_step_s: float
+    num_layers: int
+    redundant: bool
+    """False when fewer than f + 1 copies of some layer live."""
+
+    def describe(self) -> str:
+        return f"generation {self.generation}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    t_s: float
+    record: CommitRecord
+    tokens: int
+
+    def describe(self) -> str:
+        return f"step {self.record.step} committed: loss {self.record.loss:.4f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryStarted:
+    """Nodes were lost; survivors are being fenced."""
+
+    t_s: float
+    generation: int
+    nodes: tuple[str, ...]
+    cause: Cause
+
+    def describe(self) -> str:
+        return f"recovering from the loss of {', '.join(self.nodes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryDone:
+    """The first step after the loss is committed."""
+
+    t_s: float
+    generation: int
+    nodes: tuple[str, ...]
+    cause: Cause
+    action: Action
+    detect_s: float
+    decide_s: float
+    transfer_s: float
+    stall_s: float
+    bytes_moved: int
+    layers_moved: int
+    microbatches_redone: int
+    steps_lost: int
+
+    def describe(self) -> str:
+        copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
+        lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
+        return f"{', '.join(self.nodes)} lost; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something worth telling; `level` is info, warning or error."""
+
+    t_s: float
+    level: str
+    text: str
+
+    def describe(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnded:
+    """The last entry of a run."""
+
+    t_s: float
+    exit_code: int
+    reason: str
+
+    def describe(self) -> str:
+        return self.reason
+
+
+JournalEntry = (
+    JobStarted
+    | NodeConnected
+    | WorkerUp
+    | NodeLost
+    | PlanAdopted
+    | StepDone
+    | RecoveryStarted
+    | RecoveryDone
+    | Notice
+    | JobEnded
+)

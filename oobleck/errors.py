@@ -1,0 +1,74 @@
+"""Every error that Oobleck raises on purpose, split by who is to blame.
+
+    OobleckError
+    ├── UserError             bad input; the message says what to change
+    │   ├── UsageError        the command line                                 (exit code 2)
+    │   └── ConfigError       a file: job, hostfile, profile, trace            (exit code 78)
+    │       └── PlanningError no plan satisfies what was asked for             (exit code 78)
+    ├── PeerError             the other side broke the protocol
+    └── ResourceLost          the world took something away
+        ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
+        └── Unrecoverable     a layer has no living copy
+
+Bugs of our own are assertions, not members of this tree.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "NodeUnreachable",
+    "OobleckError",
+    "PeerError",
+    "PlanningError",
+    "ResourceLost",
+    "Unrecoverable",
+    "UsageError",
+    "UserError",
+]
+
+
+class OobleckError(Exception):
+    """The root of the tree; carries a message fit to be shown to a person."""
+
+
+class UserError(OobleckError):
+    """Input that cannot be used as it is; the message names the value, the place and what to change."""
+
+
+class UsageError(UserError):
+    """A command line that asks for something impossible."""
+
+
+class ConfigError(UserError):
+    """A file (job, hostfile, profile, trace) that cannot be used as it is."""
+
+
+class PlanningError(ConfigError):
+    """No execution plan satisfies the model, the nodes and the options given."""
+
+
+class PeerError(OobleckError):
+    """A message or a connection that breaks the protocol."""
+
+
+class ResourceLost(OobleckError):
+    """Something outside of our control went away."""
+
+
+class NodeUnreachable(ResourceLost):
+    """A node that cannot be reached, or whose environment does not fit ours."""
+
+    def __init__(self, node: str, reason: str) -> None:
+        super().__init__(f"{node}: {reason}")
+        self.node = node
+        self.reason = reason
+
+
+class Unrecoverable(ResourceLost):
+    """Some layers have no living copy, so the state of the model is lost."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        listed = ", ".join(map(str, layers))
+        super().__init__(f"no living node holds layer{'s' if len(layers) != 1 else ''} {listed}")
+        self.layers = layers

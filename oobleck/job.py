@@ -1,0 +1,166 @@
+"""What a user asks for, as values: the job, and the nodes to run it on.
+
+Pure values, shared by every floor. Reading them from YAML, hostfiles and command lines is `cli`'s business.
+Names follow Hugging Face's `TrainingArguments` where it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oobleck.errors import ConfigError
+
+__all__ = ["ControlSpec", "DataSpec", "JobSpec", "ModelSpec", "NodeSpec", "OptimizerSpec"]
+
+Scalar = bool | int | float | str | None
+
+
+def _require(condition: bool, field_name: str, value: object, expectation: str) -> None:
+    if not condition:
+        raise ConfigError(f"{field_name}: {value!r} is not possible; it must be {expectation}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A transformers model built from its configuration, without weights from anywhere."""
+
+    type: str = "gpt2"
+    """The `model_type` of a transformers configuration: gpt2, llama, qwen2, …"""
+    config: Mapping[str, Scalar] = field(default_factory=dict)
+    """Overrides of that configuration. `vocab_size` is the tokenizer's where it is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """Text to train on: packed into samples of `sequence_length` tokens."""
+
+    paths: tuple[str, ...] = ()
+    """Text files or directories; none means the sources of Python's own standard library."""
+    sequence_length: int = 128
+    vocab_size: int = 8192
+    """Size of the BPE tokenizer that is trained on the text."""
+    max_bytes: int = 8_000_000
+    """How much of the text is used."""
+
+    def __post_init__(self) -> None:
+        _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
+        _require(self.vocab_size >= 257, "data.vocab_size", self.vocab_size, "at least 257 (256 bytes and an end)")
+        _require(self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW with a learning-rate schedule and clipping by the global gradient norm."""
+
+    learning_rate: float = 1e-3
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    """0 turns clipping off."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = 10
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
+        _require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", self.max_grad_norm, "0 (off) or positive")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlSpec:
+    """How failures are noticed, in seconds."""
+
+    heartbeat_interval_s: float = 0.5
+    lease_s: float = 3.0
+    """A node that was not heard of for this long is taken for lost."""
+    connect_timeout_s: float = 10.0
+    start_timeout_s: float = 120.0
+    """How long a node may take from its connection to a worker that is ready."""
+    orphan_timeout_s: float = 60.0
+    """How long agents train on without a master before they stop."""
+
+    def __post_init__(self) -> None:
+        _require(self.heartbeat_interval_s > 0, "control.heartbeat_interval_s", self.heartbeat_interval_s, "positive")
+        _require(
+            self.lease_s >= 2 * self.heartbeat_interval_s,
+            "control.lease_s",
+            self.lease_s,
+            f"at least two heartbeat intervals ({2 * self.heartbeat_interval_s})",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A training job, complete: what every worker needs to know beside the plan."""
+
+    tag: str = "gpt2-demo"
+    """Names the run: its directory is `<base_dir>/<tag>`."""
+    model: ModelSpec = field(default_factory=ModelSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    control: ControlSpec = field(default_factory=ControlSpec)
+    max_steps: int = 120
+    global_batch_size: int = 16
+    """Samples in one step."""
+    microbatch_size: int = 2
+    """Samples in one microbatch; divides the global batch size."""
+    dtype: Literal["float32", "float64"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    seed: int = 0
+    fault_threshold: int = 1
+    """f: the number of simultaneous node failures that never cost state."""
+    num_pipelines: int | None = None
+    """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    device_memory_bytes: int | None = None
+    """Memory of one device; None asks the nodes."""
+    torch_threads: int | None = None
+    """Threads a worker computes with; None divides a host's cores among its workers."""
+
+    def __post_init__(self) -> None:
+        valid_tag = self.tag and all(c.isalnum() or c in "._-" for c in self.tag) and self.tag[0] not in ".-"
+        _require(bool(valid_tag), "tag", self.tag, "letters, digits, '.', '_' and '-', starting with none of '.-'")
+        _require(len(self.tag) <= 40, "tag", self.tag, "at most 40 characters (it is part of a socket's path)")
+        _require(self.max_steps >= 1, "max_steps", self.max_steps, "at least 1")
+        _require(self.microbatch_size >= 1, "microbatch_size", self.microbatch_size, "at least 1")
+        _require(
+            self.global_batch_size >= 1 and self.global_batch_size % self.microbatch_size == 0,
+            "global_batch_size",
+            self.global_batch_size,
+            f"a multiple of microbatch_size ({self.microbatch_size})",
+        )
+        _require(self.fault_threshold >= 0, "fault_threshold", self.fault_threshold, "0 or more")
+        if self.num_pipelines is not None:
+            _require(self.num_pipelines >= 1, "num_pipelines", self.num_pipelines, "at least 1")
+            _require(
+                self.num_pipelines <= self.num_microbatches,
+                "num_pipelines",
+                self.num_pipelines,
+                f"at most the {self.num_microbatches} microbatches of a step",
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches in one step, over all pipelines."""
+        return self.global_batch_size // self.microbatch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """One line of the hostfile: how a node is reached and which of its devices are ours."""
+
+    name: str
+    """Unique in the job: the host, or host#2, host#3, … where the host appears again."""
+    host: str
+    devices: tuple[int, ...] = (0,)
+    port: int | None = None
+    """None leaves it to ~/.ssh/config."""
+    user: str | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)

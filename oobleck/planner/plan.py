@@ -1,0 +1,171 @@
+"""The vocabulary of plans: templates (node-independent) and what they become on named nodes.
+
+Values only; how they are chosen is the business of the other modules of this package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from oobleck.errors import ConfigError
+
+__all__ = ["ExecutionPlan", "Pipeline", "PipelineTemplate", "Place", "Stage", "StageTemplate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Place:
+    """One device of one node: where one worker runs."""
+
+    node: str
+    device: int
+
+    def __str__(self) -> str:
+        return f"{self.node}:{self.device}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTemplate:
+    """Layers [first_layer, stop_layer) on devices [first_device, first_device + num_devices) of one node."""
+
+    first_layer: int
+    stop_layer: int
+    node_index: int
+    first_device: int = 0
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stop_layer <= self.first_layer:
+            raise ConfigError(f"stage has {self.stop_layer - self.first_layer} layers; a stage needs at least 1")
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.stop_layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTemplate:
+    """For a number of nodes, the stages of a pipeline, from the first layer to the last."""
+
+    stages: tuple[StageTemplate, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.stages[0].first_layer != 0:
+            raise ConfigError("a pipeline template needs stages that start at layer 0")
+        for before, after in pairwise(self.stages):
+            if before.stop_layer != after.first_layer:
+                raise ConfigError(f"layer {before.stop_layer} follows no stage: stages must be contiguous")
+
+    @cached_property
+    def num_nodes(self) -> int:
+        return max(stage.node_index for stage in self.stages) + 1
+
+    @property
+    def num_layers(self) -> int:
+        return self.stages[-1].stop_layer
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage on named devices: `places` all belong to one node."""
+
+    first_layer: int
+    stop_layer: int
+    places: tuple[Place, ...]
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.stop_layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A template instantiated on named nodes, with its share of every step's microbatches."""
+
+    template: PipelineTemplate
+    nodes: tuple[str, ...]
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) != self.template.num_nodes:
+            raise ConfigError(f"template of {self.template.num_nodes} nodes instantiated on {len(self.nodes)}")
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(
+            Stage(
+                first_layer=stage.first_layer,
+                stop_layer=stage.stop_layer,
+                places=tuple(
+                    Place(node=self.nodes[stage.node_index], device=stage.first_device + offset)
+                    for offset in range(stage.num_devices)
+                ),
+            )
+            for stage in self.template.stages
+        )
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """All workers of the pipeline, in stage order."""
+        return tuple(place for stage in self.stages for place in stage.places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionPlan:
+    """The pipelines of one generation and the nodes that wait as spares.
+
+    The microbatches of a step are numbered 0 .. num_microbatches - 1; pipeline i takes the next
+    `num_microbatches` of them after pipeline i - 1 (`microbatches_of`).
+    """
+
+    pipelines: tuple[Pipeline, ...]
+    spares: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return self.pipelines[0].template.num_layers
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches in one step, over all pipelines."""
+        return sum(pipeline.num_microbatches for pipeline in self.pipelines)
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Every node that trains, sorted; spares are not among them."""
+        return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Every worker that trains, sorted; a worker's index here is its rank."""
+        return tuple(sorted(place for pipeline in self.pipelines for place in pipeline.places))
+
+    def microbatches_of(self, pipeline_index: int) -> range:
+        """The numbers of the microbatches that a pipeline takes in each step."""
+        before = sum(pipeline.num_microbatches for pipeline in self.pipelines[:pipeline_index])
+        return range(before, before + self.pipelines[pipeline_index].num_microbatches)
+
+    def owners_of(self, layer: int) -> tuple[Place, ...]:
+        """The workers that hold `layer`, sorted: its owner set."""
+        return tuple(
+            sorted(
+                place
+                for pipeline in self.pipelines
+                for stage in pipeline.stages
+                if layer in stage.layers
+                for place in stage.places
+            )
+        )
+
+    def locate(self, place: Place) -> tuple[int, int] | None:
+        """(pipeline index, stage index) of a worker, or None for a spare."""
+        for pipeline_index, pipeline in enumerate(self.pipelines):
+            for stage_index, stage in enumerate(pipeline.stages):
+                if place in stage.places:
+                    return pipeline_index, stage_index
+        return None
