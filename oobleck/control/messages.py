@@ -20,6 +20,7 @@ __all__ = [
     "CommitRecord",
     "Configure",
     "Fence",
+    "FinishStep",
     "Finished",
     "Heartbeat",
     "Hello",
@@ -30,13 +31,17 @@ __all__ = [
     "Profiled",
     "Resolution",
     "Segment",
+    "SetUpWorker",
     "StartWorker",
     "Status",
     "StepCommitted",
     "StopAgent",
     "StorePut",
     "TransferItem",
+    "WorkerBound",
     "WorkerExited",
+    "WorkerFailed",
+    "WorkerMessage",
     "WorkerReady",
     "WorkerStarted",
 ]
@@ -174,10 +179,11 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePut:
-    """A rendezvous key; the master passes it on to every agent, and they to their workers."""
+    """A rendezvous key; the master passes it on to the nodes that want it, their agents to their workers."""
 
     key: str
     value: bytes
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +192,13 @@ class Finished:
 
     device: int
     applied: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailed:
+    """A worker's last word: the Python exception that ends it. The agent reports it with the exit."""
+
+    traceback: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,15 +304,34 @@ class Order:
     initial: bool = False
     """Layers that no transfer brings take their initial values: the job's first order."""
     transfers: tuple[TransferItem, ...] = ()
-    stop_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishStep:
+    """Commit the step in flight, then train no further. The commit itself makes all workers agree on it."""
+
+    device: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAgent:
-    """End the workers, then yourself. With `finish_step`, first commit the step in flight."""
+    """End the workers, then yourself."""
 
     reason: str
-    finish_step: bool = False
+
+
+# --- agent -> worker ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetUpWorker:
+    """The first frame a worker receives: everything it needs before its first order."""
+
+    job: JobSpec
+    place: Place
+    torch_threads: int
+    cache_dir: str
+    device_memory_bytes: int
 
 
 AgentMessage = (
@@ -318,5 +350,11 @@ AgentMessage = (
 )
 """What an agent says to the master, its workers' words included."""
 
-MasterMessage = Configure | Heartbeat | StartWorker | ProfileRequest | Fence | Order | StorePut | StopAgent
+MasterMessage = Configure | Heartbeat | StartWorker | ProfileRequest | Fence | Order | StorePut | FinishStep | StopAgent
 """What the master says to an agent and, through it, to workers."""
+
+WorkerMessage = WorkerReady | Profiled | StepCommitted | Status | PeerFailed | StorePut | Finished | WorkerFailed
+"""What a worker says to its agent."""
+
+WorkerBound = SetUpWorker | ProfileRequest | Fence | Order | StorePut | FinishStep
+"""What an agent says to a worker."""
