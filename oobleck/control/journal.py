@@ -38,6 +38,8 @@ class Cause(StrEnum):
     CONNECTION_LOST = "connection_lost"
     LEASE_EXPIRED = "lease_expired"
     WORKER_EXITED = "worker_exited"
+    PEER_FAILED = "peer_failed"
+    """A collective failed under a survivor, and nobody was lost."""
     USER = "user"
     UNREACHABLE = "unreachable"
 
@@ -147,9 +149,11 @@ class RecoveryStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryDone:
-    """The first step after the loss is committed."""
+    """All survivors compute under the new plan."""
 
     t_s: float
+    began_s: float
+    """When the loss was noticed."""
     generation: int
     nodes: tuple[str, ...]
     cause: Cause

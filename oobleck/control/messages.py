@@ -8,10 +8,9 @@ of an old generation drops it. Steps count from 1: `applied == k` means that k o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, LayerTransfer, Place
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -29,7 +28,7 @@ __all__ = [
     "PeerFailed",
     "ProfileRequest",
     "Profiled",
-    "Resolution",
+    "Resumed",
     "Segment",
     "SetUpWorker",
     "StartWorker",
@@ -37,7 +36,6 @@ __all__ = [
     "StepCommitted",
     "StopAgent",
     "StorePut",
-    "TransferItem",
     "WorkerBound",
     "WorkerExited",
     "WorkerFailed",
@@ -63,8 +61,11 @@ class Hello:
     pid: int
     generation: int
     """The newest generation that this agent's workers have adopted; 0 for none."""
-    device_memory_bytes: int
-    """Memory that one device of this node offers."""
+    num_cores: int
+    memory_bytes: int
+    """Main memory of the machine."""
+    clock_s: float
+    """The machine's monotonic clock at the time of sending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ class WorkerReady:
     layer_names: tuple[str, ...]
     parameters: int
     """Number of the model's parameters, tied ones counted once."""
+    torch_version: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +162,29 @@ class Status:
     last_record: CommitRecord | None
     reduced: int | None
     """The step whose fully reduced gradients this worker holds and has not applied."""
-    in_flight: int | None
-    """The step it has begun and not applied."""
     adopted: int
     """The newest generation whose plan it has adopted, transfers included; 0 for none."""
     layers: tuple[int, ...]
     """The layers it holds whole, at version `applied`."""
+    microbatches_done: int
+    """Microbatches of the step in flight that this worker has taken backward."""
+    broken: bool
+    """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """A worker has adopted a plan, and computes again (or waits as a spare)."""
+
+    device: int
+    generation: int
+    transfer_s: float
+    """What it spent receiving and sending layers."""
+    received_bytes: int
+    idle_from_s: float
+    """When it last computed for a step that was committed, by its machine's monotonic clock."""
+    idle_to_s: float
+    """When it began to compute under the new plan, by the same clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +239,12 @@ class Configure:
     job: JobSpec
     node: str
     devices: tuple[int, ...]
+    address: str
+    """The address that the node's peers reach it by."""
     torch_threads: int
     """Threads that each worker of this node computes with."""
+    device_memory_bytes: int
+    """What one worker of this node may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,19 +275,6 @@ class Fence:
     """Nodes lost since the newest plan."""
 
 
-class Resolution(StrEnum):
-    """What becomes of the step in flight."""
-
-    NONE = "none"
-    """There is none."""
-    APPLY = "apply"
-    """Somebody has applied it, so all hold its reduced gradients: apply it."""
-    FINISH = "finish"
-    """The whole pipelines add the broken ones' microbatches; then reduce, commit, apply."""
-    REDO = "redo"
-    """Forget it; it is run again under the new plan."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """An extra program of a whole pipeline: microbatches of the step in flight that a broken one leaves."""
@@ -277,33 +287,32 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferItem:
-    """Part `part` of `num_parts` of a layer's state goes from `source` to `target`."""
-
-    layer: int
-    source: Place
-    target: Place
-    part: int = 0
-    num_parts: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Resolve the step in flight; then adopt the plan and train on."""
+    """Resolve what is in flight; then adopt the plan and train on.
+
+    Resolving takes two moves, either of which may be nothing to do: `catch_up`, then `finish`.
+    """
 
     device: int
     generation: int
-    resolution: Resolution
-    step: int
-    """The step to be resolved, or the last one applied when there is nothing to resolve."""
-    lost: tuple[str, ...]
-    """Nodes of the old plan that take no part in the resolution any more."""
+    catch_up: CommitRecord | None = None
+    """A step that some survivor has applied: whoever has not applies it too, from its reduced gradients."""
+    finish: int | None = None
+    """The step to finish under the old plan: the whole pipelines complete it and the segments, all survivors
+    reduce, commit and apply it. None: whatever is in flight is forgotten, to be run again."""
     segments: tuple[Segment, ...] = ()
-    """With FINISH: all extra segments of this step so far."""
+    """All extra segments of the step to finish so far."""
+    lost: tuple[str, ...] = ()
+    """Nodes of the old plan that take no part any more."""
     plan: ExecutionPlan
+    pipeline_generations: tuple[int, ...]
+    """For each pipeline of the plan, the generation in which the group that links its stages is formed."""
+    boundary: int
+    """Steps applied when the plan takes effect."""
     initial: bool = False
-    """Layers that no transfer brings take their initial values: the job's first order."""
-    transfers: tuple[TransferItem, ...] = ()
+    """The job's first order: layers take their initial values."""
+    transfers: tuple[LayerTransfer, ...] = ()
+    """Everybody's, in one order: their messages are numbered by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +338,8 @@ class SetUpWorker:
 
     job: JobSpec
     place: Place
+    address: str
+    """The address that this node's peers reach it by: process groups listen there."""
     torch_threads: int
     cache_dir: str
     device_memory_bytes: int
@@ -343,6 +354,7 @@ AgentMessage = (
     | Profiled
     | StepCommitted
     | Status
+    | Resumed
     | PeerFailed
     | StorePut
     | Finished
@@ -353,7 +365,9 @@ AgentMessage = (
 MasterMessage = Configure | Heartbeat | StartWorker | ProfileRequest | Fence | Order | StorePut | FinishStep | StopAgent
 """What the master says to an agent and, through it, to workers."""
 
-WorkerMessage = WorkerReady | Profiled | StepCommitted | Status | PeerFailed | StorePut | Finished | WorkerFailed
+WorkerMessage = (
+    WorkerReady | Profiled | StepCommitted | Status | Resumed | PeerFailed | StorePut | Finished | WorkerFailed
+)
 """What a worker says to its agent."""
 
 WorkerBound = SetUpWorker | ProfileRequest | Fence | Order | StorePut | FinishStep

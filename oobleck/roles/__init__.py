@@ -1,0 +1,5 @@
+"""The roles: master and agent as short trio coroutines.
+
+They feed events to the pure machines and carry out what comes back. They touch the world only through the ports
+in `ports.py`, which `runtime` and `sim` implement; they cannot tell which they have.
+"""

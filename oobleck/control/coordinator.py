@@ -1,0 +1,640 @@
+"""The coordinator: every decision of a run, as a pure machine.
+
+    handle(now_s, event) -> commands        next_deadline() -> time        handle_deadline(now_s) -> commands
+
+It has no clock, no socket and no randomness: the same events at the same times give the same commands, in the
+real master, in the simulator and in a replay.
+
+    PREPARING ── all workers ready, profile known ──> TRAINING <──────────────┐
+        │                                                │ a node is lost     │ all survivors answered:
+        │ a node fails                                   v                    │ orders
+        v                                            FENCING ─────────────────┘
+      ENDED <── all finished, a stop, no way on ─────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
+
+from oobleck import __version__
+from oobleck.errors import ConfigError, OobleckError, PeerError, PlanningError, Unrecoverable
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import Decision, ExecutionPlan, Place, Planner, PlannerSettings
+
+from .events import (
+    Command,
+    Connect,
+    Disconnect,
+    End,
+    Event,
+    NodeFailed,
+    NodeUp,
+    ProfileFound,
+    Record,
+    Said,
+    Send,
+    StopRequested,
+)
+from .journal import (
+    Action,
+    Cause,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    NodeConnected,
+    NodeLost,
+    Notice,
+    PlanAdopted,
+    RecoveryDone,
+    RecoveryStarted,
+    StepDone,
+    WorkerUp,
+)
+from .membership import Member, Membership, NodeState
+from .messages import (
+    AgentMessage,
+    AgentStopped,
+    CommitRecord,
+    Fence,
+    Finished,
+    FinishStep,
+    Heartbeat,
+    Hello,
+    MasterMessage,
+    Order,
+    PeerFailed,
+    Profiled,
+    Resumed,
+    Segment,
+    Status,
+    StepCommitted,
+    StopAgent,
+    StorePut,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+)
+from .preparation import Preparation
+from .recovery import Verdict, broken_pipelines, deal_microbatches, judge, microbatches_redone
+
+__all__ = ["Coordinator", "Phase"]
+
+_SETTLE_S = 0.01
+"""Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
+_STARTUP_SETTLE_S = 1.0
+"""How long other nodes' failures to start are waited for, so that all are told at once."""
+_MAX_REGROUPS = 3
+"""Regroupings without a loss and without a committed step between them, before the run is given up."""
+
+
+class Phase(StrEnum):
+    """What the run is doing, as the coordinator sees it."""
+
+    PREPARING = "preparing"
+    TRAINING = "training"
+    FENCING = "fencing"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class _Adopted:
+    """A plan that was ordered, and the groups that link its pipelines."""
+
+    plan: ExecutionPlan
+    pipeline_generations: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Recovery:
+    """What is known of a recovery under way, for its journal entry."""
+
+    began_s: float
+    detect_s: float
+    cause: Cause
+    nodes: list[str] = field(default_factory=list)
+    settles_s: float = 0.0
+    statuses: dict[Place, Status] = field(default_factory=dict)
+    ordered_s: float = 0.0
+    action: Action = Action.REINSTANTIATE
+    layers_moved: int = 0
+    microbatches_redone: int = 0
+    resumed: dict[Place, Resumed] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Decides everything of one run. Mutable; changes through `start`, `handle` and `handle_deadline` alone."""
+
+    def __init__(self, job: JobSpec, nodes: tuple[NodeSpec, ...], *, started_at: str, python_version: str) -> None:
+        self._job = job
+        self._nodes = nodes
+        self._started_at = started_at
+        self._members = Membership(nodes)
+        self._preparation = Preparation(job, self._members, python_version=python_version)
+        self._planner: Planner | None = None
+        self._phase = Phase.PREPARING
+        self._now_s = 0.0
+        self._commands: list[Command] = []
+        self._deadline_s = math.inf
+        self._startup_failures: dict[str, str] = {}
+        self._tracebacks: dict[Place, str] = {}
+        self._stop: StopRequested | None = None
+        self._generation = 0
+        self._ordered: dict[int, _Adopted] = {}
+        self._last_step = 0
+        self._finished: set[Place] = set()
+        self._regroups = 0
+        self._recovery: _Recovery | None = None
+        self._segments_for: tuple[int, int] = (0, 0)
+        self._segments: tuple[Segment, ...] = ()
+        self._next_segment = 0
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    # --- the machine's interface ---------------------------------------------------------------------------
+
+    def start(self, now_s: float) -> list[Command]:
+        """Begin: reach all nodes."""
+        self._now_s = now_s
+        self._record(
+            JobStarted(t_s=now_s, version=__version__, job=self._job, nodes=self._nodes, started_at=self._started_at)
+        )
+        self._deadline_s = now_s + self._job.control.start_timeout_s
+        self._commands.extend(Connect(node=spec.name) for spec in self._nodes)
+        return self._take_commands()
+
+    def handle(self, now_s: float, event: Event) -> list[Command]:
+        """Take an event in. Raises nothing: what a peer does wrong costs that peer."""
+        self._now_s = now_s
+        if self._phase is Phase.ENDED:
+            return []
+        match event:
+            case NodeUp():
+                self._node_up(event)
+            case NodeFailed(node=node, cause=cause, evidence=evidence):
+                self._node_failed(node, cause, evidence)
+            case Said(node=node, message=message):
+                self._said(node, message)
+            case ProfileFound():
+                self._commands.extend(self._preparation.take_profile(event))
+                self._train_when_prepared()
+            case StopRequested():
+                self._stop_requested(event)
+            case _:
+                assert_never(event)
+        return self._take_commands()
+
+    def next_deadline(self) -> float:
+        """When `handle_deadline` wants to be called, at the latest; infinity for never."""
+        if self._phase is Phase.ENDED:
+            return math.inf
+        lease_s = self._job.control.lease_s
+        return min([self._deadline_s, *(member.last_heard_s + lease_s for member in self._members.living)])
+
+    def handle_deadline(self, now_s: float) -> list[Command]:
+        """Act on what has not happened in time. Early calls do nothing."""
+        late_s = now_s - self.next_deadline()
+        if late_s < 0 or self._phase is Phase.ENDED:
+            return []
+        self._now_s = now_s
+        if late_s > self._job.control.heartbeat_interval_s:
+            # We ourselves were held up: what nodes said meanwhile waits to be read, so no lease has lapsed.
+            for member in self._members.living:
+                member.last_heard_s = now_s
+        for member in self._members.living:
+            silent_s = now_s - member.last_heard_s
+            if silent_s >= self._job.control.lease_s:
+                self._node_failed(member.spec.name, Cause.LEASE_EXPIRED, f"not heard of for {silent_s:.1f} s")
+        if now_s >= self._deadline_s:
+            self._deadline_s = math.inf
+            self._phase_deadline()
+        return self._take_commands()
+
+    # --- nodes come and go -----------------------------------------------------------------------------------
+
+    def _node_up(self, event: NodeUp) -> None:
+        misfit = self._preparation.misfit(event.hello)
+        if misfit is not None:
+            self._node_failed(event.node, Cause.UNREACHABLE, misfit)
+            return
+        self._members[event.node].last_heard_s = self._now_s
+        self._record(NodeConnected(t_s=self._now_s, node=event.node, agent_pid=event.hello.pid))
+        self._commands.extend(self._preparation.configure(event, self._now_s))
+
+    def _node_failed(self, node: str, cause: Cause, evidence: str) -> None:
+        member = self._members[node]
+        if member.state in (NodeState.LOST, NodeState.LEFT):
+            return
+        silent_s = self._now_s - member.last_heard_s
+        member.move_to(NodeState.LOST)
+        self._commands.append(Disconnect(node=node))
+        self._record(NodeLost(t_s=self._now_s, node=node, cause=cause, evidence=evidence))
+        match self._phase:
+            case Phase.PREPARING:
+                self._startup_failures[node] = evidence
+                self._deadline_s = min(self._deadline_s, self._now_s + _STARTUP_SETTLE_S)
+            case Phase.TRAINING | Phase.FENCING:
+                self._begin_recovery([node], cause, detect_s=silent_s)
+            case Phase.ENDED:
+                pass
+
+    def _said(self, node: str, message: AgentMessage) -> None:
+        member = self._members[node]
+        if member.state not in (NodeState.CONNECTED, NodeState.READY):
+            return  # late words of a node that was given up
+        member.last_heard_s = self._now_s
+        try:
+            self._understand(member, message)
+        except PeerError as error:
+            self._node_failed(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
+        except ConfigError as error:
+            self._end(78, str(error))
+
+    def _understand(self, member: Member, message: AgentMessage) -> None:
+        node = member.spec.name
+        match message:
+            case Heartbeat():
+                self._send(node, message)
+            case StorePut():
+                self._pass_on(node, message)
+            case StepCommitted(record=record):
+                self._step_committed(record)
+            case Status():
+                self._status(Place(node=node, device=message.device), message)
+            case Resumed():
+                self._resumed(Place(node=node, device=message.device), message)
+            case Finished():
+                self._finished.add(Place(node=node, device=message.device))
+                self._end_when_finished()
+            case PeerFailed():
+                self._suspect(message)
+            case WorkerStarted():
+                pass
+            case WorkerReady():
+                self._worker_ready(member, message)
+            case Profiled():
+                self._commands.extend(self._preparation.take_measurement(message))
+                self._train_when_prepared()
+            case WorkerExited():
+                self._worker_exited(member, message)
+            case AgentStopped(reason=reason):
+                self._node_failed(node, Cause.USER, f"its agent stopped: {reason}")
+            case Hello():
+                raise PeerError("a second hello on one connection")
+            case _:
+                assert_never(message)
+
+    def _worker_ready(self, member: Member, message: WorkerReady) -> None:
+        self._record(WorkerUp(t_s=self._now_s, node=member.spec.name, device=message.device, pid=message.pid))
+        self._commands.extend(self._preparation.note_ready(member, message))
+        self._train_when_prepared()
+
+    def _worker_exited(self, member: Member, message: WorkerExited) -> None:
+        place = Place(node=member.spec.name, device=message.device)
+        if message.traceback is not None:
+            self._tracebacks[place] = message.traceback
+        evidence = f"worker process {message.pid} ended: {message.reason}"
+        self._node_failed(member.spec.name, Cause.WORKER_EXITED, evidence)
+
+    def _pass_on(self, origin: str, message: StorePut) -> None:
+        for node in message.nodes:
+            if node != origin and node in self._members and self._members[node].state is NodeState.READY:
+                self._send(node, message)
+
+    # --- preparing ---------------------------------------------------------------------------------------------
+
+    def _train_when_prepared(self) -> None:
+        if self._phase is not Phase.PREPARING or not self._preparation.is_complete or self._startup_failures:
+            return
+        assert self._preparation.profile is not None
+        devices = {spec.num_devices for spec in self._nodes}
+        if len(devices) > 1:
+            counts = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in self._nodes)
+            self._end(78, f"all nodes need the same number of devices: {counts}; change slots= or devices=")
+            return
+        settings = PlannerSettings(
+            num_microbatches=self._job.num_microbatches,
+            devices_per_node=devices.pop(),
+            max_devices_per_stage=1,
+            fault_threshold=self._job.fault_threshold,
+            num_pipelines=self._job.num_pipelines,
+        )
+        try:
+            self._planner = Planner(self._preparation.profile, settings)
+            decision = self._planner.initial_plan([member.spec.name for member in self._members.ready])
+        except PlanningError as error:
+            self._end(78, str(error))
+            return
+        self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
+
+    def _phase_deadline(self) -> None:
+        match self._phase:
+            case Phase.PREPARING if self._startup_failures:
+                failures = "\n".join(f"{node}: {reason}" for node, reason in self._startup_failures.items())
+                self._end(1, f"cannot start:\n{failures}")
+            case Phase.PREPARING:
+                limit_s = self._job.control.start_timeout_s
+                self._end(1, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}")
+            case Phase.FENCING:
+                self._decide_when_answered()
+            case Phase.TRAINING:
+                self._begin_recovery([], Cause.PEER_FAILED, detect_s=self._job.control.lease_s)
+            case Phase.ENDED:
+                pass
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    def _step_committed(self, record: CommitRecord) -> None:
+        if record.step <= self._last_step:
+            return  # another reporter of the same step
+        self._last_step = record.step
+        self._regroups = 0
+        tokens = record.num_samples * self._job.data.sequence_length
+        self._record(StepDone(t_s=self._now_s, record=record, tokens=tokens))
+
+    def _suspect(self, message: PeerFailed) -> None:
+        """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
+        if self._phase is Phase.TRAINING and message.generation == self._generation:
+            self._deadline_s = min(self._deadline_s, self._now_s + self._job.control.lease_s)
+
+    def _stop_requested(self, event: StopRequested) -> None:
+        if event.now or self._phase is Phase.PREPARING:
+            self._end(event.exit_code, event.reason)
+            return
+        self._stop = event
+        self._record(Notice(t_s=self._now_s, level="info", text="stopping after the step in flight"))
+        self._ask_to_finish()
+
+    def _ask_to_finish(self) -> None:
+        for place in self._plan.places:
+            if self._members[place.node].state is NodeState.READY:
+                self._send(place.node, FinishStep(device=place.device))
+
+    def _end_when_finished(self) -> None:
+        if self._phase is not Phase.TRAINING or not self._finished.issuperset(self._plan.places):
+            return
+        if self._stop is not None and self._last_step < self._job.max_steps:
+            self._end(self._stop.exit_code, f"{self._stop.reason}; {self._last_step} steps are committed")
+        else:
+            self._end(0, f"all {self._last_step} steps are committed")
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        for member in self._members.living:
+            self._send(member.spec.name, StopAgent(reason=reason))
+        self._record(JobEnded(t_s=self._now_s, exit_code=exit_code, reason=reason))
+        self._commands.append(End(exit_code=exit_code, reason=reason))
+        self._phase = Phase.ENDED
+        self._deadline_s = math.inf
+
+    # --- recovering --------------------------------------------------------------------------------------------
+
+    def _begin_recovery(self, nodes: list[str], cause: Cause, *, detect_s: float) -> None:
+        """Fence all survivors under a new generation; losses during a recovery begin it anew."""
+        recovery = self._recovery
+        if recovery is None or recovery.ordered_s:
+            self._close_recovery()
+            recovery = _Recovery(began_s=self._now_s, detect_s=detect_s, cause=cause)
+            self._recovery = recovery
+        recovery.nodes.extend(nodes)
+        recovery.statuses.clear()
+        recovery.settles_s = self._now_s + _SETTLE_S
+        self._regroups += not nodes
+        self._phase = Phase.FENCING
+        self._generation += 1
+        self._finished.clear()
+        self._deadline_s = math.inf
+        self._record(
+            RecoveryStarted(
+                t_s=self._now_s, generation=self._generation, nodes=tuple(recovery.nodes), cause=recovery.cause
+            )
+        )
+        survivors = self._members.ready
+        if not survivors or self._regroups > _MAX_REGROUPS:
+            self._give_up()
+            return
+        lost = tuple(spec.name for spec in self._nodes if self._members[spec.name].state is not NodeState.READY)
+        for member in survivors:
+            for place in member.places:
+                self._send(member.spec.name, Fence(device=place.device, generation=self._generation, lost=lost))
+
+    def _status(self, place: Place, status: Status) -> None:
+        if self._phase is not Phase.FENCING or status.generation != self._generation:
+            return
+        assert self._recovery is not None
+        self._recovery.statuses[place] = status
+        if status.last_record is not None:
+            self._step_committed(status.last_record)
+        self._decide_when_answered()
+
+    def _decide_when_answered(self) -> None:
+        recovery = self._recovery
+        assert recovery is not None
+        places = [place for member in self._members.ready for place in member.places]
+        if not recovery.statuses.keys() >= set(places):
+            return
+        if self._now_s < recovery.settles_s:
+            self._deadline_s = recovery.settles_s
+            return
+        self._decide({place: recovery.statuses[place] for place in places})
+
+    def _decide(self, statuses: dict[Place, Status]) -> None:
+        """All survivors have answered: find what is committed, a plan for those who are left, and order it."""
+        assert self._planner is not None
+        assert self._recovery is not None
+        verdict = judge(statuses)
+        living = [member.spec.name for member in self._members.ready]
+        base = self._ordered[self._generation_in_force(verdict)].plan
+        finish = self._step_to_finish(verdict, statuses)
+        try:
+            if verdict.applied == 0 and finish is None:
+                decision = self._planner.initial_plan(living)
+            else:
+                known = (*base.nodes, *base.spares)
+                decision = self._planner.reconfigure(
+                    base,
+                    lost=[node for node in known if node not in living],
+                    joined=[node for node in living if node not in known],
+                    held=verdict.held,
+                )
+        except (PlanningError, Unrecoverable) as error:
+            self._cannot_go_on(error)
+            return
+        lost = [node for node in base.nodes if node not in living]
+        redone = microbatches_redone(base, lost, statuses) if verdict.adopted is not None else 0
+        self._recovery.microbatches_redone += redone
+        self._order(decision, verdict, finish=finish)
+
+    def _generation_in_force(self, verdict: Verdict) -> int:
+        """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
+        if verdict.adopted is not None and verdict.adopted in self._ordered:
+            return verdict.adopted
+        return max(self._ordered)
+
+    def _step_to_finish(self, verdict: Verdict, statuses: dict[Place, Status]) -> int | None:
+        """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
+
+        It can when all survivors have the same plan in force, at least one of its pipelines is whole, and none
+        of the whole ones failed half-way. Returns the step, or None: then it is forgotten and run again.
+        """
+        if verdict.adopted is None or verdict.adopted not in self._ordered or verdict.applied >= self._job.max_steps:
+            return None
+        plan = self._ordered[verdict.adopted].plan
+        lost = [node for node in plan.nodes if self._members[node].state is not NodeState.READY]
+        broken = broken_pipelines(plan, lost)
+        for index, pipeline in enumerate(plan.pipelines):
+            if index not in broken and any(statuses[place].broken for place in pipeline.places):
+                return None
+        step = verdict.applied + 1
+        if self._segments_for != (verdict.adopted, step):
+            self._segments_for, self._segments = (verdict.adopted, step), ()
+        dealt = deal_microbatches(plan, lost, self._segments, next_segment=self._next_segment)
+        if dealt is None:
+            return None
+        self._segments = dealt
+        self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in dealt)])
+        return step
+
+    def _order(self, decision: Decision, verdict: Verdict, *, finish: int | None) -> None:
+        """Send everyone the orders of a new generation, and train."""
+        if self._phase is Phase.PREPARING:
+            self._generation += 1
+        plan = decision.plan
+        old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
+        initial = verdict.applied == 0 and finish is None
+        adopted = _Adopted(plan, self._pipeline_generations(plan, old))
+        lost = () if old is None else tuple(n for n in old.plan.nodes if n not in self._ready_names())
+        for member in self._members.ready:
+            for place in member.places:
+                order = Order(
+                    device=place.device,
+                    generation=self._generation,
+                    catch_up=verdict.catch_up,
+                    finish=finish,
+                    segments=() if finish is None else self._segments,
+                    lost=lost,
+                    plan=plan,
+                    pipeline_generations=adopted.pipeline_generations,
+                    boundary=verdict.applied if finish is None else finish,
+                    initial=initial,
+                    transfers=() if initial else decision.transfers,
+                )
+                self._send(member.spec.name, order)
+        self._ordered[self._generation] = adopted
+        self._phase = Phase.TRAINING
+        self._deadline_s = math.inf
+        self._record_plan(decision)
+        if self._recovery is not None:
+            self._recovery.ordered_s = self._now_s
+            self._recovery.action = Action(decision.action)
+            moved = {(item.layer, item.target) for item in decision.transfers}
+            self._recovery.layers_moved = 0 if initial else len(moved)
+        if self._stop is not None:
+            self._ask_to_finish()
+
+    def _pipeline_generations(self, plan: ExecutionPlan, old: _Adopted | None) -> tuple[int, ...]:
+        """Keep the groups of pipelines that lost nobody and were not stopped half-way; form the others anew."""
+        kept = {}
+        if old is not None:
+            kept = {
+                pipeline.places: generation
+                for pipeline, generation in zip(old.plan.pipelines, old.pipeline_generations, strict=True)
+                if all(node in self._ready_names() for node in pipeline.nodes)
+            }
+        return tuple(kept.get(pipeline.places, self._generation) for pipeline in plan.pipelines)
+
+    def _record_plan(self, decision: Decision) -> None:
+        self._record(
+            PlanAdopted(
+                t_s=self._now_s,
+                generation=self._generation,
+                plan=decision.plan,
+                action=Action(decision.action),
+                reason=decision.reason,
+                predicted_step_s=decision.predicted_step_s,
+                num_layers=decision.plan.num_layers,
+                redundant=decision.redundant,
+            )
+        )
+        if not decision.redundant:
+            threshold = self._job.fault_threshold
+            text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
+            self._record(Notice(t_s=self._now_s, level="warning", text=text))
+
+    def _resumed(self, place: Place, message: Resumed) -> None:
+        recovery = self._recovery
+        if recovery is None or not recovery.ordered_s or message.generation != self._generation:
+            return
+        recovery.resumed[place] = message
+        if recovery.resumed.keys() >= set(self._plan.places):
+            self._close_recovery()
+
+    def _close_recovery(self) -> None:
+        """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is None:
+            return
+        resumed = recovery.resumed.items()
+        idle_from_s = max((self._our_time(place, said.idle_from_s) for place, said in resumed), default=0.0)
+        idle_to_s = min((self._our_time(place, said.idle_to_s) for place, said in resumed), default=0.0)
+        self._record(
+            RecoveryDone(
+                t_s=self._now_s,
+                began_s=recovery.began_s,
+                generation=self._generation,
+                nodes=tuple(recovery.nodes),
+                cause=recovery.cause,
+                action=recovery.action,
+                detect_s=recovery.detect_s,
+                decide_s=recovery.ordered_s - recovery.began_s,
+                transfer_s=max((said.transfer_s for _, said in resumed), default=0.0),
+                stall_s=max(0.0, idle_to_s - idle_from_s),
+                bytes_moved=sum(said.received_bytes for _, said in resumed),
+                layers_moved=recovery.layers_moved,
+                microbatches_redone=recovery.microbatches_redone,
+                steps_lost=0,
+            )
+        )
+
+    def _our_time(self, place: Place, theirs_s: float) -> float:
+        return theirs_s + self._members[place.node].clock_offset_s
+
+    def _give_up(self) -> None:
+        if self._tracebacks:
+            place, text = next(iter(self._tracebacks.items()))
+            self._end(1, f"the same error ended every worker; {place} said:\n{text}")
+        elif not self._members.ready:
+            self._end(1, "all nodes are lost")
+        else:
+            self._end(1, f"no step was committed through {_MAX_REGROUPS} regroupings")
+
+    def _cannot_go_on(self, error: OobleckError) -> None:
+        if self._tracebacks:
+            self._give_up()
+        else:
+            self._end(
+                1, f"cannot go on after losing {', '.join(self._recovery.nodes if self._recovery else ())}: {error}"
+            )
+
+    # --- small things ------------------------------------------------------------------------------------------
+
+    @property
+    def _plan(self) -> ExecutionPlan:
+        """The newest plan that was ordered."""
+        return self._ordered[max(self._ordered)].plan
+
+    def _ready_names(self) -> tuple[str, ...]:
+        return tuple(member.spec.name for member in self._members.ready)
+
+    def _send(self, node: str, message: MasterMessage) -> None:
+        self._commands.append(Send(node=node, message=message))
+
+    def _record(self, entry: JournalEntry) -> None:
+        self._commands.append(Record(entry=entry))
+
+    def _take_commands(self) -> list[Command]:
+        commands, self._commands = self._commands, []
+        return commands

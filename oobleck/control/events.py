@@ -1,0 +1,135 @@
+"""What reaches the coordinator, and what it commands. Values only.
+
+An event says what happened; a command says what to do about it. The master's coroutine feeds the one and carries
+out the other, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .journal import Cause, JournalEntry
+from .messages import AgentMessage, Hello, MasterMessage
+
+__all__ = [
+    "Command",
+    "Connect",
+    "Disconnect",
+    "End",
+    "Event",
+    "Kill",
+    "LookUpProfile",
+    "NodeFailed",
+    "NodeUp",
+    "ProfileFound",
+    "Record",
+    "Said",
+    "Send",
+    "StopRequested",
+    "StoreProfile",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUp:
+    """An agent answered; `address` is where its peers reach it."""
+
+    node: str
+    hello: Hello
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailed:
+    """A node cannot be reached, or its connection broke."""
+
+    node: str
+    cause: Cause
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A node's agent, or a worker through it, said something."""
+
+    node: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileFound:
+    """The answer to LookUpProfile; None when nothing is cached under the key."""
+
+    profile_json: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """The user wants an end: after the step in flight, or now."""
+
+    now: bool
+    exit_code: int
+    reason: str
+
+
+Event = NodeUp | NodeFailed | Said | ProfileFound | StopRequested
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Reach a node and start its agent."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    node: str
+    message: MasterMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """Have nothing more to do with a node: end whatever of ours still runs there."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Kill a node's processes of ours at once, as if its power had been cut. Its loss is then met as any other."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Append to the journal."""
+
+    entry: JournalEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUpProfile:
+    """Look for a cached profile; answered by ProfileFound."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreProfile:
+    """Cache a measured profile."""
+
+    key: str
+    profile_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The run is over."""
+
+    exit_code: int
+    reason: str
+
+
+Command = Connect | Send | Disconnect | Kill | Record | LookUpProfile | StoreProfile | End

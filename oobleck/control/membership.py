@@ -1,0 +1,90 @@
+"""Who is in the job: each node's state, and the workers on it.
+
+CONNECTING -> CONNECTED -> READY -> LOST | LEFT
+     └────────────┴──────────────────^
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from oobleck.errors import PeerError
+from oobleck.job import NodeSpec
+from oobleck.planner import Place
+
+from .messages import Hello, WorkerReady
+
+__all__ = ["Member", "Membership", "NodeState"]
+
+
+class NodeState(StrEnum):
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    """Its agent speaks to us; not all of its workers are ready."""
+    READY = "ready"
+    LOST = "lost"
+    LEFT = "left"
+
+
+_ALLOWED = {
+    NodeState.CONNECTING: {NodeState.CONNECTED, NodeState.LOST},
+    NodeState.CONNECTED: {NodeState.READY, NodeState.LOST, NodeState.LEFT},
+    NodeState.READY: {NodeState.LOST, NodeState.LEFT},
+    NodeState.LOST: set(),
+    NodeState.LEFT: set(),
+}
+
+
+@dataclass(slots=True)
+class Member:
+    """One node, as far as the coordinator knows."""
+
+    spec: NodeSpec
+    state: NodeState = NodeState.CONNECTING
+    hello: Hello | None = None
+    address: str = ""
+    clock_offset_s: float = 0.0
+    """Add to the node's monotonic clock to get ours."""
+    last_heard_s: float = 0.0
+    ready: dict[int, WorkerReady] = field(default_factory=dict)
+    """By device."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(Place(node=self.spec.name, device=device) for device in range(self.spec.num_devices))
+
+    def move_to(self, state: NodeState) -> None:
+        """Change the state. Raises PeerError when the node's own words ask for what cannot be."""
+        if state not in _ALLOWED[self.state]:
+            raise PeerError(f"{self.spec.name} cannot become {state} while it is {self.state}")
+        self.state = state
+
+
+class Membership:
+    """All nodes of the job, in the hostfile's order."""
+
+    def __init__(self, nodes: tuple[NodeSpec, ...]) -> None:
+        self._members = {spec.name: Member(spec) for spec in nodes}
+
+    def __getitem__(self, node: str) -> Member:
+        return self._members[node]
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._members
+
+    def in_state(self, *states: NodeState) -> tuple[Member, ...]:
+        return tuple(member for member in self._members.values() if member.state in states)
+
+    @property
+    def living(self) -> tuple[Member, ...]:
+        """Those whose agent speaks to us."""
+        return self.in_state(NodeState.CONNECTED, NodeState.READY)
+
+    @property
+    def ready(self) -> tuple[Member, ...]:
+        return self.in_state(NodeState.READY)
+
+    def sharing_host(self, member: Member) -> int:
+        """How many workers the machine of a node runs, over all of its nodes."""
+        return sum(other.spec.num_devices for other in self._members.values() if other.spec.host == member.spec.host)

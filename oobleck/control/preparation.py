@@ -1,0 +1,136 @@
+"""Before training: nodes come up, workers get ready, and the model's profile becomes known.
+
+A part of the coordinator's machine, with its rules: it returns commands and is asked whether it is complete.
+"""
+
+from __future__ import annotations
+
+from oobleck import __version__
+from oobleck.errors import ConfigError
+from oobleck.job import JobSpec
+from oobleck.planner import Profile, profile_from_json
+
+from .events import Command, LookUpProfile, NodeUp, ProfileFound, Send, StoreProfile
+from .membership import Member, Membership, NodeState
+from .messages import PROTOCOL_VERSION, Configure, Hello, Profiled, ProfileRequest, StartWorker, WorkerReady
+from .profile_key import profile_key
+
+__all__ = ["Preparation"]
+
+
+class Preparation:
+    """Mutable: tells what to ask of nodes until every worker is ready and the profile is known."""
+
+    def __init__(self, job: JobSpec, members: Membership, *, python_version: str) -> None:
+        self._job = job
+        self._members = members
+        self._python_version = python_version
+        self._key: str | None = None
+        self.profile: Profile | None = None
+
+    def misfit(self, hello: Hello) -> str | None:
+        """Why an agent's environment does not fit ours, in words that say what to change; None when it does."""
+        if hello.oobleck_version != __version__ or hello.protocol != PROTOCOL_VERSION:
+            return (
+                f"oobleck {hello.oobleck_version} (protocol {hello.protocol}) runs there, {__version__} (protocol "
+                f"{PROTOCOL_VERSION}) here; install the same version on both"
+            )
+        if _minor(hello.python_version) != _minor(self._python_version):
+            return (
+                f"Python {hello.python_version} runs there, {self._python_version} here; "
+                "use the same minor version on both (the job's `python` names the interpreter)"
+            )
+        return None
+
+    def configure(self, event: NodeUp, now_s: float) -> list[Command]:
+        """Take a node in: tell its agent about the job and have its workers started."""
+        member = self._members[event.node]
+        member.move_to(NodeState.CONNECTED)
+        member.hello = event.hello
+        member.address = event.address
+        member.clock_offset_s = now_s - event.hello.clock_s
+        configure = Configure(
+            protocol=PROTOCOL_VERSION,
+            oobleck_version=__version__,
+            job=self._job,
+            node=event.node,
+            devices=member.spec.devices,
+            address=event.address,
+            torch_threads=self._threads(member),
+            device_memory_bytes=self._memory(member),
+        )
+        starts = [Send(node=event.node, message=StartWorker(device=place.device)) for place in member.places]
+        return [Send(node=event.node, message=configure), *starts]
+
+    def note_ready(self, member: Member, message: WorkerReady) -> list[Command]:
+        """Note a worker. The first one of all settles which profile is needed.
+
+        Raises ConfigError when it trains on other data than the rest.
+        """
+        for other in self._members.living:
+            for ready in other.ready.values():
+                if ready.data_digest != message.data_digest:
+                    raise ConfigError(
+                        f"{member.spec.name} and {other.spec.name} would train on different text (digests "
+                        f"{message.data_digest} and {ready.data_digest}); give all nodes the same files"
+                    )
+        member.ready[message.device] = message
+        if len(member.ready) == member.spec.num_devices:
+            member.move_to(NodeState.READY)
+        if self._key is not None:
+            return []
+        assert member.hello is not None
+        self._key = profile_key(
+            self._job,
+            member.hello,
+            message,
+            torch_threads=self._threads(member),
+            memory_bytes=self._memory(member),
+        )
+        return [LookUpProfile(key=self._key)]
+
+    def take_profile(self, event: ProfileFound) -> list[Command]:
+        """Use the cached profile, or have the first worker that is ready measure one."""
+        if event.profile_json is not None:
+            try:
+                self.profile = profile_from_json(event.profile_json, source=f"cached profile {self._key}")
+            except ConfigError:
+                pass  # torn or of an older version: measured again, and overwritten
+            else:
+                return []
+        member = next(member for member in self._members.living if member.ready)
+        return [Send(node=member.spec.name, message=ProfileRequest(device=min(member.ready)))]
+
+    def take_measurement(self, message: Profiled) -> list[Command]:
+        """Use a measured profile, and have it cached."""
+        assert self._key is not None
+        self.profile = profile_from_json(message.profile_json, source="measured profile")
+        return [StoreProfile(key=self._key, profile_json=message.profile_json)]
+
+    @property
+    def is_complete(self) -> bool:
+        """All nodes that were asked for are ready, and the profile is known."""
+        return self.profile is not None and not self._members.in_state(NodeState.CONNECTING, NodeState.CONNECTED)
+
+    def waiting_for(self) -> str:
+        """What is missing, for an error message."""
+        slow = self._members.in_state(NodeState.CONNECTING, NodeState.CONNECTED)
+        if slow:
+            return ", ".join(f"{member.spec.name} ({member.state})" for member in slow)
+        return "the model's profile"
+
+    def _threads(self, member: Member) -> int:
+        assert member.hello is not None
+        if self._job.torch_threads is not None:
+            return self._job.torch_threads
+        return max(1, member.hello.num_cores // self._members.sharing_host(member))
+
+    def _memory(self, member: Member) -> int:
+        assert member.hello is not None
+        if self._job.device_memory_bytes is not None:
+            return self._job.device_memory_bytes
+        return member.hello.memory_bytes // self._members.sharing_host(member)
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split(".")[:2])

@@ -1,0 +1,111 @@
+"""What the survivors' answers to a fence mean for the step in flight. Pure functions; no state.
+
+The rule of the commit (see `training.standing`): a worker applies step k only after an all-reduce in which all
+took part, each with its gradients of k fully reduced. Hence, once all survivors have answered:
+
+    applied k, all          -> k is committed
+    applied k, some         -> k is committed; the others hold its reduced gradients, and catch up
+    applied k - 1, all      -> k is not committed; it is finished by the whole pipelines, or forgotten
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from oobleck.planner import ExecutionPlan, Place
+
+from .messages import CommitRecord, Segment, Status
+
+__all__ = ["Verdict", "broken_pipelines", "deal_microbatches", "judge", "microbatches_redone"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is committed, and what survivors hold."""
+
+    applied: int
+    """The newest committed step."""
+    catch_up: CommitRecord | None
+    """Set when some survivor has still to apply that step."""
+    adopted: int | None
+    """The generation whose plan all survivors have in force; None when they differ."""
+    held: Mapping[Place, frozenset[int]]
+    """The layers that each survivor holds whole."""
+
+
+def judge(statuses: Mapping[Place, Status]) -> Verdict:
+    """Read the survivors' answers; O(workers).
+
+    Spares and newcomers hold no layers: they count for nothing here.
+    """
+    holders = {place: status for place, status in statuses.items() if status.layers}
+    applied = max((status.applied for status in holders.values()), default=0)
+    behind = [place for place, status in sorted(holders.items()) if status.applied < applied]
+    record: CommitRecord | None = None
+    if behind:
+        record = next(
+            status.last_record
+            for status in holders.values()
+            if status.applied == applied and status.last_record is not None
+        )
+        for place in behind:
+            assert holders[place].reduced == applied == holders[place].applied + 1, (place, holders[place])
+    generations = {status.adopted for status in holders.values()}
+    return Verdict(
+        applied=applied,
+        catch_up=record,
+        adopted=generations.pop() if len(generations) == 1 else None,
+        held={place: frozenset(status.layers) for place, status in sorted(holders.items())},
+    )
+
+
+def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
+    """Indices of the pipelines that lost a node."""
+    return tuple(index for index, pipeline in enumerate(plan.pipelines) if any(node in lost for node in pipeline.nodes))
+
+
+def deal_microbatches(
+    plan: ExecutionPlan, lost: Collection[str], segments: Sequence[Segment], *, next_segment: int
+) -> tuple[Segment, ...] | None:
+    """Deal what broken pipelines leave of a step among the whole ones, on top of the segments dealt before.
+
+    Returns all segments of the step, or None when no pipeline is whole. Segments are never taken back from a
+    whole pipeline; those of a pipeline that broke since are dealt again. Whole pipelines take shares in
+    proportion to their planned ones, which are in proportion to their speeds; the largest remainder rounds.
+    """
+    broken = broken_pipelines(plan, lost)
+    whole = [index for index in range(len(plan.pipelines)) if index not in broken]
+    if not whole:
+        return None
+    kept = tuple(segment for segment in segments if segment.pipeline in whole)
+    done = {microbatch for segment in kept for microbatch in segment.microbatches}
+    done.update(microbatch for index in whole for microbatch in plan.microbatches_of(index))
+    left = [microbatch for microbatch in range(plan.num_microbatches) if microbatch not in done]
+    shares = _apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
+    dealt: list[Segment] = []
+    for index, share in zip(whole, shares, strict=True):
+        if share:
+            dealt.append(Segment(segment=next_segment + len(dealt), pipeline=index, microbatches=tuple(left[:share])))
+            left = left[share:]
+    return (*kept, *dealt)
+
+
+def microbatches_redone(plan: ExecutionPlan, lost: Collection[str], statuses: Mapping[Place, Status]) -> int:
+    """How many microbatches the broken pipelines had begun to take backward, as far as survivors know."""
+    total = 0
+    for index in broken_pipelines(plan, lost):
+        pipeline = plan.pipelines[index]
+        known = [statuses[place].microbatches_done for place in pipeline.places if place in statuses]
+        total += max(known, default=0)
+    return total
+
+
+def _apportion(total: int, weights: Sequence[int]) -> list[int]:
+    """Split `total` in proportion to `weights`, by largest remainders; ties go to the earlier."""
+    weight = sum(weights)
+    shares = [total * each // weight for each in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda index: (-(total * weights[index] % weight), index))
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
+    return shares

@@ -1,0 +1,259 @@
+"""The agent: starts the workers of one node, relays between them and the master, and reports their ends.
+
+It outlives its connection: without a master, training goes on until a new one connects, or until the orphan
+timeout, when it ends its workers and itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import assert_never
+
+import trio
+
+from oobleck.control.messages import (
+    AgentMessage,
+    AgentStopped,
+    Configure,
+    Fence,
+    FinishStep,
+    Heartbeat,
+    Hello,
+    MasterMessage,
+    Order,
+    ProfileRequest,
+    SetUpWorker,
+    StartWorker,
+    StopAgent,
+    StorePut,
+    WorkerBound,
+    WorkerExited,
+    WorkerFailed,
+    WorkerStarted,
+)
+from oobleck.errors import PeerError
+from oobleck.planner import Place
+
+from .ports import MasterConnection, WorkerHandle, WorkerHost
+
+__all__ = ["Agent"]
+
+_UNSAID_LIMIT = 10_000
+"""Messages kept for a master that is away."""
+_UNREAD_LIMIT = 10_000
+"""Messages queued for a worker; one that reads none of so many is stuck for good."""
+_WORKER_LAST_WORDS_S = 2.0
+"""How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
+_FIRST_CONTACT_S = 60.0
+"""How long a new agent waits for its master."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    handle: WorkerHandle
+    outgoing: trio.MemorySendChannel[WorkerBound]
+    traceback: str | None = None
+
+
+@dataclass(slots=True)
+class _Duty:
+    """What the master told at the first contact."""
+
+    configure: Configure
+    interval_s: float = field(init=False)
+    orphan_timeout_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.interval_s = self.configure.job.control.heartbeat_interval_s
+        self.orphan_timeout_s = self.configure.job.control.orphan_timeout_s
+
+
+class Agent:
+    """One node's agent. `run` returns when it was told to stop, or when no master came for too long."""
+
+    def __init__(
+        self,
+        *,
+        accept: Callable[[], Awaitable[MasterConnection]],
+        workers: WorkerHost,
+        hello: Callable[[int], Hello],
+        cache_dir: Path,
+    ) -> None:
+        self._accept = accept
+        self._host = workers
+        self._hello = hello
+        self._cache_dir = cache_dir
+        self._duty: _Duty | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._generation = 0
+        self._unsaid: deque[AgentMessage] = deque(maxlen=_UNSAID_LIMIT)
+        self._something_to_say = trio.Event()
+        self._stop_reason: str | None = None
+
+    async def run(self) -> str:
+        """Serve masters, one after the other; returns why it ended."""
+        async with trio.open_nursery() as nursery:
+            while self._stop_reason is None:
+                patience_s = self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
+                connection = None
+                with trio.move_on_after(patience_s):
+                    connection = await self._accept()
+                if connection is None:
+                    self._stop_reason = f"no master came for {patience_s:g} s"
+                    break
+                await self._serve(connection, nursery)
+            for worker in self._workers.values():
+                worker.handle.kill()
+            nursery.cancel_scope.cancel()
+        return self._stop_reason or "done"
+
+    # --- the conversation with a master ----------------------------------------------------------------------
+
+    async def _serve(self, connection: MasterConnection, nursery: trio.Nursery) -> None:
+        try:
+            await connection.send([self._hello(self._generation)])
+            async with trio.open_nursery() as talk:
+                talk.start_soon(self._speak, connection)
+                talk.start_soon(self._beat)
+                while self._stop_reason is None:
+                    await self._obey(await connection.receive(), nursery)
+                talk.cancel_scope.cancel()
+            await self._take_leave(connection)
+        except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError):
+            pass  # the master is gone or talks nonsense; training goes on, and another may come
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(1):
+                await connection.aclose()
+
+    async def _take_leave(self, connection: MasterConnection) -> None:
+        """End the workers and say so; then nothing of this node is left."""
+        for worker in self._workers.values():
+            worker.handle.kill()
+        for worker in self._workers.values():
+            await worker.handle.wait()
+        await connection.send([AgentStopped(reason=self._stop_reason or "")])
+
+    async def _speak(self, connection: MasterConnection) -> None:
+        while True:
+            while self._unsaid:
+                said = list(self._unsaid)
+                await connection.send(said)
+                for _ in said:
+                    self._unsaid.popleft()
+            self._something_to_say = trio.Event()
+            await self._something_to_say.wait()
+
+    async def _beat(self) -> None:
+        sequence = 0
+        while True:
+            if self._duty is not None:
+                self._say(Heartbeat(sequence=sequence))
+                sequence += 1
+            await trio.sleep(self._duty.interval_s if self._duty else 0.1)
+
+    def _say(self, message: AgentMessage) -> None:
+        """Queue a message for the master; the oldest is dropped when one is away for too long."""
+        self._unsaid.append(message)
+        self._something_to_say.set()
+
+    async def _obey(self, message: MasterMessage, nursery: trio.Nursery) -> None:
+        match message:
+            case Configure():
+                self._duty = _Duty(message)
+            case Heartbeat():
+                pass
+            case StartWorker(device=device):
+                nursery.start_soon(self._run_worker, device)
+            case Order(device=device, generation=generation):
+                self._generation = max(self._generation, generation)
+                self._tell(device, message)
+            case Fence(device=device) | FinishStep(device=device) | ProfileRequest(device=device):
+                self._tell(device, message)
+            case StorePut():
+                for device in sorted(self._workers):
+                    self._tell(device, message)
+            case StopAgent(reason=reason):
+                self._stop_reason = reason
+            case _:
+                assert_never(message)
+
+    # --- workers -----------------------------------------------------------------------------------------------
+
+    def _tell(self, device: int, message: WorkerBound) -> None:
+        """Queue a message for a worker; one for a worker that is gone has no meaning any more."""
+        worker = self._workers.get(device)
+        if worker is None:
+            return
+        try:
+            worker.outgoing.send_nowait(message)
+        except trio.WouldBlock:
+            worker.handle.kill()  # it reads nothing any more
+
+    async def _run_worker(self, device: int) -> None:
+        """Start a worker, relay for it, and report its end."""
+        duty = self._duty
+        if duty is None:
+            raise PeerError("StartWorker came before Configure")
+        configure = duty.configure
+        setup = SetUpWorker(
+            job=configure.job,
+            place=Place(node=configure.node, device=device),
+            address=configure.address,
+            torch_threads=configure.torch_threads,
+            cache_dir=str(self._cache_dir),
+            device_memory_bytes=configure.device_memory_bytes,
+        )
+        handle = await self._host.start(setup)
+        outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
+        worker = _Worker(handle, outgoing)
+        self._workers[device] = worker
+        self._say(WorkerStarted(device=device, pid=handle.pid))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write_to_worker, worker, queue)
+            with trio.CancelScope() as listening:
+                nursery.start_soon(self._end_listening, worker, listening)
+                await self._listen_to_worker(device, worker)
+            end = await handle.wait()
+            nursery.cancel_scope.cancel()
+        del self._workers[device]
+        self._say(
+            WorkerExited(
+                device=device,
+                pid=handle.pid,
+                exit_code=end.exit_code,
+                signal=end.signal,
+                traceback=worker.traceback,
+            )
+        )
+
+    async def _end_listening(self, worker: _Worker, listening: trio.CancelScope) -> None:
+        await worker.handle.wait()
+        await trio.sleep(_WORKER_LAST_WORDS_S)
+        listening.cancel()
+
+    async def _write_to_worker(self, worker: _Worker, queue: trio.MemoryReceiveChannel[WorkerBound]) -> None:
+        try:
+            async for message in queue:
+                await worker.handle.send([message])
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # it is gone; its exit is reported by the task that waits for it
+
+    async def _listen_to_worker(self, device: int, worker: _Worker) -> None:
+        """Relay what a worker says until its socket closes."""
+        while True:
+            try:
+                message = await worker.handle.receive()
+            except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError):
+                return
+            match message:
+                case WorkerFailed(traceback=text):
+                    worker.traceback = text
+                case StorePut():
+                    for other in sorted(self._workers.keys() - {device}):
+                        self._tell(other, message)
+                    self._say(message)
+                case _:
+                    self._say(message)

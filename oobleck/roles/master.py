@@ -1,0 +1,205 @@
+"""The master: one task for each node, one loop that feeds the coordinator and carries out its commands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import trio
+
+from oobleck.control.coordinator import Coordinator
+from oobleck.control.events import (
+    Command,
+    Connect,
+    Disconnect,
+    End,
+    Event,
+    Kill,
+    LookUpProfile,
+    NodeFailed,
+    NodeUp,
+    ProfileFound,
+    Record,
+    Said,
+    Send,
+    StoreProfile,
+)
+from oobleck.control.journal import Cause, JournalEntry
+from oobleck.control.messages import Hello, MasterMessage
+from oobleck.errors import NodeUnreachable, PeerError
+from oobleck.job import NodeSpec
+
+from .ports import AgentConnection, Cluster, Journal, ProfileCache
+
+__all__ = ["Master"]
+
+_EVENTS_BUFFERED = 10_000
+_MESSAGES_BUFFERED = 10_000
+"""For each node; one that takes fewer than it is sent for so long is lost."""
+_FAREWELL_S = 5.0
+"""How long agents may take to end their workers once they are told to stop."""
+
+
+class Master:
+    """Runs one job to its end. `submit` lets others (a control socket, signals) feed events."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        nodes: Mapping[str, NodeSpec],
+        *,
+        cluster: Cluster,
+        journal: Journal,
+        profiles: ProfileCache,
+        hello_timeout_s: float,
+    ) -> None:
+        self._coordinator = coordinator
+        self._nodes = nodes
+        self._cluster = cluster
+        self._journal = journal
+        self._profiles = profiles
+        self._hello_timeout_s = hello_timeout_s
+        self._events, self._inbox = trio.open_memory_channel[Event](_EVENTS_BUFFERED)
+        self._tunnels: dict[str, _Tunnel] = {}
+        self._started_s = 0.0
+        self._observers: list[Callable[[JournalEntry], None]] = []
+        self._outcome: End | None = None
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the run started."""
+        return trio.current_time() - self._started_s
+
+    def observe(self, observer: Callable[[JournalEntry], None]) -> None:
+        """Have every journal entry handed to `observer`, after it is written."""
+        self._observers.append(observer)
+
+    def submit(self, event: Event) -> None:
+        """Feed an event. Raises trio.WouldBlock when the master is hopelessly behind."""
+        self._events.send_nowait(event)
+
+    async def kill(self, node: str) -> None:
+        """Kill a node, as if its power had been cut. Its loss is then met as any other. Raises NodeUnreachable."""
+        await self._cluster.kill(self._nodes[node])
+
+    async def run(self) -> End:
+        """Run the job; returns how it ended, when nothing of it is left running."""
+        self._started_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            self._carry_out(self._coordinator.start(0.0), nursery)
+            while self._outcome is None:
+                self._carry_out(await self._next_commands(), nursery)
+            await self._say_farewell()
+            nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True), trio.move_on_after(_FAREWELL_S):
+            async with trio.open_nursery() as nursery:
+                for spec in self._nodes.values():
+                    nursery.start_soon(self._cluster.clean, spec)
+        return self._outcome
+
+    async def _next_commands(self) -> list[Command]:
+        deadline_s = self._coordinator.next_deadline()
+        at = math.inf if math.isinf(deadline_s) else self._started_s + deadline_s
+        with trio.move_on_at(at):
+            event = await self._inbox.receive()
+            return self._coordinator.handle(self.now_s, event)
+        return self._coordinator.handle_deadline(self.now_s)
+
+    def _carry_out(self, commands: list[Command], nursery: trio.Nursery) -> None:
+        for command in commands:
+            match command:
+                case Send(node=node, message=message):
+                    if node in self._tunnels:
+                        self._tunnels[node].post(message)
+                case Record(entry=entry):
+                    self._journal.append(entry)
+                    for observer in self._observers:
+                        observer(entry)
+                case Connect(node=node):
+                    self._tunnels[node] = tunnel = _Tunnel(self._nodes[node], self._events)
+                    nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
+                case Disconnect(node=node):
+                    self._tunnels.pop(node).scope.cancel()
+                    nursery.start_soon(self._cluster.clean, self._nodes[node])
+                case Kill(node=node):
+                    nursery.start_soon(self._cluster.kill, self._nodes[node])
+                case LookUpProfile(key=key):
+                    self.submit(ProfileFound(profile_json=self._profiles.load(key)))
+                case StoreProfile(key=key, profile_json=profile_json):
+                    self._profiles.store(key, profile_json)
+                case End():
+                    self._outcome = command
+
+    async def _say_farewell(self) -> None:
+        """Let agents end by themselves; those that do not in time are ended by `Cluster.clean`."""
+        with trio.move_on_after(_FAREWELL_S):
+            for tunnel in self._tunnels.values():
+                await tunnel.closed.wait()
+
+
+class _Tunnel:
+    """The conversation with one agent: a task that reads, a task that writes, and an end that becomes an event."""
+
+    def __init__(self, spec: NodeSpec, events: trio.MemorySendChannel[Event]) -> None:
+        self.scope = trio.CancelScope()
+        self.closed = trio.Event()
+        self._spec = spec
+        self._events = events
+        self._post, self._outgoing = trio.open_memory_channel[MasterMessage](_MESSAGES_BUFFERED)
+
+    def post(self, message: MasterMessage) -> None:
+        """Queue a message; never waits, so that one slow node delays no other."""
+        try:
+            self._post.send_nowait(message)
+        except trio.WouldBlock:
+            self._fail(Cause.CONNECTION_LOST, f"took none of {_MESSAGES_BUFFERED} messages")
+            self.scope.cancel()
+
+    async def run(self, cluster: Cluster, hello_timeout_s: float) -> None:
+        """Talk to the agent until the connection ends or `scope` is cancelled."""
+        try:
+            with self.scope:
+                connection = await cluster.reach(self._spec)
+                try:
+                    await self._talk(connection, hello_timeout_s)
+                finally:
+                    with trio.CancelScope(shield=True), trio.move_on_after(1):
+                        await connection.aclose()
+        except NodeUnreachable as error:
+            self._fail(Cause.UNREACHABLE, error.reason)
+        finally:
+            self.closed.set()
+
+    async def _talk(self, connection: AgentConnection, hello_timeout_s: float) -> None:
+        try:
+            with trio.fail_after(hello_timeout_s):
+                hello = await connection.receive()
+            if not isinstance(hello, Hello):
+                raise PeerError(f"said {type(hello).__name__} before Hello")
+            self._events.send_nowait(NodeUp(node=self._spec.name, hello=hello, address=connection.address))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write, connection)
+                await self._read(connection)
+        except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
+            self._fail(Cause.CONNECTION_LOST, "its connection was lost")
+        except* trio.TooSlowError:
+            self._fail(Cause.UNREACHABLE, f"its agent said nothing within {hello_timeout_s:g} s")
+        except* PeerError as errors:
+            self._fail(Cause.CONNECTION_LOST, f"broke the protocol: {errors.exceptions[0]}")
+
+    async def _read(self, connection: AgentConnection) -> None:
+        while True:
+            message = await connection.receive()
+            await self._events.send(Said(node=self._spec.name, message=message))
+
+    async def _write(self, connection: AgentConnection) -> None:
+        while True:
+            messages = [await self._outgoing.receive()]
+            with suppress(trio.WouldBlock):
+                while True:
+                    messages.append(self._outgoing.receive_nowait())
+            await connection.send(messages)
+
+    def _fail(self, cause: Cause, evidence: str) -> None:
+        self._events.send_nowait(NodeFailed(node=self._spec.name, cause=cause, evidence=evidence))

@@ -1,0 +1,115 @@
+"""The ports: all that master and agent may ask of the world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from oobleck.control.journal import JournalEntry
+from oobleck.control.messages import AgentMessage, MasterMessage, SetUpWorker, WorkerBound, WorkerMessage
+from oobleck.job import NodeSpec
+
+__all__ = [
+    "AgentConnection",
+    "Cluster",
+    "Journal",
+    "MasterConnection",
+    "ProfileCache",
+    "WorkerEnd",
+    "WorkerHandle",
+    "WorkerHost",
+]
+
+
+class AgentConnection(Protocol):
+    """The master's end of the tunnel to an agent."""
+
+    @property
+    def address(self) -> str:
+        """Where the node's peers reach it."""
+        ...
+
+    async def send(self, messages: Sequence[MasterMessage]) -> None:
+        """Send messages as one write. Raises trio.BrokenResourceError when the connection is lost."""
+        ...
+
+    async def receive(self) -> AgentMessage:
+        """Wait for the next message.
+
+        Raises trio.EndOfChannel or trio.BrokenResourceError when the connection is lost, PeerError for nonsense.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class MasterConnection(Protocol):
+    """The agent's end of the tunnel."""
+
+    async def send(self, messages: Sequence[AgentMessage]) -> None: ...
+
+    async def receive(self) -> MasterMessage: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Cluster(Protocol):
+    """The nodes: how the master reaches them, and what it may do there."""
+
+    async def reach(self, node: NodeSpec) -> AgentConnection:
+        """Start the node's agent, unless it runs already, and connect to it. Raises NodeUnreachable."""
+        ...
+
+    async def kill(self, node: NodeSpec) -> None:
+        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
+        ...
+
+    async def clean(self, node: NodeSpec) -> None:
+        """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
+        ...
+
+
+class Journal(Protocol):
+    def append(self, entry: JournalEntry) -> None: ...
+
+
+class ProfileCache(Protocol):
+    def load(self, key: str) -> str | None: ...
+
+    def store(self, key: str, profile_json: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnd:
+    """How a worker process ended; one of the two is set, or neither when nobody could tell."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+class WorkerHandle(Protocol):
+    """A worker process, from its agent's side."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def send(self, messages: Sequence[WorkerBound]) -> None: ...
+
+    async def receive(self) -> WorkerMessage:
+        """Wait for the next message. Raises trio.EndOfChannel or trio.BrokenResourceError when it is gone."""
+        ...
+
+    async def wait(self) -> WorkerEnd:
+        """Wait until the process is gone."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL; nothing when it is gone already."""
+        ...
+
+
+class WorkerHost(Protocol):
+    """Where an agent starts workers."""
+
+    async def start(self, setup: SetUpWorker) -> WorkerHandle: ...

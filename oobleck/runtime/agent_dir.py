@@ -1,0 +1,74 @@
+"""An agent's own directory on its node: its socket, and the ids of the processes it answers for.
+
+Only its user can read it. It lies in the system's temporary directory, because the path of a UNIX socket must be
+short and the home directory may be shared between nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["AgentDir", "clean_command", "kill_command"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDir:
+    """The directory of the agent of `node` in the job `tag`."""
+
+    tag: str
+    node: str
+
+    @property
+    def job_path(self) -> Path:
+        """What all agents of the job on this machine share."""
+        return Path(tempfile.gettempdir()) / f"oobleck-{os.getuid()}" / self.tag
+
+    @property
+    def path(self) -> Path:
+        return self.job_path / self.node
+
+    @property
+    def socket(self) -> Path:
+        return self.path / "agent.sock"
+
+    @property
+    def fork_server_socket(self) -> Path:
+        return self.job_path / "fork.sock"
+
+    @property
+    def fork_server_lock(self) -> Path:
+        return self.job_path / "fork.lock"
+
+    def pid_file(self, role: str) -> Path:
+        """Where the process id of the agent (`agent`) or of a worker (`worker0`) is noted."""
+        return self.path / f"{role}.pid"
+
+    def create(self) -> None:
+        """Make the directory, readable by its user alone. Raises PermissionError when somebody else owns it."""
+        for path in (self.job_path.parent, self.job_path, self.path):
+            path.mkdir(mode=0o700, exist_ok=True)
+            if path.stat().st_uid != os.getuid():
+                raise PermissionError(f"{path} belongs to another user; remove it, or set TMPDIR")
+            path.chmod(0o700)
+
+
+def kill_command(tag: str, node: str) -> str:
+    """A shell command that kills the agent and the workers of a node at once."""
+    return f'cd "{_base()}"/{shlex.quote(tag)}/{shlex.quote(node)} 2>/dev/null && kill -KILL $(cat ./*.pid) 2>/dev/null; true'
+
+
+def clean_command(tag: str, node: str) -> str:
+    """A shell command that ends what is left of a node's processes, and removes its directory."""
+    job = f'"{_base()}"/{shlex.quote(tag)}'
+    return (
+        f"{kill_command(tag, node)}; rm -rf {job}/{shlex.quote(node)}; "
+        f'rm -f {job}/fork.lock; rmdir {job} "{_base()}" 2>/dev/null; true'
+    )
+
+
+def _base() -> str:
+    return "${TMPDIR:-/tmp}/oobleck-$(id -u)"

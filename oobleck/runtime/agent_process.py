@@ -1,0 +1,127 @@
+"""The agent's process: `python -m oobleck.runtime.agent_process`, started over SSH.
+
+It binds its socket, forks into the background, and tells the waiting SSH command where to connect, in one line of
+JSON. Where an agent of the same job and node runs already, it tells of that one: so a master that comes back finds
+its agents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import trio
+
+from oobleck import __version__
+from oobleck.control.messages import PROTOCOL_VERSION, Hello, MasterMessage
+from oobleck.roles.agent import Agent
+from oobleck.roles.channel import MessageChannel
+from oobleck.roles.ports import MasterConnection
+from oobleck.wire import FrameDecoder
+
+from .agent_dir import AgentDir
+from .workers import ForkingWorkerHost
+
+__all__ = ["main"]
+
+_log = logging.getLogger("oobleck.agent")
+
+
+def main() -> None:
+    """Become the agent of a node, in the background; the foreground process says where and leaves."""
+    arguments = _parse_arguments()
+    directory = AgentDir(arguments.tag, arguments.node)
+    directory.create()
+    if _answers(directory.socket):
+        print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
+        return
+    with suppress(FileNotFoundError):
+        directory.socket.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(directory.socket))
+    directory.socket.chmod(0o600)
+    listener.listen(4)
+    sys.stdout.flush()
+    if os.fork() > 0:
+        print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
+        sys.stdout.flush()
+        os._exit(0)
+    _detach(Path(arguments.log))
+    directory.pid_file("agent").write_text(str(os.getpid()))
+    trio.run(_serve, arguments.node, directory, listener, Path(arguments.cache))
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run the agent of one node in the background.")
+    parser.add_argument("--tag", required=True, help="the job's name")
+    parser.add_argument("--node", required=True, help="the node's name in the job")
+    parser.add_argument("--log", required=True, help="file to log to")
+    parser.add_argument("--cache", required=True, help="directory for tokenizers and tokenised text")
+    return parser.parse_args()
+
+
+def _answers(path: Path) -> bool:
+    """Tell whether a living agent listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _detach(log: Path) -> None:
+    """Leave the SSH session: a session of our own, and output that goes to the log."""
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+async def _serve(node: str, directory: AgentDir, listener: socket.socket, cache_dir: Path) -> None:
+    listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+
+    async def accept() -> MasterConnection:
+        return MessageChannel(await listening.accept(), FrameDecoder(MasterMessage))
+
+    def hello(generation: int) -> Hello:
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            oobleck_version=__version__,
+            python_version=platform.python_version(),
+            node=node,
+            pid=os.getpid(),
+            generation=generation,
+            num_cores=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            clock_s=time.monotonic(),
+        )
+
+    workers = ForkingWorkerHost(directory)
+    agent = Agent(accept=accept, workers=workers, hello=hello, cache_dir=cache_dir)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(workers.run)
+        reason = await agent.run()
+        _log.info("stops: %s", reason)
+        nursery.cancel_scope.cancel()
+    for path in (directory.socket, *directory.path.glob("*.pid")):
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Worker processes, forked from a warm server that the agents of one job on one machine share.
+
+The first agent to need it starts the server (`oobleck.training.fork_server`); it ends with its last client.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import trio
+
+from oobleck.control.messages import SetUpWorker, WorkerBound, WorkerMessage
+from oobleck.roles.channel import MessageChannel
+from oobleck.roles.ports import WorkerEnd
+from oobleck.wire import FrameDecoder
+
+from .agent_dir import AgentDir
+
+__all__ = ["ForkingWorkerHost", "Worker"]
+
+_ANSWER = struct.Struct(">II")
+_FORKED = 0
+_LISTEN_BACKLOG = 64
+_START_TIMEOUT_S = 120.0
+
+
+class Worker:
+    """A forked worker process, from its agent's side."""
+
+    def __init__(self, pid: int, channel: MessageChannel[WorkerBound, WorkerMessage]) -> None:
+        self.pid = pid
+        self._channel = channel
+        self._ended = trio.Event()
+        self._end = WorkerEnd()
+
+    async def send(self, messages: Sequence[WorkerBound]) -> None:
+        await self._channel.send(messages)
+
+    async def receive(self) -> WorkerMessage:
+        return await self._channel.receive()
+
+    async def wait(self) -> WorkerEnd:
+        await self._ended.wait()
+        return self._end
+
+    def kill(self) -> None:
+        if not self._ended.is_set():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def note_end(self, wait_status: int | None) -> None:
+        """Note how the process ended, as `waitpid` told; None when nobody could tell."""
+        if wait_status is not None:
+            code = os.waitstatus_to_exitcode(wait_status)
+            self._end = WorkerEnd(exit_code=code) if code >= 0 else WorkerEnd(signal=-code)
+        self._ended.set()
+
+
+class ForkingWorkerHost:
+    """Starts workers through the fork server. `run` must be running."""
+
+    def __init__(self, directory: AgentDir) -> None:
+        self._directory = directory
+        self._server: trio.SocketStream | None = None
+        self._connected = trio.Event()
+        self._asking = trio.Lock()
+        self._forked, self._answers = trio.open_memory_channel[int](1)
+        self._workers: dict[int, Worker] = {}
+
+    async def run(self) -> None:
+        """Connect to the fork server, starting it where there is none, and hear of workers' ends."""
+        with trio.fail_after(_START_TIMEOUT_S):
+            self._server = await self._connect()
+        self._connected.set()
+        buffered = b""
+        with suppress(trio.BrokenResourceError):
+            while data := await self._server.receive_some(4096):
+                buffered += data
+                while len(buffered) >= _ANSWER.size:
+                    first, second = _ANSWER.unpack_from(buffered)
+                    buffered = buffered[_ANSWER.size :]
+                    await self._understand(first, second)
+        for worker in self._workers.values():  # the server is gone; nobody hears how they end
+            worker.kill()
+            worker.note_end(None)
+
+    async def start(self, setup: SetUpWorker) -> Worker:
+        """Fork a worker and set it up."""
+        await self._connected.wait()
+        assert self._server is not None
+        ours, theirs = trio.socket.socketpair()
+        with theirs:
+            async with self._asking:
+                await _send_descriptor(self._server.socket, theirs.fileno())
+                pid = await self._answers.receive()
+        stream = trio.SocketStream(ours)
+        worker = Worker(pid, MessageChannel(stream, FrameDecoder(WorkerMessage)))
+        self._workers[pid] = worker
+        self._directory.pid_file(f"worker{setup.place.device}").write_text(str(pid))
+        await worker.send([setup])
+        return worker
+
+    async def _understand(self, first: int, second: int) -> None:
+        if first == _FORKED:
+            await self._forked.send(second)
+        elif (worker := self._workers.pop(first, None)) is not None:
+            worker.note_end(second)
+
+    async def _connect(self) -> trio.SocketStream:
+        path = str(self._directory.fork_server_socket)
+        with open(self._directory.fork_server_lock, "w") as lock:  # noqa: ASYNC230  a local file, held for milliseconds
+            await trio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX)
+            try:
+                return await _open_socket(path)
+            except OSError:
+                _start_fork_server(path)
+                return await _open_socket(path)
+
+
+async def _open_socket(path: str) -> trio.SocketStream:
+    sock = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        await sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
+    return trio.SocketStream(sock)
+
+
+def _start_fork_server(path: str) -> None:
+    """Start the server on a socket that exists at once, so that clients may connect while it warms up."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(_LISTEN_BACKLOG)
+        subprocess.Popen(
+            [sys.executable, "-m", "oobleck.training.fork_server", str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+async def _send_descriptor(sock: trio.socket.SocketType, descriptor: int) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+    await sock.sendmsg([b"f"], ancillary)

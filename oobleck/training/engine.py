@@ -1,0 +1,273 @@
+"""The training thread's work: run steps, end them together, and follow orders from one plan to the next.
+
+What is decided elsewhere arrives as an order; the engine carries it out and never chooses. Gradients of the
+step in flight live in the parameters' `grad`, what was done of it in `StepWork`, until the step is applied or
+forgotten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan, Place
+from oobleck.schedule import ScheduleKind, compile_schedule
+from oobleck.wire import CommitRecord, Order
+
+from .data import Dataset
+from .executor import Lane, StepWork, execute
+from .groups import GroupKey, GroupTable
+from .models import ModelStructure, StageModel
+from .optimizer import Optimizer
+from .reduction import Bucket, commit, commit_key, make_buckets, reduce_gradients, squared_norm
+from .sampling import samples_of_step
+from .signals import Interrupted, Signals
+from .standing import Standing
+from .transfer import exchange_layers, transfer_key
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Everything that one worker trains with. Only the training thread touches it."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        place: Place,
+        *,
+        dataset: Dataset,
+        structure: ModelStructure,
+        groups: GroupTable,
+        signals: Signals,
+        standing: Standing,
+        report: Callable[[CommitRecord], None],
+    ) -> None:
+        self._job = job
+        self._place = place
+        self._dataset = dataset
+        self._structure = structure
+        self._groups = groups
+        self._signals = signals
+        self._standing = standing
+        self._report = report
+        self._model = StageModel(structure, dtype=getattr(torch, job.dtype), device=torch.device(job.device))
+        self._optimizer = Optimizer(job.optimizer, max_steps=job.max_steps)
+        self._schedule = ScheduleKind(job.schedule)
+        self._plan: ExecutionPlan | None = None
+        self._lane: Lane | None = None
+        self._buckets: tuple[Bucket, ...] = ()
+        self._commit_key: GroupKey | None = None
+        self._work: StepWork | None = None
+        self._base_done = False
+        self._segments_done: set[int] = set()
+        self._reduced: dict[str, torch.Tensor] = {}
+        self._step_ended_s = time.monotonic()
+
+    def follow(self, order: Order) -> None:
+        """Carry an order out up to the point where its plan is in force. Raises Interrupted or PeerLost."""
+        if order.catch_up is not None and self._standing.applied < order.catch_up.step:
+            self._standing.catch_up(order.catch_up)
+            self._apply(order.catch_up)
+        if order.finish is None:
+            self._forget_step()
+        elif self._standing.applied < order.finish:
+            self._finish(order, order.finish)
+        self._adopt(order)
+
+    def train(self) -> bool:
+        """Run steps to the job's last one, or to the one whose commit agrees to stop; False for a spare.
+
+        Raises Interrupted or PeerLost.
+        """
+        if self._lane is None:
+            return False
+        assert self._plan is not None
+        assert self._commit_key is not None
+        stop = False
+        while self._standing.applied < self._job.max_steps and not stop:
+            self._compute(self._plan, self._lane, self._standing.applied + 1)
+            stop = self._end_step(self._buckets, self._commit_key)
+        return True
+
+    # --- a step ----------------------------------------------------------------------------------------------
+
+    def _compute(self, plan: ExecutionPlan, lane: Lane, step: int) -> StepWork:
+        """Run this stage's program for its own share of the step; nothing when that is done already."""
+        work = self._work
+        if work is None or work.step != step:
+            work = self._begin_step(step)
+        if not self._base_done:
+            located = plan.locate(self._place)
+            assert located is not None
+            self._execute(work, lane, plan.microbatches_of(located[0]))
+            self._base_done = True
+        return work
+
+    def _begin_step(self, step: int) -> StepWork:
+        self._forget_step()
+        samples = samples_of_step(self._job.seed, step, self._job.global_batch_size, self._dataset.num_samples)
+        self._work = StepWork(
+            step=step,
+            samples=samples,
+            seed=self._job.seed,
+            microbatch_size=self._job.microbatch_size,
+            items_per_sample=self._dataset.items_per_sample,
+        )
+        return self._work
+
+    def _execute(self, work: StepWork, lane: Lane, microbatches: Sequence[int], *, commits: bool = True) -> None:
+        schedule = compile_schedule(
+            self._schedule, num_stages=lane.num_stages, num_microbatches=len(microbatches), commits=commits
+        )
+        execute(
+            schedule.programs[lane.stage],
+            microbatches,
+            work=work,
+            model=self._model,
+            dataset=self._dataset,
+            lane=lane,
+            signals=self._signals,
+            interrupted=self._standing.is_pipeline_stopped,
+        )
+
+    def _end_step(self, buckets: Sequence[Bucket], key: GroupKey) -> bool:
+        """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
+        work = self._work
+        assert work is not None
+        interrupted = self._standing.is_fenced
+        reduced = reduce_gradients(buckets, self._model.parameters, self._groups, self._signals, interrupted)
+        self._reduced = reduced
+        self._standing.note_reduced(work.step)
+        outcome = commit(
+            key,
+            loss=work.loss,
+            squared_grad_norm=squared_norm(buckets, reduced, self._place),
+            stop=self._standing.is_stop_wanted,
+            counts=work.counts,
+            num_microbatches=self._job.num_microbatches,
+            groups=self._groups,
+            signals=self._signals,
+            interrupted=interrupted,
+        )
+        assert outcome.repeated == outcome.missing == 0, f"step {work.step}: microbatches counted {outcome.counts}"
+        record = CommitRecord(
+            step=work.step,
+            generation=key.generation,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            learning_rate=self._optimizer.learning_rate(work.step),
+            num_samples=sum(outcome.counts) * self._job.microbatch_size,
+            samples_repeated=outcome.repeated * self._job.microbatch_size,
+            samples_missing=outcome.missing * self._job.microbatch_size,
+            duration_s=time.monotonic() - self._step_ended_s,
+        )
+        self._standing.begin_apply(record)
+        self._apply(record)
+        return outcome.stop
+
+    def _apply(self, record: CommitRecord) -> None:
+        """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
+        limit = self._job.optimizer.max_grad_norm
+        clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
+        self._optimizer.step(record.step, self._reduced, clip)
+        self._step_ended_s = time.monotonic()
+        self._forget_step()
+        self._report(record)
+
+    def _forget_step(self) -> None:
+        for parameter in self._model.parameters.values():
+            parameter.grad = None
+        self._work = None
+        self._base_done = False
+        self._segments_done.clear()
+        self._reduced = {}
+
+    # --- from one plan to the next -----------------------------------------------------------------------------
+
+    def _finish(self, order: Order, step: int) -> None:
+        """Finish the step in flight under the old plan, without the nodes that it lost.
+
+        Members of whole pipelines complete their share and the extra segments; the others contribute zeros, and
+        so receive the sums and stay current.
+        """
+        plan, lane = self._plan, self._lane
+        if plan is None or lane is None:
+            return  # a spare, or a newcomer: it takes no part in the old plan
+        located = plan.locate(self._place)
+        assert located is not None
+        pipeline = plan.pipelines[located[0]]
+        keys = self._reduction_keys(plan, order.generation, order.lost)
+        if any(node in order.lost for node in pipeline.nodes):
+            self._begin_step(step)
+        else:
+            work = self._compute(plan, lane, step)
+            for segment in order.segments:
+                if segment.pipeline == located[0] and segment.segment not in self._segments_done:
+                    self._execute(work, lane, segment.microbatches, commits=False)
+                    self._segments_done.add(segment.segment)
+        buckets, key = keys
+        self._groups.form([key, *(bucket.key for bucket in buckets)], self._standing.is_fenced)
+        self._end_step(buckets, key)
+
+    def _adopt(self, order: Order) -> None:
+        """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
+        plan = order.plan
+        located = plan.locate(self._place)
+        moving = transfer_key(order.transfers, order.generation)
+        takes_part = moving is not None and self._place in moving.members
+        keys: list[GroupKey] = [moving] if moving is not None and takes_part else []
+        lane_key: GroupKey | None = None
+        if located is not None:
+            lane_key = GroupKey("pipeline", order.pipeline_generations[located[0]], plan.pipelines[located[0]].places)
+            self._buckets, self._commit_key = self._reduction_keys(plan, order.generation, ())
+            keys += [lane_key, self._commit_key, *(bucket.key for bucket in self._buckets)]
+        self._groups.form(keys, self._standing.is_fenced)
+        states = exchange_layers(
+            order.transfers,
+            place=self._place,
+            group=self._groups[moving] if moving is not None and takes_part else None,
+            state_of=self._layer_state,
+            size_of=self._optimizer_state_size,
+            dtype=self._model.dtype,
+            signals=self._signals,
+            interrupted=self._standing.is_fenced,
+        )
+        self._take_layers(plan, located, states, initial=order.initial)
+        self._plan = plan
+        self._lane = None
+        if located is not None and lane_key is not None:
+            pipeline = plan.pipelines[located[0]]
+            group = self._groups[lane_key] if len(pipeline.places) > 1 else None
+            self._lane = Lane(stage=located[1], num_stages=len(pipeline.stages), group=group)
+        self._groups.keep_only(keys)
+        layers = tuple(plan.pipelines[located[0]].stages[located[1]].layers) if located else ()
+        self._standing.adopt(order, layers)
+        self._step_ended_s = time.monotonic()
+
+    def _reduction_keys(
+        self, plan: ExecutionPlan, generation: int, lost: Collection[str]
+    ) -> tuple[tuple[Bucket, ...], GroupKey]:
+        """The buckets of this worker and the group of the commit, among the nodes that are left."""
+        buckets = make_buckets(plan, self._place, self._structure, generation=generation, lost=lost)
+        return buckets, commit_key(plan, generation=generation, lost=lost)
+
+    def _layer_state(self, layer: int) -> torch.Tensor:
+        return self._optimizer.layer_state(self._structure.layer_parameters(layer))
+
+    def _layer_state_size(self, layer: int) -> int:
+        return self._optimizer.state_size(self._structure, layer)
+
+    def _take_layers(
+        self,
+        plan: ExecutionPlan,
+        located: tuple[int, int] | None,
+        states: dict[int, torch.Tensor],
+        *,
+        initial: bool,
+    ) -> None:
+        """Make the model hold exactly its stage's layers, with the states that were received."""
+        raise AssertionError

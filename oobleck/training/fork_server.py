@@ -1,0 +1,141 @@
+"""A warm process that has imported everything a worker needs, and forks workers on request.
+
+Importing torch and transformers takes seconds, a fork milliseconds. The agents of one user and job on one
+machine share a fork server. It listens on a UNIX socket; a client sends one byte with a socket as ancillary
+data, and the forked worker speaks to its agent through that socket. Answers are frames of two unsigned
+integers: (FORKED, pid), and (pid, wait status) when the worker is gone.
+
+The server runs a single thread and no torch operation, so that forking is safe; it ends when its last client
+has left.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+
+ANSWER = struct.Struct(">II")
+FORKED = 0
+"""The first integer of the answer to a request; no process has this id."""
+
+_IDLE_TIMEOUT_S = 20.0
+_EXIT_LISTENER_TAKEN = 3
+
+
+class _ForkServer:
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._child_wakeup = _child_signals()
+        self._selector.register(self._child_wakeup, selectors.EVENT_READ)
+        self._clients: dict[int, socket.socket] = {}
+        self._client_of: dict[int, socket.socket] = {}
+
+    def serve(self) -> None:
+        """Serve until no client is left."""
+        while True:
+            events = self._selector.select(None if self._clients else _IDLE_TIMEOUT_S)
+            if not events and not self._clients:
+                return
+            for key, _ in events:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._child_wakeup:
+                    self._child_wakeup.recv(4096)
+                    self._reap()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._answer(key.fileobj)
+            if not self._clients and not self._client_of:
+                return
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        self._clients[client.fileno()] = client
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _answer(self, client: socket.socket) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(client, 1, 1)
+        except OSError:
+            data, descriptors = b"", []
+        if not data or not descriptors:
+            self._drop(client)
+            return
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(descriptors[0])
+        os.close(descriptors[0])
+        self._client_of[pid] = client
+        self._tell(client, FORKED, pid)
+
+    def _become_worker(self, descriptor: int) -> None:
+        from .worker import run_worker
+
+        self._selector.close()
+        for other in (self._listener, self._child_wakeup, *self._clients.values()):
+            other.close()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        run_worker(socket.socket(fileno=descriptor))
+
+    def _reap(self) -> None:
+        while self._client_of:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            client = self._client_of.pop(pid, None)
+            if client is not None:
+                self._tell(client, pid, status)
+
+    def _tell(self, client: socket.socket, first: int, second: int) -> None:
+        try:
+            client.sendall(ANSWER.pack(first, second))
+        except OSError:
+            self._drop(client)
+
+    def _drop(self, client: socket.socket) -> None:
+        """Forget a client. Its workers end by themselves: their sockets are closed with the agent."""
+        if self._clients.pop(client.fileno(), None) is not None:
+            self._selector.unregister(client)
+            client.close()
+
+
+def _child_signals() -> socket.socket:
+    """A socket that becomes readable whenever a child has ended."""
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    writing.setblocking(False)
+    writing_fd = writing.detach()
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writing_fd, warn_on_full_buffer=False)
+    return reading
+
+
+def main() -> None:
+    """Serve on the inherited listening socket whose descriptor is the first argument."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _warm_up()
+    gc.collect()
+    gc.freeze()
+    _ForkServer(listener).serve()
+
+
+def _warm_up() -> None:
+    """Import what a worker imports, without running a torch operation."""
+    import oobleck.training.worker  # noqa: F401
+
+
+if __name__ == "__main__":
+    main()

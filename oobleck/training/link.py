@@ -1,0 +1,55 @@
+"""The worker's end of its socket to the agent: blocking frames, a thread that reads, any thread that writes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from oobleck.errors import PeerError
+from oobleck.wire import FrameDecoder, WorkerBound, WorkerMessage, encode_frame
+
+__all__ = ["AgentLink"]
+
+_EXIT_AGENT_GONE = 75  # EX_TEMPFAIL: the worker did nothing wrong
+
+
+class AgentLink:
+    """Frames to and from the agent over an inherited socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._decoder = FrameDecoder(WorkerBound)
+        self._writing = threading.Lock()
+        self._arrived: list[WorkerBound] = []
+
+    def send(self, message: WorkerMessage) -> None:
+        """Send a message; any thread may. A gone agent ends the process: without one there is no cluster."""
+        frame = encode_frame(message)
+        try:
+            with self._writing:
+                self._socket.sendall(frame)
+        except OSError:
+            os._exit(_EXIT_AGENT_GONE)
+
+    def receive(self) -> WorkerBound:
+        """Block for the next message; ends the process when the agent is gone or speaks nonsense."""
+        while not self._arrived:
+            try:
+                data = self._socket.recv(1 << 16)
+                if not data:
+                    os._exit(_EXIT_AGENT_GONE)
+                self._arrived = list(self._decoder.feed(data))
+            except (OSError, PeerError):
+                os._exit(_EXIT_AGENT_GONE)
+        return self._arrived.pop(0)
+
+    def start_reader(self, handle: Callable[[WorkerBound], None]) -> None:
+        """Hand every message from now on to `handle`, on a daemon thread."""
+
+        def read() -> None:
+            while True:
+                handle(self.receive())
+
+        threading.Thread(target=read, daemon=True, name="control").start()

@@ -1,0 +1,147 @@
+"""Where a worker stands: the state that its two threads share, and the moments that decide a commit.
+
+The control thread answers fences from it; the training thread moves it on. One moment matters above all:
+`begin_apply`. Before it, a fence keeps the step from being applied here; after it, the answer to the fence
+says that it was. So the coordinator's view of all answers is never half of a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from oobleck.planner import ExecutionPlan, Place
+from oobleck.wire import CommitRecord, Fence, Order, Status
+
+from .signals import Interrupted
+
+__all__ = ["Standing"]
+
+
+class Standing:
+    """Thread-safe; every method is atomic. `announce` is called after each change that a wait may look for."""
+
+    def __init__(self, place: Place, announce: Callable[[], None]) -> None:
+        self._place = place
+        self._announce = announce
+        self._lock = threading.Lock()
+        self._fence = 0
+        self._generation = 0
+        self._order: Order | None = None
+        self._pipeline_lost = False
+        self._stop_wanted = False
+        self._plan: ExecutionPlan | None = None
+        self._adopted = 0
+        self._layers: tuple[int, ...] = ()
+        self._applied = 0
+        self._last_record: CommitRecord | None = None
+        self._reduced: int | None = None
+
+    # --- control thread ------------------------------------------------------------------------------------
+
+    def answer(self, fence: Fence) -> Status:
+        """Raise the fence and say where this worker stands; from now on nothing older is applied."""
+        with self._lock:
+            self._fence = max(self._fence, fence.generation)
+            located = self._plan.locate(self._place) if self._plan else None
+            if self._plan is not None and located is not None:
+                nodes = self._plan.pipelines[located[0]].nodes
+                self._pipeline_lost = self._pipeline_lost or any(node in fence.lost for node in nodes)
+            status = Status(
+                device=self._place.device,
+                generation=fence.generation,
+                applied=self._applied,
+                last_record=self._last_record,
+                reduced=self._reduced,
+                adopted=self._adopted,
+                layers=self._layers,
+            )
+        self._announce()
+        return status
+
+    def give_order(self, order: Order) -> None:
+        """Leave an order for the training thread; one it has not taken yet is replaced by a newer one."""
+        with self._lock:
+            if order.generation >= max(self._fence, self._generation + 1):
+                self._order = order
+        self._announce()
+
+    def want_stop(self) -> None:
+        """Ask for an end after the next commit."""
+        with self._lock:
+            self._stop_wanted = True
+
+    # --- either thread, without the lock: one read of one field ----------------------------------------------
+
+    @property
+    def has_order(self) -> bool:
+        return self._order is not None
+
+    @property
+    def is_stop_wanted(self) -> bool:
+        return self._stop_wanted
+
+    @property
+    def applied(self) -> int:
+        return self._applied
+
+    @property
+    def adopted(self) -> int:
+        return self._adopted
+
+    def is_fenced(self) -> bool:
+        """Reductions, commits and transfers of an older generation are not waited for."""
+        return self._fence > self._generation
+
+    def is_pipeline_stopped(self) -> bool:
+        """A whole pipeline finishes its microbatches through a fence; one that lost a node stops at once,
+        and so does any when the order is to forget the step."""
+        order = self._order
+        return (self._pipeline_lost and self._fence > self._generation) or (order is not None and order.finish is None)
+
+    # --- training thread -----------------------------------------------------------------------------------
+
+    def take_order(self) -> Order | None:
+        """Take the newest order, if there is one: from now on its generation is ours."""
+        with self._lock:
+            order, self._order = self._order, None
+            if order is not None:
+                self._generation = order.generation
+            return order
+
+    def note_reduced(self, step: int | None) -> None:
+        """Note that the fully reduced gradients of `step` are here; None when they no longer are."""
+        with self._lock:
+            self._reduced = step
+
+    def begin_apply(self, record: CommitRecord) -> None:
+        """Pass the point of no return of a commit: the caller applies the step next, and nothing stops it.
+
+        Raises Interrupted when a fence came first.
+        """
+        with self._lock:
+            if self._fence > self._generation:
+                raise Interrupted
+            self._move_to(record)
+
+    def catch_up(self, record: CommitRecord) -> None:
+        """Like `begin_apply`, by order: some survivor has applied the step, so it counts whatever happens."""
+        with self._lock:
+            assert record.step == self._applied + 1 == self._reduced, (record.step, self._applied, self._reduced)
+            self._move_to(record)
+
+    def adopt(self, order: Order, layers: tuple[int, ...]) -> None:
+        """Note that the order's plan is in force here and the layers are held, at its boundary's version."""
+        with self._lock:
+            self._plan = order.plan
+            self._adopted = order.generation
+            self._applied = order.boundary
+            self._layers = layers
+            self._reduced = None
+            if self._fence <= order.generation:
+                self._pipeline_lost = False
+
+    def _move_to(self, record: CommitRecord) -> None:
+        self._applied = record.step
+        self._last_record = record
+        self._reduced = None

@@ -1,0 +1,156 @@
+"""The worker process: the agent's messages in, a training thread that follows orders, words back.
+
+    order ──> resolve the step in flight ──> form groups ──> exchange layers ──> adopt ──> train
+      ^                                                                                     │
+      └────────────── Interrupted (a fence) or PeerLost (reported, then a fence) ◄──────────┘
+
+The control thread answers fences at once, whatever the training thread is doing (`standing.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import socket
+import traceback
+from pathlib import Path
+
+import torch
+
+from oobleck.planner import profile_to_json
+from oobleck.wire import (
+    CommitRecord,
+    Fence,
+    Finished,
+    FinishStep,
+    Order,
+    PeerFailed,
+    Profiled,
+    ProfileRequest,
+    SetUpWorker,
+    StepCommitted,
+    StorePut,
+    WorkerBound,
+    WorkerFailed,
+    WorkerReady,
+)
+
+from .data import prepare_dataset
+from .engine import Engine
+from .groups import GroupTable
+from .link import AgentLink
+from .models import ModelStructure
+from .profiler import measure_profile
+from .rendezvous import Board
+from .signals import Interrupted, PeerLost, Signals
+from .standing import Standing
+
+__all__ = ["run_worker"]
+
+_EXIT_FAILED = 1
+
+
+def run_worker(sock: socket.socket) -> None:
+    """Be a worker until the agent ends it; never returns."""
+    link = AgentLink(sock)
+    try:
+        setup = link.receive()
+        assert isinstance(setup, SetUpWorker), setup
+        _Worker(link, setup).run()
+    except BaseException:  # noqa: BLE001  a process main: the agent gets the traceback, whatever it was
+        link.send(WorkerFailed(traceback=traceback.format_exc()))
+    # Threads that wait for lost peers cannot be joined, and destroying their groups would block.
+    os._exit(_EXIT_FAILED)
+
+
+class _Worker:
+    def __init__(self, link: AgentLink, setup: SetUpWorker) -> None:
+        torch.set_num_threads(setup.torch_threads)
+        job = setup.job
+        self._link = link
+        self._job = job
+        self._device = setup.place.device
+        self._memory_bytes = setup.device_memory_bytes
+        self._signals = Signals()
+        self._standing = Standing(setup.place, self._signals.announce)
+        self._board = Board(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
+        self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
+        self._dataset = prepare_dataset(job.data, cache_dir=Path(setup.cache_dir))
+        self._structure = ModelStructure.from_spec(
+            job.model, vocab_size=self._dataset.vocab_size, sequence_length=job.data.sequence_length
+        )
+        self._engine = Engine(
+            job,
+            setup.place,
+            dataset=self._dataset,
+            structure=self._structure,
+            groups=GroupTable(setup.place, setup.address, self._board, self._signals),
+            signals=self._signals,
+            standing=self._standing,
+            report=self._report,
+        )
+
+    def run(self) -> None:
+        """Follow orders for ever."""
+        self._link.start_reader(self._handle)
+        self._link.send(
+            WorkerReady(
+                device=self._device,
+                pid=os.getpid(),
+                data_digest=self._dataset.digest,
+                num_samples=self._dataset.num_samples,
+                layer_names=self._structure.layer_names,
+                parameters=self._structure.num_parameters,
+            )
+        )
+        gc.freeze()
+        while True:
+            order = self._next_order()
+            try:
+                self._engine.follow(order)
+                if self._engine.train():
+                    self._link.send(Finished(device=self._device, applied=self._standing.applied))
+            except Interrupted:
+                continue
+            except PeerLost as error:
+                self._link.send(PeerFailed(device=self._device, generation=order.generation, detail=str(error)))
+
+    def _handle(self, message: WorkerBound) -> None:
+        """Take one message; runs on the control thread and never waits for the training thread."""
+        match message:
+            case StorePut(key=key, value=value):
+                self._board.put(key, value)
+            case Fence():
+                self._link.send(self._standing.answer(message))
+            case Order():
+                self._standing.give_order(message)
+            case FinishStep():
+                self._standing.want_stop()
+            case ProfileRequest():
+                self._profile_requests.put(message)
+                self._signals.announce()
+            case SetUpWorker():
+                raise AssertionError("a worker is set up once")
+
+    def _next_order(self) -> Order:
+        while True:
+            self._signals.wait(lambda: self._standing.has_order or not self._profile_requests.empty(), lambda: False)
+            if not self._profile_requests.empty():
+                self._profile_requests.get()
+                self._profile()
+            if (order := self._standing.take_order()) is not None:
+                return order
+
+    def _profile(self) -> None:
+        profile = measure_profile(
+            self._structure,
+            microbatch_size=self._job.microbatch_size,
+            dtype=getattr(torch, self._job.dtype),
+            device=torch.device(self._job.device),
+            device_memory_bytes=self._memory_bytes,
+        )
+        self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))
+
+    def _report(self, record: CommitRecord) -> None:
+        self._link.send(StepCommitted(device=self._device, record=record))
