@@ -58,7 +58,8 @@ class AgentDir:
 
 def kill_command(tag: str, node: str) -> str:
     """A shell command that kills the agent and the workers of a node at once."""
-    return f'cd "{_base()}"/{shlex.quote(tag)}/{shlex.quote(node)} 2>/dev/null && kill -KILL $(cat ./*.pid) 2>/dev/null; true'
+    directory = f'"{_base()}"/{shlex.quote(tag)}/{shlex.quote(node)}'
+    return f"(cd {directory} && kill -KILL $(cat ./*.pid)) 2>/dev/null; true"
 
 
 def clean_command(tag: str, node: str) -> str:

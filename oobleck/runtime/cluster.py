@@ -1,0 +1,141 @@
+"""The cluster over SSH: agents are started, reached, killed and cleaned up through one connection a node."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import trio
+
+from oobleck import __version__
+from oobleck.control.messages import AgentMessage, MasterMessage
+from oobleck.errors import NodeUnreachable
+from oobleck.job import NodeSpec
+from oobleck.roles.channel import MessageChannel
+from oobleck.wire import FrameDecoder
+
+from .agent_dir import clean_command, kill_command
+from .ssh import CompletedCommand, SSHConnection, SSHOptions, connect
+
+__all__ = ["RemotePaths", "SSHCluster"]
+
+_log = logging.getLogger("oobleck.cluster")
+
+_START_TIMEOUT_S = 30.0
+_COMMAND_TIMEOUT_S = 5.0
+_NOT_FOUND = 127
+"""A shell's exit status for a command that does not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemotePaths:
+    """Where things are on the nodes."""
+
+    python: str
+    """The interpreter that has this package."""
+    base_dir: PurePosixPath
+    """Runs' directories; a relative one is relative to the user's home."""
+    cache_dir: PurePosixPath
+
+
+class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
+    """A channel to an agent through an SSH connection."""
+
+    def __init__(self, connection: SSHConnection, stream: trio.abc.Stream) -> None:
+        super().__init__(stream, FrameDecoder(AgentMessage))
+        self._connection = connection
+
+    @property
+    def address(self) -> str:
+        return self._connection.peer_address
+
+
+class SSHCluster:
+    """The nodes of a job, reached by SSH. Connections are kept: what comes later needs no new handshake."""
+
+    def __init__(self, tag: str, nodes: Sequence[NodeSpec], *, options: SSHOptions, paths: RemotePaths) -> None:
+        self._tag = tag
+        self._index = {spec.name: index for index, spec in enumerate(nodes)}
+        self._options = options
+        self._paths = paths
+        self._connections: dict[str, SSHConnection] = {}
+        self._locks = {spec.name: trio.Lock() for spec in nodes}
+
+    async def reach(self, node: NodeSpec) -> _Tunnel:
+        """Start the node's agent, unless it runs already, and connect to it. Raises NodeUnreachable."""
+        connection = await self._connection(node)
+        try:
+            completed = await connection.run(self._agent_command(node), timeout_s=_START_TIMEOUT_S)
+            socket = self._understand(node, completed)
+            return _Tunnel(connection, await connection.open_unix(socket))
+        except (trio.BrokenResourceError, trio.TooSlowError) as error:
+            raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
+
+    async def kill(self, node: NodeSpec) -> None:
+        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
+        await self._run(node, kill_command(self._tag, node.name))
+
+    async def clean(self, node: NodeSpec) -> None:
+        """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
+        try:
+            await self._run(node, clean_command(self._tag, node.name))
+        except NodeUnreachable as error:
+            _log.info("%s is not cleaned up: %s", node.name, error.reason)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for connection in self._connections.values():
+            await connection.aclose()
+        self._connections.clear()
+
+    async def _run(self, node: NodeSpec, command: str) -> None:
+        connection = await self._connection(node)
+        try:
+            await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)
+        except (trio.BrokenResourceError, trio.TooSlowError) as error:
+            with suppress(trio.BrokenResourceError):
+                await connection.aclose()
+            raise NodeUnreachable(node.name, f"a command failed: {error}") from error
+
+    async def _connection(self, node: NodeSpec) -> SSHConnection:
+        async with self._locks[node.name]:
+            connection = self._connections.get(node.name)
+            if connection is None or connection.is_lost:
+                connection = self._connections[node.name] = await connect(node, self._options)
+            return connection
+
+    def _agent_command(self, node: NodeSpec) -> str:
+        log = self._paths.base_dir / self._tag / f"agent{self._index[node.name]}.log"
+        arguments = {"--tag": self._tag, "--node": node.name, "--log": log, "--cache": self._paths.cache_dir}
+        options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
+        return f"exec {shlex.quote(self._paths.python)} -m oobleck.runtime.agent_process {options}"
+
+    def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
+        """Read the answer of the agent's start: the path of its socket."""
+        python = self._paths.python
+        errors = completed.stderr.decode(errors="replace").strip()
+        if completed.exit_status == _NOT_FOUND:
+            raise NodeUnreachable(node.name, f"there is no {python}; name the interpreter there with --python")
+        if "No module named" in errors:
+            missing = errors.rpartition("No module named")[2].strip()
+            raise NodeUnreachable(
+                node.name,
+                f"{python} has no module {missing}; install oobleck {__version__} there, or name another "
+                "interpreter with --python",
+            )
+        try:
+            answer = json.loads(completed.stdout)
+            version, socket = str(answer["version"]), str(answer["socket"])
+        except (ValueError, KeyError, TypeError) as error:
+            last_line = errors.splitlines()[-1] if errors else f"exit status {completed.exit_status}"
+            raise NodeUnreachable(node.name, f"its agent did not start: {last_line}") from error
+        if version != __version__:
+            raise NodeUnreachable(
+                node.name, f"oobleck {version} is installed there, {__version__} here; install the same version"
+            )
+        return socket
