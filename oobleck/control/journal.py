@@ -119,6 +119,8 @@ class PlanAdopted:
     num_layers: int
     redundant: bool
     """False when fewer than f + 1 copies of some layer live."""
+    best_step_s: float | None = None
+    """Predicted step time of the best plan for the nodes held; None where the plan is that one."""
 
     def describe(self) -> str:
         return f"generation {self.generation}: {self.reason}"

@@ -1,0 +1,200 @@
+"""The `oobleck` command: finds the command that was asked for, loads only that, and reports its errors.
+
+A command is a function with typer's annotations in a module of its own. `COMMANDS` names it and gives its
+one line of help, so that `oobleck --help` imports none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from oobleck import __version__
+from oobleck.errors import OobleckError
+
+from .exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+Examples = tuple[tuple[str, str], ...]
+"""Command lines, each with what it is for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command: `target` is `module:function`, and the function's docstring is its long help."""
+
+    name: str
+    target: str
+    help: str
+    examples: Examples = ()
+    pass_through: bool = False
+    """Whether options that it does not know are its arguments (of a training script, for instance)."""
+
+    def load(self) -> Callable[..., None]:
+        """Import the command's module and return its function."""
+        module, function = self.target.split(":")
+        loaded: Callable[..., None] = getattr(import_module(module), function)
+        return loaded
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="up",
+        target="oobleck.cli.up:up",
+        help="Train a job on the nodes of a hostfile, or on this machine.",
+        examples=(
+            ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
+            ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
+            ("oobleck up hosts.txt --dry-run", "show the plan and start nothing"),
+        ),
+    ),
+    Command(
+        name="plan",
+        target="oobleck.cli.plan:plan",
+        help="Show the pipelines that a job would use, and what failures would do to them.",
+    ),
+    Command(
+        name="status",
+        target="oobleck.cli.status:status",
+        help="Show what a run is doing.",
+        examples=(
+            ("oobleck status", "the only active run"),
+            ("oobleck status gpt2-demo --json", "a run by its tag, for a program"),
+        ),
+    ),
+    Command(
+        name="kill",
+        target="oobleck.cli.kill:kill",
+        help="Kill a node of a run, to see it recover.",
+        examples=(
+            ("oobleck kill node2", "a node of the only active run"),
+            ("oobleck kill node2 --tag gpt2-demo", "a node of a run by its tag"),
+        ),
+    ),
+    Command(
+        name="stop",
+        target="oobleck.cli.stop:stop",
+        help="Finish the step and end a run.",
+        examples=(
+            ("oobleck stop", "finish the step in flight, then end"),
+            ("oobleck stop gpt2-demo --now", "end at once"),
+        ),
+    ),
+    Command(
+        name="version",
+        target="oobleck.cli.version:version",
+        help="Show the versions of Oobleck and of what it runs on.",
+    ),
+)
+
+_EXAMPLES: Examples = (
+    ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
+    ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
+    ("oobleck status", "see what the run is doing, from another terminal"),
+    ("oobleck kill node2", "lose a node, and watch the run go on without it"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (by default this process's) and return its exit status.
+
+    Errors of ours become a message on stderr. Anything else is a bug and keeps its traceback.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _application(given, os.environ)(args=given, prog_name="oobleck")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else ExitCode.DONE if end.code is None else ExitCode.FAILED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except OobleckError as error:
+        return _report(error)
+    except BaseExceptionGroup as group:
+        return _report_group(group)
+    return ExitCode.DONE
+
+
+def _application(arguments: Sequence[str], environment: Mapping[str, str]) -> typer.Typer:
+    """The application with all commands named, and the one that the arguments name loaded."""
+    app = typer.Typer(
+        name="oobleck",
+        help="Resilient distributed training of large models: nodes fail, training goes on.",
+        epilog=f"{_listed(_EXAMPLES)}\n\n{EXIT_CODES_TEXT}",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+    app.callback()(_oobleck)
+    # A shell that completes a command line passes it in this variable instead of the arguments.
+    words = arguments or environment.get("COMP_WORDS", "").split()[1:]
+    asked = next((word for word in words if not word.startswith("-")), None)
+    for command in COMMANDS:
+        function = command.load() if command.name == asked else _not_loaded
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True} if command.pass_through else None
+        app.command(
+            command.name,
+            help=None if command.name == asked else command.help,
+            short_help=command.help,
+            epilog=_listed(command.examples) if command.examples else None,
+            context_settings=settings,
+        )(function)
+    return app
+
+
+def _listed(examples: Examples) -> str:
+    """Examples one below the other; the leading mark keeps the help from filling them into a paragraph."""
+    width = max(len(line) for line, _ in examples)
+    return "\n".join(("\b", "Examples:", *(f"  {line.ljust(width)}  {purpose}" for line, purpose in examples)))
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"oobleck {__version__}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+]
+
+
+def _oobleck(*, version: VersionOption = False) -> None:
+    """Options that stand before any command; `--version` is handled while they are read."""
+
+
+def _not_loaded() -> None:
+    raise AssertionError("a command was run that the command line does not name")
+
+
+def _report(error: OobleckError) -> ExitCode:
+    print(f"oobleck: {error}", file=sys.stderr)  # noqa: T201 - the one place that tells people of errors
+    return exit_code_of(error)
+
+
+def _report_group(group: BaseExceptionGroup[BaseException]) -> ExitCode:
+    """Report what came out of concurrent tasks: our errors as messages, each once; bugs as they are."""
+    leaves = list(_leaves(group))
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        return ExitCode.INTERRUPTED
+    ours = {str(leaf): leaf for leaf in leaves if isinstance(leaf, OobleckError)}
+    if not ours or any(not isinstance(leaf, OobleckError) for leaf in leaves):
+        raise group
+    codes = [_report(error) for error in ours.values()]
+    return codes[0]
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -1,0 +1,37 @@
+"""`oobleck version`: what is installed."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+
+import typer
+
+from oobleck import __version__
+
+from .options import JsonOption
+
+__all__ = ["version"]
+
+_PACKAGES = ("torch", "transformers", "trio", "asyncssh")
+
+
+def version(*, as_json: JsonOption = False) -> None:
+    """Show the versions of Oobleck, of Python, and of the packages that decide what runs."""
+    versions = {"oobleck": __version__, "python": platform.python_version()}
+    versions |= {package: _installed(package) for package in _PACKAGES}
+    if as_json:
+        typer.echo(json.dumps(versions))
+        return
+    for name, number in versions.items():
+        typer.echo(f"{name} {number}")
+
+
+def _installed(package: str) -> str:
+    """The version of a package, without importing it."""
+    try:
+        return version_of(package)
+    except PackageNotFoundError:
+        return "not installed"

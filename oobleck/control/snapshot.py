@@ -1,0 +1,120 @@
+"""What a person wants to see of a run at one moment: plain values, ready to be drawn or sent as JSON.
+
+It imports no other part of the package, so that commands which only show it start quickly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+__all__ = ["EventLine", "NodeState", "NodeView", "PipelineView", "RunSnapshot", "RunState", "StageView", "WorkState"]
+
+
+class RunState(StrEnum):
+    """What the whole run is doing."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    RECONFIGURING = "reconfiguring"
+    WAITING = "waiting"
+    """For nodes: too few to train."""
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class WorkState(StrEnum):
+    """What a stage is doing."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    RECONFIGURING = "reconfiguring"
+    LOST = "lost"
+    ENDED = "ended"
+
+
+class NodeState(StrEnum):
+    """What a node is doing."""
+
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    READY = "ready"
+    """Its workers wait for an order."""
+    TRAINING = "training"
+    SPARE = "spare"
+    LOST = "lost"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageView:
+    """Layers [first_layer, stop_layer) on a node."""
+
+    node: str
+    first_layer: int
+    stop_layer: int
+    num_devices: int
+    state: WorkState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineView:
+    """A pipeline's stages, from the first layer to the last, and its microbatches in each step."""
+
+    num_microbatches: int
+    stages: tuple[StageView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A node of the job; `heard_s_ago` is None where nobody listens for its heartbeats."""
+
+    name: str
+    state: NodeState
+    heard_s_ago: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLine:
+    """An event in plain words; `level` is info, warning or error, `t_s` seconds since the run's start."""
+
+    t_s: float
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot:
+    """A run at `elapsed_s` seconds after its start."""
+
+    tag: str = ""
+    model: str = ""
+    state: RunState = RunState.STARTING
+    generation: int = 0
+    step: int = 0
+    """Steps committed."""
+    max_steps: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    """Median of the recent steps."""
+    step_time_s: float | None = None
+    """Median of the recent steps."""
+    goodput: float = 0.0
+    """0 to 1."""
+    elapsed_s: float = 0.0
+    remaining_s: float | None = None
+    """Estimated from recent steps."""
+    redundant: bool = True
+    """Whether more failures than none are survived without loss of state."""
+    fault_threshold: int = 0
+    num_recoveries: int = 0
+    pipelines: tuple[PipelineView, ...] = ()
+    nodes: tuple[NodeView, ...] = ()
+    events: tuple[EventLine, ...] = ()
+    """The newest ones, oldest first."""
+    exit_code: int | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """The snapshot as JSON-able values: what `oobleck status --json` prints."""
+        return asdict(self)

@@ -1,0 +1,223 @@
+"""What a run came to: one schema for runs on real nodes and for simulated ones.
+
+Computed from the journal alone, so it can be made again from a journal on disk at any time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import ceil
+from statistics import median
+
+from oobleck.planner import ExecutionPlan
+
+from .goodput import TimeAccount
+from .journal import JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone
+
+__all__ = ["PlanSummary", "RecoverySummary", "StepTime", "Summary", "summarize"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a committed step."""
+
+    median: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySummary:
+    """One recovery: what was lost, what was done about it, and what that cost."""
+
+    t_s: float
+    cause: str
+    nodes: tuple[str, ...]
+    action: str
+    detect_s: float
+    decide_s: float
+    transfer_s: float
+    stall_s: float
+    """Time in which no microbatch of a committed step made progress anywhere."""
+    bytes_moved: int
+    microbatches_redone: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSummary:
+    """Layers [first_layer, stop_layer) on a node's devices."""
+
+    node: str
+    devices: tuple[int, ...]
+    first_layer: int
+    stop_layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSummary:
+    num_microbatches: int
+    stages: tuple[StageSummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSummary:
+    """The plan that the run ended with."""
+
+    pipelines: tuple[PipelineSummary, ...]
+    spares: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The end of a run in numbers. Steps are optimizer steps; a step run again is counted once."""
+
+    tag: str
+    exit_code: int | None
+    """None while the run goes on."""
+    reason: str
+    max_steps: int
+    steps_committed: int
+    samples_committed: int
+    steps_lost: int
+    """Committed steps that had to be run again."""
+    samples_repeated: int
+    samples_missing: int
+    losses: tuple[float, ...]
+    """One a committed step, in order; empty for a simulated run."""
+    tokens_per_s: float | None
+    """Tokens of committed steps over the time from the end of the start to the last commit, losses included."""
+    step_time_s: StepTime | None
+    goodput: float
+    """Share of the elapsed time that went into steps committed for the first time, 0 to 1."""
+    downtime_s: Mapping[str, float]
+    """Seconds of every other state; with the useful ones they sum to the elapsed time."""
+    elapsed_s: float
+    generations: int
+    recoveries: tuple[RecoverySummary, ...]
+    seed: int
+    plan: PlanSummary | None
+
+    def to_dict(self) -> dict[str, object]:
+        """The summary as JSON-able values."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The summary as indented JSON with a newline at its end. A loss that is no number becomes null."""
+        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+
+
+def summarize(entries: Iterable[JournalEntry]) -> Summary:
+    """Sum up a journal, whole or cut off: O(entries + steps · log(steps))."""
+    account = TimeAccount()
+    job: JobStarted | None = None
+    end: JobEnded | None = None
+    plan: PlanAdopted | None = None
+    commits: list[StepDone] = []
+    recoveries: list[RecoveryDone] = []
+    elapsed_s = 0.0
+    for entry in entries:
+        account.apply(entry)
+        elapsed_s = max(elapsed_s, entry.t_s)
+        match entry:
+            case JobStarted():
+                job = entry
+            case PlanAdopted():
+                plan = entry
+            case StepDone():
+                commits.append(entry)
+            case RecoveryDone():
+                recoveries.append(entry)
+            case JobEnded():
+                end = entry
+            case _:
+                pass
+    steps = {commit.record.step: commit for commit in commits}  # the newest commit of a step is the one that counts
+    split = account.at(elapsed_s)
+    batch = job.job.global_batch_size if job else 0
+    training_s = commits[-1].t_s - split.starting_s if commits else 0.0
+    return Summary(
+        tag=job.job.tag if job else "",
+        exit_code=end.exit_code if end else None,
+        reason=end.reason if end else "",
+        max_steps=job.job.max_steps if job else 0,
+        steps_committed=len(steps),
+        samples_committed=sum(commit.record.num_samples for commit in steps.values()),
+        steps_lost=max(sum(recovery.steps_lost for recovery in recoveries), len(commits) - len(steps)),
+        samples_repeated=sum(commit.record.samples_repeated for commit in steps.values()),
+        samples_missing=sum(commit.record.samples_missing for commit in steps.values())
+        + batch * _num_missing(steps.keys()),
+        losses=tuple(steps[step].record.loss for step in sorted(steps)),
+        tokens_per_s=sum(commit.tokens for commit in steps.values()) / training_s if training_s > 0 else None,
+        step_time_s=_step_time([commit.record.duration_s for commit in commits]),
+        goodput=split.goodput,
+        downtime_s=split.downtime_s,
+        elapsed_s=elapsed_s,
+        generations=plan.generation if plan else 0,
+        recoveries=tuple(_recovery(recovery) for recovery in recoveries),
+        seed=job.job.seed if job else 0,
+        plan=_plan(plan.plan) if plan else None,
+    )
+
+
+def _num_missing(steps: Iterable[int]) -> int:
+    """Steps that were never committed although a later one was. Steps count from 1."""
+    committed = set(steps)
+    return max(committed, default=0) - len(committed)
+
+
+def _step_time(seconds: list[float]) -> StepTime | None:
+    """Median and 95th percentile (nearest rank: a time that a step really took)."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return StepTime(median=median(ordered), p95=ordered[ceil(0.95 * len(ordered)) - 1])
+
+
+def _recovery(done: RecoveryDone) -> RecoverySummary:
+    return RecoverySummary(
+        t_s=done.t_s,
+        cause=done.cause.value,
+        nodes=done.nodes,
+        action=done.action.value,
+        detect_s=done.detect_s,
+        decide_s=done.decide_s,
+        transfer_s=done.transfer_s,
+        stall_s=done.stall_s,
+        bytes_moved=done.bytes_moved,
+        microbatches_redone=done.microbatches_redone,
+    )
+
+
+def _plan(plan: ExecutionPlan) -> PlanSummary:
+    return PlanSummary(
+        pipelines=tuple(
+            PipelineSummary(
+                num_microbatches=pipeline.num_microbatches,
+                stages=tuple(
+                    StageSummary(
+                        node=stage.places[0].node,
+                        devices=tuple(place.device for place in stage.places),
+                        first_layer=stage.first_layer,
+                        stop_layer=stage.stop_layer,
+                    )
+                    for stage in pipeline.stages
+                ),
+            )
+            for pipeline in plan.pipelines
+        ),
+        spares=plan.spares,
+    )
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    match value:
+        case float():
+            return value if -float("inf") < value < float("inf") else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value

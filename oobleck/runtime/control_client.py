@@ -1,0 +1,197 @@
+"""Asking a run something from another process: the requests, their JSON, and a blocking client.
+
+JSON lines over a UNIX socket that only the run's user can reach; one request, one response:
+
+    {"request": "kill", "node": "node2"}      {"ok": {...}}
+                                              {"error": "usage", "message": "there is no node9"}
+
+Standard library only, so that `oobleck status` starts quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from oobleck.errors import ConfigError, OobleckError, PeerError, UsageError, UserError
+
+from .run_dir import RunDirectory
+
+__all__ = [
+    "ControlRequest",
+    "KillRequest",
+    "NoActiveRun",
+    "StatusRequest",
+    "StopRequest",
+    "active_runs",
+    "decode_request",
+    "encode_error",
+    "encode_request",
+    "find_run",
+    "request",
+]
+
+MAX_RESPONSE_BYTES = 16_000_000
+
+_ERRORS: Mapping[str, type[OobleckError]] = {
+    "usage": UsageError,
+    "config": ConfigError,
+    "user": UserError,
+    "peer": PeerError,
+    "other": OobleckError,
+}
+
+
+class NoActiveRun(UsageError):
+    """Nobody listens where the run should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRequest:
+    """What does the run look like?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillRequest:
+    """Kill a node's agent and workers at once, as if its power had failed."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """End the run: after the step in flight, or at once."""
+
+    now: bool = False
+
+
+ControlRequest = StatusRequest | KillRequest | StopRequest
+
+
+def encode_request(asked: ControlRequest) -> bytes:
+    """A request as one line of JSON."""
+    match asked:
+        case StatusRequest():
+            name = "status"
+        case KillRequest():
+            name = "kill"
+        case StopRequest():
+            name = "stop"
+    return json.dumps({"request": name, **asdict(asked)}).encode() + b"\n"
+
+
+def decode_request(line: bytes) -> ControlRequest:
+    """The request that a line of JSON says. Raises PeerError for anything else."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PeerError(f"a request must be one line of JSON: {error}") from error
+    match said:
+        case {"request": "status", **rest} if not rest:
+            return StatusRequest()
+        case {"request": "kill", "node": str(node), **rest} if not rest:
+            return KillRequest(node=node)
+        case {"request": "stop", "now": bool(now), **rest} if not rest:
+            return StopRequest(now=now)
+    raise PeerError(f"unknown request {str(said)[:100]}; expected status, kill (node) or stop (now)")
+
+
+def encode_error(error: OobleckError) -> bytes:
+    """An error as a response: its kind and its message."""
+    kind = next(name for name, type_ in _ERRORS.items() if isinstance(error, type_))
+    return json.dumps({"error": kind, "message": str(error)}).encode() + b"\n"
+
+
+def request(path: Path, asked: ControlRequest, timeout_s: float = 5.0) -> dict[str, object]:
+    """Ask the run that listens at `path`, and return its answer. Blocks for at most `timeout_s` seconds.
+
+    Raises NoActiveRun if nobody listens, PeerError if the answer is late or broken, and whatever error of ours
+    the run answers with.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        with _connect(path, timeout_s) as connection:
+            connection.sendall(encode_request(asked))
+            line = _read_line(connection, deadline)
+    except TimeoutError as error:
+        raise PeerError(f"the run at {path} gave no answer within {timeout_s:g} s") from error
+    except OSError as error:
+        raise PeerError(f"the run at {path} hung up: {error.strerror}") from error
+    try:
+        answer = json.loads(line)
+    except ValueError as error:
+        raise PeerError(f"the run at {path} gave a broken answer") from error
+    match answer:
+        case {"ok": dict(result)}:
+            return {str(key): value for key, value in result.items()}
+        case {"error": str(kind), "message": str(message)} if kind in _ERRORS:
+            raise _ERRORS[kind](message)
+    raise PeerError(f"the run at {path} gave an answer that is neither a result nor an error")
+
+
+def active_runs(base_dir: Path) -> tuple[RunDirectory, ...]:
+    """The runs below `base_dir` whose master listens, by tag."""
+    if not base_dir.is_dir():
+        return ()
+    runs = (RunDirectory(base_dir=base_dir, tag=path.name) for path in sorted(base_dir.iterdir()) if path.is_dir())
+    return tuple(run for run in runs if _is_listening(run.control_socket))
+
+
+def find_run(base_dir: Path, tag: str | None) -> RunDirectory:
+    """The active run with this tag, or the only one if no tag is given. Raises NoActiveRun or UsageError."""
+    if tag is not None:
+        run = RunDirectory(base_dir=base_dir, tag=tag)
+        if not _is_listening(run.control_socket):
+            raise NoActiveRun(f"no run with tag {tag} is active in {base_dir}{_listed(active_runs(base_dir))}")
+        return run
+    runs = active_runs(base_dir)
+    if not runs:
+        raise NoActiveRun(f"no run is active in {base_dir}; start one with `oobleck up`, or name another --base-dir")
+    if len(runs) > 1:
+        raise UsageError(f"{len(runs)} runs are active: say which one{_listed(runs)}")
+    return runs[0]
+
+
+def _listed(runs: tuple[RunDirectory, ...]) -> str:
+    return f" (active: {', '.join(run.tag for run in runs)})" if runs else ""
+
+
+def _is_listening(path: Path) -> bool:
+    """Whether somebody accepts connections: a socket file alone may be left over from a killed run."""
+    try:
+        _connect(path, 1.0).close()
+    except (NoActiveRun, OSError):
+        return False
+    return True
+
+
+def _connect(path: Path, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
+        connection.close()
+        raise NoActiveRun(f"no run listens at {path}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        connection.settimeout(remaining_s)
+        chunk = connection.recv(65536)
+        received += chunk
+        if not chunk or len(received) > MAX_RESPONSE_BYTES:
+            break
+    return bytes(received)

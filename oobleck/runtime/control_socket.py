@@ -1,0 +1,122 @@
+"""The run's local control socket: the server side, for the master.
+
+See `control_client` for what is said over it. Who can reach the socket is decided by the file system: its
+directory is 0700 and it is 0600 itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from oobleck.errors import OobleckError, PeerError, UsageError
+
+from .control_client import (
+    ControlRequest,
+    KillRequest,
+    NoActiveRun,
+    StatusRequest,
+    StopRequest,
+    decode_request,
+    encode_error,
+    request,
+)
+from .run_dir import MAX_SOCKET_PATH_BYTES
+
+__all__ = ["ControlRequest", "Handle", "KillRequest", "StatusRequest", "StopRequest", "request", "serve_control"]
+
+logger = logging.getLogger(__name__)
+
+Handle = Callable[[ControlRequest], Awaitable[Mapping[str, object]]]
+"""Answers a request with JSON-able values; an OobleckError that it raises becomes an error response."""
+
+MAX_REQUEST_BYTES = 4096
+_CLIENT_TIMEOUT_S = 10.0
+_MAX_CLIENTS = 32
+
+
+async def serve_control(
+    path: Path,
+    handle: Handle,
+    *,
+    task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Listen at `path` and answer requests until cancelled; then remove the socket.
+
+    A socket that a dead run left behind is replaced. Raises UsageError if a living one listens there. A client
+    that is slow, broken or gone costs nobody else anything: each has its own task and 10 seconds.
+    """
+    listening = trio.socket.from_stdlib_socket(await trio.to_thread.run_sync(_listen, path))
+    serve_client = partial(_serve_client, handle=handle, clients=trio.CapacityLimiter(_MAX_CLIENTS))
+    try:
+        await trio.serve_listeners(serve_client, [trio.SocketListener(listening)], task_status=task_status)
+    finally:
+        _remove(path)
+
+
+def _listen(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise UsageError(f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
+    if path.is_socket():
+        if _is_alive(path):
+            raise UsageError(f"another run listens at {path}")
+        path.unlink()
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(str(path))
+        path.chmod(0o600)
+        listening.listen(_MAX_CLIENTS)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _is_alive(path: Path) -> bool:
+    try:
+        request(path, StatusRequest(), timeout_s=2.0)
+    except NoActiveRun:
+        return False
+    except OobleckError:
+        return True
+    return True
+
+
+async def _serve_client(stream: trio.SocketStream, *, handle: Handle, clients: trio.CapacityLimiter) -> None:
+    async with stream, clients:
+        with trio.move_on_after(_CLIENT_TIMEOUT_S):
+            try:
+                await stream.send_all(await _answer(stream, handle))
+            except trio.BrokenResourceError:
+                logger.debug("a control client went away before its answer")
+
+
+async def _answer(stream: trio.SocketStream, handle: Handle) -> bytes:
+    try:
+        asked = decode_request(await _read_line(stream))
+        return json.dumps({"ok": dict(await handle(asked))}).encode() + b"\n"
+    except OobleckError as error:
+        return encode_error(error)
+
+
+async def _read_line(stream: trio.SocketStream) -> bytes:
+    received = bytearray()
+    while b"\n" not in received:
+        chunk = await stream.receive_some(MAX_REQUEST_BYTES)
+        received += chunk
+        if len(received) > MAX_REQUEST_BYTES:
+            raise PeerError(f"a request is at most {MAX_REQUEST_BYTES} bytes long")
+        if not chunk:
+            raise PeerError("the request has no end of line")
+    return bytes(received.partition(b"\n")[0])

@@ -1,0 +1,130 @@
+"""Where a run keeps its files: `<base_dir>/<tag>/`, readable by its user alone.
+
+journal.jsonl        everything that the master saw and decided
+lock                 held by the run's master while it lives
+control.sock         status, kill and stop; in a short directory elsewhere if this path is too long
+agent<index>.log     one for each line of the hostfile
+profile/             measured profiles
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck.errors import ConfigError, UsageError
+
+__all__ = ["BASE_DIR_VARIABLE", "MAX_SOCKET_PATH_BYTES", "RunDirectory", "default_base_dir", "private_directory"]
+
+BASE_DIR_VARIABLE = "OOBLECK_BASE_DIR"
+
+MAX_SOCKET_PATH_BYTES = 100
+"""Below the limit of every system we run on: 108 with its closing zero on Linux, 104 on macOS."""
+
+
+def default_base_dir() -> Path:
+    """The directory of all runs: $OOBLECK_BASE_DIR, or `~/.oobleck`."""
+    configured = os.environ.get(BASE_DIR_VARIABLE)
+    return Path(configured).expanduser() if configured else Path.home() / ".oobleck"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDirectory:
+    """The paths of one run; nothing exists before `create`."""
+
+    base_dir: Path
+    tag: str
+
+    @property
+    def path(self) -> Path:
+        return self.base_dir.absolute() / self.tag
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def control_socket(self) -> Path:
+        """Where the run listens: in its directory if that path is short enough for a socket."""
+        path = self.path / "control.sock"
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+            return path
+        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
+        return _short_directory() / f"{digest}.sock"
+
+    def agent_log(self, index: int) -> Path:
+        """The log of the agent of the hostfile's line `index`, from 0."""
+        return self.path / f"agent{index}.log"
+
+    def create(self) -> None:
+        """Make the directory and its parents; an existing one becomes private.
+
+        Raises ConfigError where that is impossible.
+        """
+        try:
+            self.base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"base directory {self.base_dir}: {error.strerror}") from error
+        private_directory(self.path)
+        private_directory(self.profile)
+        private_directory(self.control_socket.parent)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run's lock; the system releases it when the process dies. The directory must exist.
+
+        Raises UsageError if another process holds it.
+        """
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+                raise UsageError(
+                    f"a run with tag {self.tag} is active (process {holder}); stop it with "
+                    f"`oobleck stop {self.tag}` or choose another --tag"
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def private_directory(path: Path) -> None:
+    """Make sure that a directory exists, is ours, and that nobody else can enter it.
+
+    Raises ConfigError where it is somebody else's, a link, or cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{path} must be a directory that belongs to you, and not a link")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"directory {path}: {error.strerror}") from error
+
+
+def _short_directory() -> Path:
+    """A directory of ours with a short path, for sockets whose own place is too deep."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and len(os.fsencode(runtime)) <= MAX_SOCKET_PATH_BYTES - len("/oobleck/0123456789abcdef.sock"):
+        return Path(runtime) / "oobleck"
+    shared = Path(tempfile.gettempdir())
+    if len(os.fsencode(shared)) > MAX_SOCKET_PATH_BYTES // 2:
+        shared = Path("/tmp")  # noqa: S108 - the directory in it is checked to be ours alone
+    return shared / f"oobleck-{os.getuid()}"

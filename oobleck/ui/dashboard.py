@@ -1,0 +1,208 @@
+"""The dashboard: a snapshot of a run drawn to fit a terminal of any size.
+
+Pure drawing: the same snapshot and size give the same lines. It never draws more than it was given room for,
+and gives the room it has to what matters first: header, progress, pipelines, then events and nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from oobleck.control.snapshot import EventLine, NodeState, NodeView, RunSnapshot, RunState
+
+from .pipeline_map import pipeline_lines
+from .words import count_text, duration_text, percent_text, seconds_text
+
+__all__ = ["Dashboard", "dashboard_lines"]
+
+_RUN_STYLES = {
+    RunState.STARTING: "cyan",
+    RunState.TRAINING: "green",
+    RunState.RECONFIGURING: "yellow",
+    RunState.WAITING: "yellow",
+    RunState.DONE: "bold green",
+    RunState.STOPPED: "bold yellow",
+    RunState.FAILED: "bold red",
+}
+
+_NODE_STYLES = {
+    NodeState.CONNECTING: "cyan",
+    NodeState.CONNECTED: "cyan",
+    NodeState.READY: "cyan",
+    NodeState.TRAINING: "green",
+    NodeState.SPARE: "blue",
+    NodeState.LOST: "bold red",
+    NodeState.ENDED: "bright_black",
+}
+
+_EVENT_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+
+_GAP = "   "
+
+
+class Dashboard:
+    """A rich renderable of a snapshot; `fill` makes it as high as the terminal."""
+
+    def __init__(self, snapshot: RunSnapshot, *, fill: bool = True) -> None:
+        self.snapshot = snapshot
+        self.fill = fill
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height = options.height or console.height
+        lines = dashboard_lines(self.snapshot, width=options.max_width, height=height, fill=self.fill)
+        yield Text("\n").join(lines)
+
+
+def dashboard_lines(snapshot: RunSnapshot, *, width: int, height: int, fill: bool = True) -> list[Text]:
+    """Draw a snapshot in at most `height` lines of at most `width` cells.
+
+    With `fill`, the events take whatever height is left; without, only a few newest ones are drawn.
+    """
+    head = [_title(snapshot, width), *_facts(snapshot, width), _progress(snapshot, width)]
+    head = head[: max(1, height)]
+    room = height - len(head)
+    events_wanted = min(len(snapshot.events), room if fill else 8)
+    pipelines_room, nodes_room, events_room = _share(snapshot, room, width, events_wanted)
+    sections = (
+        (_pipelines_title(snapshot), pipeline_lines(snapshot.pipelines, width=width, height=pipelines_room)),
+        (_nodes_title(snapshot), _node_lines(snapshot.nodes, width, nodes_room)),
+        ("Events", _event_lines(snapshot.events, events_room)),
+    )
+    lines = list(head)
+    for title, body in sections:
+        if body:
+            lines += [_rule(title, width), *body]
+    return [_cut(line, width) for line in lines[:height]]
+
+
+def _share(snapshot: RunSnapshot, room: int, width: int, events_wanted: int) -> tuple[int, int, int]:
+    """Divide `room` lines: a title and at least one line for each section, boxes for pipelines if that leaves some."""
+    num_pipelines, num_nodes = len(snapshot.pipelines), len(snapshot.nodes)
+    nodes_wanted = -(-num_nodes // _columns(snapshot.nodes, width)) if num_nodes else 0
+    titles = (num_pipelines > 0) + (num_nodes > 0) + (events_wanted > 0)
+    body = room - titles
+    if body < 3:
+        return (max(0, room - 1) if num_pipelines else 0), 0, (0 if num_pipelines else max(0, room - 1))
+    events = min(events_wanted, max(1, body // 4))
+    nodes = min(nodes_wanted, max(1, (body - events) // 3))
+    pipelines = body - events - nodes
+    boxes = 3 * num_pipelines
+    pipelines = boxes if boxes <= pipelines else min(num_pipelines, pipelines)
+    spare = body - events - nodes - pipelines
+    more_nodes = min(spare, nodes_wanted - nodes)
+    more_events = min(spare - more_nodes, events_wanted - events)
+    return pipelines, nodes + more_nodes, events + more_events
+
+
+def _title(snapshot: RunSnapshot, width: int) -> Text:
+    style = _RUN_STYLES[snapshot.state]
+    left = Text.assemble((" Oobleck ", "bold reverse"), " ", (snapshot.tag, "bold"))
+    if snapshot.model:
+        left.append(f" ({snapshot.model})", "dim")
+    right = Text(f"● {snapshot.state.value} ", style)
+    left.append(" " * max(1, width - left.cell_len - right.cell_len))
+    return left + right
+
+
+def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
+    """Labelled values, in as many lines as they need."""
+    values = (
+        ("step", f"{snapshot.step}/{snapshot.max_steps}"),
+        ("loss", "–" if snapshot.loss is None else f"{snapshot.loss:.4f}"),
+        ("tokens/s", count_text(snapshot.tokens_per_s)),
+        ("step time", seconds_text(snapshot.step_time_s)),
+        ("goodput", percent_text(snapshot.goodput)),
+        ("generation", str(snapshot.generation)),
+        ("recoveries", str(snapshot.num_recoveries)),
+        ("f", f"{snapshot.fault_threshold}" + ("" if snapshot.redundant else " (redundancy is below it)")),
+        ("elapsed", duration_text(snapshot.elapsed_s)),
+        ("remaining", duration_text(snapshot.remaining_s)),
+    )
+    lines = [Text(" ")]
+    for label, value in values:
+        cells = cell_len(label) + 1 + cell_len(value)
+        if lines[-1].cell_len > 1 and lines[-1].cell_len + len(_GAP) + cells > width:
+            lines.append(Text(" "))
+        if lines[-1].cell_len > 1:
+            lines[-1].append(_GAP)
+        warn = label == "f" and not snapshot.redundant
+        lines[-1].append(f"{label} ", "dim").append(value, "bold yellow" if warn else "bold")
+    return lines
+
+
+def _progress(snapshot: RunSnapshot, width: int) -> Text:
+    share = min(1.0, snapshot.step / snapshot.max_steps) if snapshot.max_steps else 0.0
+    label = f" {share:4.0%} "
+    room = max(1, width - len(label) - 2)
+    done = round(share * room)
+    return Text.assemble(" ", ("━" * done, "green"), ("━" * (room - done), "bright_black"), label)
+
+
+def _pipelines_title(snapshot: RunSnapshot) -> str:
+    return f"Pipelines ({len(snapshot.pipelines)})  ×microbatches a step"
+
+
+def _nodes_title(snapshot: RunSnapshot) -> str:
+    counts = {state: sum(node.state is state for node in snapshot.nodes) for state in NodeState}
+    listed = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
+    return f"Nodes ({listed})"
+
+
+def _node_text(node: NodeView) -> Text:
+    style = _NODE_STYLES[node.state]
+    text = Text.assemble(("✗ " if node.state is NodeState.LOST else "● ", style), node.name, " ", (node.state, style))
+    if node.heard_s_ago is not None and node.state not in (NodeState.LOST, NodeState.ENDED):
+        text.append(f" {node.heard_s_ago:.1f} s", "dim")
+    return text
+
+
+def _columns(nodes: Sequence[NodeView], width: int) -> int:
+    widest = max((_node_text(node).cell_len for node in nodes), default=1)
+    return max(1, (width + len(_GAP) - 1) // (widest + len(_GAP)))
+
+
+def _node_lines(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
+    """Nodes in columns; where not all fit, the lost ones are kept and the rest is counted by the title."""
+    if not nodes or height < 1:
+        return []
+    columns = _columns(nodes, width)
+    room = columns * height
+    if len(nodes) > room:
+        ranked = sorted(nodes, key=lambda node: node.state in (NodeState.TRAINING, NodeState.SPARE, NodeState.ENDED))
+        kept = {node.name for node in ranked[:room]}
+        nodes = [node for node in nodes if node.name in kept]
+    texts = [_node_text(node) for node in nodes]
+    cell = max(text.cell_len for text in texts) + len(_GAP)
+    rows = -(-len(texts) // columns)
+    lines = []
+    for row in range(rows):
+        line = Text(" ")
+        for text in texts[row * columns : (row + 1) * columns]:
+            line.append_text(text).append(" " * (cell - text.cell_len))
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _event_lines(events: Sequence[EventLine], height: int) -> list[Text]:
+    return [
+        Text.assemble(
+            (f" {duration_text(event.t_s)} ", "dim"), (" ".join(event.text.split()), _EVENT_STYLES.get(event.level, ""))
+        )
+        for event in (events[-height:] if height > 0 else ())
+    ]
+
+
+def _rule(title: str, width: int) -> Text:
+    return Text.assemble(
+        ("─ ", "bright_black"), (title, "bold"), (" " + "─" * max(0, width - len(title) - 3), "bright_black")
+    )
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis")
+    return line

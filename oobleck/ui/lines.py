@@ -1,0 +1,58 @@
+"""A run as plain lines of text: for log files, pipes, and whoever prefers them.
+
+One line an event. Steps are thinned to a few lines a second, so that short runs show every step and long
+ones stay readable; the first step, the last, and the first after an event are always told.
+"""
+
+from __future__ import annotations
+
+from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, StepDone
+from oobleck.control.view import level_of
+
+from .words import count_text, duration_text, seconds_text
+
+__all__ = ["LineFormatter"]
+
+
+class LineFormatter:
+    """Turns journal entries into lines. `steps_per_s` bounds the lines about steps by the journal's own time."""
+
+    def __init__(self, *, steps_per_s: float = 2.0) -> None:
+        assert steps_per_s > 0
+        self._interval_s = 1.0 / steps_per_s
+        self._told_s = -self._interval_s
+        self._tell_next = True
+        self._max_steps = 0
+        self._untold: StepDone | None = None
+
+    def apply(self, entry: JournalEntry) -> tuple[str, ...]:
+        """The lines that an entry is worth, none for a step that is left out."""
+        if isinstance(entry, StepDone):
+            return self._step(entry)
+        if isinstance(entry, JobStarted):
+            self._max_steps = entry.job.max_steps
+        self._tell_next = True
+        level = level_of(entry)
+        prefix = "" if level == "info" else f"{level}: "
+        line = f"[{duration_text(entry.t_s)}] {prefix}{' '.join(entry.describe().split())}"
+        # The step before an event tells where the run stood when it came; the last one, where it ended.
+        pending, self._untold = self._untold, None
+        return (self._line(pending), line) if pending and isinstance(entry, JobEnded) else (line,)
+
+    def _step(self, entry: StepDone) -> tuple[str, ...]:
+        is_last = entry.record.step == self._max_steps
+        if not (self._tell_next or is_last or entry.t_s - self._told_s >= self._interval_s):
+            self._untold = entry
+            return ()
+        self._tell_next = False
+        self._told_s = entry.t_s
+        self._untold = None
+        return (self._line(entry),)
+
+    def _line(self, entry: StepDone) -> str:
+        record = entry.record
+        speed = f"{count_text(entry.tokens / record.duration_s)} tokens/s, " if record.duration_s > 0 else ""
+        return (
+            f"[{duration_text(entry.t_s)}] step {record.step}/{self._max_steps}: loss {record.loss:.4f}, "
+            f"{speed}{seconds_text(record.duration_s)}"
+        )

@@ -1,0 +1,120 @@
+"""The tasks that keep a person informed while a run goes on: a dashboard on a terminal, or plain lines.
+
+Both poll a machine that others feed, so a slow terminal holds up nobody. Writing to a terminal can block
+for as long as its user likes (Ctrl-S), so it happens on a helper thread; this file is that adapter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import trio
+from rich.console import Console
+from rich.live import Live
+
+from oobleck.control.journal import JournalEntry
+from oobleck.control.view import RunView
+
+from .dashboard import Dashboard
+from .lines import LineFormatter
+
+__all__ = ["LineLog", "run_dashboard", "run_lines", "wants_dashboard"]
+
+_REFRESH_INTERVAL_S = 0.25
+_LINES_INTERVAL_S = 0.1
+_LEAVE_TIMEOUT_S = 2.0
+_MAX_LINES = 10_000
+
+
+def wants_dashboard(console: Console, *, plain: bool = False) -> bool:
+    """Whether the dashboard can be drawn here: a terminal that can move its cursor, and nobody asked for lines."""
+    return console.is_terminal and not console.is_dumb_terminal and not plain
+
+
+async def run_dashboard(
+    view: RunView,
+    *,
+    console: Console,
+    now_s: Callable[[], float],
+    refresh_interval_s: float = _REFRESH_INTERVAL_S,
+) -> None:
+    """Draw the run until its journal ends or the task is cancelled.
+
+    It draws on the alternate screen, which survives resizing and gives the terminal back as it was; the last
+    state is then printed below what was there before. `now_s` is the time that the journal's entries count in.
+    """
+    live = Live(
+        Dashboard(view.at(now_s())),
+        console=console,
+        screen=True,
+        auto_refresh=False,
+        redirect_stdout=True,
+        redirect_stderr=True,
+    )
+    await _in_thread(live.start)
+    try:
+        while not view.has_ended:
+            await _in_thread(partial(live.update, Dashboard(view.at(now_s())), refresh=True))
+            await trio.sleep(refresh_interval_s)
+    finally:
+        # Leaving matters more than the task's own end, but a stuck terminal must not hold up the end of the run.
+        with trio.CancelScope(deadline=trio.current_time() + _LEAVE_TIMEOUT_S, shield=True):
+            await _in_thread(partial(_leave, live, console, Dashboard(view.at(now_s()), fill=False)))
+
+
+def _leave(live: Live, console: Console, last: Dashboard) -> None:
+    live.stop()
+    console.print(last)
+
+
+class LineLog:
+    """Keeps the lines that wait to be written: at most 10,000, and then the oldest are dropped and counted."""
+
+    def __init__(self, formatter: LineFormatter | None = None) -> None:
+        self._formatter = formatter or LineFormatter()
+        self._waiting: deque[str] = deque(maxlen=_MAX_LINES)
+        self._num_dropped = 0
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take the next entry of the journal."""
+        for line in self._formatter.apply(entry):
+            self._num_dropped += len(self._waiting) == _MAX_LINES
+            self._waiting.append(line)
+
+    def take(self) -> list[str]:
+        """Hand over the lines that wait."""
+        lines = list(self._waiting)
+        if self._num_dropped:
+            lines.insert(0, f"({self._num_dropped} lines left out: the output was too slow)")
+        self._waiting.clear()
+        self._num_dropped = 0
+        return lines
+
+
+async def run_lines(log: LineLog, *, console: Console) -> None:
+    """Write the lines of a log as they come, until cancelled; what waits then is still written."""
+    try:
+        while True:
+            await _write(log, console)
+            await trio.sleep(_LINES_INTERVAL_S)
+    finally:
+        with trio.CancelScope(deadline=trio.current_time() + _LEAVE_TIMEOUT_S, shield=True):
+            await _write(log, console)
+
+
+async def _write(log: LineLog, console: Console) -> None:
+    lines = log.take()
+    if lines:
+        text = "\n".join(lines) + "\n"
+        await _in_thread(partial(_print_plain, console, text))
+
+
+def _print_plain(console: Console, text: str) -> None:
+    console.out(text, end="", highlight=False)
+    console.file.flush()
+
+
+async def _in_thread(function: Callable[[], object]) -> None:
+    await trio.to_thread.run_sync(function, abandon_on_cancel=True)

@@ -1,0 +1,79 @@
+"""The table at the end of every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from oobleck.control.summary import RecoverySummary, Summary
+
+from .words import bytes_text, count_text, duration_text, percent_text, seconds_text
+
+__all__ = ["summary_table"]
+
+_MAX_RECOVERIES = 20
+
+
+def summary_table(summary: Summary) -> RenderableType:
+    """Draw a summary: what was trained, how fast, where the time went, and each recovery (the newest 20)."""
+    facts = Table(title=f"{summary.tag}: {summary.reason}" if summary.reason else summary.tag, show_header=False)
+    facts.add_column("what", style="dim", no_wrap=True)
+    facts.add_column("value")
+    for label, value in _facts(summary):
+        facts.add_row(label, value)
+    if not summary.recoveries:
+        return facts
+    return Group(facts, _recoveries(summary.recoveries))
+
+
+def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
+    yield "steps committed", f"{summary.steps_committed} of {summary.max_steps}"
+    yield "steps lost", _bad_unless_zero(summary.steps_lost)
+    yield "samples committed", count_text(summary.samples_committed)
+    yield "samples repeated", _bad_unless_zero(summary.samples_repeated)
+    yield "samples missing", _bad_unless_zero(summary.samples_missing)
+    if summary.losses:
+        yield "loss", f"{summary.losses[0]:.4f} → {summary.losses[-1]:.4f}"
+    yield "tokens/s", count_text(summary.tokens_per_s)
+    if summary.step_time_s is not None:
+        step = summary.step_time_s
+        yield "step time", f"median {seconds_text(step.median)}, 95th percentile {seconds_text(step.p95)}"
+    yield "elapsed", duration_text(summary.elapsed_s)
+    yield "goodput", percent_text(summary.goodput)
+    causes = [f"{cause} {seconds_text(seconds)}" for cause, seconds in summary.downtime_s.items() if seconds > 0]
+    yield "time elsewhere", ", ".join(causes) or "none"
+    yield "generations", str(summary.generations)
+    yield "recoveries", str(len(summary.recoveries))
+    yield "seed", str(summary.seed)
+
+
+def _bad_unless_zero(count: int) -> Text:
+    return Text(f"{count:,}", style="bold red" if count else "")
+
+
+def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> Table:
+    shown = recoveries[-_MAX_RECOVERIES:]
+    left_out = len(recoveries) - len(shown)
+    title = "Recoveries, in seconds" + (f" (the first {left_out} are left out)" if left_out else "")
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("at", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    for header in ("detect", "decide", "transfer", "stall", "moved", "redone"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for recovery in shown:
+        table.add_row(
+            duration_text(recovery.t_s),
+            f"{_names(recovery.nodes)}: {recovery.cause.replace('_', ' ')}; {recovery.action.replace('_', ' ')}",
+            *(f"{s:.3f}" for s in (recovery.detect_s, recovery.decide_s, recovery.transfer_s, recovery.stall_s)),
+            bytes_text(recovery.bytes_moved),
+            str(recovery.microbatches_redone),
+        )
+    return table
+
+
+def _names(nodes: tuple[str, ...]) -> str:
+    return ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")

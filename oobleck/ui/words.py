@@ -1,0 +1,45 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+__all__ = ["bytes_text", "count_text", "duration_text", "layers_text", "percent_text", "seconds_text"]
+
+
+def duration_text(seconds: float | None) -> str:
+    """Hours, minutes and seconds: `0:01:23`; a dash for None."""
+    return "–" if seconds is None else str(timedelta(seconds=max(0, round(seconds))))
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Seconds with the digits that matter: `0.012 s`, `3.21 s`, `124 s`; a dash for None."""
+    if seconds is None:
+        return "–"
+    digits = 3 if seconds < 1 else 2 if seconds < 10 else 1 if seconds < 100 else 0
+    return f"{seconds:.{digits}f} s"
+
+
+def count_text(value: float | None) -> str:
+    """A whole number with thousands set apart: `12,345`; a dash for None."""
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def percent_text(share: float) -> str:
+    """A share of one as `93.1 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size in decimal units: `28.3 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"
+
+
+def layers_text(first_layer: int, stop_layer: int) -> str:
+    """Layers [first_layer, stop_layer) as `3` or `0-3`."""
+    last = stop_layer - 1
+    return str(first_layer) if last == first_layer else f"{first_layer}-{last}"

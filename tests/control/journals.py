@@ -1,0 +1,135 @@
+"""Journals to test with: runs written out by hand, as the master would have kept them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oobleck.control.journal import (
+    Action,
+    Cause,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    NodeConnected,
+    NodeLost,
+    PlanAdopted,
+    RecoveryDone,
+    RecoveryStarted,
+    StepDone,
+    WorkerUp,
+)
+from oobleck.control.messages import CommitRecord
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
+
+
+def template(num_nodes: int, num_layers: int = 8, devices: int = 1) -> PipelineTemplate:
+    """Layers cut as evenly as they go, one stage a node."""
+    cuts = [index * num_layers // num_nodes for index in range(num_nodes + 1)]
+    return PipelineTemplate(
+        stages=tuple(
+            StageTemplate(first_layer=cuts[i], stop_layer=cuts[i + 1], node_index=i, num_devices=devices)
+            for i in range(num_nodes)
+        )
+    )
+
+
+def plan(*pipelines: tuple[str, ...], microbatches: int = 8, num_layers: int = 8, spares=()) -> ExecutionPlan:
+    """A plan of these pipelines; the first takes what the even share leaves over."""
+    share, rest = divmod(microbatches, len(pipelines)) if pipelines else (0, 0)
+    return ExecutionPlan(
+        pipelines=tuple(
+            Pipeline(template=template(len(nodes), num_layers), nodes=nodes, num_microbatches=share + rest * (i == 0))
+            for i, nodes in enumerate(pipelines)
+        ),
+        spares=spares,
+    )
+
+
+def job_started(nodes: tuple[str, ...], **job) -> JobStarted:
+    return JobStarted(
+        t_s=0.0,
+        version="0.1.0",
+        job=JobSpec(**({"max_steps": 120} | job)),
+        nodes=tuple(NodeSpec(name=node, host="127.0.0.1") for node in nodes),
+        started_at="2026-01-01T00:00:00Z",
+    )
+
+
+def adopted(t_s: float, generation: int, plan: ExecutionPlan, action: Action = Action.START, **fields) -> PlanAdopted:
+    return PlanAdopted(
+        t_s=t_s,
+        generation=generation,
+        plan=plan,
+        action=action,
+        reason=fields.pop("reason", f"{len(plan.pipelines)} pipelines on {len(plan.nodes)} nodes"),
+        predicted_step_s=fields.pop("predicted_step_s", 0.25),
+        num_layers=8,
+        redundant=fields.pop("redundant", len(plan.pipelines) > 1),
+        **fields,
+    )
+
+
+def committed(t_s: float, step: int, generation: int = 1, duration_s: float = 0.5, **fields) -> StepDone:
+    tokens = fields.pop("tokens", 2048)
+    record = CommitRecord(
+        step=step,
+        generation=generation,
+        loss=fields.pop("loss", 8.0 / (1 + step / 50)),
+        grad_norm=1.0,
+        learning_rate=1e-3,
+        num_samples=fields.pop("num_samples", 16),
+        samples_repeated=fields.pop("samples_repeated", 0),
+        samples_missing=fields.pop("samples_missing", 0),
+        duration_s=duration_s,
+    )
+    assert not fields
+    return StepDone(t_s=t_s, record=record, tokens=tokens)
+
+
+def recovered(t_s: float, generation: int, *nodes: str, stall_s: float = 0.05, **fields) -> RecoveryDone:
+    return RecoveryDone(
+        t_s=t_s,
+        generation=generation,
+        nodes=nodes,
+        cause=fields.pop("cause", Cause.CONNECTION_LOST),
+        action=fields.pop("action", Action.REBUILD),
+        detect_s=0.01,
+        decide_s=0.003,
+        transfer_s=0.21,
+        stall_s=stall_s,
+        bytes_moved=28_000_000,
+        layers_moved=2,
+        microbatches_redone=4,
+        steps_lost=fields.pop("steps_lost", 0),
+    )
+
+
+def run_with_a_loss(
+    num_pipelines: int = 2, stages: int = 2, steps: int = 120, lost_at: int = 40, ends: bool = True
+) -> Iterator[JournalEntry]:
+    """A run whose second pipeline loses its last node in the step after `lost_at`, and goes on."""
+    names = tuple(f"node{i}" for i in range(num_pipelines * stages))
+    rows = [names[i * stages : (i + 1) * stages] for i in range(num_pipelines)]
+    yield job_started(names, max_steps=steps)
+    for index, node in enumerate(names):
+        yield NodeConnected(t_s=0.5 + index / 100, node=node, agent_pid=1000 + index)
+    for index, node in enumerate(names):
+        yield WorkerUp(t_s=3.0 + index / 100, node=node, device=0, pid=2000 + index)
+    yield adopted(4.0, 1, plan(*rows, microbatches=8 * num_pipelines))
+    now_s, generation, victim = 5.0, 1, rows[1][-1]
+    for step in range(1, steps + 1):
+        now_s += 0.5
+        if step == lost_at + 1:
+            yield NodeLost(t_s=now_s - 0.3, node=victim, cause=Cause.CONNECTION_LOST, evidence="connection closed")
+            yield RecoveryStarted(t_s=now_s - 0.3, generation=2, nodes=(victim,), cause=Cause.CONNECTION_LOST)
+            survivors = rows[1][:-1]
+            after = plan(rows[0], *rows[2:], microbatches=8 * num_pipelines, spares=survivors)
+            reason = "pipeline 1 cannot go on alone; its microbatches go to the others"
+            yield adopted(now_s - 0.28, 2, after, Action.REINSTANTIATE, reason=reason, redundant=num_pipelines > 2)
+            generation, now_s = 2, now_s + 0.4
+        yield committed(now_s, step, generation, duration_s=0.9 if step == lost_at + 1 else 0.5)
+        if step == lost_at + 1:
+            yield recovered(now_s, 2, victim, action=Action.REINSTANTIATE)
+    if ends:
+        yield JobEnded(t_s=now_s + 0.5, exit_code=0, reason="all steps committed")
