@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from .check import check_schedule
 from .compile import compile_schedule
+from .cost import StageCost
 from .instruction import Instruction, Op, Program
-from .schedule import Link, Schedule, ScheduleError, ScheduleKind, peak_in_flight
+from .schedule import Link, Schedule, ScheduleError, ScheduleKind, Wire, peak_in_flight
 from .text import format_program, format_schedule, parse_program, parse_schedule
+from .timeline import Span, Timeline, Transfer, timeline
 
 __all__ = [
     "Instruction",
@@ -20,6 +22,11 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "ScheduleKind",
+    "Span",
+    "StageCost",
+    "Timeline",
+    "Transfer",
+    "Wire",
     "check_schedule",
     "compile_schedule",
     "format_program",
@@ -27,4 +34,5 @@ __all__ = [
     "parse_program",
     "parse_schedule",
     "peak_in_flight",
+    "timeline",
 ]

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .check_program import check_program
-from .instruction import Instruction, Op
-from .schedule import Link, Schedule, ScheduleError
+from .instruction import Instruction
+from .schedule import Link, Schedule, ScheduleError, Wire
 
 __all__ = ["check_schedule"]
 
@@ -42,40 +42,27 @@ def check_schedule(schedule: Schedule, *, max_in_flight: Sequence[int] | None = 
 
 
 class _End(NamedTuple):
-    """A send or receive, as its link sees it."""
+    """A send or receive, and its connection."""
 
     at: int
     """Index in its program."""
     instruction: Instruction
-    link: Link
-    is_send: bool
-    source_chunk: int
-    """The chunk as the link's source counts it: the two ends of one message agree on it."""
+    wire: Wire
+
+    @property
+    def message(self) -> tuple[int | None, int]:
+        """What the two ends of one message agree on."""
+        return self.instruction.microbatch, self.wire.source_chunk
 
 
 def _ends_of(schedule: Schedule, stage: int) -> list[_End]:
     """List the sends and receives of a stage in their order."""
-    wiring = {
-        (op, chunk): _wire(schedule, stage, op, chunk)
-        for op in (Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B)
-        for chunk in range(schedule.num_chunks)
-    }
-    ends = []
-    for index, instruction in enumerate(schedule.programs[stage]):
-        wire = wiring.get((instruction.op, instruction.chunk))
-        if wire is not None:
-            ends.append(_End(index, instruction, *wire))
-    return ends
-
-
-def _wire(schedule: Schedule, stage: int, op: Op, chunk: int) -> tuple[Link, bool, int] | None:
-    """(link, whether this is its source, chunk as the source counts it); None where the chain ends."""
-    peer = (schedule.next_of if op in (Op.SEND_F, Op.RECV_B) else schedule.previous_of)(stage, chunk)
-    if peer is None:
-        return None
-    is_send = op in (Op.SEND_F, Op.SEND_B)
-    source, target = (stage, peer[0]) if is_send else (peer[0], stage)
-    return Link(source, target, op in (Op.SEND_F, Op.RECV_F)), is_send, chunk if is_send else peer[1]
+    wires = schedule.wires_of(stage)
+    return [
+        _End(at, instruction, wires[key])
+        for at, instruction in enumerate(schedule.programs[stage])
+        if (key := (instruction.op, instruction.chunk)) in wires
+    ]
 
 
 def _check_order(ends: Sequence[Sequence[_End]]) -> None:
@@ -83,33 +70,32 @@ def _check_order(ends: Sequence[Sequence[_End]]) -> None:
     received: dict[Link, list[_End]] = {}
     for of_stage in ends:
         for end in of_stage:
-            (sent if end.is_send else received).setdefault(end.link, []).append(end)
+            (sent if end.wire.is_send else received).setdefault(end.wire.link, []).append(end)
     for link in sorted(sent):
         # Programs are complete by now, so the two ends of a link can differ in their order only.
         for source, target in zip(sent[link], received[link], strict=True):
-            expected = source.instruction.microbatch, source.source_chunk
-            if expected != (target.instruction.microbatch, target.source_chunk):
+            if source.message != target.message:
                 reason = f"the next message of the {link} is {source.instruction}"
                 raise ScheduleError(reason, stage=link.target, index=target.at, instruction=target.instruction)
 
 
 def _check_progress(ends: Sequence[Sequence[_End]], buffers: int) -> None:
     """Run all sends and receives against bounded links, each stage as far as it gets, until none moves."""
-    under_way = {end.link: 0 for of_stage in ends for end in of_stage}
+    under_way = {end.wire.link: 0 for of_stage in ends for end in of_stage}
     position = [0] * len(ends)
     awake = list(range(len(ends)))
     while awake:
         stage = awake.pop()
         while position[stage] < len(ends[stage]):
-            end = ends[stage][position[stage]]
-            if under_way[end.link] == (buffers if end.is_send else 0):
+            link, is_send, _ = ends[stage][position[stage]].wire
+            if under_way[link] == (buffers if is_send else 0):
                 break
-            under_way[end.link] += 1 if end.is_send else -1
-            awake.append(end.link.target if end.is_send else end.link.source)
+            under_way[link] += 1 if is_send else -1
+            awake.append(link.target if is_send else link.source)
             position[stage] += 1
     stuck = {stage: ends[stage][at] for stage, at in enumerate(position) if at < len(ends[stage])}
     for stage, end in stuck.items():
-        peer = end.link.source if end.link.target == stage else end.link.target
+        peer = end.wire.link.target if end.wire.is_send else end.wire.link.source
         where = f"stuck at instruction {stuck[peer].at} ({stuck[peer].instruction})"
         reason = f"deadlock: waits for stage {peer}, which is {where}"
         raise ScheduleError(reason, stage=stage, index=end.at, instruction=end.instruction)

@@ -15,7 +15,7 @@ from oobleck.errors import UserError
 
 from .instruction import Instruction, Op, Program
 
-__all__ = ["Link", "Schedule", "ScheduleError", "ScheduleKind", "peak_in_flight"]
+__all__ = ["Link", "Schedule", "ScheduleError", "ScheduleKind", "Wire", "peak_in_flight"]
 
 
 class ScheduleKind(StrEnum):
@@ -64,6 +64,16 @@ class Link(NamedTuple):
         return f"{'forward' if self.is_forward else 'backward'} link from stage {self.source} to stage {self.target}"
 
 
+class Wire(NamedTuple):
+    """How one operation of one virtual stage is connected."""
+
+    link: Link
+    is_send: bool
+    """Whether the stage is the link's source."""
+    source_chunk: int
+    """The chunk as the source counts it: the two ends of one message agree on it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """One program for each stage of a pipeline."""
@@ -98,10 +108,27 @@ class Schedule:
         """(stage, chunk) that gives this one its hidden states; None before the first virtual stage."""
         return self._position(chunk * self.num_stages + stage - 1)
 
+    def wires_of(self, stage: int) -> dict[tuple[Op, int], Wire]:
+        """Map every (operation, chunk) of the stage that sends or receives to its connection."""
+        wires = {}
+        for op in (Op.RECV_F, Op.SEND_F, Op.RECV_B, Op.SEND_B):
+            for chunk in range(self.num_chunks):
+                is_downstream = op in (Op.SEND_F, Op.RECV_B)
+                peer = (self.next_of if is_downstream else self.previous_of)(stage, chunk)
+                if peer is not None:
+                    wires[op, chunk] = _wire(op, (stage, chunk), peer)
+        return wires
+
     def _position(self, virtual_stage: int) -> tuple[int, int] | None:
         if not 0 <= virtual_stage < self.num_stages * self.num_chunks:
             return None
         return virtual_stage % self.num_stages, virtual_stage // self.num_stages
+
+
+def _wire(op: Op, own: tuple[int, int], peer: tuple[int, int]) -> Wire:
+    is_send = op in (Op.SEND_F, Op.SEND_B)
+    source, target = (own, peer) if is_send else (peer, own)
+    return Wire(Link(source[0], target[0], op in (Op.SEND_F, Op.RECV_F)), is_send, source[1])
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
