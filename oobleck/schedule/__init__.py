@@ -1,0 +1,38 @@
+"""Schedules: what each stage of a pipeline does in one step, in order.
+
+A schedule is compiled once, proven sound, and executed as it stands. This package knows the order of the
+work and what it costs; it knows neither tensors nor processes, neither clock nor network.
+"""
+
+from __future__ import annotations
+
+from .check import check_schedule
+from .compile import compile_schedule
+from .cost import StageCost
+from .instruction import Instruction, Op, Program
+from .schedule import Link, Schedule, ScheduleError, ScheduleKind, Wire, peak_in_flight
+from .text import format_program, format_schedule, parse_program, parse_schedule
+from .timeline import Span, Timeline, Transfer, timeline
+
+__all__ = [
+    "Instruction",
+    "Link",
+    "Op",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleKind",
+    "Span",
+    "StageCost",
+    "Timeline",
+    "Transfer",
+    "Wire",
+    "check_schedule",
+    "compile_schedule",
+    "format_program",
+    "format_schedule",
+    "parse_program",
+    "parse_schedule",
+    "peak_in_flight",
+    "timeline",
+]

@@ -1,0 +1,71 @@
+"""The compiler: from a kind, a number of stages and a number of microbatches to one program a stage.
+
+The kind gives the order of the passes. The compiler adds to each what its place in the chain of virtual
+stages asks for: receives right before what needs them, sends right after what makes them, so that a stage
+waits as late and gives as early as it can.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain
+
+from .instruction import STEP_TAIL, Instruction, Op, Program
+from .orders import ORDERS, Order, Shape
+from .schedule import Schedule, ScheduleError, ScheduleKind
+
+__all__ = ["compile_schedule"]
+
+
+@lru_cache(maxsize=64)
+def compile_schedule(
+    kind: ScheduleKind, *, num_stages: int, num_microbatches: int, num_chunks: int = 1, commits: bool = True
+) -> Schedule:
+    """Compile one step of a pipeline.
+
+    `num_microbatches` is the pipeline's own share; none at all is allowed, and leaves a step in which the
+    pipeline adds zeros to the reduction. With `commits=False` the programs end with the last backward pass:
+    an extra program that finishes another pipeline's share of an interrupted step.
+
+    Raises `ScheduleError` where the numbers make no schedule. O(stages · microbatches · chunks); results
+    are kept, and calling again with the same numbers costs a look-up.
+    """
+    if kind is not ScheduleKind.INTERLEAVED and num_chunks != 1:
+        raise ScheduleError(f"num_chunks is {num_chunks}; {kind.value} takes 1 (only interleaved takes more)")
+    if num_stages == 1 and num_chunks > 1:
+        raise ScheduleError(f"num_chunks is {num_chunks} with one stage, which would send to itself; use 1")
+    shape = Shape(num_stages, num_microbatches, num_chunks)
+    tail = STEP_TAIL if commits else ()
+    return Schedule(
+        kind=kind,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        programs=tuple(_compile_program(ORDERS[kind], shape, stage) + tail for stage in range(num_stages)),
+    )
+
+
+def _compile_program(order: Order, shape: Shape, stage: int) -> Program:
+    last = shape.num_stages - 1, shape.num_chunks - 1
+    return tuple(
+        chain.from_iterable(
+            _expand(op, microbatch, chunk, (stage, chunk) == (0, 0), (stage, chunk) == last)
+            for op, microbatch, chunk in order(shape, stage)
+        )
+    )
+
+
+# Stages share these tuples, which is what makes compiling cheap; they are small, and bounded in number.
+@lru_cache(maxsize=65536)
+def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool) -> Program:
+    """Surround a pass with what it needs at a first, middle or last virtual stage."""
+    before: tuple[Op, ...] = ()
+    after: tuple[Op, ...] = ()
+    if op is Op.FORWARD:
+        # Loading first lets it overlap with the wait for the stage before. One load serves all chunks.
+        before = (Op.LOAD,) * (chunk == 0) + (Op.RECV_F,) * (not is_first)
+        after = (Op.SEND_F,) * (not is_last)
+    elif op is not Op.BACKWARD_WEIGHT:
+        before = (Op.RECV_B,) * (not is_last)
+        after = (Op.SEND_B,) * (not is_first)
+    return tuple(Instruction(each, microbatch, chunk) for each in (*before, op, *after))

@@ -1,0 +1,81 @@
+"""Instructions: the smallest things that a worker is told to do, and programs, which are lists of them.
+
+What each one means to the worker that executes it:
+
+    LOAD             fetch the microbatch's samples; once a microbatch, on every stage
+    RECV_F           block until the hidden states of the virtual stage before have arrived
+    FORWARD          compute the chunk's layers, and keep their activations
+    SEND_F           hand the result to the link to the virtual stage after; do not wait for its arrival
+    RECV_B           block until the gradient of that result has arrived
+    BACKWARD         compute the gradients of input and weights, and drop the activations
+    BACKWARD_INPUT   compute the gradient of the input alone, and keep what the weights still need
+    BACKWARD_WEIGHT  compute the gradients of the weights, and drop the activations
+    SEND_B           hand the gradient of the input to the link to the virtual stage before; do not wait
+    REDUCE_GRAD      sum the gradients over each parameter's owner set
+    COMMIT           agree with every worker of every pipeline that the step is complete
+    OPTIMIZER_STEP   apply the optimizer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["STEP_TAIL", "Instruction", "Op", "Program"]
+
+
+class Op(StrEnum):
+    """What is done. The values are the words of the text form."""
+
+    LOAD = "load"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+    SEND_F = "send_f"
+    RECV_F = "recv_f"
+    SEND_B = "send_b"
+    RECV_B = "recv_b"
+    REDUCE_GRAD = "reduce_grad"
+    COMMIT = "commit"
+    OPTIMIZER_STEP = "optimizer_step"
+
+    # Enum hashes by a function in Python; a checker looks up operations by the hundred thousand.
+    __hash__ = str.__hash__
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it belongs to the whole step instead of one microbatch."""
+        return self in _TAIL_OPS
+
+
+_TAIL_OPS = (Op.REDUCE_GRAD, Op.COMMIT, Op.OPTIMIZER_STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation on one microbatch in one of the stage's chunks."""
+
+    op: Op
+    microbatch: int | None = None
+    """Position within the pipeline's share, from 0; None for what belongs to the whole step."""
+    chunk: int = 0
+    """Which of the stage's virtual stages; sends and receives name their own side's."""
+
+    def __post_init__(self) -> None:
+        assert (self.microbatch is None) == self.op.is_tail, f"{self.op} with microbatch {self.microbatch}"
+        assert self.microbatch is None or self.microbatch >= 0, f"{self.op} with microbatch {self.microbatch}"
+        assert self.chunk >= 0, f"{self.op} with chunk {self.chunk}"
+
+    def __str__(self) -> str:
+        if self.microbatch is None:
+            return self.op.value
+        chunk = f"/{self.chunk}" if self.chunk else ""
+        return f"{self.op.value}:{self.microbatch}{chunk}"
+
+
+Program = tuple[Instruction, ...]
+"""What one stage does in one step, in order."""
+
+STEP_TAIL: Program = tuple(Instruction(op) for op in _TAIL_OPS)
+"""How every program that commits its step ends."""

@@ -1,0 +1,20 @@
+"""Schedules of all kinds and sizes for property tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from oobleck.schedule import Schedule, ScheduleKind, compile_schedule
+
+
+@st.composite
+def schedules(draw: st.DrawFn, *, min_microbatches: int = 0, max_microbatches: int = 18) -> Schedule:
+    kind = draw(st.sampled_from(ScheduleKind))
+    num_chunks = draw(st.integers(1, 4)) if kind is ScheduleKind.INTERLEAVED else 1
+    return compile_schedule(
+        kind,
+        num_stages=draw(st.integers(1 if num_chunks == 1 else 2, 7)),
+        num_microbatches=draw(st.integers(min_microbatches, max_microbatches)),
+        num_chunks=num_chunks,
+        commits=draw(st.booleans()),
+    )
