@@ -1,0 +1,223 @@
+"""The part of a model that one worker holds: any range of its layers, which may change at any time.
+
+A stage keeps all modules of the model, without memory, and runs the model's own forward code. Modules of
+layers that are elsewhere are stood in for: embeddings by zeros, others by the identity; what came from the
+layer before takes the place of the first own block's input. So masks and rotary tables are made on every
+stage, and only hidden states travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .batches import Batch
+from .initialization import initialize_module, materialize_buffers, unset
+from .losses import causal_lm_loss
+from .randomness import MicrobatchKey, derive_seed, seed_device
+from .splitting import Passthrough, ZeroEmbedding, replace_module
+from .structure import ModelStructure, Site
+
+__all__ = ["MicrobatchKey", "ModelStructure", "StageModel"]
+
+
+class StageModel:
+    """Layers [first_layer, stop_layer) of a model; none before the first `adopt`.
+
+    Not safe for use by two threads at once. Takes the generator of its device for itself.
+    """
+
+    def __init__(self, structure: ModelStructure, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.structure = structure
+        self.hidden_dtype = dtype
+        self.device = torch.device(device)
+        self.layers = range(0)
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._model = structure.build(dtype=dtype)
+        if dtype == torch.float64:
+            # The models' own loss takes the logits to float32, which would throw away half of the digits.
+            self._model.loss_function = causal_lm_loss
+        self._vacant = dict(self._model.named_parameters(remove_duplicate=False))
+        materialize_buffers(self._model, device=self.device)
+        self._modules = dict(self._model.named_modules())
+        self._stand_ins = {root: self._stand_in(root) for root in self._roots(range(structure.num_layers))}
+        self._hook_up()
+        self._received: torch.Tensor | None = None
+        self._key: MicrobatchKey | None = None
+
+    # --- what it holds -------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters held, by canonical name, in the order of layers; a tied one once."""
+        return dict(self._parameters)
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.structure.num_layers
+
+    def output_shape(self, batch_size: int) -> tuple[int, ...]:
+        """Return the shape of what `forward` returns for a batch: hidden states, or () for the loss."""
+        if self.is_last:
+            return ()
+        return (batch_size, self.structure.sequence_length, self.structure.hidden_size)
+
+    def adopt(self, first_layer: int, stop_layer: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Hold layers [first_layer, stop_layer) from now on. Copies nothing that is on the device.
+
+        Parameters that are held already stay what they are, the objects and their gradients included. New
+        ones become the tensors that `state` has under their names (other names in it are ignored), or
+        not-a-number until somebody sets them. Those of no layer any more are let go. O(layers), no forward
+        pass may be in progress.
+        """
+        assert 0 <= first_layer < stop_layer <= self.structure.num_layers, (first_layer, stop_layer)
+        before, self.layers = self.layers, range(first_layer, stop_layer)
+        for layer in before:
+            self._unplug(self.structure.sites[layer])
+        held: dict[str, nn.Parameter] = {}
+        for layer in self.layers:
+            for name in self.structure.layer_parameters(layer):
+                if name not in held:
+                    kept = self._parameters.get(name)
+                    held[name] = self._new_parameter(name, state.get(name)) if kept is None else kept
+        self._parameters = held
+        for layer in self.layers:
+            self._plug(self.structure.sites[layer], held)
+        for layer in sorted(set(before) ^ set(self.layers)):
+            self._place(layer)
+
+    def initialize(self, layers: Iterable[int], *, seed: int) -> None:
+        """Set the parameters of held layers to initial values that depend on (seed, their names) alone.
+
+        They follow the model's own distributions, and are the same bits for any cut and on any device.
+        """
+        for layer in layers:
+            assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
+            self._initialize_layer(layer, seed=seed)
+            for name in self.structure.layer_parameters(layer):
+                assert not self._parameters[name].isnan().any(), f"the model's own rules leave {name} without a value"
+
+    # --- what it computes ----------------------------------------------------------------------------------
+
+    def forward(
+        self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey
+    ) -> torch.Tensor:
+        """Run the held layers on one microbatch.
+
+        Arguments:
+            batch: on this stage's device. The same on all stages; those between use its shape alone.
+            hidden: what the stage before returned, [batch, length, hidden]; None on the first stage.
+            num_items: by how much the sum of the token losses is divided: predicted tokens of the step.
+            key: what dropout and other randomness depends on, together with each layer's number.
+
+        Returns:
+            Hidden states [batch, length, hidden]; on the last stage the loss, a scalar.
+        """
+        assert (hidden is None) == self.is_first, "hidden states come from the stage before, if there is one"
+        self._received, self._key = hidden, key
+        try:
+            if self.is_first:
+                self._seed_layer(0)
+            if self.is_last:
+                output = self._model(
+                    input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
+                )
+                return output.loss  # type: ignore[no-any-return]
+            return self._model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+        finally:
+            self._received = self._key = None
+
+    # --- modules and their stand-ins -----------------------------------------------------------------------
+
+    def _roots(self, layers: Iterable[int]) -> Iterator[str]:
+        for layer in layers:
+            yield from self.structure.layer_roots(layer)
+
+    def _stand_in(self, root: str) -> nn.Module:
+        module = self._modules[root]
+        if isinstance(module, nn.Embedding) and root in self.structure.anatomy.prelude:
+            return ZeroEmbedding(module)
+        is_block = root.startswith(f"{self.structure.anatomy.block_list}.")
+        return Passthrough(module, returns_tuple=is_block and self.structure.anatomy.blocks_return_tuples)
+
+    def _hook_up(self) -> None:
+        for layer in range(1, self.structure.num_layers):
+            root = self.structure.layer_roots(layer)[0]
+            is_block = layer < self.structure.num_layers - 1
+            for module in (self._modules[root], self._stand_ins[root]):
+                module.register_forward_pre_hook(self._before(layer, is_block=is_block), with_kwargs=True)
+        for layer in range(self.structure.num_layers):
+            self._place(layer)
+
+    def _before(self, layer: int, *, is_block: bool) -> Callable[..., Any]:
+        """Make the hook that runs when the model's code reaches a layer, held or not."""
+
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if layer in self.layers:
+                self._seed_layer(layer)
+            if not is_block or layer != self._entry:
+                return None
+            if args:
+                return (self._received, *args[1:]), kwargs
+            return (), {**kwargs, next(iter(kwargs)): self._received}
+
+        return hook
+
+    @property
+    def _entry(self) -> int | None:
+        """The block at which what was received takes the place of the hidden states."""
+        if self.is_first:
+            return None
+        # A stage that holds the head alone lets it in at the last stand-in before it.
+        return min(self.layers.start, self.structure.num_blocks)
+
+    def _seed_layer(self, layer: int) -> None:
+        if not self.structure.draws_at_random:
+            return
+        assert self._key is not None
+        key = self._key
+        seed_device(self.device, derive_seed(key.seed, "forward", key.step, key.microbatch, layer))
+
+    def _place(self, layer: int) -> None:
+        modules = self._modules if layer in self.layers else self._stand_ins
+        for root in self.structure.layer_roots(layer):
+            replace_module(self._model, root, modules[root])
+
+    # --- parameters ----------------------------------------------------------------------------------------
+
+    def _new_parameter(self, name: str, value: torch.Tensor | None) -> nn.Parameter:
+        shape = self.structure.shapes[name]
+        if value is None:
+            return nn.Parameter(unset(shape, dtype=self.hidden_dtype, device=self.device))
+        assert value.shape == shape, f"{name} has the shape {tuple(shape)}, not {tuple(value.shape)}"
+        return nn.Parameter(value.detach().to(device=self.device, dtype=self.hidden_dtype))
+
+    def _plug(self, sites: Iterable[Site], parameters: Mapping[str, nn.Parameter]) -> None:
+        for site in sites:
+            self._modules[site.module]._parameters[site.attribute] = parameters[site.parameter]
+
+    def _unplug(self, sites: Iterable[Site]) -> None:
+        for site in sites:
+            self._modules[site.module]._parameters[site.attribute] = self._vacant[site.name]
+
+    def _initialize_layer(self, layer: int, *, seed: int) -> None:
+        # A tied parameter takes the value that it has at its home, so it is kept from the rules of this layer.
+        borrowed = [site for site in self.structure.sites[layer] if site.name != site.parameter]
+        self._unplug(borrowed)
+        for root in self.structure.layer_roots(layer):
+            initialize_module(self._model, self._modules[root], root, seed=seed)
+        self._plug(borrowed, self._parameters)
+        for name in sorted({site.parameter for site in borrowed}):
+            home = next(site for sites in self.structure.sites for site in sites if site.name == name)
+            home_is_held = home in (site for held in self.layers for site in self.structure.sites[held])
+            if not home_is_held:
+                self._plug([home], self._parameters)
+                initialize_module(self._model, self._modules[home.module], home.module, seed=seed)
+                self._unplug([home])

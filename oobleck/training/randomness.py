@@ -1,0 +1,64 @@
+"""Randomness by key: what is drawn depends on names and numbers, never on what was drawn before.
+
+Initial values, dropout and the order of samples must not depend on how the model is cut or on which worker
+does the work. So every draw starts from a seed that is a digest of what the draw is for. Knows nothing of
+models or data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["MicrobatchKey", "derive_seed", "drawing_from", "seed_device"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchKey:
+    """Which microbatch of which step a forward pass belongs to: the key of its randomness."""
+
+    seed: int
+    step: int
+    microbatch: int
+    """Number of the microbatch within the step, over all pipelines."""
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed in [0, 2**63) for what `parts` name; equal in every process, different for different parts.
+
+    Each part is preceded by its type and length, so that ("a", "bc") and ("ab", "c") are different.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        text = str(part).encode()
+        digest.update(f"{type(part).__name__}{len(text)}:".encode())
+        digest.update(text)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def seed_device(device: torch.device, seed: int) -> None:
+    """Set the state of the generator that models on `device` draw from.
+
+    Goes to the one generator instead of `torch.manual_seed`, which visits every backend and is called here
+    once a layer.
+    """
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Within the block the CPU's generator draws from `seed`; afterwards it goes on where it was."""
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)

@@ -1,0 +1,285 @@
+"""How an unmodified transformers model comes apart into layers.
+
+The blocks are the one list of `num_hidden_layers` gradient-checkpointing layers that the model has; what it
+calls before the first of them belongs to the embedding layer, what it calls after the last to the head. Both
+are found by running the model once on fake tensors with stand-ins for its blocks, so there is no code for any
+particular model.
+
+The same run proves that the cut is sound: autograd tells whether anything but the hidden states of the layer
+before carries a gradient into a layer. A model for which it does (skip connections across blocks, embeddings
+handed to every block, router losses) is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from oobleck.errors import ConfigError
+
+__all__ = ["Anatomy", "Passthrough", "ZeroEmbedding", "dissect", "replace_module"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """The parts of a model, by the names of its modules."""
+
+    block_list: str
+    """The module list that holds the blocks."""
+    prelude: tuple[str, ...]
+    """Modules without children that run before the first block and are its alone, in the order of their calls."""
+    postlude: tuple[str, ...]
+    """The same after the last block; never empty."""
+    blocks_return_tuples: bool
+    """Whether a block returns (hidden states, …) instead of the hidden states."""
+    tied: Mapping[str, str]
+    """Names of parameters that are another parameter, and that other one's name."""
+    hidden_size: int
+
+
+class Passthrough(nn.Module):
+    """Stands in for a module that is elsewhere: gives back its first argument.
+
+    A model may look at attributes of its blocks (which kind of attention, for instance), so those that this
+    module lacks are looked up in the module that it stands in for.
+    """
+
+    def __init__(self, original: nn.Module, *, returns_tuple: bool = False) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # Not registered: its parameters are not this module's.
+        self.__dict__["returns_tuple"] = returns_tuple
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        return (hidden,) if self.__dict__["returns_tuple"] else hidden
+
+
+class ZeroEmbedding(nn.Module):
+    """Stands in for an embedding that is elsewhere: zeros, which take no memory and reach no block."""
+
+    def __init__(self, original: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding_dim = original.embedding_dim
+        self.dtype = original.weight.dtype
+
+    def forward(self, ids: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        zero = torch.zeros((), dtype=self.dtype, device=ids.device)
+        return zero.expand(*ids.shape, self.embedding_dim)
+
+
+class _Probe(Passthrough):
+    """Stands in for a block in the trial run: notes what comes in, and sends out a leaf of its own."""
+
+    def __init__(self, original: nn.Module, *, returns_tuple: bool) -> None:
+        super().__init__(original, returns_tuple=returns_tuple)
+        self.received: torch.Tensor | None = None
+        self.emitted: torch.Tensor | None = None
+        self.side_input: str | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        named = [*((f"its argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
+        (_, hidden), *others = named
+        self.received = hidden
+        self.emitted = torch.empty_like(hidden).requires_grad_()
+        self.side_input = next((name for name, value in others if _carries_gradient(value)), None)
+        return (self.emitted,) if self.returns_tuple else self.emitted
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the one called `name`."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def dissect(model: PreTrainedModel, *, sequence_length: int) -> Anatomy:
+    """Find the layers of a model made of fake tensors, and prove that it can be cut between them.
+
+    Run it in the mode that the model was built in (`fake_tensors`).
+
+    Raises:
+        ConfigError: the model cannot be split; says why.
+    """
+    _refuse_losses_across_layers(model)
+    block_list = _find_block_list(model)
+    returns_tuple = _blocks_return_tuples(model, block_list, sequence_length)
+    trial = _Trial(model, block_list, returns_tuple=returns_tuple)
+    trial.run(sequence_length)
+    tied = dict(model.all_tied_weights_keys or {})
+    anatomy = Anatomy(
+        block_list=block_list,
+        prelude=tuple(trial.prelude),
+        postlude=tuple(trial.postlude),
+        blocks_return_tuples=returns_tuple,
+        tied=tied,
+        hidden_size=trial.hidden_size,
+    )
+    _require_every_parameter_has_a_layer(model, anatomy)
+    return anatomy
+
+
+def _cannot(model: PreTrainedModel, why: str) -> ConfigError:
+    return ConfigError(f"model.type: {model.config.model_type} cannot be split into layers: {why}")
+
+
+def _refuse_losses_across_layers(model: PreTrainedModel) -> None:
+    if getattr(model.config, "output_router_logits", False):
+        raise _cannot(
+            model, "its router loss reads all layers at once; set model.config.output_router_logits to false"
+        )
+
+
+def _find_block_list(model: PreTrainedModel) -> str:
+    count = model.config.num_hidden_layers
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and all(isinstance(block, GradientCheckpointingLayer) for block in module)
+    ]
+    if len(found) != 1:
+        raise _cannot(model, f"it needs exactly one list of {count} transformer blocks and has {len(found)} {found}")
+    return found[0]
+
+
+def _trial_inputs(model: PreTrainedModel, sequence_length: int) -> dict[str, torch.Tensor | bool]:
+    ids = torch.zeros((1, sequence_length), dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _blocks_return_tuples(model: PreTrainedModel, block_list: str, sequence_length: int) -> bool:
+    outputs: list[bool] = []
+
+    def look(_module: nn.Module, _args: Any, output: Any) -> None:
+        outputs.append(isinstance(output, tuple))
+
+    handle = model.get_submodule(f"{block_list}.0").register_forward_hook(look)
+    try:
+        with torch.no_grad():
+            model(**_trial_inputs(model, sequence_length))
+    except (NotImplementedError, DataDependentOutputException) as error:
+        raise _cannot(model, f"it does not run without data ({' '.join(str(error).split())})") from error
+    finally:
+        handle.remove()
+    return outputs[0]
+
+
+class _Trial:
+    """One run of the model with probes for blocks."""
+
+    def __init__(self, model: PreTrainedModel, block_list: str, *, returns_tuple: bool) -> None:
+        self.prelude: dict[str, nn.Module] = {}
+        self.postlude: dict[str, nn.Module] = {}
+        self._model = model
+        self._block_list = block_list
+        blocks = model.get_submodule(block_list)
+        assert isinstance(blocks, nn.ModuleList)
+        self._blocks = blocks
+        self._probes = [_Probe(block, returns_tuple=returns_tuple) for block in blocks]
+
+    @property
+    def hidden_size(self) -> int:
+        received = self._probes[0].received
+        assert received is not None
+        return received.shape[-1]
+
+    def run(self, sequence_length: int) -> None:
+        originals = list(self._blocks)
+        handles = [
+            module.register_forward_pre_hook(self._note(name, module)) for name, module in self._modules_outside()
+        ]
+        try:
+            for index, probe in enumerate(self._probes):
+                self._blocks[index] = probe
+            loss = self._model(**_trial_inputs(self._model, sequence_length)).loss
+        finally:
+            for index, block in enumerate(originals):
+                self._blocks[index] = block
+            for handle in handles:
+                handle.remove()
+        self._require_a_chain()
+        self._require_gradients_through_the_last_block_alone(loss)
+
+    def _modules_outside(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules without children, outside of the blocks, that compute with parameters or draw at random."""
+        for name, module in self._model.named_modules():
+            if name.startswith(f"{self._block_list}.") or any(True for _ in module.children()):
+                continue
+            if isinstance(module, nn.Dropout) or any(True for _ in module.parameters()):
+                yield name, module
+
+    def _note(self, name: str, module: nn.Module) -> Any:
+        def note(*_: Any) -> None:
+            blocks_are_done = self._probes[-1].emitted is not None
+            (self.postlude if blocks_are_done else self.prelude)[name] = module
+
+        return note
+
+    def _require_a_chain(self) -> None:
+        expected: torch.Tensor | None = None
+        for index, probe in enumerate(self._probes):
+            if probe.received is None:
+                raise _cannot(self._model, f"it does not call block {index}")
+            if probe.side_input is not None:
+                raise _cannot(
+                    self._model,
+                    f"block {index} takes {probe.side_input}, which carries gradients beside the hidden states",
+                )
+            if expected is not None and probe.received is not expected:
+                raise _cannot(self._model, f"something changes the hidden states before block {index}")
+            expected = probe.emitted
+
+    def _require_gradients_through_the_last_block_alone(self, loss: torch.Tensor) -> None:
+        tied = set((self._model.all_tied_weights_keys or {}).values())
+        early = {
+            f"{name}.{attribute}": parameter
+            for name, module in self.prelude.items()
+            for attribute, parameter in module.named_parameters()
+            if f"{name}.{attribute}" not in tied
+        }
+        for index, probe in enumerate(self._probes[:-1]):
+            assert probe.emitted is not None
+            early[f"the output of block {index}"] = probe.emitted  # type: ignore[assignment]
+        last = self._probes[-1].emitted
+        assert last is not None
+        through_last, *others = torch.autograd.grad(loss, [last, *early.values()], allow_unused=True)
+        if through_last is None:
+            raise _cannot(self._model, "its loss does not depend on its last block")
+        for name, gradient in zip(early, others, strict=True):
+            if gradient is not None:
+                raise _cannot(self._model, f"its head reads {name} past the blocks")
+
+
+def _carries_gradient(value: Any) -> bool:
+    match value:
+        case torch.Tensor():
+            return value.requires_grad
+        case tuple() | list():
+            return any(_carries_gradient(item) for item in value)
+        case dict():
+            return any(_carries_gradient(item) for item in value.values())
+        case _:
+            return False
+
+
+def _require_every_parameter_has_a_layer(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    homes = tuple(f"{name}." for name in (anatomy.block_list, *anatomy.prelude, *anatomy.postlude))
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(homes):
+            raise _cannot(model, f"parameter {name} is used neither before, in, nor after its blocks")
+    both = set(anatomy.prelude) & set(anatomy.postlude)
+    if both:
+        raise _cannot(model, f"module {min(both)} runs both before and after its blocks")

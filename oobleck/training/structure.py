@@ -1,0 +1,155 @@
+"""A model as the planner sees it: named layers, each with its parameters, and no memory.
+
+Parameters go by the names that they have in the whole model, so that whatever is kept or sent under these
+names does not depend on a cut. A tied parameter has one canonical name and belongs to every layer that uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from oobleck.job import ModelSpec
+
+from .configuration import build_config, build_model
+from .splitting import Anatomy, dissect
+
+__all__ = ["ModelStructure", "Site"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A place in the model's modules where a parameter is plugged in."""
+
+    module: str
+    attribute: str
+    parameter: str
+    """Canonical name."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStructure:
+    """The layers of a model: the embedding, every block, and the head (the final norm included)."""
+
+    config: PreTrainedConfig
+    sequence_length: int
+    anatomy: Anatomy
+    sites: tuple[tuple[Site, ...], ...]
+    """For each layer, where its parameters go."""
+    shapes: Mapping[str, torch.Size]
+    """Of every parameter, by canonical name, in the order of layers."""
+    draws_at_random: bool
+    """Whether a forward pass in training draws random numbers (dropout, router jitter)."""
+
+    @classmethod
+    def from_spec(cls, model: ModelSpec, *, vocab_size: int, sequence_length: int) -> ModelStructure:
+        """Build the model of fake tensors and find its layers.
+
+        Raises:
+            ConfigError: unknown type or configuration key, a configuration that the model refuses, or a model
+                that cannot be split.
+        """
+        config = build_config(model, vocab_size=vocab_size, sequence_length=sequence_length)
+        with FakeTensorMode():
+            skeleton = build_model(config, dtype=torch.float32)
+            anatomy = dissect(skeleton, sequence_length=sequence_length)
+        sites = tuple(
+            tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy, config.num_hidden_layers)
+        )
+        parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+        return cls(
+            config=config,
+            sequence_length=sequence_length,
+            anatomy=anatomy,
+            sites=sites,
+            shapes={site.parameter: parameters[site.name].shape for layer in sites for site in layer},
+            draws_at_random=_draws_at_random(skeleton),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.sites)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers - 2
+
+    @property
+    def hidden_size(self) -> int:
+        return self.anatomy.hidden_size
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        blocks = (f"{self.anatomy.block_list}.{index}" for index in range(self.num_blocks))
+        return ("embedding", *blocks, "head")
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def layer_parameters(self, layer: int) -> tuple[str, ...]:
+        """Return the canonical names of a layer's parameters; a tied one is in every layer that uses it."""
+        return tuple(dict.fromkeys(site.parameter for site in self.sites[layer]))
+
+    def layers_with(self, parameter: str) -> tuple[int, ...]:
+        """Return the layers that use a parameter; more than one if it is tied across layers."""
+        return self._layers_by_parameter[parameter]
+
+    def layer_roots(self, layer: int) -> tuple[str, ...]:
+        """Return the names of the modules that make up a layer."""
+        return _layer_roots(self.anatomy, self.num_blocks)[layer]
+
+    def build(self, *, dtype: torch.dtype) -> PreTrainedModel:
+        """Return the model's modules on the meta device, in training mode."""
+        with torch.device("meta"):
+            return build_model(self.config, dtype=dtype)
+
+    @cached_property
+    def _layers_by_parameter(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, list[int]] = {}
+        for layer in range(self.num_layers):
+            for name in self.layer_parameters(layer):
+                found.setdefault(name, []).append(layer)
+        return {name: tuple(layers) for name, layers in found.items()}
+
+
+def _layer_roots(anatomy: Anatomy, num_blocks: int) -> tuple[tuple[str, ...], ...]:
+    blocks = ((f"{anatomy.block_list}.{index}",) for index in range(num_blocks))
+    return (anatomy.prelude, *blocks, anatomy.postlude)
+
+
+def _sites(skeleton: PreTrainedModel, anatomy: Anatomy, roots: tuple[str, ...]) -> Iterator[Site]:
+    for root in roots:
+        for path, module in skeleton.get_submodule(root).named_modules(prefix=root):
+            for attribute, _ in module.named_parameters(recurse=False):
+                name = f"{path}.{attribute}"
+                yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name))
+
+
+def _draws_at_random(skeleton: PreTrainedModel) -> bool:
+    """Whether any dropout module or configured probability of dropping or jitter is not zero.
+
+    Models apply some of these in functions, so the configuration is asked too. A wrong yes costs a few
+    microseconds a layer; there must be no wrong no.
+    """
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in skeleton.modules()):
+        return True
+    return any(
+        isinstance(value, float) and value > 0
+        for key, value in skeleton.config.to_dict().items()
+        if any(word in key for word in ("drop", "jitter", "noise", "pdrop"))
+        # Of the classifier and summary heads that a causal language model does not have.
+        if not key.startswith(("classifier", "summary"))
+    )

@@ -1,0 +1,83 @@
+"""A byte-level BPE tokenizer, trained on the text at hand.
+
+Byte-level, so that any text can be encoded and decoded without loss. Training is deterministic: equal text,
+vocabulary size and version of the tokenizers library give equal tokens.
+
+Text is cut into words here rather than by the library: words recur, so each distinct one is encoded once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+__all__ = ["END_OF_TEXT", "END_OF_TEXT_ID", "encode_documents", "train_tokenizer"]
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 0
+"""The trainer numbers special tokens first."""
+
+_WORDS = r" ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+"
+"""What merges never cross: letters, digits and punctuation, with the space before them, and white space. It
+matches every character, so that nothing is lost between words."""
+
+_TRAINING_CHARACTERS = 1_500_000
+"""How much of the text the merges are learned from. Training is most of what preparing the data costs."""
+
+
+def train_tokenizer(documents: Sequence[str], *, vocab_size: int) -> Tokenizer:
+    """Return a tokenizer of at most `vocab_size` tokens; fewer if the text has too few repetitions for more."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_spread(documents), trainer)
+    assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
+    return tokenizer
+
+
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return the tokens of all documents, each followed by the end of text. O(characters)."""
+    numbers: dict[str, int] = {}
+    sequence: list[int] = []
+    for document in documents:
+        sequence.extend(numbers.setdefault(word, len(numbers)) for word in re.findall(_WORDS, document))
+        sequence.append(-1)
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(numbers), add_special_tokens=False)]
+    encoded.append([END_OF_TEXT_ID])  # What -1 stands for.
+    return _concatenate(encoded, np.array(sequence, dtype=np.int64))
+
+
+def _concatenate(pieces: Sequence[Sequence[int]], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return pieces[order[0]] + pieces[order[1]] + …, without a loop over `order`."""
+    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    flat = np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=int(lengths.sum()))
+    starts = np.cumsum(lengths) - lengths
+    counts = lengths[order]
+    ends = np.cumsum(counts)
+    if not counts.size:
+        return np.empty(0, dtype=np.int64)
+    offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return flat[np.repeat(starts[order], counts) + offsets]
+
+
+def _spread(documents: Sequence[str]) -> list[str]:
+    """Pick documents from all over the text, about as much as is trained on."""
+    total = sum(len(document) for document in documents)
+    stride = max(1, -(-total // _TRAINING_CHARACTERS))
+    return list(documents[::stride])
