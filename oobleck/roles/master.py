@@ -71,6 +71,11 @@ class Master:
         """Seconds since the run started."""
         return trio.current_time() - self._started_s
 
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        """All nodes that the run knows, lost ones included."""
+        return tuple(self._nodes.values())
+
     def observe(self, observer: Callable[[JournalEntry], None]) -> None:
         """Have every journal entry handed to `observer`, after it is written."""
         self._observers.append(observer)

@@ -1,0 +1,154 @@
+"""`oobleck up`: what the user asked for, read and checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import JobSpec, NodeSpec
+
+from .hostfile import parse_hostfile
+from .job_file import apply_overrides, default_job, load_job, parse_override
+from .options import BaseDirOption, JsonOption, base_dir_of
+
+__all__ = ["up"]
+
+
+def up(
+    hostfile: Annotated[Path | None, typer.Argument(help="Nodes to train on, one a line.", show_default=False)] = None,
+    local: Annotated[
+        int | None, typer.Option("--local", metavar="N", help="Train on N virtual nodes of this machine.")
+    ] = None,
+    job_file: Annotated[
+        Path | None, typer.Option("--job", metavar="FILE", help="YAML file of the job; without one, the default job.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, as in optimizer.learning_rate=3e-4."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Train for N steps.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or float64.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of weights, samples and dropout.")] = None,
+    fault_threshold: Annotated[
+        int | None,
+        typer.Option("-f", "--fault-threshold", metavar="F", help="Simultaneous node failures that never cost state."),
+    ] = None,
+    pipelines: Annotated[
+        int | None, typer.Option("--pipelines", metavar="N", help="Ask the planner for exactly N pipelines.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option("--tag", help="Name of the run.")] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option("--kill", metavar="NODE@STEP", help="Kill a node once a step is committed, to see it recover."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", help="Interpreter on the nodes; by default the path of this one.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the dashboard.")] = False,
+    as_json: JsonOption = False,
+    summary: Annotated[
+        Path | None, typer.Option("--summary", metavar="FILE", help="Write the closing summary as JSON.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and start nothing.")] = False,
+    base_dir: BaseDirOption = None,
+) -> None:
+    """Train a job on the nodes of a hostfile, or on virtual nodes of this machine.
+
+    Training goes on when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
+    """
+    job = _read_job(job_file, settings or [])
+    job = _with_options(job, steps=steps, dtype=dtype, seed=seed, f=fault_threshold, pipelines=pipelines, tag=tag)
+    nodes = _read_nodes(hostfile, local)
+    names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
+    if job.num_pipelines is not None and job.num_pipelines > len(names):
+        raise ConfigError(
+            f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {len(names)} nodes; "
+            "a pipeline needs at least one node of its own"
+        )
+    kills = tuple(_parse_kill(text, names, job.max_steps) for text in kill or [])
+
+    from .run_job import Run, dry_run_job, run_job
+
+    run = Run(
+        job=job,
+        nodes=nodes,
+        num_local=local or 0,
+        kills=kills,
+        python=python,
+        plain=plain,
+        as_json=as_json,
+        summary=summary,
+        base_dir=base_dir_of(base_dir),
+    )
+    raise SystemExit(dry_run_job(run) if dry_run else run_job(run))
+
+
+def _read_job(path: Path | None, settings: list[str]) -> JobSpec:
+    job = default_job() if path is None else load_job(_read(path, "job file"), source=str(path))
+    return apply_overrides(job, [parse_override(text) for text in settings])
+
+
+def _with_options(
+    job: JobSpec,
+    *,
+    steps: int | None,
+    dtype: str | None,
+    seed: int | None,
+    f: int | None,
+    pipelines: int | None,
+    tag: str | None,
+) -> JobSpec:
+    """Apply the options that have a name of their own."""
+    if dtype not in (None, "float32", "float64"):
+        raise UsageError(f"--dtype: {dtype} is not known; it is float32 or float64")
+    changes: dict[str, object] = {
+        "max_steps": steps,
+        "dtype": dtype,
+        "seed": seed,
+        "fault_threshold": f,
+        "num_pipelines": pipelines,
+        "tag": tag,
+    }
+    return replace(job, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]  # checked just above, and by JobSpec itself
+
+
+def _read_nodes(hostfile: Path | None, local: int | None) -> tuple[NodeSpec, ...]:
+    """The hostfile's nodes; none where virtual nodes are wanted, which have no addresses yet."""
+    if (hostfile is None) == (local is None):
+        raise UsageError("name the nodes by a hostfile, or ask for virtual ones with --local N; one of the two")
+    if local is not None:
+        most = 16 * (os.cpu_count() or 1)
+        if not 1 <= local <= most:
+            raise UsageError(f"--local: {local} nodes are not possible here; it must be 1 to {most}")
+        return ()
+    assert hostfile is not None
+    nodes = parse_hostfile(_read(hostfile, "hostfile"), source=str(hostfile))
+    if not nodes:
+        raise ConfigError(f"{hostfile}: names no node; write one host a line")
+    return nodes
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path}: not a text file ({error.reason} at byte {error.start})") from error
+
+
+def _parse_kill(text: str, nodes: list[str], max_steps: int) -> tuple[str, int]:
+    """Read NODE@STEP."""
+    node, at, step = text.rpartition("@")
+    if not at or not step.isdecimal():
+        raise UsageError(f"--kill: {text!r} is not NODE@STEP, as in {nodes[-1]}@20")
+    if node not in nodes:
+        raise UsageError(f"--kill: there is no node {node!r}; the nodes are {', '.join(nodes)}")
+    if not 1 <= int(step) < max_steps:
+        raise UsageError(f"--kill: step {step} is not between 1 and {max_steps - 1}, the last but one")
+    return node, int(step)
