@@ -1,0 +1,112 @@
+"""The templates of one profile under one set of settings, found when asked for and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from oobleck.errors import PlanningError
+
+from .costs import StageCosts
+from .plan import PipelineTemplate
+from .profile import Profile
+from .settings import PlannerSettings
+from .sizes import SizeOption, Sizing, choose_sizes
+from .templates import find_templates
+
+__all__ = ["Catalog"]
+
+
+class Catalog:
+    """All templates up to the most nodes asked for so far. The same answers in whatever order they are asked."""
+
+    def __init__(self, profile: Profile, settings: PlannerSettings) -> None:
+        self.profile = profile
+        self.settings = settings
+        self.costs = StageCosts(
+            profile,
+            devices_per_node=settings.devices_per_node,
+            max_devices_per_stage=settings.max_devices_per_stage,
+            max_in_flight=settings.num_microbatches,
+            reserved_bytes=settings.reserved_memory_bytes,
+        )
+        self.layer_bytes = tuple(layer.state_bytes for layer in profile.layers)
+        self._searched = 0
+        self._templates: dict[int, PipelineTemplate] = {}
+        self._options: dict[int, SizeOption] = {}
+
+    @property
+    def most_nodes(self) -> int:
+        """The most nodes that a pipeline can have: every stage needs a layer."""
+        return self.costs.num_layers * self.costs.device_counts[-1] // self.settings.devices_per_node
+
+    def options(self, num_nodes: int) -> Mapping[int, SizeOption]:
+        """Return the sizes of pipelines up to `num_nodes` nodes that hold the model, smallest first."""
+        limit = min(num_nodes, self.most_nodes)
+        if limit > self._searched:
+            found = find_templates(
+                self.costs,
+                range(self._searched + 1, limit + 1),
+                microbatches_per_device=self.settings.microbatches_per_device,
+            )
+            for size, template in found.items():
+                self._templates[size] = template
+                self._options[size] = SizeOption(
+                    timing=self.costs.timing(template), reduced_bytes=self.costs.reduced_bytes(template)
+                )
+            self._searched = limit
+        return {size: option for size, option in self._options.items() if size <= limit}
+
+    def template(self, num_nodes: int) -> PipelineTemplate:
+        """Return the template of a size that `options` named."""
+        return self._templates[num_nodes]
+
+    def num_pipelines(self, num_nodes: int) -> tuple[int, int]:
+        """Return the fewest and the most pipelines that `num_nodes` nodes should have.
+
+        Raises PlanningError where they cannot hold the model.
+        """
+        options = self.options(num_nodes)
+        if not options:
+            raise PlanningError(self._explain(num_nodes))
+        most = min(num_nodes // min(options), self.settings.num_microbatches)
+        if self.settings.num_pipelines is not None:
+            wanted = min(self.settings.num_pipelines, most)
+            return wanted, wanted
+        return min(self.settings.fault_threshold + 1, most), most
+
+    def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> Sizing:
+        """Return the best pipelines of `num_nodes` nodes for so many microbatches."""
+        return choose_sizes(
+            self.options(num_nodes),
+            num_nodes=num_nodes,
+            num_microbatches=num_microbatches,
+            network=self.profile.network,
+            fewest=fewest,
+            most=most,
+        )
+
+    def _explain(self, num_nodes: int) -> str:
+        """Say why no template exists for up to `num_nodes` nodes."""
+        largest = self.costs.device_counts[-1]
+        usable = largest * self.costs.usable_bytes
+        each = f"a stage has {usable} bytes ({largest} × {self.profile.device.name})"
+        for index, layer in enumerate(self.profile.layers):
+            footprint = self.costs.footprint(index, index + 1)
+            missing = footprint.static_bytes + footprint.activation_bytes - usable
+            if missing > 0:
+                return f"layer {index} ({layer.name}) fits on no number of nodes: {each}, {missing} bytes too few"
+        if self.most_nodes < 1:
+            return (
+                f"{self.costs.num_layers} layers cannot be spread over the {self.settings.devices_per_node} devices "
+                f"of a node with at most {largest} a stage"
+            )
+        if larger := self.options(self.most_nodes):
+            return (
+                f"the model needs at least {min(larger)} nodes of {self.settings.devices_per_node} × "
+                f"{self.profile.device.name}; there {'is' if num_nodes == 1 else 'are'} {num_nodes}"
+            )
+        whole = self.costs.footprint(0, self.costs.num_layers)
+        return (
+            f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
+            f"{whole.activation_bytes} for each microbatch in flight"
+        )

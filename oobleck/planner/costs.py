@@ -1,0 +1,195 @@
+"""What a stage costs: seconds and bytes of any run of layers on any number of a node's devices.
+
+Sums over layers are kept as prefix sums, so that one stage costs O(1) and all L² of them one numpy
+expression. Every seconds value that the search compares comes from `StageCosts.seconds`, so that equal stages
+have equal bits.
+
+A stage pays for the messages it sends: its output to the stage after it, and its input's gradient to the one
+before it. Summed over a pipeline that is exactly the way of one microbatch there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.errors import PlanningError
+
+from .plan import PipelineTemplate, StageTemplate
+from .profile import NetworkProfile, Profile
+
+__all__ = ["Floats", "Footprint", "StageCosts", "Timing", "cut_seconds"]
+
+Floats = NDArray[np.float64]
+
+GRADIENT_COPIES = 1
+"""Gradients are kept in the parameters' own precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """A pipeline's 1F1B step: `first_s + (m - 1) * next_s` bounds m microbatches from above."""
+
+    first_s: float
+    """One microbatch through all stages and back: the sum of the stages' times."""
+    next_s: float
+    """Each further microbatch: the slowest stage's time."""
+
+    def step_s(self, num_microbatches: int) -> float:
+        """Seconds of one step without the reduction of gradients."""
+        return self.first_s + (num_microbatches - 1) * self.next_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of a stage, summed over its devices."""
+
+    static_bytes: int
+    """Parameters, gradients and optimizer state."""
+    activation_bytes: int
+    """Of one microbatch in flight."""
+
+
+def cut_seconds(network: NetworkProfile, output_bytes: int, *, same_node: bool) -> float:
+    """Return the seconds that one message of `output_bytes` takes from a stage to the next."""
+    if same_node:
+        return network.intra_node_latency_s + output_bytes / network.intra_node_bytes_per_s
+    return network.inter_node_latency_s + output_bytes / network.inter_node_bytes_per_s
+
+
+class StageCosts:
+    """The costs of all stages of one profile on nodes of `devices_per_node` devices.
+
+    `device_counts` are the powers of two that a stage may have: up to `max_devices_per_stage`, and named by
+    every layer of the profile. `max_in_flight` caps the microbatches in flight: a step has no more.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        devices_per_node: int = 1,
+        max_devices_per_stage: int = 1,
+        max_in_flight: int,
+        reserved_bytes: int = 0,
+        communication: bool = True,
+    ) -> None:
+        if devices_per_node < 1 or max_devices_per_stage < 1:
+            raise PlanningError(
+                f"{devices_per_node} devices a node and {max_devices_per_stage} a stage: both must be at least 1"
+            )
+        layers = profile.layers
+        self.profile = profile
+        self.num_layers = len(layers)
+        self.devices_per_node = devices_per_node
+        self.max_in_flight = max_in_flight
+        self.usable_bytes = profile.device.memory_bytes - reserved_bytes
+        largest = min(devices_per_node, max_devices_per_stage)
+        self.device_counts = tuple(
+            count
+            for count in (1 << exponent for exponent in range(largest.bit_length()))
+            if count <= largest and all(count in layer.forward_s for layer in layers)
+        )
+        self._compute = {
+            count: _prefix_sums([layer.forward_s[count] + layer.backward_s[count] for layer in layers])
+            for count in self.device_counts
+        }
+        self._static = _prefix_sums(
+            [(1 + GRADIENT_COPIES) * layer.param_bytes + layer.optimizer_bytes for layer in layers]
+        )
+        self._activation = _prefix_sums([layer.activation_bytes for layer in layers])
+        self._params = _prefix_sums([layer.param_bytes for layer in layers])
+        self._cuts = {
+            same_node: np.array(
+                [0.0]
+                + [
+                    cut_seconds(profile.network, layer.output_bytes, same_node=same_node) if communication else 0.0
+                    for layer in layers[:-1]
+                ]
+                + [0.0]
+            )
+            for same_node in (False, True)
+        }
+
+    def seconds(self, num_devices: int, *, left_same_node: bool, right_same_node: bool) -> Floats:
+        """Return the seconds of every stage: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1; else infinite."""
+        compute = self._compute[num_devices]
+        table = compute[None, :] - compute[:, None]
+        table += self._cuts[left_same_node][:, None]
+        table += self._cuts[right_same_node][None, :]
+        table[np.tril_indices_from(table)] = np.inf
+        return table
+
+    def most_in_flight(self, num_devices: int) -> Floats:
+        """Return how many microbatches in flight fit every stage: `[L + 1, L + 1]`; -1 where not even none do."""
+        room = num_devices * self.usable_bytes - (self._static[None, :] - self._static[:, None])
+        activation = self._activation[None, :] - self._activation[:, None]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            most = np.floor(room / activation)
+        most[(activation <= 0) & (room >= 0)] = np.inf
+        most[room < 0] = -1
+        return most
+
+    def in_flight(self, stages_to_end: int) -> int:
+        """Return the microbatches that 1F1B keeps in flight at a stage, itself counted in `stages_to_end`."""
+        return min(stages_to_end, self.max_in_flight)
+
+    def footprint(self, first_layer: int, stop_layer: int) -> Footprint:
+        return Footprint(
+            static_bytes=int(self._static[stop_layer] - self._static[first_layer]),
+            activation_bytes=int(self._activation[stop_layer] - self._activation[first_layer]),
+        )
+
+    def stage_seconds(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> list[float]:
+        """Return each stage's seconds; `speeds` divides the compute of the template's nodes (1.0 is nominal)."""
+        stages = template.stages
+        seconds = []
+        for index, stage in enumerate(stages):
+            table = self._compute[stage.num_devices]
+            compute = float(table[stage.stop_layer] - table[stage.first_layer])
+            if speeds:
+                compute /= speeds[stage.node_index]
+            left = index > 0 and stages[index - 1].node_index == stage.node_index
+            right = index + 1 < len(stages) and stages[index + 1].node_index == stage.node_index
+            # Added in the order of `seconds`, for equal bits.
+            seconds.append(float(compute + self._cuts[left][stage.first_layer] + self._cuts[right][stage.stop_layer]))
+        return seconds
+
+    def timing(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> Timing:
+        """Return the step times of a pipeline in O(S)."""
+        seconds = self.stage_seconds(template, speeds)
+        return Timing(first_s=sum(seconds), next_s=max(seconds))
+
+    def fits(self, template: PipelineTemplate) -> bool:
+        """Say whether every stage holds its state and the microbatches in flight there."""
+        return all(
+            footprint.static_bytes + self.in_flight(template.num_stages - index) * footprint.activation_bytes
+            <= stage.num_devices * self.usable_bytes
+            for index, stage in enumerate(template.stages)
+            if (footprint := self.footprint(stage.first_layer, stage.stop_layer))
+        )
+
+    def reduced_bytes(self, template: PipelineTemplate) -> int:
+        """Return the most gradient bytes that one node of the pipeline has to reduce with its peers."""
+        nodes = [0] * template.num_nodes
+        for stage in template.stages:
+            nodes[stage.node_index] += int(self._params[stage.stop_layer] - self._params[stage.first_layer])
+        return max(nodes)
+
+    def stage(self, first_layer: int, stop_layer: int, device: int, num_devices: int) -> StageTemplate:
+        """Return a stage whose first device is number `device` counted over all nodes of its pipeline."""
+        node_index, first_device = divmod(device, self.devices_per_node)
+        return StageTemplate(
+            first_layer=first_layer,
+            stop_layer=stop_layer,
+            node_index=node_index,
+            first_device=first_device,
+            num_devices=num_devices,
+        )
+
+
+def _prefix_sums(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

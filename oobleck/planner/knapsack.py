@@ -1,0 +1,131 @@
+"""The best way to choose exactly p items whose sizes sum to a given total.
+
+Sizes are all whole numbers of a range, one value each. Dealing p items in the order of their sizes alternately
+to two halves leaves the halves' totals at most one range apart. So the best of p items is the best of its
+halves, each half's total lies in a window of the range's width around half of the total, and halving again
+needs O(log p) windows: O(r² log p) for a range of r sizes, whatever p and the total.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .costs import Floats
+
+__all__ = ["Ints", "best_items", "value_bounds"]
+
+Ints = NDArray[np.int64]
+
+_DUAL_ROUNDS = 14
+
+
+class _Windows:
+    """The values of the best choices of `count` items, for the totals of one window each."""
+
+    def __init__(self, smallest: int, values: Floats, count: int, total: int) -> None:
+        self._smallest, self._largest = smallest, smallest + len(values) - 1
+        self._starts: dict[int, int] = {}
+        self._values: dict[int, Floats] = {}
+        windows = {count: (total, total)}
+        self._order: list[int] = []
+        while windows:
+            current = max(windows)
+            low, high = windows.pop(current)
+            low, high = max(low, current * self._smallest), min(high, current * self._largest)
+            self._order.append(current)
+            self._starts[current] = low
+            self._values[current] = np.full(max(high - low + 1, 0), -np.inf)
+            if current > 1:
+                for part, bounds in self._parts(current, low, high):
+                    known = windows.get(part, bounds)
+                    windows[part] = (min(known[0], bounds[0]), max(known[1], bounds[1]))
+        for current in reversed(self._order):
+            start, size = self._starts[current], len(self._values[current])
+            if current == 1:
+                self._values[1] = values[start - smallest : start - smallest + size]
+            elif size:
+                self._values[current] = self._sums(current, np.arange(start, start + size)).max(axis=1)
+
+    def _first_share(self, count: int, total: int) -> int:
+        """Return the least total that the first (not smaller) part of `count` items needs."""
+        return (total + (self._smallest if count % 2 else 0) + 1) // 2
+
+    def _parts(self, count: int, low: int, high: int) -> list[tuple[int, tuple[int, int]]]:
+        first, second = (count + 1) // 2, count // 2
+        slack = self._largest - self._smallest
+        first_low = self._first_share(count, low)
+        first_high = self._first_share(count, high) + slack // 2
+        return [(first, (first_low, first_high)), (second, (low - first_low - slack // 2, high - (high + 1) // 2))]
+
+    def _sums(self, count: int, totals: Ints) -> Floats:
+        """Return the values of all splits in two parts: [total, excess of the first part over its least]."""
+        first, second = (count + 1) // 2, count // 2
+        extra = np.arange((self._largest - self._smallest) // 2 + 1)
+        least = (totals + (self._smallest if count % 2 else 0) + 1) // 2
+        firsts = least[:, None] + extra[None, :]
+        return self._at(first, firsts) + self._at(second, totals[:, None] - firsts)
+
+    def _at(self, count: int, totals: Ints) -> Floats:
+        values, positions = self._values[count], totals - self._starts[count]
+        inside = (positions >= 0) & (positions < len(values))
+        if not len(values):
+            return np.full(totals.shape, -np.inf)
+        found: Floats = np.where(inside, values[np.where(inside, positions, 0)], -np.inf)
+        return found
+
+    def best(self, count: int, total: int) -> float:
+        position = total - self._starts[count]
+        values = self._values[count]
+        return float(values[position]) if 0 <= position < len(values) else -np.inf
+
+    def items(self, count: int, total: int) -> Counter[int]:
+        """Return how many items of each size the best choice has."""
+        wanted: dict[int, Counter[int]] = {number: Counter() for number in self._order}
+        wanted[count][total] = 1
+        for current in self._order:
+            if current == 1:
+                break
+            for amount, times in sorted(wanted[current].items()):
+                share = self._first_share(current, amount) + int(self._sums(current, np.array([amount])).argmax())
+                wanted[(current + 1) // 2][share] += times
+                wanted[current // 2][amount - share] += times
+        return wanted[1]
+
+
+def best_items(smallest: int, values: Floats, *, count: int, total: int) -> tuple[float, Counter[int]]:
+    """Return the largest sum of values of exactly `count` items with sizes that sum to `total`, and the sizes.
+
+    `values[i]` is what an item of size `smallest + i` is worth; -inf forbids the size. The sum is -inf, with no
+    items, where no choice exists.
+    """
+    windows = _Windows(smallest, values, count, total)
+    best = windows.best(count, total)
+    return (best, windows.items(count, total)) if np.isfinite(best) else (best, Counter())
+
+
+def value_bounds(
+    smallest: int, values: Floats, *, counts: Sequence[int] | Ints, totals: Sequence[int] | Ints
+) -> Floats:
+    """Return, for each row of `values`, a sum that no choice of counts[row] items of totals[row] exceeds.
+
+    The Lagrangian bound, min over λ of count · max(value - λ · size) + λ · total, by bisection of its slope;
+    every λ tried is a valid bound. O(rows · sizes).
+    """
+    number, total = np.asarray(counts, dtype=np.float64), np.asarray(totals, dtype=np.float64)
+    sizes = np.arange(smallest, smallest + values.shape[1], dtype=np.float64)
+    low = np.zeros(len(number))
+    high = np.maximum(values.max(axis=1), 0.0) * 2 / max(smallest, 1) + 1.0
+    bounds = np.full(len(number), np.inf)
+    rows = np.arange(len(number))
+    for _ in range(_DUAL_ROUNDS):
+        price = (low + high) / 2
+        reduced = values - price[:, None] * sizes[None, :]
+        chosen = reduced.argmax(axis=1)
+        bounds = np.minimum(bounds, number * reduced[rows, chosen] + price * total)
+        too_cheap = number * sizes[chosen] > total
+        low, high = np.where(too_cheap, price, low), np.where(too_cheap, high, price)
+    return bounds

@@ -1,0 +1,118 @@
+"""The planner as one object: a profile and settings in, decisions out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from oobleck.errors import PlanningError
+
+from .catalog import Catalog
+from .decision import Decision
+from .plan import ExecutionPlan, PipelineTemplate, Place
+from .profile import Profile
+from .reconfigure import build_plan, reconfigure
+from .settings import PlannerSettings
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Plans for one model on one kind of cluster. A function of its arguments; it only remembers templates."""
+
+    def __init__(self, profile: Profile, settings: PlannerSettings) -> None:
+        self.profile = profile
+        self.settings = settings
+        self._catalog = Catalog(profile, settings)
+
+    def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
+        """Return the templates of all sizes up to `num_nodes` nodes that hold the model."""
+        return {size: self._catalog.template(size) for size in self._catalog.options(num_nodes)}
+
+    def template_step_s(self, num_nodes: int, num_microbatches: int) -> float:
+        """Return the seconds in which a pipeline of so many nodes takes so many microbatches."""
+        return self._catalog.options(num_nodes)[num_nodes].timing.step_s(num_microbatches)
+
+    def initial_plan(self, nodes: Sequence[str], *, speeds: Mapping[str, float] | None = None) -> Decision:
+        """Plan the start of a job on named nodes.
+
+        `speeds` are relative to the profile (0.5 takes twice as long); nodes not named run at 1.0. Nodes of like
+        speed come together; the slowest become the spares, if there are any. Raises PlanningError.
+        """
+        speeds = _checked_speeds(speeds)
+        if len(set(nodes)) != len(nodes):
+            twice = sorted({node for node in nodes if nodes.count(node) > 1})
+            raise PlanningError(f"node {twice[0]} is named twice; every node has one name")
+        if not nodes:
+            raise PlanningError("no nodes were given; a plan needs at least 1")
+        wanted = self.settings.num_pipelines
+        if wanted is not None and wanted > len(nodes):
+            raise PlanningError(f"{wanted} pipelines need at least {wanted} nodes; there are {len(nodes)}")
+        ordered = sorted(nodes, key=lambda node: -speeds.get(node, 1.0))
+        best: tuple[ExecutionPlan, float] | None = None
+        for num_nodes in self._counts_to_try(ordered, speeds):
+            fewest, most = self._catalog.num_pipelines(num_nodes)
+            sizing = self._catalog.choose(num_nodes, self.settings.num_microbatches, fewest, most)
+            pipelines, start = [], 0
+            for size in sizing.sizes:
+                pipelines.append((size, ordered[start : start + size]))
+                start += size
+            plan, step_s = build_plan(self._catalog, pipelines, ordered[start:], speeds)
+            if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
+                best = plan, step_s
+        assert best is not None, "all nodes were tried"
+        plan, step_s = best
+        redundant = len(plan.pipelines) > self.settings.fault_threshold
+        return Decision(
+            plan=plan,
+            action="start",
+            reason=self._describe(plan, redundant),
+            transfers=(),
+            predicted_step_s=step_s,
+            redundant=redundant,
+        )
+
+    def reconfigure(
+        self,
+        plan: ExecutionPlan,
+        *,
+        lost: Collection[str] = (),
+        joined: Collection[str] = (),
+        speeds: Mapping[str, float] | None = None,
+        held: Mapping[Place, frozenset[int]] | None = None,
+    ) -> Decision:
+        """Decide what follows a plan once nodes were lost, have joined, or have changed their speeds.
+
+        `held` says which layers each living worker holds whole; by default, what the plan gives it. A node both
+        lost and joined holds nothing. Raises Unrecoverable with the layers that no living worker holds, and
+        PlanningError where the nodes left cannot hold the model.
+        """
+        return reconfigure(self._catalog, plan, lost=lost, joined=joined, speeds=_checked_speeds(speeds), held=held)
+
+    def _counts_to_try(self, ordered: Sequence[str], speeds: Mapping[str, float]) -> list[int]:
+        """Return numbers of nodes to plan for: all, and all without those at or below each low speed."""
+        factors = [speeds.get(node, 1.0) for node in ordered]
+        counts = [len(ordered)]
+        for speed in sorted({factor for factor in factors if factor < 1.0}):
+            count = sum(factor > speed for factor in factors)
+            if count and self._catalog.options(count):
+                counts.append(count)
+        return counts
+
+    def _describe(self, plan: ExecutionPlan, redundant: bool) -> str:
+        sizes = ", ".join(str(len(pipeline.nodes)) for pipeline in plan.pipelines)
+        number = len(plan.pipelines)
+        text = f"{len(plan.nodes)} nodes form {number} pipeline{'s' if number != 1 else ''} ({sizes} nodes)"
+        if plan.spares:
+            text += f", {len(plan.spares)} wait as spares"
+        if not redundant:
+            text += f"; fewer than the {self.settings.fault_threshold + 1} copies that f = "
+            text += f"{self.settings.fault_threshold} asks for"
+        return text
+
+
+def _checked_speeds(speeds: Mapping[str, float] | None) -> Mapping[str, float]:
+    for node, speed in (speeds or {}).items():
+        if not (math.isfinite(speed) and speed > 0):
+            raise PlanningError(f"the speed of {node} is {speed}; it must be finite and above 0")
+    return speeds or {}

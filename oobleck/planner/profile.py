@@ -1,0 +1,272 @@
+"""Profiles: what one microbatch costs in each layer, and what the cluster offers.
+
+A profile is measured on a device or estimated from data sheets; the planner cannot tell which, it only
+carries the label (`estimated`). Units are in the names; the file form is JSON with the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from oobleck.errors import ConfigError
+
+__all__ = [
+    "PROFILE_VERSION",
+    "DeviceProfile",
+    "LayerProfile",
+    "NetworkProfile",
+    "Profile",
+    "profile_from_json",
+    "profile_to_json",
+]
+
+PROFILE_VERSION = 1
+
+
+def _check_number(where: str, value: float, *, positive: bool = False) -> None:
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ConfigError(f"{where} is {value!r}; it must be finite and {'above 0' if positive else 'at least 0'}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One layer and one microbatch. `forward_s` and `backward_s` map a device count within a node to seconds."""
+
+    name: str
+    forward_s: Mapping[int, float]
+    backward_s: Mapping[int, float]
+    param_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Kept from the forward to the backward pass of one microbatch."""
+    output_bytes: int
+    """Sent on to the next layer; its gradient of the same size comes back."""
+
+    def __post_init__(self) -> None:
+        where = f"layer {self.name!r}"
+        for field_name, seconds in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+            if 1 not in seconds:
+                raise ConfigError(f"{where}: {field_name} has no time for 1 device")
+            for num_devices, value in seconds.items():
+                if num_devices < 1 or num_devices & (num_devices - 1):
+                    raise ConfigError(f"{where}: {field_name} names {num_devices} devices; it must be a power of two")
+                _check_number(f"{where}: {field_name}[{num_devices}]", value)
+        if set(self.forward_s) != set(self.backward_s):
+            raise ConfigError(f"{where}: forward_s and backward_s must name the same device counts")
+        for field_name in ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes"):
+            _check_number(f"{where}: {field_name}", getattr(self, field_name))
+
+    @property
+    def state_bytes(self) -> int:
+        """What a worker must be sent to take the layer over: parameters and optimizer state."""
+        return self.param_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """One device of a node."""
+
+    name: str
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_number("device: memory_bytes", self.memory_bytes, positive=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkProfile:
+    """Links between nodes and between the devices of one node."""
+
+    inter_node_bytes_per_s: float
+    inter_node_latency_s: float
+    intra_node_bytes_per_s: float
+    intra_node_latency_s: float
+
+    def __post_init__(self) -> None:
+        _check_number("network: inter_node_bytes_per_s", self.inter_node_bytes_per_s, positive=True)
+        _check_number("network: intra_node_bytes_per_s", self.intra_node_bytes_per_s, positive=True)
+        _check_number("network: inter_node_latency_s", self.inter_node_latency_s)
+        _check_number("network: intra_node_latency_s", self.intra_node_latency_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A model on a kind of device and network, for one microbatch size and sequence length."""
+
+    model: str
+    microbatch_size: int
+    """Samples."""
+    sequence_length: int
+    """Tokens."""
+    layers: tuple[LayerProfile, ...]
+    device: DeviceProfile
+    network: NetworkProfile
+    version: int = PROFILE_VERSION
+    estimated: bool = False
+    """True where the times come from data sheets rather than from a device."""
+
+    def __post_init__(self) -> None:
+        if self.version != PROFILE_VERSION:
+            raise ConfigError(f"profile version {self.version} is not known; this program reads {PROFILE_VERSION}")
+        if not self.layers:
+            raise ConfigError(f"profile of {self.model!r} has 0 layers; it needs at least 1")
+        if self.microbatch_size < 1 or self.sequence_length < 1:
+            raise ConfigError(f"profile of {self.model!r}: microbatch_size and sequence_length must be at least 1")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def profile_to_json(profile: Profile) -> str:
+    """Return the profile as the text of a profile file; `profile_from_json` is the inverse."""
+    document = {
+        "version": profile.version,
+        "model": profile.model,
+        "microbatch_size": profile.microbatch_size,
+        "sequence_length": profile.sequence_length,
+        "estimated": profile.estimated,
+        "layers": [
+            {
+                "name": layer.name,
+                "forward_s": {str(count): layer.forward_s[count] for count in sorted(layer.forward_s)},
+                "backward_s": {str(count): layer.backward_s[count] for count in sorted(layer.backward_s)},
+                "param_bytes": layer.param_bytes,
+                "optimizer_bytes": layer.optimizer_bytes,
+                "activation_bytes": layer.activation_bytes,
+                "output_bytes": layer.output_bytes,
+            }
+            for layer in profile.layers
+        ],
+        "device": {"name": profile.device.name, "memory_bytes": profile.device.memory_bytes},
+        "network": {name: getattr(profile.network, name) for name in _NETWORK_KEYS},
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def profile_from_json(text: str, *, source: str = "profile") -> Profile:
+    """Read a profile file's text.
+
+    `source` names the file in errors. Raises ConfigError that names the layer, the field and what was
+    expected; an unknown key is an error that suggests the nearest known one.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: not JSON: {error}") from None
+    try:
+        return _read_profile(_Table(document, "the file"))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+_LAYER_KEYS = (
+    "name",
+    "forward_s",
+    "backward_s",
+    "param_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "output_bytes",
+)
+_NETWORK_KEYS = (
+    "inter_node_bytes_per_s",
+    "inter_node_latency_s",
+    "intra_node_bytes_per_s",
+    "intra_node_latency_s",
+)
+_PROFILE_KEYS = ("version", "model", "microbatch_size", "sequence_length", "layers", "device", "network")
+
+
+class _Table:
+    """A JSON object that answers with the type asked for, or with an error that names the place."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} must be an object, not {type(value).__name__}")
+        self.where = where
+        self.items: dict[str, object] = value
+
+    def check_keys(self, required: Collection[str], optional: Collection[str] = ()) -> None:
+        known = [*required, *optional]
+        for key in self.items:
+            if key not in known:
+                near = get_close_matches(key, known, n=1, cutoff=0.0)
+                raise ConfigError(f"{self.where}: unknown key {key!r}; did you mean {near[0]!r}?")
+        for key in required:
+            if key not in self.items:
+                raise ConfigError(f"{self.where}: {key} is missing")
+
+    def text(self, key: str) -> str:
+        value = self.items[key]
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be text")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.items.get(key, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be true or false")
+        return value
+
+    def integer(self, key: str) -> int:
+        value = self.items[key]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be a whole number")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.items[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be a number")
+        return float(value)
+
+    def table(self, key: str) -> _Table:
+        return _Table(self.items[key], f"{self.where}: {key}" if self.where != "the file" else key)
+
+    def seconds(self, key: str) -> dict[int, float]:
+        table = self.table(key)
+        for count in table.items:
+            if not (count.isascii() and count.isdigit()):
+                raise ConfigError(f"{table.where}: {count!r} is not a number of devices")
+        return {int(count): table.number(count) for count in table.items}
+
+
+def _read_profile(table: _Table) -> Profile:
+    table.check_keys(_PROFILE_KEYS, optional=("estimated",))
+    layers = table.items["layers"]
+    if not isinstance(layers, list):
+        raise ConfigError(f"layers must be a list, not {type(layers).__name__}")
+    device, network = table.table("device"), table.table("network")
+    device.check_keys(("name", "memory_bytes"))
+    network.check_keys(_NETWORK_KEYS)
+    return Profile(
+        version=table.integer("version"),
+        model=table.text("model"),
+        microbatch_size=table.integer("microbatch_size"),
+        sequence_length=table.integer("sequence_length"),
+        estimated=table.flag("estimated"),
+        layers=tuple(_read_layer(layer, index) for index, layer in enumerate(layers)),
+        device=DeviceProfile(name=device.text("name"), memory_bytes=device.integer("memory_bytes")),
+        network=NetworkProfile(**{key: network.number(key) for key in _NETWORK_KEYS}),
+    )
+
+
+def _read_layer(value: object, index: int) -> LayerProfile:
+    table = _Table(value, f"layer {index}")
+    if isinstance(name := table.items.get("name"), str):
+        table.where = f"layer {index} ({name})"
+    table.check_keys(_LAYER_KEYS)
+    return LayerProfile(
+        name=table.text("name"),
+        forward_s=table.seconds("forward_s"),
+        backward_s=table.seconds("backward_s"),
+        param_bytes=table.integer("param_bytes"),
+        optimizer_bytes=table.integer("optimizer_bytes"),
+        activation_bytes=table.integer("activation_bytes"),
+        output_bytes=table.integer("output_bytes"),
+    )

@@ -1,0 +1,118 @@
+"""Pipeline templates: for each number of nodes, the stages with the shortest step.
+
+The objective is the bound of 1F1B, `sum(w) + (m - 1) * max(w)` with w the seconds of a stage. The search is
+exact. Fix a bound on max(w); the dynamic programme then gives the least sum(w) under it (see `search`). The
+tightest bound that any cut meets gives a first pipeline. A better one needs a smaller sum, so its max(w) is
+at most (value - least sum) / (m - 1): the bounds left to try lie between those two, each answer excludes all
+bounds down to its own max(w), and where all cuts cost the same nothing is left to try at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .costs import StageCosts, Timing
+from .plan import PipelineTemplate
+from .search import StageSearch
+
+__all__ = ["find_templates"]
+
+_TOLERANCE = 1e-9
+"""The search's sums are exact to this share."""
+
+
+@dataclass(slots=True)
+class _Query:
+    """The search for one number of nodes: what is known so far."""
+
+    num_nodes: int
+    num_devices: int
+    num_microbatches: int
+    tightest_s: float
+    """No pipeline's slowest stage is faster."""
+    least_sum_s: float
+    """No pipeline with the slowest stage within `bound_s` has a smaller sum."""
+    bound_s: float
+    best: PipelineTemplate | None = None
+    best_s: float = math.inf
+    is_exact: bool = True
+    """False once an answer broke the memory limit, which then has to be searched with stages counted."""
+
+    def narrow(self, found: Timing) -> None:
+        """Exclude what cannot beat the best pipeline any more."""
+        following = self.num_microbatches - 1
+        self.least_sum_s = found.first_s
+        self.bound_s = math.nextafter(found.next_s, 0.0)
+        if following:
+            self.bound_s = min(self.bound_s, (self.best_s - self.least_sum_s) / following)
+
+    @property
+    def is_done(self) -> bool:
+        least_s = self.least_sum_s + (self.num_microbatches - 1) * self.tightest_s
+        return self.bound_s <= self.tightest_s or least_s >= self.best_s * (1 - _TOLERANCE)
+
+
+def find_templates(
+    costs: StageCosts, node_counts: Iterable[int], *, microbatches_per_device: int = 4
+) -> dict[int, PipelineTemplate]:
+    """Return the best template for each number of nodes that can hold the model at all.
+
+    A pipeline of v devices is searched for `microbatches_per_device * v` microbatches, at most
+    `costs.max_in_flight`: with 4, that is the paper's Nb = 4S where stages have one device. Ties, up to one part
+    in 10⁹, go to the most even stages. O(V·L·W) for all counts together plus O(V·L·W) for each bound tried.
+    """
+    per_node = costs.devices_per_node
+    largest = costs.device_counts[-1]
+    wanted = sorted({count for count in node_counts if count >= 1 and count * per_node <= costs.num_layers * largest})
+    if not wanted:
+        return {}
+    queries = _search(costs, wanted, microbatches_per_device, StageSearch(costs))
+    broken = [query.num_nodes for query in queries if not query.is_exact]
+    if broken:
+        counted = _search(costs, broken, microbatches_per_device, StageSearch(costs, counted=True))
+        queries = [query for query in queries if query.is_exact] + counted
+    return {query.num_nodes: query.best for query in sorted(queries, key=lambda query: query.num_nodes) if query.best}
+
+
+def _search(costs: StageCosts, node_counts: list[int], per_device: int, search: StageSearch) -> list[_Query]:
+    per_node = costs.devices_per_node
+    most_devices = node_counts[-1] * per_node
+    tightest = search.tightest(most_devices)
+    least_sums = search.least_sums(most_devices)
+    queries = [
+        _Query(
+            num_nodes=count,
+            num_devices=count * per_node,
+            num_microbatches=max(1, min(costs.max_in_flight, per_device * count * per_node)),
+            tightest_s=float(tightest[count * per_node]),
+            least_sum_s=float(least_sums[count * per_node]),
+            bound_s=float(tightest[count * per_node]),
+        )
+        for count in node_counts
+        if math.isfinite(tightest[count * per_node])
+    ]
+    _ask(costs, search, queries)
+    for query in queries:
+        following = query.num_microbatches - 1
+        query.bound_s = (query.best_s - query.least_sum_s) / following if following else math.inf
+    pending = queries
+    while pending := [query for query in pending if query.is_exact and not query.is_done]:
+        for query, found in zip(pending, _ask(costs, search, pending), strict=True):
+            query.narrow(found)
+    return queries
+
+
+def _ask(costs: StageCosts, search: StageSearch, queries: list[_Query]) -> list[Timing]:
+    """Search each query under its bound and keep what is better; return what was found."""
+    found = search.least_sum_within([query.bound_s for query in queries], [query.num_devices for query in queries])
+    timings = []
+    for query, template in zip(queries, found, strict=True):
+        assert template is not None, "a bound no tighter than the tightest has an answer"
+        timing = costs.timing(template)
+        timings.append(timing)
+        query.is_exact = query.is_exact and costs.fits(template)
+        if timing.step_s(query.num_microbatches) < query.best_s:
+            query.best, query.best_s = template, timing.step_s(query.num_microbatches)
+    return timings
