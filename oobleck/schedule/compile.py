@@ -12,7 +12,7 @@ from itertools import chain
 
 from .instruction import STEP_TAIL, Instruction, Op, Program
 from .orders import ORDERS, Order, Shape
-from .schedule import Schedule, ScheduleError, ScheduleKind
+from .schedule import Schedule, ScheduleError, ScheduleKind, check_numbers
 
 __all__ = ["compile_schedule"]
 
@@ -30,6 +30,7 @@ def compile_schedule(
     Raises `ScheduleError` where the numbers make no schedule. O(stages · microbatches · chunks); results
     are kept, and calling again with the same numbers costs a look-up.
     """
+    check_numbers(num_stages, num_microbatches, num_chunks)
     if kind is not ScheduleKind.INTERLEAVED and num_chunks != 1:
         raise ScheduleError(f"num_chunks is {num_chunks}; {kind.value} takes 1 (only interleaved takes more)")
     if num_stages == 1 and num_chunks > 1:

@@ -15,7 +15,7 @@ from oobleck.errors import UserError
 
 from .instruction import Instruction, Op, Program
 
-__all__ = ["Link", "Schedule", "ScheduleError", "ScheduleKind", "Wire", "peak_in_flight"]
+__all__ = ["Link", "Schedule", "ScheduleError", "ScheduleKind", "Wire", "check_numbers", "peak_in_flight"]
 
 
 class ScheduleKind(StrEnum):
@@ -74,6 +74,17 @@ class Wire(NamedTuple):
     """The chunk as the source counts it: the two ends of one message agree on it."""
 
 
+def check_numbers(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+    """Raise a `ScheduleError` for numbers that no schedule has."""
+    for name, value, least in (
+        ("num_stages", num_stages, 1),
+        ("num_microbatches", num_microbatches, 0),
+        ("num_chunks", num_chunks, 1),
+    ):
+        if value < least:
+            raise ScheduleError(f"{name} is {value}; a schedule needs at least {least}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """One program for each stage of a pipeline."""
@@ -85,13 +96,7 @@ class Schedule:
     programs: tuple[Program, ...]
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("num_stages", self.num_stages, 1),
-            ("num_microbatches", self.num_microbatches, 0),
-            ("num_chunks", self.num_chunks, 1),
-        ):
-            if value < least:
-                raise ScheduleError(f"{name} is {value}; a schedule needs at least {least}")
+        check_numbers(self.num_stages, self.num_microbatches, self.num_chunks)
         if len(self.programs) != self.num_stages:
             raise ScheduleError(f"{len(self.programs)} programs for {self.num_stages} stages; each needs one")
 

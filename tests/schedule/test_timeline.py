@@ -164,13 +164,27 @@ def test_equal_stages_take_the_textbook_time(num_stages, num_microbatches, forwa
             assert found.bubble_share == pytest.approx(expected, abs=1e-12)
 
 
-@given(costs=st.lists(st.tuples(seconds, seconds), min_size=1, max_size=7), extra=st.integers(0, 12))
-def test_1f1b_is_never_above_the_planners_objective(costs, extra):
-    num_microbatches = len(costs) + extra
-    schedule = compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=len(costs), num_microbatches=num_microbatches)
-    work = [forward_s + backward_s for forward_s, backward_s in costs]
-    found = timeline(schedule, [StageCost(forward_s=f, backward_s=b) for f, b in costs])
+@given(
+    forwards_s=st.lists(seconds, min_size=1, max_size=7), ratio=st.integers(0, 3), num_microbatches=st.integers(1, 20)
+)
+def test_1f1b_is_never_above_the_sum_and_the_slowest_where_backward_is_a_multiple_of_forward(
+    forwards_s, ratio, num_microbatches
+):
+    work, found = one_f_one_b([(forward_s, ratio * forward_s) for forward_s in forwards_s], num_microbatches)
     assert num_microbatches * max(work) <= found.makespan_s <= sum(work) + (num_microbatches - 1) * max(work)
+
+
+def test_1f1b_can_be_above_the_sum_and_the_slowest_where_the_multiples_differ():
+    work, found = one_f_one_b([(0, 1), (1, 0), (0, 0)], num_microbatches=3)
+    assert found.makespan_s == 5
+    assert sum(work) + 2 * max(work) == 4
+
+
+def one_f_one_b(costs: list[tuple[float, float]], num_microbatches: int) -> tuple[list[float], Timeline]:
+    """The seconds of each stage for one microbatch, there and back, and the timeline."""
+    schedule = compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=len(costs), num_microbatches=num_microbatches)
+    found = timeline(schedule, [StageCost(forward_s=f, backward_s=b) for f, b in costs])
+    return [forward_s + backward_s for forward_s, backward_s in costs], found
 
 
 @given(num_stages=st.integers(2, 7), rounds=st.integers(1, 3), num_chunks=st.integers(2, 4))
