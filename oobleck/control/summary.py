@@ -14,9 +14,9 @@ from statistics import median
 from oobleck.planner import ExecutionPlan
 
 from .goodput import TimeAccount
-from .journal import JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone
+from .journal import JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, RecoveryStarted, StepDone
 
-__all__ = ["PlanSummary", "RecoverySummary", "StepTime", "Summary", "summarize"]
+__all__ = ["PipelineSummary", "PlanSummary", "RecoverySummary", "StageSummary", "StepTime", "Summary", "summarize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class RecoverySummary:
     """One recovery: what was lost, what was done about it, and what that cost."""
 
     t_s: float
+    """When the loss was noticed."""
     cause: str
     nodes: tuple[str, ...]
     action: str
@@ -114,7 +115,9 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
     end: JobEnded | None = None
     plan: PlanAdopted | None = None
     commits: list[StepDone] = []
-    recoveries: list[RecoveryDone] = []
+    recoveries: list[RecoverySummary] = []
+    steps_lost = 0
+    noticed_s: dict[str, float] = {}
     elapsed_s = 0.0
     for entry in entries:
         account.apply(entry)
@@ -126,8 +129,13 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
                 plan = entry
             case StepDone():
                 commits.append(entry)
+            case RecoveryStarted():
+                for node in entry.nodes:
+                    noticed_s.setdefault(node, entry.t_s)
             case RecoveryDone():
-                recoveries.append(entry)
+                t_s = min((noticed_s.pop(node, entry.t_s) for node in entry.nodes), default=entry.t_s)
+                recoveries.append(_recovery(entry, t_s))
+                steps_lost += entry.steps_lost
             case JobEnded():
                 end = entry
             case _:
@@ -143,7 +151,7 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
         max_steps=job.job.max_steps if job else 0,
         steps_committed=len(steps),
         samples_committed=sum(commit.record.num_samples for commit in steps.values()),
-        steps_lost=max(sum(recovery.steps_lost for recovery in recoveries), len(commits) - len(steps)),
+        steps_lost=max(steps_lost, len(commits) - len(steps)),
         samples_repeated=sum(commit.record.samples_repeated for commit in steps.values()),
         samples_missing=sum(commit.record.samples_missing for commit in steps.values())
         + batch * _num_missing(steps.keys()),
@@ -154,7 +162,7 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
         downtime_s=split.downtime_s,
         elapsed_s=elapsed_s,
         generations=plan.generation if plan else 0,
-        recoveries=tuple(_recovery(recovery) for recovery in recoveries),
+        recoveries=tuple(recoveries),
         seed=job.job.seed if job else 0,
         plan=_plan(plan.plan) if plan else None,
     )
@@ -174,9 +182,9 @@ def _step_time(seconds: list[float]) -> StepTime | None:
     return StepTime(median=median(ordered), p95=ordered[ceil(0.95 * len(ordered)) - 1])
 
 
-def _recovery(done: RecoveryDone) -> RecoverySummary:
+def _recovery(done: RecoveryDone, t_s: float) -> RecoverySummary:
     return RecoverySummary(
-        t_s=done.t_s,
+        t_s=t_s,
         cause=done.cause.value,
         nodes=done.nodes,
         action=done.action.value,

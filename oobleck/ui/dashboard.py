@@ -15,7 +15,7 @@ from rich.text import Text
 from oobleck.control.snapshot import EventLine, NodeState, NodeView, RunSnapshot, RunState
 
 from .pipeline_map import pipeline_lines
-from .words import count_text, duration_text, percent_text, seconds_text
+from .words import count_text, duration_text, one_line, percent_text, seconds_text
 
 __all__ = ["Dashboard", "dashboard_lines"]
 
@@ -100,9 +100,9 @@ def _share(snapshot: RunSnapshot, room: int, width: int, events_wanted: int) -> 
 
 def _title(snapshot: RunSnapshot, width: int) -> Text:
     style = _RUN_STYLES[snapshot.state]
-    left = Text.assemble((" Oobleck ", "bold reverse"), " ", (snapshot.tag, "bold"))
+    left = Text.assemble((" Oobleck ", "bold reverse"), " ", (one_line(snapshot.tag), "bold"))
     if snapshot.model:
-        left.append(f" ({snapshot.model})", "dim")
+        left.append(f" ({one_line(snapshot.model)})", "dim")
     right = Text(f"● {snapshot.state.value} ", style)
     left.append(" " * max(1, width - left.cell_len - right.cell_len))
     return left + right
@@ -118,7 +118,7 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
         ("goodput", percent_text(snapshot.goodput)),
         ("generation", str(snapshot.generation)),
         ("recoveries", str(snapshot.num_recoveries)),
-        ("f", f"{snapshot.fault_threshold}" + ("" if snapshot.redundant else " (redundancy is below it)")),
+        ("f", f"{snapshot.fault_threshold}" + ("" if snapshot.redundant else " not met")),
         ("elapsed", duration_text(snapshot.elapsed_s)),
         ("remaining", duration_text(snapshot.remaining_s)),
     )
@@ -154,7 +154,9 @@ def _nodes_title(snapshot: RunSnapshot) -> str:
 
 def _node_text(node: NodeView) -> Text:
     style = _NODE_STYLES[node.state]
-    text = Text.assemble(("✗ " if node.state is NodeState.LOST else "● ", style), node.name, " ", (node.state, style))
+    text = Text.assemble(
+        ("✗ " if node.state is NodeState.LOST else "● ", style), one_line(node.name), " ", (node.state, style)
+    )
     if node.heard_s_ago is not None and node.state not in (NodeState.LOST, NodeState.ENDED):
         text.append(f" {node.heard_s_ago:.1f} s", "dim")
     return text
@@ -191,7 +193,7 @@ def _node_lines(nodes: Sequence[NodeView], width: int, height: int) -> list[Text
 def _event_lines(events: Sequence[EventLine], height: int) -> list[Text]:
     return [
         Text.assemble(
-            (f" {duration_text(event.t_s)} ", "dim"), (" ".join(event.text.split()), _EVENT_STYLES.get(event.level, ""))
+            (f" {duration_text(event.t_s)} ", "dim"), (one_line(event.text), _EVENT_STYLES.get(event.level, ""))
         )
         for event in (events[-height:] if height > 0 else ())
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, StepDone
 from oobleck.control.view import level_of
 
-from .words import count_text, duration_text, seconds_text
+from .words import count_text, duration_text, one_line, seconds_text
 
 __all__ = ["LineFormatter"]
 
@@ -34,7 +34,7 @@ class LineFormatter:
         self._tell_next = True
         level = level_of(entry)
         prefix = "" if level == "info" else f"{level}: "
-        line = f"[{duration_text(entry.t_s)}] {prefix}{' '.join(entry.describe().split())}"
+        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(entry.describe())}"
         # The step before an event tells where the run stood when it came; the last one, where it ended.
         pending, self._untold = self._untold, None
         return (self._line(pending), line) if pending and isinstance(entry, JobEnded) else (line,)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from oobleck.control.snapshot import PipelineView, StageView, WorkState
 
-from .words import layers_text
+from .words import layers_text, one_line
 
 __all__ = ["STATE_STYLES", "pipeline_lines"]
 
@@ -84,7 +84,7 @@ def _boxes(label: str, pipeline: PipelineView, cell: int) -> Row:
         inner = cell - 3
         title = _fit(f" {_layers(stage, inner - 2)} ", inner)
         top.append(f"╭{title.rstrip() + ' ' if title.strip() else ''}".ljust(cell - 2, "─") + "╮", style)
-        middle.append(f"│{_fit(f' {stage.node}{_mark(stage)}', inner)}│", style)
+        middle.append(f"│{_fit(f' {one_line(stage.node)}{_mark(stage)}', inner)}│", style)
         bottom.append("╰" + "─" * inner + "╯", style)
         is_last = position == len(pipeline.stages) - 1
         for line, joint in ((top, " "), (middle, " " if is_last else "→"), (bottom, " ")):
@@ -96,7 +96,7 @@ def _cells(label: str, pipeline: PipelineView, cell: int) -> Text:
     line = Text(label, style="bold")
     for stage in pipeline.stages:
         layers = layers_text(stage.first_layer, stage.stop_layer)
-        name = f"{stage.node}{_mark(stage)}"
+        name = f"{one_line(stage.node)}{_mark(stage)}"
         room = cell - 3 - len(layers)
         text = f"{_fit(name, room).rstrip()} {layers}" if room >= 3 else name
         line.append("▌", STATE_STYLES[stage.state])

@@ -59,7 +59,7 @@ def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> Table:
     shown = recoveries[-_MAX_RECOVERIES:]
     left_out = len(recoveries) - len(shown)
     title = "Recoveries, in seconds" + (f" (the first {left_out} are left out)" if left_out else "")
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("at", no_wrap=True)
     table.add_column("what", overflow="fold")
     for header in ("detect", "decide", "transfer", "stall", "moved", "redone"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-__all__ = ["bytes_text", "count_text", "duration_text", "layers_text", "percent_text", "seconds_text"]
+__all__ = ["bytes_text", "count_text", "duration_text", "layers_text", "one_line", "percent_text", "seconds_text"]
 
 
 def duration_text(seconds: float | None) -> str:
@@ -43,3 +43,8 @@ def layers_text(first_layer: int, stop_layer: int) -> str:
     """Layers [first_layer, stop_layer) as `3` or `0-3`."""
     last = stop_layer - 1
     return str(first_layer) if last == first_layer else f"{first_layer}-{last}"
+
+
+def one_line(text: str) -> str:
+    """A text from elsewhere as one line that is safe to draw: no line breaks, no control characters."""
+    return "".join(character if character.isprintable() else "�" for character in " ".join(text.split()))

@@ -1,0 +1,57 @@
+"""Feeds a run's journal to the dashboard, or to plain lines, at a multiple of its speed: for a terminal to look at."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import trio
+from rich.console import Console
+
+from oobleck.control.view import RunView
+from oobleck.ui.live import LineLog, run_dashboard, run_lines, wants_dashboard
+from tests.control.journals import run_with_a_loss
+
+
+async def feed(arguments: argparse.Namespace) -> int:
+    console, view, log = Console(), RunView(), LineLog()
+    started = trio.current_time()
+    late_s = 0.0
+
+    def now_s() -> float:
+        return (trio.current_time() - started) * arguments.speed
+
+    async def watch_signals(scope: trio.CancelScope) -> None:
+        nonlocal number
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+            async for number in received:  # noqa: B007 - it is read outside
+                scope.cancel()
+
+    number = 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch_signals, nursery.cancel_scope)
+        if wants_dashboard(console, plain=arguments.plain):
+            nursery.start_soon(partial(run_dashboard, view, console=console, now_s=now_s))
+        else:
+            nursery.start_soon(partial(run_lines, log, console=console))
+        for entry in run_with_a_loss(arguments.nodes // 2, 2):
+            await trio.sleep_until(started + entry.t_s / arguments.speed)
+            late_s = max(late_s, trio.current_time() - started - entry.t_s / arguments.speed)
+            view.apply(entry)
+            log.apply(entry)
+        nursery.cancel_scope.cancel()
+    if arguments.report:
+        arguments.report.write_text(f"{late_s:.3f}")
+    return 128 + number if number else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--speed", type=float, default=1.0)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--report", type=Path, help="file for the seconds by which the slowest entry was late")
+    sys.exit(trio.run(feed, parser.parse_args()))

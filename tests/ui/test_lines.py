@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+
+from oobleck.control.journal import JobEnded, NodeConnected, Notice
+from oobleck.ui.lines import LineFormatter
+from tests.control.journals import committed, job_started, run_with_a_loss
+
+NODES = ("node0", "node1")
+
+
+def lines_of(*entries, **options) -> list[str]:
+    formatter = LineFormatter(**options)
+    return [line for entry in entries for line in formatter.apply(entry)]
+
+
+def test_a_step_is_told_with_loss_and_speed():
+    assert lines_of(job_started(NODES), committed(75.0, 3, loss=4.25))[1] == (
+        "[0:01:15] step 3/120: loss 4.2500, 4,096 tokens/s, 0.500 s"
+    )
+
+
+def test_every_step_of_a_slow_run_is_told():
+    steps = [committed(float(step), step) for step in range(1, 121)]
+    assert len(lines_of(job_started(NODES), *steps)) == 121
+
+
+def test_fast_steps_are_thinned_to_the_rate():
+    steps = [committed(step / 100, step) for step in range(1, 1001)]
+    told = lines_of(job_started(NODES, max_steps=2000), *steps, steps_per_s=4)[1:]
+    assert 40 <= len(told) <= 42
+    assert told[0].startswith("[0:00:00] step 1/")
+
+
+def test_the_last_step_is_always_told():
+    steps = [committed(1 + step / 1000, step) for step in range(1, 51)]
+    assert "step 50/50" in lines_of(job_started(NODES, max_steps=50), *steps)[-1]
+
+
+def test_a_run_that_is_stopped_tells_its_last_step_before_its_end():
+    entries = [
+        job_started(NODES),
+        committed(1.0, 1),
+        committed(1.1, 2),
+        JobEnded(t_s=1.2, exit_code=130, reason="stop"),
+    ]
+    assert [line.split("] ")[1][:12] for line in lines_of(*entries)[1:]] == [
+        "step 1/120: ",
+        "step 2/120: ",
+        "error: stop",
+    ]
+
+
+def test_the_first_step_after_an_event_is_told():
+    entries = [
+        committed(1.0, 1),
+        committed(1.01, 2),
+        NodeConnected(t_s=1.02, node="n", agent_pid=1),
+        committed(1.03, 3),
+    ]
+    told = lines_of(job_started(NODES), *entries)
+    assert [("step" in line, "connected" in line) for line in told[1:]] == [(True, False), (False, True), (True, False)]
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "tab\tand\r\nreturn", "\x1b[2Jescape"])
+def test_an_entry_is_one_line_of_printable_characters(text):
+    (line,) = lines_of(Notice(t_s=1.0, level="warning", text=text))
+    assert line.startswith("[0:00:01] warning: ")
+    assert line.isprintable()
+
+
+def test_a_whole_run_tells_its_loss_in_order():
+    told = "\n".join(lines_of(*run_with_a_loss()))
+    assert (
+        told.index("node3 lost: connection closed")
+        < told.index("recovering from the loss")
+        < told.index("generation 2")
+        < told.index("step 41/120")
+        < told.index("no step lost")
+        < told.index("all steps committed")
+    )
