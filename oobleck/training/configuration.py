@@ -58,7 +58,7 @@ def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> 
     try:
         config = config_class(**values)
     # What a configuration class raises is its own choice: dataclass validation, TypeError, ValueError, KeyError.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise ConfigError(f"model.config: {model.type} refuses it: {_one_line(error)}") from error
     _require_room(config, vocab_size=vocab_size, sequence_length=sequence_length)
     return config
@@ -75,7 +75,7 @@ def build_model(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedMo
     try:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     # A model's constructor may refuse its configuration with whatever its author chose.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise ConfigError(f"model.config: {config.model_type} cannot be built: {_one_line(error)}") from error
     assert isinstance(model, PreTrainedModel)
     return model.train()

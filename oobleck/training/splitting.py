@@ -136,9 +136,7 @@ def _cannot(model: PreTrainedModel, why: str) -> ConfigError:
 
 def _refuse_losses_across_layers(model: PreTrainedModel) -> None:
     if getattr(model.config, "output_router_logits", False):
-        raise _cannot(
-            model, "its router loss reads all layers at once; set model.config.output_router_logits to false"
-        )
+        raise _cannot(model, "its router loss reads all layers at once; set model.config.output_router_logits to false")
 
 
 def _find_block_list(model: PreTrainedModel) -> str:
