@@ -104,8 +104,8 @@ class Summary:
         return asdict(self)
 
     def to_json(self) -> str:
-        """The summary as indented JSON with a newline at its end. A loss that is no number becomes null."""
-        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        """The summary as indented JSON. A loss that is no number becomes null."""
+        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
 
 
 def summarize(entries: Iterable[JournalEntry]) -> Summary:
