@@ -106,9 +106,7 @@ class StageModel:
 
     # --- what it computes ----------------------------------------------------------------------------------
 
-    def forward(
-        self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey
-    ) -> torch.Tensor:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey) -> torch.Tensor:
         """Run the held layers on one microbatch.
 
         Arguments:
