@@ -30,7 +30,7 @@ from .batches import Batch
 from .text import read_documents
 from .tokenizer import encode_documents, train_tokenizer
 
-__all__ = ["Dataset", "prepare_dataset"]
+__all__ = ["Batch", "Dataset", "prepare_dataset"]
 
 Samples = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 """[samples, length]"""
@@ -59,6 +59,11 @@ class Dataset:
     @property
     def sequence_length(self) -> int:
         return int(self.tokens.shape[1])
+
+    @property
+    def items_per_sample(self) -> int:
+        """Tokens of a sample that are predicted: all but the first."""
+        return self.sequence_length - 1
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return samples side by side, in the order of `indices`, on the CPU."""

@@ -24,7 +24,7 @@ from .models import ModelStructure, StageModel
 from .optimizer import Optimizer
 from .reduction import Bucket, commit, commit_key, make_buckets, reduce_gradients, squared_norm
 from .sampling import samples_of_step
-from .signals import Interrupted, Signals
+from .signals import Signals
 from .standing import Standing
 from .transfer import exchange_layers, transfer_key
 

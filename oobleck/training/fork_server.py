@@ -11,7 +11,6 @@ has left.
 
 from __future__ import annotations
 
-import array
 import gc
 import os
 import selectors

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 from oobleck.job import OptimizerSpec
 
 from .learning_rate import learning_rate
+from .structure import ModelStructure
 
 __all__ = ["STATE_TENSORS", "Optimizer"]
 
@@ -71,12 +72,12 @@ class Optimizer:
         """Return the learning rate that a step is applied with; steps count from 1."""
         return learning_rate(self.spec, step=step, max_steps=self.max_steps)
 
-    def step(self, gradients: Mapping[str, torch.Tensor], *, step: int, clip_coefficient: float = 1.0) -> None:
+    def step(self, step: int, gradients: Mapping[str, torch.Tensor], clip_coefficient: float = 1.0) -> None:
         """Apply one step.
 
         Arguments:
+            step: its number, from 1.
             gradients: one for each parameter, by canonical name, reduced over its owners. Not changed.
-            step: the number of this step, from 1.
             clip_coefficient: what gradients are multiplied with, at most 1.
         """
         assert gradients.keys() == self._slots.keys(), "every parameter needs its gradient"
@@ -85,9 +86,10 @@ class Optimizer:
             if names:
                 self._apply(names, gradients, step=step, clip_coefficient=clip_coefficient, weight_decay=weight_decay)
 
-    def layer_state_size(self, names: Sequence[str]) -> int:
-        """Return the number of elements of `layer_state`."""
-        return STATE_TENSORS * sum(self._slots[name].parameter.numel() for name in names)
+    @staticmethod
+    def state_size(structure: ModelStructure, layer: int) -> int:
+        """Return the number of elements of a layer's `layer_state`, whether it is held or not."""
+        return STATE_TENSORS * sum(structure.shapes[name].numel() for name in structure.layer_parameters(layer))
 
     @torch.no_grad()
     def layer_state(self, names: Sequence[str]) -> torch.Tensor:
@@ -97,7 +99,7 @@ class Optimizer:
     @torch.no_grad()
     def load_layer_state(self, names: Sequence[str], flat: torch.Tensor) -> None:
         """Set the state of these parameters, in place, from what `layer_state` returned for the same names."""
-        assert flat.numel() == self.layer_state_size(names), (flat.numel(), self.layer_state_size(names))
+        assert flat.numel() == sum(tensor.numel() for tensor in self._state(names)), flat.numel()
         start = 0
         for tensor in self._state(names):
             tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
