@@ -1,9 +1,8 @@
 """The planner: profiles in; templates, plans, batches and reconfigurations out.
 
-Pure and deterministic: it knows neither torch nor trio, neither a clock nor a device.
-
-The planner itself is loaded when it is first asked for: agents and workers need the vocabulary of plans alone,
-and start faster without numpy and scipy.
+Pure and deterministic: it knows neither torch nor trio, neither a clock nor a device. The values (plans,
+profiles, decisions) need the standard library alone; `Planner` brings numpy along, so it is loaded when first
+asked for.
 """
 
 from __future__ import annotations

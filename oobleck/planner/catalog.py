@@ -33,6 +33,7 @@ class Catalog:
         self._searched = 0
         self._templates: dict[int, PipelineTemplate] = {}
         self._options: dict[int, SizeOption] = {}
+        self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
 
     @property
     def most_nodes(self) -> int:
@@ -75,15 +76,18 @@ class Catalog:
         return min(self.settings.fault_threshold + 1, most), most
 
     def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> Sizing:
-        """Return the best pipelines of `num_nodes` nodes for so many microbatches."""
-        return choose_sizes(
-            self.options(num_nodes),
-            num_nodes=num_nodes,
-            num_microbatches=num_microbatches,
-            network=self.profile.network,
-            fewest=fewest,
-            most=most,
-        )
+        """Return the best pipelines of `num_nodes` nodes for so many microbatches; remembered once found."""
+        key = num_nodes, num_microbatches, fewest, most
+        if key not in self._sizings:
+            self._sizings[key] = choose_sizes(
+                self.options(num_nodes),
+                num_nodes=num_nodes,
+                num_microbatches=num_microbatches,
+                network=self.profile.network,
+                fewest=fewest,
+                most=most,
+            )
+        return self._sizings[key]
 
     def _explain(self, num_nodes: int) -> str:
         """Say why no template exists for up to `num_nodes` nodes."""

@@ -3,7 +3,7 @@
 An assignment problem. Most nodes already hold exactly what some position needs; such pairs may be fixed
 beforehand, because the bytes to make one set of layers into another obey the triangle inequality: if an optimal
 matching separates an exact pair, swapping the partners costs no more. What remains is small after a failure,
-and is solved exactly by scipy's linear_sum_assignment (Crouse 2016, shortest augmenting paths, O(n³)).
+and is solved exactly (see `assignment`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
+from .assignment import assign
 from .costs import Floats
 
 __all__ = ["Holding", "Position", "match_nodes", "missing_bytes"]
@@ -70,9 +70,8 @@ def match_nodes(
         for row, index in enumerate(rest):
             for column, node in enumerate(nodes_left):
                 costs[row, column] += origins.get(node, -1) != positions[index].origin
-        rows, columns = linear_sum_assignment(costs)
-        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-            chosen[rest[row]] = nodes_left[column]
+        for index, column in zip(rest, assign(costs), strict=True):
+            chosen[index] = nodes_left[column]
     return tuple(node for node in chosen if node is not None)
 
 

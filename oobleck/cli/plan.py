@@ -1,0 +1,239 @@
+"""`oobleck plan`: the plan of a job that need not exist, on a cluster that one need not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from oobleck.errors import ConfigError, UsageError
+
+from .options import JsonOption
+
+if TYPE_CHECKING:
+    from oobleck.planner import Decision, Planner, Profile
+    from oobleck.schedule import ScheduleKind
+    from oobleck.ui.plan_report import AfterLosing, PlanReport, TemplateRow
+
+__all__ = ["plan"]
+
+_MAX_CASES = 48
+"""Kinds of losses that are decided, for one node lost and for two; more are sampled."""
+
+
+def plan(
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="FILE", help="Profile of the model on a device, as JSON.")
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="Nodes to plan for: node0, node1, …")] = 0,
+    devices_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="G", help="Devices of each node.")] = 1,
+    fault_threshold: Annotated[
+        int,
+        typer.Option("-f", "--fault-threshold", metavar="F", help="Simultaneous node failures that never cost state."),
+    ] = 1,
+    global_batch: Annotated[int, typer.Option("--global-batch", metavar="B", help="Samples in one step.")] = 0,
+    microbatch: Annotated[
+        int | None, typer.Option("--microbatch", metavar="b", help="Samples in one microbatch; a profile has its own.")
+    ] = None,
+    pipelines: Annotated[
+        int | None, typer.Option("--pipelines", metavar="P", help="Ask the planner for exactly P pipelines.")
+    ] = None,
+    schedule: Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b or zero-bubble.")] = "1f1b",
+    after_losing: Annotated[
+        str | None, typer.Option("--after-losing", metavar="NODES", help="Show what follows the loss: node3,node7.")
+    ] = None,
+    as_json: JsonOption = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the timeline: .svg, or .png with the plot extra."),
+    ] = None,
+    chrome_trace: Annotated[
+        Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the timeline for Perfetto.")
+    ] = None,
+) -> None:
+    """Show the pipelines that a job would use, how long a step would take, and what failures would do.
+
+    Nothing is started and no device is needed: all comes from the profile.
+    """
+    writer = _plot_writer(plot)
+    profile = _read_profile(profile_file, microbatch)
+    planner = _planner(
+        profile,
+        num_nodes=nodes,
+        devices_per_node=devices_per_node,
+        fault_threshold=fault_threshold,
+        global_batch_size=global_batch,
+        num_pipelines=pipelines,
+    )
+    report = _report(
+        planner,
+        num_nodes=nodes,
+        global_batch_size=global_batch,
+        kind=_kind(schedule),
+        lost=tuple(name.strip() for name in after_losing.split(",")) if after_losing else (),
+    )
+    if writer is not None:
+        writer(report)
+    if chrome_trace is not None:
+        _write(chrome_trace, _trace(report).encode())
+    _show(report, as_json=as_json)
+
+
+def _read_profile(path: Path | None, microbatch: int | None) -> Profile:
+    from oobleck.planner import profile_from_json
+
+    if path is None:
+        raise UsageError("no profile was named; pass --profile FILE")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    profile = profile_from_json(text, source=str(path))
+    if microbatch is not None and microbatch != profile.microbatch_size:
+        raise UsageError(
+            f"--microbatch is {microbatch}, and {path} was made for {profile.microbatch_size}; "
+            "leave the option out, or make a profile for it"
+        )
+    return profile
+
+
+def _planner(
+    profile: Profile,
+    *,
+    num_nodes: int,
+    devices_per_node: int,
+    fault_threshold: int,
+    global_batch_size: int,
+    num_pipelines: int | None,
+) -> Planner:
+    from oobleck.planner import Planner, PlannerSettings
+
+    if num_nodes < 1:
+        raise UsageError(f"--nodes is {num_nodes}; a plan needs at least 1")
+    if global_batch_size < 1 or global_batch_size % profile.microbatch_size:
+        raise UsageError(
+            f"--global-batch is {global_batch_size}; it must be a multiple of {profile.microbatch_size}, the microbatch"
+        )
+    settings = PlannerSettings(
+        num_microbatches=global_batch_size // profile.microbatch_size,
+        devices_per_node=devices_per_node,
+        max_devices_per_stage=devices_per_node,
+        fault_threshold=fault_threshold,
+        num_pipelines=num_pipelines,
+    )
+    return Planner(profile, settings)
+
+
+def _kind(name: str) -> ScheduleKind:
+    from oobleck.schedule import ScheduleKind
+
+    # Templates have no chunks, which interleaving would need.
+    known = {kind.value: kind for kind in ScheduleKind if kind is not ScheduleKind.INTERLEAVED}
+    if name not in known:
+        raise UsageError(f"--schedule is {name!r}; it must be one of {', '.join(known)}")
+    return known[name]
+
+
+def _report(
+    planner: Planner, *, num_nodes: int, global_batch_size: int, kind: ScheduleKind, lost: tuple[str, ...]
+) -> PlanReport:
+    from oobleck.planner.alternatives import explain_num_pipelines, pipeline_alternatives
+    from oobleck.planner.what_if import what_if_one_is_lost, what_if_two_are_lost
+    from oobleck.schedule.forecast import forecast
+    from oobleck.ui.plan_report import PlanReport
+
+    names = [f"node{number}" for number in range(num_nodes)]
+    if unknown := sorted(set(lost) - set(names)):
+        raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
+    profile, settings = planner.profile, planner.settings
+    decision = planner.initial_plan(names)
+    alternatives = pipeline_alternatives(planner, names, decision)
+    return PlanReport(
+        profile=profile,
+        num_nodes=num_nodes,
+        devices_per_node=settings.devices_per_node,
+        fault_threshold=settings.fault_threshold,
+        global_batch_size=global_batch_size,
+        decision=decision,
+        forecast=forecast(profile, decision.plan, kind=kind),
+        why=explain_num_pipelines(planner, decision, alternatives),
+        templates=_template_rows(planner, num_nodes),
+        losses=(
+            what_if_one_is_lost(planner, decision.plan, max_cases=_MAX_CASES),
+            *((what_if_two_are_lost(planner, decision.plan, max_cases=_MAX_CASES),) if num_nodes > 1 else ()),
+        ),
+        after=_after(planner, decision, kind, lost) if lost else None,
+    )
+
+
+def _after(planner: Planner, decision: Decision, kind: ScheduleKind, lost: tuple[str, ...]) -> AfterLosing:
+    from oobleck.schedule.forecast import forecast
+    from oobleck.ui.plan_report import AfterLosing
+
+    after = planner.reconfigure(decision.plan, lost=lost)
+    return AfterLosing(lost=lost, decision=after, forecast=forecast(planner.profile, after.plan, kind=kind))
+
+
+def _template_rows(planner: Planner, num_nodes: int) -> tuple[TemplateRow, ...]:
+    from oobleck.ui.plan_report import TemplateRow
+
+    rows = []
+    for size, template in planner.templates(num_nodes).items():
+        first_s = planner.template_step_s(size, 1)
+        next_s = planner.template_step_s(size, 2) - first_s
+        rows.append(TemplateRow(template=template, first_s=first_s, next_s=next_s))
+    return tuple(rows)
+
+
+def _plot_writer(path: Path | None) -> Callable[[PlanReport], None] | None:
+    """Check before any work whether the picture can be drawn; return what draws it."""
+    if path is None:
+        return None
+    suffix = path.suffix.lower()
+    if suffix == ".svg":
+        return lambda report: _write(path, _svg(report).encode())
+    if suffix != ".png":
+        raise UsageError(f"--plot is {path}; its ending must be .svg or .png")
+    try:
+        import cairosvg
+    except ImportError as error:
+        raise UsageError(
+            f"--plot {path}: a PNG needs CairoSVG: pip install 'oobleck[plot]', or name an .svg file"
+        ) from error
+    return lambda report: _write(path, cairosvg.svg2png(bytestring=_svg(report).encode()))
+
+
+def _svg(report: PlanReport) -> str:
+    from oobleck.ui.plan_report import figures_of
+    from oobleck.ui.timeline_svg import timeline_svg
+
+    return timeline_svg(figures_of(report.shown))
+
+
+def _trace(report: PlanReport) -> str:
+    from oobleck.ui.chrome_trace import chrome_trace
+    from oobleck.ui.plan_report import figures_of
+
+    return chrome_trace(figures_of(report.shown))
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _show(report: PlanReport, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from oobleck.ui.plan_json import plan_json
+    from oobleck.ui.plan_report import plan_report
+
+    if as_json:
+        typer.echo(plan_json(report), nl=False)
+        return
+    console = Console()
+    console.print(plan_report(report, width=console.width))

@@ -1,0 +1,132 @@
+"""What any loss of nodes would lead to, before it happens.
+
+Nodes at the same place of like pipelines are alike: losing one or the other ends in the same plan but for
+names. So one case of each kind is decided, and stands for as many as there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from oobleck.errors import PlanningError, Unrecoverable
+
+from .decision import Decision
+from .plan import ExecutionPlan
+from .planner import Planner
+from .profile import Profile
+
+__all__ = ["LossCase", "LossReport", "moved_bytes", "transfer_s", "what_if_one_is_lost", "what_if_two_are_lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCase:
+    """A loss, and what follows from it."""
+
+    lost: tuple[str, ...]
+    num_alike: int
+    """How many losses this one stands for, itself included."""
+    decision: Decision | None
+    """None where training cannot go on without a checkpoint or more nodes."""
+    failure: str = ""
+    """Why, if there is no decision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossReport:
+    """All losses of a number of nodes at once, or a sample of them."""
+
+    num_lost: int
+    cases: tuple[LossCase, ...]
+    num_kinds: int
+    """How many cases would have to be decided to know all losses."""
+
+    @property
+    def is_sample(self) -> bool:
+        return len(self.cases) < self.num_kinds
+
+    @cached_property
+    def num_losses(self) -> int:
+        """How many losses the cases stand for."""
+        return sum(case.num_alike for case in self.cases)
+
+
+def what_if_one_is_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
+    """Decide every loss of one node: O(nodes of the distinct templates) decisions, or `max_cases` of them."""
+    return _report(planner, plan, 1, list(_singles(_groups(plan))), max_cases)
+
+
+def what_if_two_are_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
+    """Decide every loss of two nodes at once: O(the square of what one node takes), or `max_cases` of them."""
+    return _report(planner, plan, 2, list(_pairs(_groups(plan))), max_cases)
+
+
+def moved_bytes(profile: Profile, decision: Decision) -> int:
+    """Return the bytes of layers that a decision copies between nodes or devices."""
+    return sum(profile.layers[each.layer].state_bytes // each.num_parts for each in decision.transfers)
+
+
+def transfer_s(profile: Profile, decision: Decision) -> float:
+    """Return the least seconds that the copying takes: what the busiest node sends or receives, at full speed."""
+    sent: dict[str, float] = {}
+    received: dict[str, float] = {}
+    for each in decision.transfers:
+        size = profile.layers[each.layer].state_bytes / each.num_parts
+        if each.source.node != each.target.node:
+            sent[each.source.node] = sent.get(each.source.node, 0.0) + size
+            received[each.target.node] = received.get(each.target.node, 0.0) + size
+    return max((*sent.values(), *received.values()), default=0.0) / profile.network.inter_node_bytes_per_s
+
+
+_Case = tuple[tuple[str, ...], int]
+"""Lost nodes, and how many losses are like it."""
+_Group = list[tuple[str, ...]]
+"""Pipelines of one template, each as its nodes; a spare counts as a pipeline of one node."""
+
+
+def _groups(plan: ExecutionPlan) -> list[_Group]:
+    by_template: dict[object, _Group] = {}
+    for pipeline in plan.pipelines:
+        by_template.setdefault(pipeline.template.stages, []).append(pipeline.nodes)
+    spares: _Group = [(node,) for node in plan.spares]
+    return [*by_template.values(), *([spares] if spares else [])]
+
+
+def _singles(groups: list[_Group]) -> Iterator[_Case]:
+    for group in groups:
+        for node in group[0]:
+            yield (node,), len(group)
+
+
+def _pairs(groups: list[_Group]) -> Iterator[_Case]:
+    for index, group in enumerate(groups):
+        count = len(group)
+        for pair in combinations(group[0], 2):
+            yield pair, count
+        if count > 1:
+            # Two pipelines of a kind: places (a, b) and (b, a) are alike.
+            for a, first in enumerate(group[0]):
+                for b, second in enumerate(group[1][a:], start=a):
+                    yield (first, second), count * (count - 1) // (2 if a == b else 1)
+        for other in groups[index + 1 :]:
+            for first in group[0]:
+                for second in other[0]:
+                    yield (first, second), count * len(other)
+
+
+def _report(planner: Planner, plan: ExecutionPlan, num_lost: int, kinds: list[_Case], max_cases: int) -> LossReport:
+    # An even sample over kinds in the order of their places.
+    wanted = min(len(kinds), max_cases)
+    sample = [kinds[number * len(kinds) // wanted] for number in range(wanted)]
+    cases = tuple(_decide(planner, plan, lost, num_alike) for lost, num_alike in sample)
+    return LossReport(num_lost=num_lost, cases=cases, num_kinds=len(kinds))
+
+
+def _decide(planner: Planner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:
+    try:
+        decision = planner.reconfigure(plan, lost=lost)
+    except (PlanningError, Unrecoverable) as error:
+        return LossCase(lost=lost, num_alike=num_alike, decision=None, failure=str(error))
+    return LossCase(lost=lost, num_alike=num_alike, decision=decision)

@@ -1,0 +1,326 @@
+"""A plan for people: what it is, what it will do, and what failures would do to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from oobleck.planner import Decision, PipelineTemplate, Profile
+from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_s
+from oobleck.schedule.forecast import Forecast, PipelineForecast
+
+from .timeline import timeline_lines
+from .timeline_svg import Figure
+from .words import bytes_text, count_text, layers_text, percent_text, seconds_text
+
+__all__ = ["AfterLosing", "PlanReport", "TemplateRow", "figures_of", "plan_report"]
+
+_MAX_TEMPLATES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateRow:
+    """A template, and what a pipeline of it does."""
+
+    template: PipelineTemplate
+    first_s: float
+    """Seconds of one microbatch, there and back."""
+    next_s: float
+    """Seconds of each further one: those of the slowest stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AfterLosing:
+    """The answer to `--after-losing`."""
+
+    lost: tuple[str, ...]
+    decision: Decision
+    forecast: Forecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """Everything that `oobleck plan` has to say."""
+
+    profile: Profile
+    num_nodes: int
+    devices_per_node: int
+    fault_threshold: int
+    global_batch_size: int
+    """Samples."""
+    decision: Decision
+    forecast: Forecast
+    why: str
+    """Why the number of pipelines is what it is."""
+    templates: tuple[TemplateRow, ...]
+    losses: tuple[LossReport, ...]
+    after: AfterLosing | None = None
+    model_flops: float | None = None
+    """Floating-point operations of the model in one step; None where they are not known."""
+    peak_flops_per_s: float | None = None
+    """Of one device; None where it is not known."""
+
+    @property
+    def shown(self) -> Forecast:
+        """What is drawn: the plan after the loss that was asked about, or the first one."""
+        return self.forecast if self.after is None else self.after.forecast
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.global_batch_size * self.profile.sequence_length / self.forecast.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the model's operations over what all devices, spares included, could do."""
+        if self.model_flops is None or self.peak_flops_per_s is None:
+            return None
+        devices = self.num_nodes * self.devices_per_node
+        return self.model_flops / (self.forecast.step_s * devices * self.peak_flops_per_s)
+
+
+def plan_report(report: PlanReport, *, width: int) -> RenderableType:
+    """Draw a report for a terminal of `width` cells; the timeline is that of the slowest pipeline."""
+    slowest = max(report.shown.pipelines, key=lambda each: each.timeline.makespan_s)
+    parts: list[RenderableType] = [
+        _headline(report),
+        _templates(report),
+        _pipelines("the plan", report.forecast),
+        _stages(report.forecast),
+        *(_losses(report, losses) for losses in report.losses),
+    ]
+    if report.after is not None:
+        parts += [
+            _after(report, report.after),
+            _pipelines("the plan after the loss", report.after.forecast),
+            _stages(report.after.forecast),
+        ]
+    parts.append(_timeline(slowest, width))
+    return Group(*parts)
+
+
+def figures_of(forecast: Forecast) -> tuple[Figure, ...]:
+    """Return the timelines of a forecast, named for a picture or a trace."""
+    return tuple(
+        Figure(title=_name(each), labels=_stage_labels(each), timeline=each.timeline) for each in forecast.pipelines
+    )
+
+
+def _headline(report: PlanReport) -> Text:
+    profile, forecast = report.profile, report.forecast
+    text = Text()
+    text.append(
+        f"{profile.model} on {report.num_nodes} nodes of {report.devices_per_node} × {profile.device.name}", "bold"
+    )
+    text.append(
+        f"\nbatch {count_text(report.global_batch_size)} in microbatches of {profile.microbatch_size}, "
+        f"{count_text(profile.sequence_length)} tokens each, f = {report.fault_threshold}"
+    )
+    if profile.estimated:
+        text.append("\nestimated from data sheets, not measured", "yellow")
+    text.append(f"\n\n{seconds_text(forecast.step_s)} a step, {count_text(report.tokens_per_s)} tokens/s", "bold")
+    if report.mfu is not None:
+        text.append(f", MFU {percent_text(report.mfu)}", "bold")
+    text.append(f"; devices wait for {percent_text(forecast.bubble_share)} of it")
+    if len(report.decision.plan.pipelines) > 1:
+        text.append(f", {seconds_text(forecast.reduce_s)} is the reduction of gradients")
+    text.append(f"\n{_sentence(report.decision.reason)}")
+    if not report.decision.redundant:
+        text.append(
+            f"\nfewer than {report.fault_threshold + 1} copies of each layer: redundancy is below f", "bold red"
+        )
+    return text.append(f"\n{report.why}.")
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else text + "."
+
+
+def _table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
+    """A table whose first `left` columns are words and the others numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", overflow="fold")
+    return table
+
+
+def _templates(report: PlanReport) -> RenderableType:
+    used = {pipeline.template.num_nodes for pipeline in report.decision.plan.pipelines}
+    rows = _evenly(report.templates, used)
+    table = _table("templates", ("nodes", "stages", "layers", "a microbatch", "the next", "samples/s a node"), left=0)
+    for row in rows:
+        count = row.template.num_nodes
+        rate = report.profile.microbatch_size / row.next_s / count
+        style = "bold" if count in used else ""
+        table.add_row(
+            f"{'→ ' if count in used else ''}{count}",
+            str(row.template.num_stages),
+            _layer_counts(row.template),
+            seconds_text(row.first_s),
+            seconds_text(row.next_s),
+            f"{rate:.3g}",
+            style=style,
+        )
+    return _with_note(table, len(rows), len(report.templates), "templates")
+
+
+def _evenly(rows: Sequence[TemplateRow], used: set[int]) -> list[TemplateRow]:
+    """All rows if they are few; else those in use, and an even choice of the others."""
+    if len(rows) <= _MAX_TEMPLATES:
+        return list(rows)
+    chosen = {number * (len(rows) - 1) // (_MAX_TEMPLATES - 1) for number in range(_MAX_TEMPLATES)}
+    return [row for index, row in enumerate(rows) if index in chosen or row.template.num_nodes in used]
+
+
+def _layer_counts(template: PipelineTemplate) -> str:
+    counts = [len(stage.layers) for stage in template.stages]
+    fewest, most = min(counts), max(counts)
+    return str(most) if fewest == most else f"{fewest}-{most}"
+
+
+def _with_note(table: Table, shown: int, total: int, what: str) -> RenderableType:
+    if shown == total:
+        return table
+    note = Text(f"{shown} of {total} {what}; --json has all", style="dim")
+    return Group(table, note)
+
+
+def _name(each: PipelineForecast) -> str:
+    count, nodes = len(each.pipelines), each.template.num_nodes
+    node_words = f"{nodes} node{'s' if nodes != 1 else ''}"
+    return f"{count} × {node_words}, {each.timeline.schedule.num_microbatches} microbatches"
+
+
+def _pipelines(title: str, forecast: Forecast) -> Table:
+    table = _table(title, ("pipelines", "nodes", "stages", "microbatches", "step", "bubble"))
+    for each in forecast.pipelines:
+        numbers = (
+            each.template.num_nodes,
+            each.template.num_stages,
+            each.timeline.schedule.num_microbatches,
+        )
+        table.add_row(
+            _ranges(each.pipelines),
+            *map(str, numbers),
+            seconds_text(each.timeline.makespan_s),
+            percent_text(each.timeline.bubble_share),
+        )
+    if forecast.plan.spares:
+        table.add_row("spares", str(len(forecast.plan.spares)), "", "", "", "", style="dim")
+    return table
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs as `0-3, 7`."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _stages(forecast: Forecast) -> RenderableType:
+    """The stages of each template once: with the most microbatches, they hold the most activations."""
+    fullest: dict[int, PipelineForecast] = {}
+    for each in forecast.pipelines:
+        nodes = each.template.num_nodes
+        if nodes not in fullest or min(each.headroom_bytes) < min(fullest[nodes].headroom_bytes):
+            fullest[nodes] = each
+    return Group(*(_stage_table(each) for _, each in sorted(fullest.items())))
+
+
+def _stage_table(each: PipelineForecast) -> Table:
+    nodes = each.template.num_nodes
+    title = f"stages of a pipeline of {nodes} node{'s' if nodes != 1 else ''}"
+    table = _table(title, ("stage", "layers", "node", "devices", "busy", "memory", "of", "free"), left=0)
+    found = each.timeline
+    for index, stage in enumerate(each.template.stages):
+        headroom, available = each.headroom_bytes[index], each.available_bytes[index]
+        table.add_row(
+            str(index),
+            layers_text(stage.first_layer, stage.stop_layer),
+            str(stage.node_index),
+            str(stage.num_devices),
+            percent_text(found.busy_s[index] / found.makespan_s if found.makespan_s else 0.0),
+            bytes_text(found.peak_memory_bytes[index]),
+            bytes_text(available),
+            Text(percent_text(headroom / available), style="red" if headroom < 0.05 * available else ""),
+        )
+    return table
+
+
+def _losses(report: PlanReport, losses: LossReport) -> RenderableType:
+    what = "one node" if losses.num_lost == 1 else f"{losses.num_lost} nodes at once"
+    columns = ("what happens", "cases", "worst", "step time", "copied", "within")
+    table = _table(f"after losing any {what}", columns)
+    for action, cases in _by_action(losses.cases):
+        table.add_row(action, count_text(sum(case.num_alike for case in cases)), *_worst(report, cases))
+    if losses.is_sample:
+        note = Text(f"a sample: {len(losses.cases)} of {losses.num_kinds} kinds of losses", style="dim")
+        return Group(table, note)
+    return table
+
+
+def _by_action(cases: Sequence[LossCase]) -> Iterator[tuple[Text, list[LossCase]]]:
+    def key(case: LossCase) -> tuple[str, bool]:
+        return ("cannot go on", False) if case.decision is None else (case.decision.action, case.decision.redundant)
+
+    for action, is_redundant in sorted({key(case) for case in cases}):
+        alike = [case for case in cases if key(case) == (action, is_redundant)]
+        text = Text(action, style="bold red" if alike[0].decision is None else "")
+        if alike[0].decision is not None and not is_redundant:
+            text.append(" (redundancy below f)", "yellow")
+        yield text, alike
+
+
+def _worst(report: PlanReport, cases: Sequence[LossCase]) -> tuple[str, str, str, str]:
+    """An example, the change of the step time, bytes and seconds of copying: the worst of each."""
+    decided = [(case, case.decision) for case in cases if case.decision is not None]
+    if not decided:
+        return " + ".join(cases[0].lost), "–", "–", "–"
+    case, slowest = max(decided, key=lambda each: each[1].predicted_step_s)
+    # Both are the planner's bounds, and so can be compared.
+    change = slowest.predicted_step_s / report.decision.predicted_step_s - 1
+    return (
+        " + ".join(case.lost),
+        f"{100 * change:+.1f} %",
+        bytes_text(max(moved_bytes(report.profile, decision) for _, decision in decided)),
+        seconds_text(max(transfer_s(report.profile, decision) for _, decision in decided)),
+    )
+
+
+def _after(report: PlanReport, after: AfterLosing) -> RenderableType:
+    decision = after.decision
+    text = Text(f"\nafter losing {', '.join(after.lost)}\n", style="bold")
+    text.append(_sentence(decision.reason) + "\n", "not bold")
+    layers = len({transfer.layer for transfer in decision.transfers})
+    change = after.forecast.step_s / report.forecast.step_s - 1
+    text.append(
+        f"{layers} layers are copied, {bytes_text(moved_bytes(report.profile, decision))} in all, "
+        f"{seconds_text(transfer_s(report.profile, decision))} at full speed; "
+        f"then {seconds_text(after.forecast.step_s)} a step ({change:+.1%}).",
+        "not bold",
+    )
+    if not decision.redundant:
+        text.append("\nRedundancy is below f.", "bold red")
+    return text
+
+
+def _timeline(each: PipelineForecast, width: int) -> RenderableType:
+    title = Text(f"timeline of the slowest pipeline ({_name(each)})", style="bold")
+    lines = timeline_lines(each.timeline, width=width, labels=_stage_labels(each))
+    return Padding(Group(title, *lines), (1, 0))
+
+
+def _stage_labels(each: PipelineForecast) -> tuple[str, ...]:
+    return tuple(
+        f"{index}: {layers_text(stage.first_layer, stage.stop_layer)}"
+        for index, stage in enumerate(each.template.stages)
+    )

@@ -1,0 +1,122 @@
+"""Timelines as a picture: plain SVG, written by hand, to scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from oobleck.schedule import Instruction, Op, Span, Timeline
+
+from .timeline import PASS_WORDS
+from .words import percent_text, seconds_text
+
+__all__ = ["Figure", "timeline_svg"]
+
+# Distinguishable for the colour-blind, and by their brightness in print.
+_COLOURS = {
+    Op.FORWARD: "#4c78a8",
+    Op.BACKWARD: "#f2a541",
+    Op.BACKWARD_INPUT: "#f2a541",
+    Op.BACKWARD_WEIGHT: "#9fc79a",
+    Op.LOAD: "#79706e",
+    Op.REDUCE_GRAD: "#b279a2",
+    Op.COMMIT: "#d62728",
+    Op.OPTIMIZER_STEP: "#439894",
+}
+_IDLE = "#eeeeee"
+_WIDTH, _MARGIN, _LABELS = 1280, 20, 150
+_ROW, _BAR = 22, 18
+_TITLE, _AXIS = 26, 30
+_FONT = 'font-family="Helvetica, Arial, sans-serif"'
+_NUMBER_WIDTH = 7
+_TICKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One timeline of a picture, or of a trace."""
+
+    title: str
+    labels: tuple[str, ...]
+    """One for each stage."""
+    timeline: Timeline
+
+
+def timeline_svg(figures: Sequence[Figure]) -> str:
+    """Draw timelines below one another, on the same scale, and return the text of an SVG file."""
+    longest_s = max(figure.timeline.makespan_s for figure in figures) or 1.0
+    scale = (_WIDTH - 2 * _MARGIN - _LABELS) / longest_s
+    parts: list[str] = []
+    top = _MARGIN
+    for figure in figures:
+        parts += _figure(figure, top, scale)
+        top += _height(figure)
+    parts += _axis(top, longest_s, scale)
+    parts += _legend(figures, top + _AXIS)
+    height = top + _AXIS + _ROW + _MARGIN
+    size = f'width="{_WIDTH}" height="{height}"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {_WIDTH} {height}" {_FONT} font-size="12">'
+    return "\n".join((opening, f'<rect {size} fill="white"/>', *parts, "</svg>", ""))
+
+
+def _height(figure: Figure) -> int:
+    return _TITLE + _ROW * len(figure.labels) + _MARGIN // 2
+
+
+def _figure(figure: Figure, top: int, scale: float) -> Iterator[str]:
+    found = figure.timeline
+    left = _MARGIN + _LABELS
+    summary = f"{seconds_text(found.makespan_s)}, {percent_text(found.bubble_share)} bubble"
+    yield _text(_MARGIN, top + 15, f"{figure.title}: {summary}", 'font-weight="bold"')
+    for stage, (label, spans) in enumerate(zip(figure.labels, found.spans, strict=True)):
+        y = top + _TITLE + stage * _ROW
+        yield _text(_MARGIN, y + 13, label)
+        yield f'<rect x="{left}" y="{y}" width="{found.makespan_s * scale:.2f}" height="{_BAR}" fill="{_IDLE}"/>'
+        for span in spans:
+            yield _bar(span, left, y, scale)
+
+
+def _bar(span: Span, left: int, y: int, scale: float) -> str:
+    x, width = left + span.start_s * scale, (span.end_s - span.start_s) * scale
+    words = f"{_describe(span.instruction)}, {seconds_text(span.start_s)} to {seconds_text(span.end_s)}"
+    colour = _COLOURS[span.instruction.op]
+    # A gap between bars shows where one ends; below two pixels it would be all that is seen.
+    drawn = width - 0.5 if width > 2 else width
+    bar = f'<rect x="{x:.2f}" y="{y}" width="{drawn:.2f}" height="{_BAR}" fill="{colour}"><title>{words}</title></rect>'
+    number = "" if span.instruction.microbatch is None else str(span.instruction.microbatch)
+    if not number or width < _NUMBER_WIDTH * (len(number) + 1):
+        return bar
+    return bar + _text(x + width / 2, y + 13, number, 'text-anchor="middle" pointer-events="none" font-size="11"')
+
+
+def _describe(instruction: Instruction) -> str:
+    words = PASS_WORDS[instruction.op]
+    if instruction.microbatch is None:
+        return words
+    chunk = f", chunk {instruction.chunk}" if instruction.chunk else ""
+    return f"{words}, microbatch {instruction.microbatch}{chunk}"
+
+
+def _axis(top: int, longest_s: float, scale: float) -> Iterator[str]:
+    for tick in range(_TICKS + 1):
+        at_s = longest_s * tick / _TICKS
+        x = _MARGIN + _LABELS + at_s * scale
+        yield f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 5}" stroke="#888888"/>'
+        anchor = "end" if tick == _TICKS else "middle"
+        yield _text(x, top + 18, seconds_text(at_s), f'text-anchor="{anchor}" fill="#555555"')
+
+
+def _legend(figures: Sequence[Figure], top: int) -> Iterator[str]:
+    used = {span.instruction.op for figure in figures for spans in figure.timeline.spans for span in spans}
+    # Both kinds of backward pass have one colour and one word.
+    entries = {PASS_WORDS[op]: colour for op, colour in _COLOURS.items() if op in used} | {"idle": _IDLE}
+    x = _MARGIN + _LABELS
+    for words, colour in entries.items():
+        yield f'<rect x="{x}" y="{top}" width="12" height="12" fill="{colour}"/>'
+        yield _text(x + 17, top + 10, words)
+        x += 17 + _NUMBER_WIDTH * (len(words) + 2)
+
+
+def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x:.2f}" y="{y}" {attributes}>{escape(text)}</text>'
