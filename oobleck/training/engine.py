@@ -145,7 +145,7 @@ class Engine:
             samples=samples,
             seed=self._job.seed,
             microbatch_size=self._job.microbatch_size,
-            items_per_sample=self._dataset.sequence_length - 1,
+            items_per_sample=self._dataset.items_per_sample,
         )
         return self._work
 
@@ -224,7 +224,7 @@ class Engine:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
         limit = self._job.optimizer.max_grad_norm
         clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
-        self._optimizer.step(self._reduced, step=record.step, clip_coefficient=clip)
+        self._optimizer.step(record.step, self._reduced, clip)
         self._step_ended_s = time.monotonic()
         self._forget_step()
         if self._lane is not None and self._lane.is_first:
