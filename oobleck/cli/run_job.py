@@ -9,7 +9,7 @@ import platform
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -163,10 +163,8 @@ class _Session:
             self._nursery.start_soon(self._kill, node)
 
     async def _kill(self, node: str) -> None:
-        try:
+        with suppress(NodeUnreachable):  # gone already, which is what was wanted
             await self._master.kill(node)
-        except NodeUnreachable:
-            pass  # gone already, which is what was wanted
 
     async def watch_signals(self) -> None:
         """Ctrl-C finishes the step and stops, a second one stops at once; SIGTERM counts like the first."""
