@@ -225,7 +225,9 @@ def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
     values: dict[str, object] = {}
     for name, change in changes.items():
         current = getattr(spec, name)
-        values[name] = _changed(current, change) if is_dataclass(type(current)) else change
+        if isinstance(change, dict) and is_dataclass(type(current)):
+            change = _changed(current, change)
+        values[name] = change
     if isinstance(spec, ModelSpec):
         # The configuration of one type means nothing to another; and who names a type wants that, as it is.
         kept = {} if "type" in changes else spec.config
