@@ -29,7 +29,9 @@ def up(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, as in optimizer.learning_rate=3e-4."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a key of the job, as in optimizer.learning_rate=3e-4."
+        ),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Train for N steps.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or float64.")] = None,

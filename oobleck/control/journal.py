@@ -146,7 +146,7 @@ class RecoveryStarted:
     cause: Cause
 
     def describe(self) -> str:
-        return f"recovering from the loss of {', '.join(self.nodes)}"
+        return f"recovering from the loss of {', '.join(self.nodes)}" if self.nodes else "regrouping; no node is lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,8 @@ class RecoveryDone:
     def describe(self) -> str:
         copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
         lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
-        return f"{', '.join(self.nodes)} lost; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
+        what = f"{', '.join(self.nodes)} lost" if self.nodes else "regrouped"
+        return f"{what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from statistics import median
 from oobleck.planner import ExecutionPlan
 
 from .goodput import TimeAccount
-from .journal import JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, RecoveryStarted, StepDone
+from .journal import JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone
 
 __all__ = ["PipelineSummary", "PlanSummary", "RecoverySummary", "StageSummary", "StepTime", "Summary", "summarize"]
 
@@ -104,8 +104,8 @@ class Summary:
         return asdict(self)
 
     def to_json(self) -> str:
-        """The summary as indented JSON with a newline at its end. A loss that is no number becomes null."""
-        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        """The summary as indented JSON. A loss that is no number becomes null."""
+        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
 
 
 def summarize(entries: Iterable[JournalEntry]) -> Summary:
@@ -117,7 +117,6 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
     commits: list[StepDone] = []
     recoveries: list[RecoverySummary] = []
     steps_lost = 0
-    noticed_s: dict[str, float] = {}
     elapsed_s = 0.0
     for entry in entries:
         account.apply(entry)
@@ -129,12 +128,8 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
                 plan = entry
             case StepDone():
                 commits.append(entry)
-            case RecoveryStarted():
-                for node in entry.nodes:
-                    noticed_s.setdefault(node, entry.t_s)
             case RecoveryDone():
-                t_s = min((noticed_s.pop(node, entry.t_s) for node in entry.nodes), default=entry.t_s)
-                recoveries.append(_recovery(entry, t_s))
+                recoveries.append(_recovery(entry))
                 steps_lost += entry.steps_lost
             case JobEnded():
                 end = entry
@@ -182,9 +177,9 @@ def _step_time(seconds: list[float]) -> StepTime | None:
     return StepTime(median=median(ordered), p95=ordered[ceil(0.95 * len(ordered)) - 1])
 
 
-def _recovery(done: RecoveryDone, t_s: float) -> RecoverySummary:
+def _recovery(done: RecoveryDone) -> RecoverySummary:
     return RecoverySummary(
-        t_s=t_s,
+        t_s=done.began_s,
         cause=done.cause.value,
         nodes=done.nodes,
         action=done.action.value,

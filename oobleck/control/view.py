@@ -14,7 +14,7 @@ from typing import assert_never
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
-from .goodput import TimeAccount, TimeSplit
+from .goodput import TimeAccount
 from .journal import (
     JobEnded,
     JobStarted,
@@ -69,10 +69,6 @@ class RunView:
     def heard(self, node: str, now_s: float) -> None:
         """Note that a node was heard of: heartbeats are no journal entries."""
         self._heard_s[node] = now_s
-
-    def time_split(self, now_s: float) -> TimeSplit:
-        """Where the first `now_s` seconds went."""
-        return self._account.at(now_s)
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""

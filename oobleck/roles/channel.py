@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 import trio
 
-from oobleck.wire import FrameDecoder, Message, encode_frame
+from oobleck.wire import FrameDecoder, encode_frame
 
 __all__ = ["MessageChannel"]
 
-Outgoing = TypeVar("Outgoing", bound=Message)
-Incoming = TypeVar("Incoming", bound=Message)
+Outgoing = TypeVar("Outgoing")
+Incoming = TypeVar("Incoming")
 
 _READ_BYTES = 1 << 16
 

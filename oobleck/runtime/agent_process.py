@@ -56,7 +56,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)
     _detach(Path(arguments.log))
-    directory.pid_file("agent").write_text(str(os.getpid()))
+    directory.pid_file("agent").write_text(f"{os.getpid()}\n")
     trio.run(_serve, arguments.node, directory, listener, Path(arguments.cache))
 
 

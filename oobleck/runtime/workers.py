@@ -104,7 +104,7 @@ class ForkingWorkerHost:
         stream = trio.SocketStream(ours)
         worker = Worker(pid, MessageChannel(stream, FrameDecoder(WorkerMessage)))
         self._workers[pid] = worker
-        self._directory.pid_file(f"worker{setup.place.device}").write_text(str(pid))
+        self._directory.pid_file(f"worker{setup.place.device}").write_text(f"{pid}\n")
         await worker.send([setup])
         return worker
 

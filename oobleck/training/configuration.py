@@ -56,9 +56,9 @@ def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> 
     defaults = {key: value for key, value in _SPECIAL_TOKENS.items() if key in known}
     values: dict[str, Scalar] = {**defaults, "vocab_size": vocab_size, "use_cache": False, **model.config}
     try:
-        config = config_class(**values)
+        config = config_class(**values)  # type: ignore[arg-type]  # checked by the class itself
     # What a configuration class raises is its own choice: dataclass validation, TypeError, ValueError, KeyError.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise ConfigError(f"model.config: {model.type} refuses it: {_one_line(error)}") from error
     _require_room(config, vocab_size=vocab_size, sequence_length=sequence_length)
     return config
@@ -73,12 +73,13 @@ def build_model(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedMo
         ConfigError: the model's class refuses the configuration.
     """
     try:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        model: object = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
     # A model's constructor may refuse its configuration with whatever its author chose.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise ConfigError(f"model.config: {config.model_type} cannot be built: {_one_line(error)}") from error
     assert isinstance(model, PreTrainedModel)
-    return model.train()
+    model.train()
+    return model
 
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:

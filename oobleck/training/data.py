@@ -30,7 +30,10 @@ from .batches import Batch
 from .text import read_documents
 from .tokenizer import encode_documents, train_tokenizer
 
-__all__ = ["Dataset", "prepare_dataset"]
+__all__ = ["Batch", "Dataset", "prepare_dataset"]
+
+Samples = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+"""[samples, length]"""
 
 _FORMAT = 1
 """Raised whenever equal text would give other tokens than before."""
@@ -43,7 +46,7 @@ _TOKENS, _TOKENIZER, _MANIFEST = "tokens.npy", "tokenizer.json", "manifest.json"
 class Dataset:
     """Samples by index. Equal digests mean equal samples."""
 
-    tokens: npt.NDArray[np.unsignedinteger]
+    tokens: Samples
     """[samples, length], mapped from a file."""
     digest: str
     vocab_size: int
@@ -51,11 +54,16 @@ class Dataset:
 
     @property
     def num_samples(self) -> int:
-        return self.tokens.shape[0]
+        return int(self.tokens.shape[0])
 
     @property
     def sequence_length(self) -> int:
-        return self.tokens.shape[1]
+        return int(self.tokens.shape[1])
+
+    @property
+    def items_per_sample(self) -> int:
+        """Tokens of a sample that are predicted: all but the first."""
+        return self.sequence_length - 1
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return samples side by side, in the order of `indices`, on the CPU."""
@@ -105,8 +113,8 @@ def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
             f"data: the text has {len(tokens)} tokens, which is not one sample of {data.sequence_length}; "
             "give more text, or lower data.sequence_length"
         )
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    samples = tokens[: num_samples * data.sequence_length].astype(dtype).reshape(num_samples, data.sequence_length)
+    samples = _pack(tokens[: num_samples * data.sequence_length], vocab_size=tokenizer.get_vocab_size())
+    samples = samples.reshape(num_samples, data.sequence_length)
     manifest = {"digest": _digest(samples), "vocab_size": tokenizer.get_vocab_size()}
 
     unfinished = directory.with_suffix(f".{os.getpid()}")
@@ -119,6 +127,11 @@ def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
         unfinished.rename(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _pack(tokens: npt.NDArray[np.int64], *, vocab_size: int) -> Samples:
+    """Store tokens in as few bytes as the vocabulary allows."""
+    return tokens.astype(np.uint16) if vocab_size <= 1 << 16 else tokens.astype(np.uint32)
 
 
 def _load(directory: Path) -> Dataset | None:
@@ -138,10 +151,10 @@ def _load(directory: Path) -> Dataset | None:
     )
 
 
-def _digest(samples: npt.NDArray[np.unsignedinteger]) -> str:
+def _digest(samples: Samples) -> str:
     """Digest samples themselves, so that nodes which made them in different ways can be compared."""
     digest = hashlib.blake2b(f"{samples.shape}".encode(), digest_size=16)
-    digest.update(np.ascontiguousarray(samples, dtype="<u4"))
+    digest.update(np.ascontiguousarray(samples, dtype="<u4").data)
     return digest.hexdigest()
 
 

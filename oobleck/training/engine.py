@@ -8,27 +8,53 @@ forgotten.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import ScheduleKind, compile_schedule
-from oobleck.wire import CommitRecord, Order
+from oobleck.wire import CommitRecord, Order, Resumed, StepCommitted
 
 from .data import Dataset
 from .executor import Lane, StepWork, execute
 from .groups import GroupKey, GroupTable
 from .models import ModelStructure, StageModel
-from .optimizer import Optimizer
+from .optimizer import STATE_TENSORS, Optimizer
 from .reduction import Bucket, commit, commit_key, make_buckets, reduce_gradients, squared_norm
 from .sampling import samples_of_step
-from .signals import Interrupted, Signals
+from .signals import PeerLost, Signals
 from .standing import Standing
 from .transfer import exchange_layers, transfer_key
 
 __all__ = ["Engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlaceInPlan:
+    """What a plan gives one worker to do."""
+
+    layers: range
+    stage: int
+    num_stages: int
+    lane_key: GroupKey
+    """The group that links the pipeline's stages."""
+
+    @classmethod
+    def find(cls, plan: ExecutionPlan, place: Place, pipeline_generations: Sequence[int]) -> _PlaceInPlan | None:
+        """None for a spare."""
+        located = plan.locate(place)
+        if located is None:
+            return None
+        pipeline = plan.pipelines[located[0]]
+        return cls(
+            layers=pipeline.stages[located[1]].layers,
+            stage=located[1],
+            num_stages=len(pipeline.stages),
+            lane_key=GroupKey("pipeline", pipeline_generations[located[0]], pipeline.places),
+        )
 
 
 class Engine:
@@ -44,7 +70,7 @@ class Engine:
         groups: GroupTable,
         signals: Signals,
         standing: Standing,
-        report: Callable[[CommitRecord], None],
+        report: Callable[[StepCommitted | Resumed], None],
     ) -> None:
         self._job = job
         self._place = place
@@ -66,6 +92,10 @@ class Engine:
         self._segments_done: set[int] = set()
         self._reduced: dict[str, torch.Tensor] = {}
         self._step_ended_s = time.monotonic()
+        self._computed_s = self._step_ended_s
+        self._resumed_generation: int | None = None
+        self._transfer_s = 0.0
+        self._received_bytes = 0
 
     def follow(self, order: Order) -> None:
         """Carry an order out up to the point where its plan is in force. Raises Interrupted or PeerLost."""
@@ -123,16 +153,37 @@ class Engine:
         schedule = compile_schedule(
             self._schedule, num_stages=lane.num_stages, num_microbatches=len(microbatches), commits=commits
         )
-        execute(
-            schedule.programs[lane.stage],
-            microbatches,
-            work=work,
-            model=self._model,
-            dataset=self._dataset,
-            lane=lane,
-            signals=self._signals,
-            interrupted=self._standing.is_pipeline_stopped,
-        )
+        self._say_resumed()
+        try:
+            execute(
+                schedule.programs[lane.stage],
+                microbatches,
+                work=work,
+                model=self._model,
+                dataset=self._dataset,
+                lane=lane,
+                on_backward=self._standing.note_microbatch,
+                signals=self._signals,
+                interrupted=self._standing.is_pipeline_stopped,
+            )
+        except PeerLost:
+            self._standing.note_broken()
+            raise
+        self._computed_s = time.monotonic()
+
+    def _say_resumed(self) -> None:
+        """Report once after each adoption, at the first computation under the new plan."""
+        generation, self._resumed_generation = self._resumed_generation, None
+        if generation is not None:
+            resumed = Resumed(
+                device=self._place.device,
+                generation=generation,
+                transfer_s=self._transfer_s,
+                received_bytes=self._received_bytes,
+                idle_from_s=self._computed_s,
+                idle_to_s=time.monotonic(),
+            )
+            self._report(resumed)
 
     def _end_step(self, buckets: Sequence[Bucket], key: GroupKey) -> bool:
         """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
@@ -176,7 +227,8 @@ class Engine:
         self._optimizer.step(record.step, self._reduced, clip)
         self._step_ended_s = time.monotonic()
         self._forget_step()
-        self._report(record)
+        if self._lane is not None and self._lane.is_first:
+            self._report(StepCommitted(device=self._place.device, record=record))
 
     def _forget_step(self) -> None:
         for parameter in self._model.parameters.values():
@@ -185,6 +237,7 @@ class Engine:
         self._base_done = False
         self._segments_done.clear()
         self._reduced = {}
+        self._standing.begin_step()
 
     # --- from one plan to the next -----------------------------------------------------------------------------
 
@@ -216,37 +269,38 @@ class Engine:
     def _adopt(self, order: Order) -> None:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
         plan = order.plan
-        located = plan.locate(self._place)
+        place = _PlaceInPlan.find(plan, self._place, order.pipeline_generations)
         moving = transfer_key(order.transfers, order.generation)
-        takes_part = moving is not None and self._place in moving.members
-        keys: list[GroupKey] = [moving] if moving is not None and takes_part else []
-        lane_key: GroupKey | None = None
-        if located is not None:
-            lane_key = GroupKey("pipeline", order.pipeline_generations[located[0]], plan.pipelines[located[0]].places)
-            self._buckets, self._commit_key = self._reduction_keys(plan, order.generation, ())
-            keys += [lane_key, self._commit_key, *(bucket.key for bucket in self._buckets)]
+        if moving is not None and self._place not in moving.members:
+            moving = None
+        buckets: tuple[Bucket, ...] = ()
+        commit_group: GroupKey | None = None
+        keys = [] if moving is None else [moving]
+        if place is not None:
+            buckets, commit_group = self._reduction_keys(plan, order.generation, ())
+            keys += [place.lane_key, commit_group, *(bucket.key for bucket in buckets)]
         self._groups.form(keys, self._standing.is_fenced)
+        began_s = time.monotonic()
         states = exchange_layers(
             order.transfers,
             place=self._place,
-            group=self._groups[moving] if moving is not None and takes_part else None,
+            group=None if moving is None else self._groups[moving],
             state_of=self._layer_state,
-            size_of=self._optimizer_state_size,
-            dtype=self._model.dtype,
+            size_of=self._layer_state_size,
+            dtype=self._model.hidden_dtype,
             signals=self._signals,
             interrupted=self._standing.is_fenced,
         )
-        self._take_layers(plan, located, states, initial=order.initial)
-        self._plan = plan
-        self._lane = None
-        if located is not None and lane_key is not None:
-            pipeline = plan.pipelines[located[0]]
-            group = self._groups[lane_key] if len(pipeline.places) > 1 else None
-            self._lane = Lane(stage=located[1], num_stages=len(pipeline.stages), group=group)
+        self._transfer_s = time.monotonic() - began_s
+        self._received_bytes = sum(state.nbytes for state in states.values())
+        self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_group, None
+        if place is not None:
+            self._take_layers(place.layers, states, initial=order.initial)
+            group = self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None
+            self._lane = Lane(stage=place.stage, num_stages=place.num_stages, group=group)
         self._groups.keep_only(keys)
-        layers = tuple(plan.pipelines[located[0]].stages[located[1]].layers) if located else ()
-        self._standing.adopt(order, layers)
-        self._step_ended_s = time.monotonic()
+        self._standing.adopt(order, tuple(place.layers) if place else ())
+        self._resumed_generation = order.generation
 
     def _reduction_keys(
         self, plan: ExecutionPlan, generation: int, lost: Collection[str]
@@ -259,15 +313,14 @@ class Engine:
         return self._optimizer.layer_state(self._structure.layer_parameters(layer))
 
     def _layer_state_size(self, layer: int) -> int:
-        return self._optimizer.state_size(self._structure, layer)
+        shapes = self._structure.shapes
+        return STATE_TENSORS * sum(shapes[name].numel() for name in self._structure.layer_parameters(layer))
 
-    def _take_layers(
-        self,
-        plan: ExecutionPlan,
-        located: tuple[int, int] | None,
-        states: dict[int, torch.Tensor],
-        *,
-        initial: bool,
-    ) -> None:
-        """Make the model hold exactly its stage's layers, with the states that were received."""
-        raise AssertionError
+    def _take_layers(self, layers: range, states: Mapping[int, torch.Tensor], *, initial: bool) -> None:
+        """Make the model hold exactly these layers, with their initial values or the states that were received."""
+        self._model.adopt(layers.start, layers.stop, {})
+        self._optimizer.adopt(self._model.parameters)
+        if initial:
+            self._model.initialize(layers, seed=self._job.seed)
+        for layer, state in sorted(states.items()):
+            self._optimizer.load_layer_state(self._structure.layer_parameters(layer), state)

@@ -19,8 +19,7 @@ from oobleck.schedule import Instruction, Op, Program
 
 from .data import Batch, Dataset
 from .groups import Group
-from .models import StageModel
-from .randomness import MicrobatchKey
+from .models import MicrobatchKey, StageModel
 from .signals import PeerLost, Signals
 
 __all__ = ["Lane", "StepWork", "execute"]
@@ -119,6 +118,7 @@ def execute(
     model: StageModel,
     dataset: Dataset,
     lane: Lane,
+    on_backward: Callable[[], None],
     signals: Signals,
     interrupted: Callable[[], bool],
 ) -> None:
@@ -129,7 +129,7 @@ def execute(
 
     Raises Interrupted once `interrupted()`, PeerLost when a neighbour is gone; gradients are then partial.
     """
-    _Execution(program, microbatches, work, model, dataset, lane, signals, interrupted).run()
+    _Execution(program, microbatches, work, model, dataset, lane, on_backward, signals, interrupted).run()
 
 
 class _Execution:
@@ -141,6 +141,7 @@ class _Execution:
         model: StageModel,
         dataset: Dataset,
         lane: Lane,
+        on_backward: Callable[[], None],
         signals: Signals,
         interrupted: Callable[[], bool],
     ) -> None:
@@ -150,6 +151,7 @@ class _Execution:
         self._model = model
         self._dataset = dataset
         self._lane = lane
+        self._on_backward = on_backward
         self._signals = signals
         self._interrupted = interrupted
         self._batches: dict[int, Batch] = {}
@@ -182,8 +184,12 @@ class _Execution:
             return None
         assert self._lane.group is not None
         tags = [self._tag(op, position) for position in positions]
-        shape = self._model.output_shape(self._work.microbatch_size)
-        return _Receiver(self._lane.group, source, tags, lambda: self._model.empty_hidden(shape), self._signals)
+        structure = self._model.structure
+        shape = (self._work.microbatch_size, structure.sequence_length, structure.hidden_size)
+        dtype, device = self._model.hidden_dtype, self._model.device
+        return _Receiver(
+            self._lane.group, source, tags, lambda: torch.empty(shape, dtype=dtype, device=device), self._signals
+        )
 
     def _tag(self, op: Op, position: int) -> int:
         return 2 * self._microbatches[position] + (op in (Op.SEND_B, Op.RECV_B))
@@ -223,6 +229,7 @@ class _Execution:
             output.backward()  # type: ignore[no-untyped-call]
         else:
             output.backward(self._output_gradients.pop(position))  # type: ignore[no-untyped-call]
+        self._on_backward()
         if self._lane.is_first:
             microbatch = self._microbatches[position]
             self._work.counts[microbatch] = self._work.counts.get(microbatch, 0) + 1

@@ -11,7 +11,7 @@ has left.
 
 from __future__ import annotations
 
-import array
+import contextlib
 import gc
 import os
 import selectors
@@ -126,10 +126,16 @@ def main() -> None:
     """Serve on the inherited listening socket whose descriptor is the first argument."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    path = listener.getsockname()
     _warm_up()
     gc.collect()
     gc.freeze()
-    _ForkServer(listener).serve()
+    try:
+        _ForkServer(listener).serve()
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+            os.rmdir(os.path.dirname(path))  # the job's directory, unless another agent came meanwhile
 
 
 def _warm_up() -> None:

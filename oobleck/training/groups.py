@@ -98,13 +98,13 @@ class Reduction:
 class GroupTable:
     """The groups that this worker is a member of."""
 
-    def __init__(self, place: Place, board: Board, signals: Signals) -> None:
+    def __init__(self, place: Place, address: str, board: Board, signals: Signals) -> None:
         self._place = place
         self._board = board
         self._signals = signals
         self._groups: dict[GroupKey, Group] = {}
         self._abandoned: list[Group] = []
-        self._device = dist.ProcessGroupGloo.create_device(hostname=_interface_address())
+        self._device = dist.ProcessGroupGloo.create_device(hostname=address)
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]

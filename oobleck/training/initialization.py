@@ -39,7 +39,7 @@ def initialize_module(model: PreTrainedModel, module: nn.Module, name: str, *, s
     for child_name, child in module.named_children():
         initialize_module(model, child, f"{name}.{child_name}", seed=seed)
     with drawing_from(derive_seed(seed, "initial value", name)), torch.no_grad(), _on_cpu(module):
-        _rules_of(model, name)._init_weights(module)
+        _rules_of(model, name)._init_weights(module)  # type: ignore[no-untyped-call]
 
 
 def materialize_buffers(model: PreTrainedModel, *, device: torch.device) -> None:
@@ -58,7 +58,7 @@ def materialize_buffers(model: PreTrainedModel, *, device: torch.device) -> None
         for attribute, buffer in buffers.items():
             module._buffers[attribute] = unset(buffer.shape, dtype=buffer.dtype, device=torch.device("cpu"))
         with torch.no_grad():
-            _rules_of(model, name)._init_weights(module)
+            _rules_of(model, name)._init_weights(module)  # type: ignore[no-untyped-call]
         for attribute in buffers:
             value = module._buffers[attribute]
             assert value is not None

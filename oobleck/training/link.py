@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from oobleck.errors import PeerError
 from oobleck.wire import FrameDecoder, WorkerBound, WorkerMessage, encode_frame
 
 __all__ = ["AgentLink"]
+
+_log = logging.getLogger(__name__)
 
 _EXIT_AGENT_GONE = 75  # EX_TEMPFAIL: the worker did nothing wrong
 
@@ -19,10 +23,11 @@ class AgentLink:
     """Frames to and from the agent over an inherited socket."""
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)  # the agent made it for trio
         self._socket = sock
-        self._decoder = FrameDecoder(WorkerBound)
+        self._decoder: FrameDecoder[WorkerBound] = FrameDecoder(WorkerBound)
         self._writing = threading.Lock()
-        self._arrived: list[WorkerBound] = []
+        self._arrived: deque[WorkerBound] = deque()
 
     def send(self, message: WorkerMessage) -> None:
         """Send a message; any thread may. A gone agent ends the process: without one there is no cluster."""
@@ -30,7 +35,8 @@ class AgentLink:
         try:
             with self._writing:
                 self._socket.sendall(frame)
-        except OSError:
+        except OSError as error:
+            _log.error("the agent cannot be told: %s", error)
             os._exit(_EXIT_AGENT_GONE)
 
     def receive(self) -> WorkerBound:
@@ -38,12 +44,14 @@ class AgentLink:
         while not self._arrived:
             try:
                 data = self._socket.recv(1 << 16)
-                if not data:
-                    os._exit(_EXIT_AGENT_GONE)
-                self._arrived = list(self._decoder.feed(data))
-            except (OSError, PeerError):
+                self._arrived.extend(self._decoder.feed(data))
+            except (OSError, PeerError) as error:
+                _log.error("the agent's words cannot be understood: %s", error)
                 os._exit(_EXIT_AGENT_GONE)
-        return self._arrived.pop(0)
+            if not data:
+                _log.error("the agent is gone")
+                os._exit(_EXIT_AGENT_GONE)
+        return self._arrived.popleft()
 
     def start_reader(self, handle: Callable[[WorkerBound], None]) -> None:
         """Hand every message from now on to `handle`, on a daemon thread."""

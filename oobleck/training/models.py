@@ -8,7 +8,7 @@ stage, and only hidden states travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class StageModel:
 
     def __init__(self, structure: ModelStructure, *, dtype: torch.dtype, device: torch.device | str) -> None:
         self.structure = structure
-        self.hidden_dtype = dtype
+        self.dtype = dtype
         self.device = torch.device(device)
         self.layers = range(0)
         self._parameters: dict[str, nn.Parameter] = {}
@@ -56,6 +56,15 @@ class StageModel:
         return dict(self._parameters)
 
     @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of the hidden states that it receives and returns."""
+        return self.dtype
+
+    def modules_of(self, layer: int) -> tuple[nn.Module, ...]:
+        """Return the modules that make up a layer: one for a block."""
+        return tuple(self._modules[root] for root in self.structure.layer_roots(layer))
+
+    @property
     def is_first(self) -> bool:
         return self.layers.start == 0
 
@@ -69,15 +78,19 @@ class StageModel:
             return ()
         return (batch_size, self.structure.sequence_length, self.structure.hidden_size)
 
+    def empty_hidden(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return memory to receive hidden states, or their gradient, into."""
+        return torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+
     def adopt(self, first_layer: int, stop_layer: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Hold layers [first_layer, stop_layer) from now on. Copies nothing that is on the device.
+        """Hold layers [first_layer, stop_layer) from now on; none if they are equal. Copies nothing on the device.
 
         Parameters that are held already stay what they are, the objects and their gradients included. New
         ones become the tensors that `state` has under their names (other names in it are ignored), or
         not-a-number until somebody sets them. Those of no layer any more are let go. O(layers), no forward
         pass may be in progress.
         """
-        assert 0 <= first_layer < stop_layer <= self.structure.num_layers, (first_layer, stop_layer)
+        assert 0 <= first_layer <= stop_layer <= self.structure.num_layers, (first_layer, stop_layer)
         before, self.layers = self.layers, range(first_layer, stop_layer)
         for layer in before:
             self._unplug(self.structure.sites[layer])
@@ -106,9 +119,7 @@ class StageModel:
 
     # --- what it computes ----------------------------------------------------------------------------------
 
-    def forward(
-        self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey
-    ) -> torch.Tensor:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey) -> torch.Tensor:
         """Run the held layers on one microbatch.
 
         Arguments:
@@ -195,9 +206,9 @@ class StageModel:
     def _new_parameter(self, name: str, value: torch.Tensor | None) -> nn.Parameter:
         shape = self.structure.shapes[name]
         if value is None:
-            return nn.Parameter(unset(shape, dtype=self.hidden_dtype, device=self.device))
+            return nn.Parameter(unset(shape, dtype=self.dtype, device=self.device))
         assert value.shape == shape, f"{name} has the shape {tuple(shape)}, not {tuple(value.shape)}"
-        return nn.Parameter(value.detach().to(device=self.device, dtype=self.hidden_dtype))
+        return nn.Parameter(value.detach().to(device=self.device, dtype=self.dtype))
 
     def _plug(self, sites: Iterable[Site], parameters: Mapping[str, nn.Parameter]) -> None:
         for site in sites:

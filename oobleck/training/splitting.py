@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -136,14 +135,12 @@ def _cannot(model: PreTrainedModel, why: str) -> ConfigError:
 
 def _refuse_losses_across_layers(model: PreTrainedModel) -> None:
     if getattr(model.config, "output_router_logits", False):
-        raise _cannot(
-            model, "its router loss reads all layers at once; set model.config.output_router_logits to false"
-        )
+        raise _cannot(model, "its router loss reads all layers at once; set model.config.output_router_logits to false")
 
 
 def _find_block_list(model: PreTrainedModel) -> str:
     count = model.config.num_hidden_layers
-    found = [
+    found: list[str] = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
@@ -155,26 +152,29 @@ def _find_block_list(model: PreTrainedModel) -> str:
     return found[0]
 
 
-def _trial_inputs(model: PreTrainedModel, sequence_length: int) -> dict[str, torch.Tensor | bool]:
-    ids = torch.zeros((1, sequence_length), dtype=torch.int64)
-    return {"input_ids": ids, "labels": ids, "use_cache": False}
+class _SeenEnough(Exception):
+    """Ends a run of the model from within."""
 
 
 def _blocks_return_tuples(model: PreTrainedModel, block_list: str, sequence_length: int) -> bool:
-    outputs: list[bool] = []
+    """Let block 0 give a tensor, and see whether block 1 gets that or, from a model that expects a tuple, a slice."""
+    blocks = model.get_submodule(block_list)
+    assert isinstance(blocks, nn.ModuleList)
+    if len(blocks) < 2:
+        return False
+    trial = _Trial(model, block_list, returns_tuple=False)
 
-    def look(_module: nn.Module, _args: Any, output: Any) -> None:
-        outputs.append(isinstance(output, tuple))
+    def stop(*_: Any) -> None:
+        raise _SeenEnough
 
-    handle = model.get_submodule(f"{block_list}.0").register_forward_hook(look)
+    handle = trial.probes[1].register_forward_hook(stop)
     try:
-        with torch.no_grad():
-            model(**_trial_inputs(model, sequence_length))
-    except (NotImplementedError, DataDependentOutputException) as error:
-        raise _cannot(model, f"it does not run without data ({' '.join(str(error).split())})") from error
+        trial.run_forward(sequence_length)
+    except _SeenEnough:
+        return trial.probes[1].received is not trial.probes[0].emitted
     finally:
         handle.remove()
-    return outputs[0]
+    return False
 
 
 class _Trial:
@@ -188,30 +188,41 @@ class _Trial:
         blocks = model.get_submodule(block_list)
         assert isinstance(blocks, nn.ModuleList)
         self._blocks = blocks
-        self._probes = [_Probe(block, returns_tuple=returns_tuple) for block in blocks]
+        self.probes = [_Probe(block, returns_tuple=returns_tuple) for block in blocks]
 
     @property
     def hidden_size(self) -> int:
-        received = self._probes[0].received
+        received = self.probes[0].received
         assert received is not None
         return received.shape[-1]
 
     def run(self, sequence_length: int) -> None:
+        """Run the model, and prove that nothing but the hidden states connects its layers."""
+        loss = self.run_forward(sequence_length)
+        self._require_a_chain()
+        self._require_gradients_through_the_last_block_alone(loss)
+
+    def run_forward(self, sequence_length: int) -> torch.Tensor:
         originals = list(self._blocks)
         handles = [
             module.register_forward_pre_hook(self._note(name, module)) for name, module in self._modules_outside()
         ]
+        ids = torch.zeros((1, sequence_length), dtype=torch.int64)
         try:
-            for index, probe in enumerate(self._probes):
+            for index, probe in enumerate(self.probes):
                 self._blocks[index] = probe
-            loss = self._model(**_trial_inputs(self._model, sequence_length)).loss
+            return self._model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
+        except _SeenEnough:
+            raise
+        # A model's own code may fail in any way when its blocks are not there.
+        except Exception as error:
+            detail = " ".join(str(error).split())
+            raise _cannot(self._model, f"it does not run without its blocks ({detail})") from error
         finally:
             for index, block in enumerate(originals):
                 self._blocks[index] = block
             for handle in handles:
                 handle.remove()
-        self._require_a_chain()
-        self._require_gradients_through_the_last_block_alone(loss)
 
     def _modules_outside(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules without children, outside of the blocks, that compute with parameters or draw at random."""
@@ -223,14 +234,14 @@ class _Trial:
 
     def _note(self, name: str, module: nn.Module) -> Any:
         def note(*_: Any) -> None:
-            blocks_are_done = self._probes[-1].emitted is not None
+            blocks_are_done = self.probes[-1].emitted is not None
             (self.postlude if blocks_are_done else self.prelude)[name] = module
 
         return note
 
     def _require_a_chain(self) -> None:
         expected: torch.Tensor | None = None
-        for index, probe in enumerate(self._probes):
+        for index, probe in enumerate(self.probes):
             if probe.received is None:
                 raise _cannot(self._model, f"it does not call block {index}")
             if probe.side_input is not None:
@@ -250,10 +261,10 @@ class _Trial:
             for attribute, parameter in module.named_parameters()
             if f"{name}.{attribute}" not in tied
         }
-        for index, probe in enumerate(self._probes[:-1]):
+        for index, probe in enumerate(self.probes[:-1]):
             assert probe.emitted is not None
             early[f"the output of block {index}"] = probe.emitted  # type: ignore[assignment]
-        last = self._probes[-1].emitted
+        last = self.probes[-1].emitted
         assert last is not None
         through_last, *others = torch.autograd.grad(loss, [last, *early.values()], allow_unused=True)
         if through_last is None:

@@ -36,6 +36,8 @@ class Standing:
         self._applied = 0
         self._last_record: CommitRecord | None = None
         self._reduced: int | None = None
+        self._microbatches_done = 0
+        self._broken = False
 
     # --- control thread ------------------------------------------------------------------------------------
 
@@ -55,6 +57,8 @@ class Standing:
                 reduced=self._reduced,
                 adopted=self._adopted,
                 layers=self._layers,
+                microbatches_done=self._microbatches_done,
+                broken=self._broken,
             )
         self._announce()
         return status
@@ -109,8 +113,25 @@ class Standing:
                 self._generation = order.generation
             return order
 
-    def note_reduced(self, step: int | None) -> None:
-        """Note that the fully reduced gradients of `step` are here; None when they no longer are."""
+    def begin_step(self) -> None:
+        """Note that nothing is done of the step in flight."""
+        with self._lock:
+            self._reduced = None
+            self._microbatches_done = 0
+            self._broken = False
+
+    def note_microbatch(self) -> None:
+        """Count a microbatch that was taken backward."""
+        with self._lock:
+            self._microbatches_done += 1
+
+    def note_broken(self) -> None:
+        """Note that a program failed half-way: this worker's part of the step in flight is worth nothing."""
+        with self._lock:
+            self._broken = True
+
+    def note_reduced(self, step: int) -> None:
+        """Note that the fully reduced gradients of `step` are here."""
         with self._lock:
             self._reduced = step
 

@@ -111,6 +111,23 @@ class ModelStructure:
         """Return the names of the modules that make up a layer."""
         return _layer_roots(self.anatomy, self.num_blocks)[layer]
 
+    def layer_kind(self, layer: int) -> tuple[object, ...]:
+        """Return what a layer's costs depend on: equal for layers that compute alike."""
+        root = self.layer_roots(layer)[0]
+        shapes = tuple(
+            (site.name.removeprefix(root) if self.is_block(layer) else site.name, self.shapes[site.parameter])
+            for site in self.sites[layer]
+        )
+        return self.is_block(layer), self._layer_type(layer), shapes
+
+    def is_block(self, layer: int) -> bool:
+        return 0 < layer < self.num_layers - 1
+
+    def _layer_type(self, layer: int) -> str | None:
+        """Return what the configuration says of a block: full or sliding attention, dense or sparse, …"""
+        said = [getattr(self.config, key, None) for key in ("layer_types", "mlp_layer_types")]
+        return repr([kinds[layer - 1] for kinds in said if kinds]) if self.is_block(layer) else None
+
     def build(self, *, dtype: torch.dtype) -> PreTrainedModel:
         """Return the model's modules on the meta device, in training mode."""
         with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,28 +43,26 @@ def read_documents(data: DataSpec) -> list[str]:
 
 def _files(data: DataSpec) -> Iterator[Path]:
     if not data.paths:
-        yield from _standard_library()
+        root = Path(sysconfig.get_paths()["stdlib"])
+        yield from _walk(root, without=_OTHER_PEOPLES, suffix=".py")
     for name in data.paths:
         path = Path(name).expanduser()
         if path.is_dir():
-            yield from _walk(path, pattern="*")
+            yield from _walk(path)
         elif path.is_file():
             yield path
         else:
             raise ConfigError(f"data.paths: {name} does not exist on this node; give a text file or a directory")
 
 
-def _standard_library() -> Iterator[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in _walk(root, pattern="*.py"):
-        if not _OTHER_PEOPLES.intersection(path.relative_to(root).parts):
-            yield path
+def _walk(root: Path, *, without: frozenset[str] = frozenset(), suffix: str = "") -> Iterator[Path]:
+    """Yield the files below a directory whose names end in `suffix`, in an order that depends on names alone.
 
-
-def _walk(root: Path, *, pattern: str) -> Iterator[Path]:
-    """Yield the files below a directory, hidden ones left out, sorted by their path relative to it."""
-    found = (path.relative_to(root) for path in root.rglob(pattern))
-    visible = (path for path in found if not any(part.startswith(".") for part in path.parts))
-    for relative in sorted(visible, key=lambda path: path.parts):
-        if (path := root / relative).is_file():
-            yield path
+    Hidden files and directories, and directories named in `without`, are left out.
+    """
+    for directory, directories, files in os.walk(root):
+        # In place: this is how os.walk is told what to visit next, and in which order.
+        directories[:] = sorted(name for name in directories if name not in without and not name.startswith("."))
+        for name in sorted(files):
+            if name.endswith(suffix) and not name.startswith("."):
+                yield Path(directory, name)

@@ -20,7 +20,6 @@ import torch
 
 from oobleck.planner import profile_to_json
 from oobleck.wire import (
-    CommitRecord,
     Fence,
     Finished,
     FinishStep,
@@ -29,7 +28,6 @@ from oobleck.wire import (
     Profiled,
     ProfileRequest,
     SetUpWorker,
-    StepCommitted,
     StorePut,
     WorkerBound,
     WorkerFailed,
@@ -88,7 +86,7 @@ class _Worker:
             groups=GroupTable(setup.place, setup.address, self._board, self._signals),
             signals=self._signals,
             standing=self._standing,
-            report=self._report,
+            report=link.send,
         )
 
     def run(self) -> None:
@@ -102,6 +100,7 @@ class _Worker:
                 num_samples=self._dataset.num_samples,
                 layer_names=self._structure.layer_names,
                 parameters=self._structure.num_parameters,
+                torch_version=str(torch.__version__),
             )
         )
         gc.freeze()
@@ -151,6 +150,3 @@ class _Worker:
             device_memory_bytes=self._memory_bytes,
         )
         self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))
-
-    def _report(self, record: CommitRecord) -> None:
-        self._link.send(StepCommitted(device=self._device, record=record))

@@ -152,18 +152,21 @@ def _nodes_title(snapshot: RunSnapshot) -> str:
     return f"Nodes ({listed})"
 
 
+def _heard(node: NodeView) -> str:
+    if node.heard_s_ago is None or node.state in (NodeState.LOST, NodeState.ENDED):
+        return ""
+    return f" {node.heard_s_ago:.1f} s"
+
+
 def _node_text(node: NodeView) -> Text:
     style = _NODE_STYLES[node.state]
-    text = Text.assemble(
-        ("✗ " if node.state is NodeState.LOST else "● ", style), one_line(node.name), " ", (node.state, style)
-    )
-    if node.heard_s_ago is not None and node.state not in (NodeState.LOST, NodeState.ENDED):
-        text.append(f" {node.heard_s_ago:.1f} s", "dim")
-    return text
+    mark = "✗ " if node.state is NodeState.LOST else "● "
+    return Text.assemble((mark, style), one_line(node.name), " ", (node.state.value, style), (_heard(node), "dim"))
 
 
 def _columns(nodes: Sequence[NodeView], width: int) -> int:
-    widest = max((_node_text(node).cell_len for node in nodes), default=1)
+    """How many nodes fit side by side. Counts cells without drawing: there may be thousands of nodes."""
+    widest = max((cell_len(node.name) + len(node.state.value) + len(_heard(node)) + 3 for node in nodes), default=1)
     return max(1, (width + len(_GAP) - 1) // (widest + len(_GAP)))
 
 
@@ -176,14 +179,13 @@ def _node_lines(nodes: Sequence[NodeView], width: int, height: int) -> list[Text
     if len(nodes) > room:
         ranked = sorted(nodes, key=lambda node: node.state in (NodeState.TRAINING, NodeState.SPARE, NodeState.ENDED))
         kept = {node.name for node in ranked[:room]}
-        nodes = [node for node in nodes if node.name in kept]
+        nodes = [node for node in nodes if node.name in kept][:room]
     texts = [_node_text(node) for node in nodes]
     cell = max(text.cell_len for text in texts) + len(_GAP)
-    rows = -(-len(texts) // columns)
     lines = []
-    for row in range(rows):
+    for start in range(0, len(texts), columns):
         line = Text(" ")
-        for text in texts[row * columns : (row + 1) * columns]:
+        for text in texts[start : start + columns]:
             line.append_text(text).append(" " * (cell - text.cell_len))
         line.rstrip()
         lines.append(line)

@@ -6,9 +6,11 @@ for as long as its user likes (Ctrl-S), so it happens on a helper thread; this f
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import trio
 from rich.console import Console
@@ -22,7 +24,11 @@ from .lines import LineFormatter
 
 __all__ = ["LineLog", "run_dashboard", "run_lines", "wants_dashboard"]
 
+T = TypeVar("T")
+
 _REFRESH_INTERVAL_S = 0.25
+_REST = 19
+"""Seconds of rest for each second of drawing: with thousands of nodes the master has better things to do."""
 _LINES_INTERVAL_S = 0.1
 _LEAVE_TIMEOUT_S = 2.0
 _MAX_LINES = 10_000
@@ -56,12 +62,22 @@ async def run_dashboard(
     await _in_thread(live.start)
     try:
         while not view.has_ended:
-            await _in_thread(partial(live.update, Dashboard(view.at(now_s())), refresh=True))
-            await trio.sleep(refresh_interval_s)
+            began_s = time.thread_time()
+            snapshot = view.at(now_s())
+            spent_s = time.thread_time() - began_s
+            spent_s += await _in_thread(partial(_draw, live, Dashboard(snapshot)))
+            await trio.sleep(max(refresh_interval_s, spent_s * _REST))
     finally:
         # Leaving matters more than the task's own end, but a stuck terminal must not hold up the end of the run.
         with trio.CancelScope(deadline=trio.current_time() + _LEAVE_TIMEOUT_S, shield=True):
             await _in_thread(partial(_leave, live, console, Dashboard(view.at(now_s()), fill=False)))
+
+
+def _draw(live: Live, dashboard: Dashboard) -> float:
+    """Draw, and return the CPU seconds that it took: time in which a terminal does not read costs nobody."""
+    began_s = time.thread_time()
+    live.update(dashboard, refresh=True)
+    return time.thread_time() - began_s
 
 
 def _leave(live: Live, console: Console, last: Dashboard) -> None:
@@ -116,5 +132,5 @@ def _print_plain(console: Console, text: str) -> None:
     console.file.flush()
 
 
-async def _in_thread(function: Callable[[], object]) -> None:
-    await trio.to_thread.run_sync(function, abandon_on_cancel=True)
+async def _in_thread(function: Callable[[], T]) -> T:
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True)

@@ -90,6 +90,7 @@ def committed(t_s: float, step: int, generation: int = 1, duration_s: float = 0.
 def recovered(t_s: float, generation: int, *nodes: str, stall_s: float = 0.05, **fields) -> RecoveryDone:
     return RecoveryDone(
         t_s=t_s,
+        began_s=fields.pop("began_s", t_s),
         generation=generation,
         nodes=nodes,
         cause=fields.pop("cause", Cause.CONNECTION_LOST),
@@ -130,6 +131,6 @@ def run_with_a_loss(
             generation, now_s = 2, now_s + 0.4
         yield committed(now_s, step, generation, duration_s=0.9 if step == lost_at + 1 else 0.5)
         if step == lost_at + 1:
-            yield recovered(now_s, 2, victim, action=Action.REINSTANTIATE)
+            yield recovered(now_s, 2, victim, began_s=now_s - 0.7, action=Action.REINSTANTIATE)
     if ends:
         yield JobEnded(t_s=now_s + 0.5, exit_code=0, reason="all steps committed")

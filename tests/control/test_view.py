@@ -63,6 +63,25 @@ def test_speed_is_the_median_of_recent_steps():
     assert seen(*START, slow, now_s=13.0).step_time_s == 0.5
 
 
+def test_a_step_that_took_no_time_has_no_speed():
+    snapshot = seen(START[0], committed(1.0, 1, duration_s=0.0))
+    assert (snapshot.step, snapshot.tokens_per_s, snapshot.remaining_s) == (1, None, None)
+
+
+def test_a_late_commit_of_the_old_generation_does_not_end_the_change():
+    after = adopted(3.2, 2, plan(("node0", "node1"), ("node2",)), Action.REINSTANTIATE)
+    snapshot = seen(*START, LOST, RECOVERING, after, committed(3.3, 3, 1))
+    assert stage_states(snapshot)[1] == [WorkState.RECONFIGURING]
+
+
+def test_the_view_knows_when_the_journal_has_ended():
+    view = RunView()
+    view.apply(START[0])
+    assert not view.has_ended
+    view.apply(JobEnded(t_s=3.5, exit_code=0, reason="done"))
+    assert view.has_ended
+
+
 def test_before_the_first_step_stages_are_starting():
     assert stage_states(seen(*START[:2])) == [[WorkState.STARTING] * 2] * 2
 

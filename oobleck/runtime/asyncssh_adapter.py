@@ -1,0 +1,181 @@
+"""Where asyncssh meets trio: the one file that knows of asyncio.
+
+asyncssh runs on a loop of trio-asyncio, inside the trio thread. Its coroutines are awaited through
+`aio_as_trio`; byte streams use its callbacks directly, which may poke trio's primitives because they run in the
+same thread, so no asyncio task is spent on a message.
+
+Importing trio-asyncio replaces the process's asyncio policy, so nothing but the SSH side of the master imports
+this.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import asyncssh
+import trio
+import trio_asyncio
+
+__all__ = ["SSHStream", "await_asyncio", "awaitable_by_asyncio", "open_ssh_loop"]
+
+T = TypeVar("T")
+
+_RECEIVE_HIGH_BYTES = 1 << 20
+"""Above this many unread bytes the peer is asked to pause."""
+
+open_ssh_loop = trio_asyncio.open_loop
+"""An async context manager: SSH works within it."""
+
+logging.getLogger("asyncssh").setLevel(logging.WARNING)
+
+
+async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:
+    """Await an asyncio coroutine function from trio; cancelling cancels it there."""
+    result: T = await trio_asyncio.aio_as_trio(function)(*arguments, **options)
+    return result
+
+
+def awaitable_by_asyncio(function: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Make a trio coroutine function into one that asyncio code may await."""
+    wrapped: Callable[..., Awaitable[None]] = trio_asyncio.trio_as_aio(function)
+    return wrapped
+
+
+class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession):  # type: ignore[misc]  # asyncssh is untyped
+    """A forwarded UNIX socket as a trio stream, with back-pressure both ways."""
+
+    def __init__(self) -> None:
+        self._channel: asyncssh.SSHUNIXChannel | None = None
+        self._unread = bytearray()
+        self._readable = trio.Event()
+        self._writable = trio.Event()
+        self._writable.set()
+        self._is_reading_paused = False
+        self._has_peer_ended = False
+        self._has_sent_eof = False
+        self._is_lost = False
+        self._is_closed = False
+        self._is_sending = False
+        self._is_receiving = False
+
+    # --- called by asyncssh ----------------------------------------------------------------------------------
+
+    def connection_made(self, chan: asyncssh.SSHUNIXChannel) -> None:
+        self._channel = chan
+
+    def data_received(self, data: bytes, datatype: object = None) -> None:
+        self._unread += data
+        self._readable.set()
+        if len(self._unread) > _RECEIVE_HIGH_BYTES and not self._is_reading_paused:
+            self._is_reading_paused = True
+            self._open_channel.pause_reading()
+
+    def eof_received(self) -> bool:
+        self._has_peer_ended = True
+        self._readable.set()
+        return True  # our direction stays open
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        self._readable.set()
+        self._writable.set()
+
+    def pause_writing(self) -> None:
+        self._writable = trio.Event()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # --- called from trio --------------------------------------------------------------------------------------
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """Wait for bytes; b"" at the end. Raises BrokenResourceError when the connection is lost before it."""
+        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 1):
+            raise ValueError(f"max_bytes is {max_bytes!r}; it must be at least 1")
+        with self._alone("_is_receiving", "another task is receiving"):
+            await trio.lowlevel.checkpoint()
+            while not self._unread:
+                if self._is_closed:
+                    raise trio.ClosedResourceError
+                if self._has_peer_ended:
+                    return b""
+                if self._is_lost:
+                    raise trio.BrokenResourceError("the SSH connection is lost")
+                self._readable = trio.Event()
+                await self._readable.wait()
+            if self._is_closed:
+                raise trio.ClosedResourceError
+            return self._take(max_bytes or len(self._unread))
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send, waiting while the peer takes nothing."""
+        with self._alone("_is_sending", "another task is sending"):
+            self._check_writable()
+            await trio.lowlevel.checkpoint()
+            self._check_writable()
+            if data:
+                try:
+                    self._open_channel.write(bytes(data))
+                except OSError as error:  # asyncssh knows of the loss, and has not told us yet
+                    raise trio.BrokenResourceError("the SSH connection is lost") from error
+            await self._writable.wait()
+            self._check_writable()
+
+    async def wait_send_all_might_not_block(self) -> None:
+        with self._alone("_is_sending", "another task is sending"):
+            self._check_writable()
+            await trio.lowlevel.checkpoint()
+            await self._writable.wait()
+            if self._is_closed:
+                raise trio.ClosedResourceError
+
+    async def send_eof(self) -> None:
+        with self._alone("_is_sending", "another task is sending"):
+            if self._is_closed:
+                raise trio.ClosedResourceError
+            await trio.lowlevel.checkpoint()
+            if not self._has_sent_eof and not self._is_lost:
+                self._has_sent_eof = True
+                with suppress(OSError):  # closed already, which the next call will meet
+                    self._open_channel.write_eof()
+
+    async def aclose(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._readable.set()
+            self._writable.set()
+            if self._channel is not None and not self._is_lost:
+                self._channel.close()
+        await trio.lowlevel.checkpoint()
+
+    @property
+    def _open_channel(self) -> asyncssh.SSHUNIXChannel:
+        assert self._channel is not None
+        return self._channel
+
+    def _take(self, max_bytes: int) -> bytes:
+        data = bytes(self._unread[:max_bytes])
+        del self._unread[:max_bytes]
+        if self._is_reading_paused and len(self._unread) < _RECEIVE_HIGH_BYTES // 2:
+            self._is_reading_paused = False
+            self._open_channel.resume_reading()
+        return data
+
+    def _check_writable(self) -> None:
+        if self._is_closed or self._has_sent_eof:
+            raise trio.ClosedResourceError
+        if self._is_lost:
+            raise trio.BrokenResourceError("the SSH connection is lost")
+
+    @contextmanager
+    def _alone(self, flag: str, complaint: str) -> Iterator[None]:
+        if getattr(self, flag):
+            raise trio.BusyResourceError(complaint)
+        setattr(self, flag, True)
+        try:
+            yield
+        finally:
+            setattr(self, flag, False)

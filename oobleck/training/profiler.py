@@ -1,0 +1,199 @@
+"""Measures what one microbatch costs in each layer, on this device, with the code that training runs.
+
+Layers are measured alone, one after the other, so that a model much larger than the device can be profiled.
+Times of the network are not measured here; they come with the caller or from `ASSUMED_NETWORK`.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile
+
+from .batches import Batch
+from .models import MicrobatchKey, ModelStructure, StageModel
+from .optimizer import STATE_TENSORS
+
+__all__ = ["ASSUMED_NETWORK", "measure_profile"]
+
+ASSUMED_NETWORK = NetworkProfile(
+    inter_node_bytes_per_s=1e9, inter_node_latency_s=1e-4, intra_node_bytes_per_s=4e9, intra_node_latency_s=5e-5
+)
+"""An assumption, not a measurement: 10-gigabit Ethernet between nodes, and several times that within one."""
+
+_NUM_WARMUPS = 2
+_NUM_RUNS = 5
+_KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+
+
+def measure_profile(
+    structure: ModelStructure,
+    *,
+    microbatch_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    device_memory_bytes: int,
+    network: NetworkProfile = ASSUMED_NETWORK,
+) -> Profile:
+    """Measure all layers for microbatches of `microbatch_size` samples: medians of five runs after two to warm up.
+
+    Blocks that are alike in class, shapes and kind of attention are measured once. Memory in use at any time:
+    one layer with its gradients and activations. Leaves the device's generator in another state.
+    """
+    stage = StageModel(structure, dtype=dtype, device=device)
+    batch = _batch(structure, microbatch_size, stage.device)
+    measured: dict[object, _Cost] = {}
+    layers = []
+    for layer, name in enumerate(structure.layer_names):
+        kind = structure.layer_kind(layer)
+        if kind not in measured:
+            measured[kind] = _measure(stage, layer, batch)
+        cost = measured[kind]
+        elements = sum(structure.shapes[parameter].numel() for parameter in structure.layer_parameters(layer))
+        is_last = layer == structure.num_layers - 1
+        hidden_elements = microbatch_size * structure.sequence_length * structure.hidden_size
+        layers.append(
+            LayerProfile(
+                name=name,
+                forward_s={1: cost.forward_s},
+                backward_s={1: cost.backward_s},
+                param_bytes=elements * dtype.itemsize,
+                optimizer_bytes=elements * dtype.itemsize * (STATE_TENSORS - 1),
+                activation_bytes=cost.activation_bytes,
+                output_bytes=0 if is_last else hidden_elements * dtype.itemsize,
+            )
+        )
+    return Profile(
+        model=structure.config.model_type,
+        microbatch_size=microbatch_size,
+        sequence_length=structure.sequence_length,
+        layers=tuple(layers),
+        device=DeviceProfile(name=_device_name(stage.device), memory_bytes=device_memory_bytes),
+        network=network,
+    )
+
+
+def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch_size, structure.sequence_length)
+    ids = torch.randint(0, structure.config.vocab_size, shape, generator=generator).to(device)
+    return Batch(input_ids=ids, labels=ids)
+
+
+def _measure(stage: StageModel, layer: int, batch: Batch) -> _Cost:
+    stage.adopt(layer, layer + 1, {})
+    stage.initialize([layer], seed=0)
+    activation_bytes = _activation_bytes(stage, batch)
+    # Gradients stay between runs: adding to them is a part of every backward pass but a step's first.
+    times = [_run(stage, batch) for _ in range(_NUM_WARMUPS + _NUM_RUNS)][_NUM_WARMUPS:]
+    stage.adopt(0, 0, {})
+    return _Cost(
+        forward_s=statistics.median(forward for forward, _ in times),
+        backward_s=statistics.median(backward for _, backward in times),
+        activation_bytes=activation_bytes,
+    )
+
+
+def _run(stage: StageModel, batch: Batch) -> tuple[float, float]:
+    """Return the seconds of one forward and of one backward pass."""
+    hidden, gradient = _inputs(stage, batch)
+    with _timed_layer(stage) as forward_s:
+        output = stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
+    start_s = _now_s(stage.device)
+    output.backward(gradient)  # type: ignore[no-untyped-call]
+    return forward_s(), _now_s(stage.device) - start_s
+
+
+def _inputs(stage: StageModel, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what the neighbours would send: hidden states and the gradient of the output."""
+    shape = (*batch.input_ids.shape, stage.structure.hidden_size)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(shape, generator=generator).to(device=stage.device, dtype=stage.dtype)
+    hidden = None if stage.is_first else values.requires_grad_()
+    return hidden, None if stage.is_last else values.detach() / values.numel()
+
+
+@contextmanager
+def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
+    """Time the forward pass of the layer that a stage consists of.
+
+    A block is timed from its call to its return: what the model does around its blocks (masks, rotary tables)
+    is done once a stage, not once a block. The embedding and the head are charged with it.
+    """
+    times: list[float] = []
+
+    def note(*_: Any) -> None:
+        times.append(_now_s(stage.device))
+
+    (layer,) = stage.layers
+    is_block = not stage.is_first and not stage.is_last
+    handles = []
+    if is_block:
+        (module,) = stage.modules_of(layer)
+        # In front of the stage's own hook, as that is a part of running the layer.
+        handles = [module.register_forward_pre_hook(note, prepend=True), module.register_forward_hook(note)]
+    else:
+        note()
+    try:
+        yield lambda: times[-1] - times[0]
+        if not is_block:
+            note()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _activation_bytes(stage: StageModel, batch: Batch) -> int:
+    """Return the bytes that autograd keeps of one microbatch, parameters left out; views count once."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hidden, gradient = _inputs(stage, batch)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
+    output.backward(gradient)  # type: ignore[no-untyped-call]
+    return sum(kept.values())
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

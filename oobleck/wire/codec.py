@@ -1,0 +1,170 @@
+"""Frames and JSON lines: the protocol's messages and the journal's entries as bytes.
+
+A frame is a big-endian u32 length and, in that many bytes, one msgpack map: the message's fields, and its
+class's name under "@type". A JSON line is the same map as JSON. Nothing here does I/O: a `FrameDecoder` is fed
+what arrived, in whatever pieces, and gives back whole messages. Decoding never executes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import types
+from typing import Generic, TypeVar, cast, get_args
+
+import msgpack
+
+from oobleck.errors import PeerError
+
+from .shapes import Mismatch, Notation, Shape, shape_of, tagged_shape_of
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "FrameDecoder",
+    "decode_json",
+    "encode_frame",
+    "encode_json",
+    "from_builtins",
+    "to_builtins",
+]
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""The longest frame body that is accepted unless told otherwise."""
+
+_LENGTH = struct.Struct(">I")
+_BROKEN_TEXT = "surrogatepass"
+"""A traceback may hold lone surrogates (undecodable file names); it must arrive all the same."""
+
+T = TypeVar("T")
+
+Accepts = type[T] | types.UnionType | tuple[type[T], ...]
+"""A dataclass, a union of them, or a tuple of them."""
+
+
+def encode_frame(message: object) -> bytes:
+    """Encode one message, a dataclass, as a frame. Costs O(size)."""
+    written = tagged_shape_of((type(message),), Notation.BINARY).write(message)
+    body: bytes = msgpack.packb(written, unicode_errors=_BROKEN_TEXT)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameDecoder(Generic[T]):
+    """Turn a stream of bytes into messages of the accepted classes.
+
+    A decoder that has raised is of no more use: where the next frame starts is anybody's guess, so the
+    connection is to be closed, and feeding it raises the same error again.
+    """
+
+    def __init__(self, accepts: Accepts[T], *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        """Accept a union of dataclasses, a tuple of them, or a single one; bodies of `max_frame_bytes` at most."""
+        self._shape = _tagged(accepts, Notation.BINARY)
+        self._max_frame_bytes = max_frame_bytes
+        self._buffer = bytearray()
+        self._error: PeerError | None = None
+
+    def feed(self, data: bytes | bytearray) -> list[T]:
+        """Take bytes as they arrived; return the messages that are complete now.
+
+        Raises PeerError that names what is wrong. Whole messages that came in the same piece before the
+        broken one are lost with the connection.
+        """
+        if self._error is not None:
+            raise self._error
+        self._buffer += data
+        try:
+            return self._take_messages()
+        except PeerError as error:
+            self._error = error
+            self._buffer.clear()
+            raise
+
+    def end(self) -> None:
+        """Say that no more bytes come. Raises PeerError if the last frame is incomplete."""
+        if self._error is not None:
+            raise self._error
+        if self._buffer:
+            raise PeerError(f"the connection ended within a frame, {len(self._buffer)} bytes after its start")
+
+    def _take_messages(self) -> list[T]:
+        messages: list[T] = []
+        start = 0
+        while (stop := self._frame_stop(start)) is not None:
+            body = bytes(self._buffer[start + _LENGTH.size : stop])
+            messages.append(self._decode(body))
+            start = stop
+        del self._buffer[:start]
+        return messages
+
+    def _frame_stop(self, start: int) -> int | None:
+        """Where the frame that starts here ends; None if it is not all there yet."""
+        if len(self._buffer) < start + _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer, start)
+        if length > self._max_frame_bytes:
+            raise PeerError(f"a frame of {length} bytes; at most {self._max_frame_bytes} are accepted")
+        stop = start + _LENGTH.size + int(length)
+        return stop if stop <= len(self._buffer) else None
+
+    def _decode(self, body: bytes) -> T:
+        try:
+            raw = msgpack.unpackb(body, object_pairs_hook=_unique, unicode_errors=_BROKEN_TEXT)
+        except (ValueError, TypeError) as error:
+            # TypeError: a key that cannot be hashed. msgpack's other errors are all ValueErrors.
+            raise PeerError(f"a frame that is not msgpack: {error or type(error).__name__}") from error
+        return cast("T", _read(self._shape, raw))
+
+
+def to_builtins(value: object) -> object:
+    """Write a dataclass as JSON-compatible builtins, without its name."""
+    return _untagged(type(value)).write(value)
+
+
+def from_builtins(expected: Accepts[T], raw: object) -> T:
+    """Read what `to_builtins` wrote; of a union or a tuple of classes, the one named under "@type".
+
+    Raises PeerError that names the path of what is wrong.
+    """
+    shape = _untagged(expected) if isinstance(expected, type) else _tagged(expected, Notation.TEXT)
+    return cast("T", _read(shape, raw))
+
+
+def encode_json(entry: object) -> bytes:
+    """Encode one dataclass as a line of JSON, its newline included; its class's name is under "@type"."""
+    written = tagged_shape_of((type(entry),), Notation.TEXT).write(entry)
+    return json.dumps(written, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def decode_json(accepts: Accepts[T], line: bytes | str) -> T:
+    """Decode one line of JSON as one of the accepted classes. Raises PeerError that names what is wrong."""
+    try:
+        raw = json.loads(line, object_pairs_hook=_unique, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise PeerError(f"a line that is not JSON: {error}") from error
+    return cast("T", _read(_tagged(accepts, Notation.TEXT), raw))
+
+
+def _untagged(cls: object) -> Shape:
+    return shape_of(cls, Notation.TEXT)
+
+
+def _tagged(accepts: object, notation: Notation) -> Shape:
+    return tagged_shape_of(accepts if isinstance(accepts, tuple) else get_args(accepts) or (accepts,), notation)
+
+
+def _read(shape: Shape, raw: object) -> object:
+    try:
+        return shape.read(raw)
+    except Mismatch as mismatch:
+        raise PeerError(str(mismatch)) from mismatch
+
+
+def _unique(pairs: list[tuple[object, object]]) -> dict[object, object]:
+    """Build a map, but not from pairs that give one key twice: which of the two would count?"""
+    built = dict(pairs)
+    if len(built) != len(pairs):
+        raise ValueError("a map has a key twice")
+    return built
+
+
+def _reject_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a number in JSON")

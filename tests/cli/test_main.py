@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oobleck import __version__
+from oobleck.cli import main as main_module
+from oobleck.cli.exit_codes import ExitCode, exit_code_of
+from oobleck.cli.main import COMMANDS, Command, main
+from oobleck.errors import (
+    ConfigError,
+    NodeUnreachable,
+    OobleckError,
+    PeerError,
+    PlanningError,
+    Unrecoverable,
+    UsageError,
+    UserError,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def fail_with(error: BaseException):
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command line in which `boom` is a command that raises; gives (exit status, stdout, stderr)."""
+
+    def run(*arguments: str, raises: BaseException | None = None) -> tuple[int, str, str]:
+        if raises is not None:
+            sys.modules[__name__].boom = fail_with(raises)
+            command = Command(name="boom", target=f"{__name__}:boom", help="Go wrong.")
+            monkeypatch.setattr(main_module, "COMMANDS", (*COMMANDS, command))
+            monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+        code = main(list(arguments))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_names_every_command_with_examples_and_exit_codes(run):
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    for command in COMMANDS:
+        assert f"  {command.name} " in out
+    for words in ("oobleck up --local 4 ", "0         done", "75        stopped, and can be resumed", "130, 143"):
+        assert words in out
+
+
+def test_no_arguments_are_answered_with_the_help(run):
+    code, out, err = run()
+    assert code == ExitCode.USAGE
+    assert "Commands:" in out + err
+
+
+@pytest.mark.parametrize("name", ["status", "kill", "stop", "version"])
+def test_the_help_of_a_command_says_what_it_takes(run, name):
+    code, out, _ = run(name, "--help")
+    assert code == 0
+    assert f"Usage: oobleck {name} " in out
+    assert "--json" in out
+
+
+def test_a_commands_examples_stay_one_below_the_other(run):
+    _, out, _ = run("stop", "-h")
+    assert "    oobleck stop                  finish" in out
+    assert "    oobleck stop gpt2-demo --now  end at once" in out
+
+
+def test_version(run):
+    assert run("--version") == (0, f"oobleck {__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["staus"], ["--nonsense"], ["kill"], ["stop", "--nonsense"], ["stop", "a", "b"]])
+def test_wrong_usage_is_2_and_says_so(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert "Usage: oobleck" in err
+
+
+def test_a_mistyped_command_is_told_the_nearest(run):
+    assert "status" in run("staus")[2]
+
+
+ERRORS = [
+    (UsageError("no node9"), 2),
+    (ConfigError("job.yaml: bad"), 78),
+    (PlanningError("does not fit"), 78),
+    (PeerError("broken"), 1),
+    (NodeUnreachable("node1", "no route"), 1),
+    (Unrecoverable((3,)), 1),
+    (UserError("bad"), 1),
+    (OobleckError("odd"), 1),
+]
+
+
+@pytest.mark.parametrize(("error", "status"), ERRORS)
+def test_an_error_of_ours_is_one_message_and_its_status(run, error, status):
+    assert run("boom", raises=error) == (status, "", f"oobleck: {error}\n")
+    assert exit_code_of(error) == status
+
+
+def test_errors_of_concurrent_tasks_are_told_each_once(run):
+    errors = [ConfigError("a"), ExceptionGroup("inner", [ConfigError("a"), NodeUnreachable("n", "gone")])]
+    code, _, err = run("boom", raises=ExceptionGroup("outer", errors))
+    assert (code, err) == (78, "oobleck: a\noobleck: n: gone\n")
+
+
+def test_a_bug_keeps_its_traceback(run):
+    with pytest.raises(ZeroDivisionError):
+        run("boom", raises=ZeroDivisionError())
+    with pytest.raises(ExceptionGroup):
+        run("boom", raises=ExceptionGroup("outer", [UsageError("x"), ZeroDivisionError()]))
+
+
+def test_an_interrupt_is_130(run):
+    assert run("boom", raises=KeyboardInterrupt())[0] == 130
+    assert run("boom", raises=BaseExceptionGroup("tasks", [KeyboardInterrupt(), UsageError("x")]))[0] == 130
+
+
+@pytest.mark.parametrize(("end", "status"), [(SystemExit(75), 75), (SystemExit(None), 0), (SystemExit("text"), 1)])
+def test_a_commands_own_exit_status_is_kept(run, end, status):
+    assert run("boom", raises=end)[0] == status
+
+
+def test_the_console_script_exits_with_the_status():
+    command = [sys.executable, "-m", "oobleck", "stop", "--base-dir", "/nonexistent/here"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("oobleck: no run is active in /nonexistent/here; ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_shell_can_complete_commands_and_options():
+    def complete(words: str, index: int) -> str:
+        environment = {"_OOBLECK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}
+        command = [sys.executable, "-m", "oobleck"]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+
+    assert complete("oobleck st", 1).split() == ["status", "stop"]
+    assert "--now" in complete("oobleck stop --", 2).split()

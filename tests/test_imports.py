@@ -1,0 +1,185 @@
+"""The floors: who may import whom, what may be imported where, and what the quick ways in load."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "oobleck"
+
+_VALUES = {"errors", "job"}
+_PURE = _VALUES | {"planner", "schedule", "control"}
+_WORLD = _PURE | {"wire", "roles"}
+
+MAY_IMPORT = {
+    "errors": set(),
+    "job": {"errors"},
+    "planner": _VALUES,
+    "schedule": _VALUES | {"planner"},
+    "control": _VALUES | {"planner", "schedule"},
+    "wire": _PURE,
+    "roles": _PURE | {"wire"},
+    "training": _VALUES | {"planner", "schedule", "wire"},
+    "runtime": _WORLD,
+    "sim": _WORLD,
+    "ui": _PURE,
+    "cli": _WORLD | {"runtime", "sim", "ui"},
+    "__main__": {"cli"},
+}
+
+PURE_FLOORS = ("errors", "job", "planner", "schedule", "control")
+
+# The world, as far as the standard library reaches into it.
+IMPURE = {
+    "asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random", "secrets",
+    "select", "selectors", "shutil", "signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time",
+}  # fmt: skip
+
+FLOORS_OF = {
+    "torch": {"training"},
+    "transformers": {"training"},
+    "tokenizers": {"training"},
+    "safetensors": {"training"},
+    "trio": {"roles", "runtime", "sim", "ui", "cli"},
+    "asyncssh": {"runtime"},
+    "trio_asyncio": {"runtime"},
+    "numpy": {"planner", "training", "sim"},
+    "scipy": {"planner", "sim"},
+    "rich": {"ui", "cli"},
+    "typer": {"cli"},
+    "msgpack": {"wire"},
+    "msgspec": {"wire", "cli"},
+    "yaml": {"cli", "sim"},
+}
+"""Third-party packages, and the floors that may import them; any that is not listed may be imported nowhere."""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of everything that a module imports, inside functions as well."""
+    package = ("oobleck", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            if module == "oobleck":
+                yield from ((node.lineno, f"oobleck.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, module
+
+
+def imported() -> Iterator[tuple[str, str, str]]:
+    """(floor, place, name) of every import of the package."""
+    for floor, path in modules():
+        for line, name in imports_of(path):
+            yield floor, f"{path.relative_to(PACKAGE.parent)}:{line}", name
+
+
+def test_the_walk_sees_relative_and_absolute_imports_inside_functions_too():
+    names = {name for _, _, name in imported()}
+    assert {"oobleck.control.journal", "oobleck.ui.words", "oobleck.cli.run_job", "trio", "asyncio"} <= names
+    assert len(list(modules())) > 40
+
+
+def test_every_floor_is_known():
+    assert {floor for floor, _ in modules()} - {"__init__"} <= MAY_IMPORT.keys()
+
+
+def test_imports_go_down_only():
+    upward = [
+        f"{place}: {floor} imports {name}"
+        for floor, place, name in imported()
+        if name.startswith("oobleck.")
+        and name.split(".")[1] not in ({floor, "__version__"} | MAY_IMPORT.get(floor, set()))
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_pure_floors_import_nothing_of_the_world():
+    impure = [
+        f"{place}: {floor} imports {name}"
+        for floor, place, name in imported()
+        if floor in PURE_FLOORS and name.split(".")[0] in IMPURE
+    ]
+    assert not impure, "\n".join(impure)
+
+
+def test_third_party_packages_stay_on_their_floors():
+    known = sys.stdlib_module_names | {"oobleck", "__future__"}
+    strayed = [
+        f"{place}: {floor} imports {name}"
+        for floor, place, name in imported()
+        if (top := name.split(".")[0]) not in known and floor not in FLOORS_OF.get(top, set())
+    ]
+    assert not strayed, "\n".join(strayed)
+
+
+def test_asyncio_appears_in_one_file_only():
+    places = {place.split(":")[0] for _, place, name in imported() if name.split(".")[0] in ("asyncio", "trio_asyncio")}
+    assert len(places) == 1, sorted(places)
+
+
+def loaded_after(code: str) -> set[str]:
+    """The top-level packages that are loaded after running `code` in a fresh interpreter."""
+    show = "import sys; print('\\nLOADED', *sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{show}"], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.rsplit("LOADED ", 1)[1].split())
+
+
+@pytest.mark.parametrize("module", ["oobleck", "oobleck.planner", "oobleck.schedule", "oobleck.control"])
+def test_importing_a_pure_floor_loads_neither_torch_nor_trio(module):
+    assert not loaded_after(f"import {module}") & {"torch", "trio", "transformers", "asyncssh", "rich"}
+
+
+def test_planning_loads_neither_torch_nor_trio():
+    assert not loaded_after("from oobleck.planner import Planner") & {"torch", "trio", "transformers", "asyncssh"}
+
+
+HEAVY = {"torch", "transformers", "tokenizers", "asyncssh", "trio", "numpy", "scipy"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], [], ["no-such-command"]])
+def test_the_ways_into_the_command_line_load_nothing_heavy(arguments):
+    code = f"from oobleck.cli.main import main; main({arguments})"
+    assert not loaded_after(code) & (HEAVY | {"rich", "yaml", "msgspec"})
+
+
+@pytest.mark.parametrize("command", ["status", "kill", "stop", "version"])
+def test_commands_that_only_ask_load_nothing_heavy(command):
+    assert not loaded_after(f"from oobleck.cli.main import main; main(['{command}', '--help'])") & HEAVY
+
+
+@pytest.mark.parametrize("command", ["up", "plan"])
+def test_the_help_of_a_command_that_trains_loads_no_torch(command):
+    loaded = loaded_after(f"from oobleck.cli.main import main; main(['{command}', '--help'])")
+    assert not loaded & {"torch", "transformers", "asyncssh"}
+
+
+def test_help_is_quick():
+    """Best of five, in CPU seconds: the machine may be busy with something else."""
+    command = [sys.executable, "-m", "oobleck", "--help"]
+    best_s = float("inf")
+    for _ in range(5):
+        before = os.times()
+        wall_s = time.monotonic()
+        subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, check=True)
+        after = os.times()
+        used_s = after.children_user - before.children_user + after.children_system - before.children_system
+        best_s = min(best_s, used_s, time.monotonic() - wall_s)
+    assert best_s < 0.3

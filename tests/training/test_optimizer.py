@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from oobleck.job import OptimizerSpec
+from oobleck.training.optimizer import Optimizer
+
+SPEC = OptimizerSpec(learning_rate=0.01, warmup_steps=2, lr_scheduler_type="linear")
+SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4, 2), "b.norm": (11,)}
+
+
+def _parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for name, shape in SHAPES.items()}
+
+
+def _gradients(step: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def _optimizer(parameters: dict[str, nn.Parameter]) -> Optimizer:
+    optimizer = Optimizer(SPEC, max_steps=20)
+    optimizer.adopt(parameters)
+    return optimizer
+
+
+def test_it_is_adamw_with_the_schedule_and_no_decay_of_vectors():
+    parameters = _parameters()
+    optimizer = _optimizer(parameters)
+    expected = _parameters()
+    groups = [
+        {"params": [p for p in expected.values() if p.ndim > 1], "weight_decay": SPEC.weight_decay},
+        {"params": [p for p in expected.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, betas=(SPEC.adam_beta1, SPEC.adam_beta2), eps=SPEC.adam_epsilon)
+    for step in range(1, 8):
+        gradients = _gradients(step)
+        optimizer.step(step, gradients, 0.5)
+        for group in reference.param_groups:
+            group["lr"] = optimizer.learning_rate(step)
+        for name, parameter in expected.items():
+            parameter.grad = gradients[name] * 0.5
+        reference.step()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_are_read_only():
+    optimizer = _optimizer(_parameters())
+    gradients = _gradients(1)
+    optimizer.step(1, gradients, 0.25)
+    assert all(torch.equal(gradients[name], tensor) for name, tensor in _gradients(1).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_that_moves_goes_on_as_if_it_had_stayed(dtype: torch.dtype):
+    stayed, moved = _parameters(dtype), _parameters(dtype)
+    home, source = _optimizer(stayed), _optimizer(moved)
+    for step in (1, 2, 3):
+        home.step(step, _gradients(step, dtype))
+        source.step(step, _gradients(step, dtype))
+
+    names = ["b.weight", "b.norm"]
+    flat = source.layer_state(names)
+    assert flat.shape == (3 * sum(moved[name].numel() for name in names),)
+    assert flat.dtype == dtype
+    target_parameters = {name: nn.Parameter(torch.full_like(moved[name], torch.nan)) for name in names}
+    target = Optimizer(SPEC, max_steps=20)
+    target.adopt(target_parameters)
+    target.load_layer_state(names, flat)
+    for step in (4, 5):
+        home.step(step, _gradients(step, dtype))
+        target.step(step, {name: _gradients(step, dtype)[name] for name in names})
+    for name in names:
+        assert torch.equal(stayed[name], target_parameters[name])
+    assert torch.equal(home.layer_state(names), target.layer_state(names))
+
+
+def test_exported_state_is_a_copy():
+    parameters = _parameters()
+    optimizer = _optimizer(parameters)
+    flat = optimizer.layer_state(["a.bias"])
+    optimizer.step(1, _gradients(1))
+    assert torch.equal(flat[:5], _parameters()["a.bias"])
+    assert not flat[5:].any()
+
+
+def test_parameters_come_and_go_and_those_that_stay_keep_their_moments():
+    parameters = _parameters()
+    optimizer = _optimizer(parameters)
+    optimizer.step(1, _gradients(1))
+    before = optimizer.layer_state(["a.weight"])
+    fewer = {name: parameters[name] for name in ("a.weight", "a.bias")}
+    optimizer.adopt(fewer)
+    assert torch.equal(optimizer.layer_state(["a.weight"]), before)
+    optimizer.adopt(parameters)
+    size = parameters["b.weight"].numel()
+    assert not optimizer.layer_state(["b.weight"])[size:].any(), "moments of a parameter that comes back are not kept"
+    assert torch.equal(optimizer.layer_state(["a.weight"]), before)
+
+
+def test_a_new_object_under_a_known_name_gets_no_old_moments():
+    optimizer = _optimizer(_parameters())
+    optimizer.step(1, _gradients(1))
+    optimizer.adopt(_parameters())
+    assert not optimizer.layer_state(["a.bias"])[5:].any()
