@@ -56,6 +56,7 @@ FLOORS_OF = {
     "typer": {"cli"},
     "msgpack": {"wire"},
     "msgspec": {"wire", "cli"},
+    "cairosvg": {"cli"},
     "yaml": {"cli", "sim"},
 }
 """Third-party packages, and the floors that may import them; any that is not listed may be imported nowhere."""
