@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-_MAX_CASES = 48
+_MAX_CASES = 160
 """Kinds of losses that are decided, for one node lost and for two; more are sampled."""
 
 

@@ -51,6 +51,14 @@ def test_a_long_step_is_drawn_from_both_ends():
     assert axis.split() == ["0.000", "s", "34.0", "s", "580", "s", "614", "s"]
 
 
+def test_a_step_is_drawn_whole_where_its_ends_would_overlap():
+    # The pipeline takes so long to fill that both ends together show more than there is.
+    found = evaluate(ScheduleKind.ONE_F_ONE_B, 12, 14, forward_s=1, backward_s=2, send_forward_s=20)
+    first, *_ = (line.plain for line in timeline_lines(found, width=60))
+    assert "⋯" not in first
+    assert len(first) == 60
+
+
 @given(
     kind=st.sampled_from(ScheduleKind),
     num_stages=st.integers(1, 12),
