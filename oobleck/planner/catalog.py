@@ -98,7 +98,7 @@ class Catalog:
     def build_plan(
         self, pipelines: Sequence[tuple[int, Sequence[str]]], spares: Sequence[str], speeds: Mapping[str, float]
     ) -> tuple[ExecutionPlan, float]:
-        """Return the plan of pipelines given as (size, nodes), batches dealt for their speeds, and its step's seconds."""
+        """Return the plan of pipelines given as (size, nodes), and the seconds of its step at the given speeds."""
         timings = [self._timing(size, nodes, speeds) for size, nodes in pipelines]
         counts = deal_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
