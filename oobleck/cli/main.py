@@ -60,6 +60,10 @@ COMMANDS: tuple[Command, ...] = (
         name="plan",
         target="oobleck.cli.plan:plan",
         help="Show the pipelines that a job would use, and what failures would do to them.",
+        examples=(
+            ("oobleck plan --profile gpt2.json --nodes 13 --global-batch 128", "the plan on 13 nodes"),
+            ("oobleck plan … --after-losing node3,node7", "and what follows the loss of two of them"),
+        ),
     ),
     Command(
         name="status",

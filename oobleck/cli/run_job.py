@@ -9,7 +9,7 @@ import platform
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -27,7 +27,7 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import ControlRequest, KillRequest, StatusRequest, StopRequest, serve_control
-from oobleck.runtime.journal_file import JournalWriter
+from oobleck.runtime.journal_file import JournalWriter, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.run_dir import RunDirectory
@@ -64,8 +64,10 @@ def run_job(run: Run) -> int:
     console = Console(stderr=run.as_json)
     if run.plain or not console.is_terminal:
         console.out(f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
-    with directory.lock(), JournalWriter(directory.journal) as journal:
-        end, summary = trio.run(_run, run, directory, journal, console)
+    with directory.lock():
+        set_aside(directory.journal)
+        with JournalWriter(directory.journal) as journal:
+            end, summary = trio.run(_run, run, directory, journal, console)
     console.print(summary_table(summary))
     if run.summary is not None:
         run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
@@ -89,6 +91,7 @@ async def _run(run: Run, directory: RunDirectory, journal: JournalWriter, consol
         master = Master(
             coordinator,
             {spec.name: spec for spec in nodes},
+            tag=run.job.tag,
             cluster=cluster,
             journal=journal,
             profiles=ProfileFiles(directory.profile),
@@ -163,10 +166,8 @@ class _Session:
             self._nursery.start_soon(self._kill, node)
 
     async def _kill(self, node: str) -> None:
-        try:
+        with suppress(NodeUnreachable):  # gone already, which is what was wanted
             await self._master.kill(node)
-        except NodeUnreachable:
-            pass  # gone already, which is what was wanted
 
     async def watch_signals(self) -> None:
         """Ctrl-C finishes the step and stops, a second one stops at once; SIGTERM counts like the first."""

@@ -56,7 +56,6 @@ def up(
     summary: Annotated[
         Path | None, typer.Option("--summary", metavar="FILE", help="Write the closing summary as JSON.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and start nothing.")] = False,
     base_dir: BaseDirOption = None,
 ) -> None:
     """Train a job on the nodes of a hostfile, or on virtual nodes of this machine.
@@ -74,7 +73,7 @@ def up(
         )
     kills = tuple(_parse_kill(text, names, job.max_steps) for text in kill or [])
 
-    from .run_job import Run, dry_run_job, run_job
+    from .run_job import Run, run_job
 
     run = Run(
         job=job,
@@ -87,7 +86,7 @@ def up(
         summary=summary,
         base_dir=base_dir_of(base_dir),
     )
-    raise SystemExit(dry_run_job(run) if dry_run else run_job(run))
+    raise SystemExit(run_job(run))
 
 
 def _read_job(path: Path | None, settings: list[str]) -> JobSpec:

@@ -21,6 +21,7 @@ __all__ = [
     "Fence",
     "FinishStep",
     "Finished",
+    "Greeting",
     "Heartbeat",
     "Hello",
     "MasterMessage",
@@ -47,12 +48,28 @@ __all__ = [
 PROTOCOL_VERSION = 1
 
 
+# --- the first frames ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """The first frame on a connection, from the master.
+
+    The master speaks first because an SSH server may lose what a socket's owner says before its client has said
+    anything (asyncssh's forwarder does).
+    """
+
+    protocol: int
+    tag: str
+    """The job's."""
+
+
 # --- agent -> master ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The first frame on a connection: who the agent is, and whether it fits."""
+    """The agent's answer to the greeting: who it is, and whether it fits."""
 
     protocol: int
     oobleck_version: str
@@ -362,7 +379,9 @@ AgentMessage = (
 )
 """What an agent says to the master, its workers' words included."""
 
-MasterMessage = Configure | Heartbeat | StartWorker | ProfileRequest | Fence | Order | StorePut | FinishStep | StopAgent
+MasterMessage = (
+    Greeting | Configure | Heartbeat | StartWorker | ProfileRequest | Fence | Order | StorePut | FinishStep | StopAgent
+)
 """What the master says to an agent and, through it, to workers."""
 
 WorkerMessage = (

@@ -20,6 +20,7 @@ from oobleck.control.messages import (
     Configure,
     Fence,
     FinishStep,
+    Greeting,
     Heartbeat,
     Hello,
     MasterMessage,
@@ -47,6 +48,7 @@ _UNREAD_LIMIT = 10_000
 """Messages queued for a worker; one that reads none of so many is stuck for good."""
 _WORKER_LAST_WORDS_S = 2.0
 """How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
+_GREETING_S = 10.0
 _FIRST_CONTACT_S = 60.0
 """How long a new agent waits for its master."""
 
@@ -77,11 +79,13 @@ class Agent:
     def __init__(
         self,
         *,
+        tag: str,
         accept: Callable[[], Awaitable[MasterConnection]],
         workers: WorkerHost,
         hello: Callable[[int], Hello],
         cache_dir: Path,
     ) -> None:
+        self._tag = tag
         self._accept = accept
         self._host = workers
         self._hello = hello
@@ -114,7 +118,7 @@ class Agent:
 
     async def _serve(self, connection: MasterConnection, nursery: trio.Nursery) -> None:
         try:
-            await connection.send([self._hello(self._generation)])
+            await self._greet(connection)
             async with trio.open_nursery() as talk:
                 talk.start_soon(self._speak, connection)
                 talk.start_soon(self._beat)
@@ -122,11 +126,20 @@ class Agent:
                     await self._obey(await connection.receive(), nursery)
                 talk.cancel_scope.cancel()
             await self._take_leave(connection)
-        except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError):
+        except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, trio.TooSlowError):
             pass  # the master is gone or talks nonsense; training goes on, and another may come
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(1):
                 await connection.aclose()
+
+    async def _greet(self, connection: MasterConnection) -> None:
+        with trio.fail_after(_GREETING_S):
+            greeting = await connection.receive()
+        if not isinstance(greeting, Greeting):
+            raise PeerError(f"said {type(greeting).__name__} before Greeting")
+        if greeting.tag != self._tag:
+            raise PeerError(f"asked for the job {greeting.tag}; this is {self._tag}")
+        await connection.send([self._hello(self._generation)])
 
     async def _take_leave(self, connection: MasterConnection) -> None:
         """End the workers and say so; then nothing of this node is left."""
@@ -165,6 +178,8 @@ class Agent:
                 self._duty = _Duty(message)
             case Heartbeat():
                 pass
+            case Greeting():
+                raise PeerError("a second greeting on one connection")
             case StartWorker(device=device):
                 nursery.start_soon(self._run_worker, device)
             case Order(device=device, generation=generation):

@@ -26,7 +26,7 @@ from oobleck.control.events import (
     StoreProfile,
 )
 from oobleck.control.journal import Cause, JournalEntry
-from oobleck.control.messages import Hello, MasterMessage
+from oobleck.control.messages import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
 from oobleck.errors import NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 
@@ -49,6 +49,7 @@ class Master:
         coordinator: Coordinator,
         nodes: Mapping[str, NodeSpec],
         *,
+        tag: str,
         cluster: Cluster,
         journal: Journal,
         profiles: ProfileCache,
@@ -56,6 +57,7 @@ class Master:
     ) -> None:
         self._coordinator = coordinator
         self._nodes = nodes
+        self._tag = tag
         self._cluster = cluster
         self._journal = journal
         self._profiles = profiles
@@ -122,7 +124,7 @@ class Master:
                     for observer in self._observers:
                         observer(entry)
                 case Connect(node=node):
-                    self._tunnels[node] = tunnel = _Tunnel(self._nodes[node], self._events)
+                    self._tunnels[node] = tunnel = _Tunnel(self._nodes[node], self._tag, self._events)
                     nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
                 case Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()
@@ -146,10 +148,11 @@ class Master:
 class _Tunnel:
     """The conversation with one agent: a task that reads, a task that writes, and an end that becomes an event."""
 
-    def __init__(self, spec: NodeSpec, events: trio.MemorySendChannel[Event]) -> None:
+    def __init__(self, spec: NodeSpec, tag: str, events: trio.MemorySendChannel[Event]) -> None:
         self.scope = trio.CancelScope()
         self.closed = trio.Event()
         self._spec = spec
+        self._greeting = Greeting(protocol=PROTOCOL_VERSION, tag=tag)
         self._events = events
         self._post, self._outgoing = trio.open_memory_channel[MasterMessage](_MESSAGES_BUFFERED)
 
@@ -179,6 +182,7 @@ class _Tunnel:
     async def _talk(self, connection: AgentConnection, hello_timeout_s: float) -> None:
         try:
             with trio.fail_after(hello_timeout_s):
+                await connection.send([self._greeting])
                 hello = await connection.receive()
             if not isinstance(hello, Hello):
                 raise PeerError(f"said {type(hello).__name__} before Hello")

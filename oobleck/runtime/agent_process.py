@@ -112,7 +112,7 @@ async def _serve(node: str, directory: AgentDir, listener: socket.socket, cache_
         )
 
     workers = ForkingWorkerHost(directory)
-    agent = Agent(accept=accept, workers=workers, hello=hello, cache_dir=cache_dir)
+    agent = Agent(tag=directory.tag, accept=accept, workers=workers, hello=hello, cache_dir=cache_dir)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(workers.run)
         reason = await agent.run()

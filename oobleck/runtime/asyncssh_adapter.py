@@ -44,11 +44,11 @@ def awaitable_by_asyncio(function: Callable[..., Awaitable[None]]) -> Callable[.
     return wrapped
 
 
-class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession):  # type: ignore[misc]  # asyncssh is untyped
+class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
     """A forwarded UNIX socket as a trio stream, with back-pressure both ways."""
 
     def __init__(self) -> None:
-        self._channel: asyncssh.SSHUNIXChannel | None = None
+        self._channel: asyncssh.SSHUNIXChannel[bytes] | None = None
         self._unread = bytearray()
         self._readable = trio.Event()
         self._writable = trio.Event()
@@ -63,7 +63,7 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession):  # type:
 
     # --- called by asyncssh ----------------------------------------------------------------------------------
 
-    def connection_made(self, chan: asyncssh.SSHUNIXChannel) -> None:
+    def connection_made(self, chan: asyncssh.SSHUNIXChannel[bytes]) -> None:
         self._channel = chan
 
     def data_received(self, data: bytes, datatype: object = None) -> None:
@@ -152,7 +152,7 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession):  # type:
         await trio.lowlevel.checkpoint()
 
     @property
-    def _open_channel(self) -> asyncssh.SSHUNIXChannel:
+    def _open_channel(self) -> asyncssh.SSHUNIXChannel[bytes]:
         assert self._channel is not None
         return self._channel
 

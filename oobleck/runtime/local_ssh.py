@@ -55,9 +55,7 @@ async def serve_local_nodes(count: int) -> AsyncIterator[tuple[tuple[NodeSpec, .
             NodeSpec(name=f"node{index}", host=_HOST, port=server.sockets[0].getsockname()[1], user="oobleck")
             for index, server in enumerate(servers)
         )
-        options = SSHOptions(
-            client_keys=(client_key,), host_keys=(host_key.convert_to_public(),), use_defaults=False
-        )
+        options = SSHOptions(client_keys=(client_key,), host_keys=(host_key.convert_to_public(),), use_defaults=False)
         try:
             yield nodes, options
         finally:
@@ -69,7 +67,7 @@ async def serve_local_nodes(count: int) -> AsyncIterator[tuple[tuple[NodeSpec, .
             commands.cancel_scope.cancel()
 
 
-class _Server(asyncssh.SSHServer):  # type: ignore[misc]  # asyncssh is untyped
+class _Server(asyncssh.SSHServer):
     """Lets the run's own key do what agents need: commands, and connections to UNIX sockets."""
 
     def unix_connection_requested(self, dest_path: str) -> bool:

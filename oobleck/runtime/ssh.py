@@ -95,7 +95,7 @@ class SSHConnection:
             raise trio.BrokenResourceError(f"{self._node}: {error}") from error
         status = result.exit_status
         return CompletedCommand(
-            exit_status=-1 if status is None else int(status), stdout=bytes(result.stdout), stderr=bytes(result.stderr)
+            exit_status=-1 if status is None else status, stdout=_bytes(result.stdout), stderr=_bytes(result.stderr)
         )
 
     async def open_unix(self, path: str) -> trio.abc.HalfCloseableStream:
@@ -115,6 +115,10 @@ class SSHConnection:
         """Close the connection, and what runs through it."""
         self._connection.close()
         await await_asyncio(self._connection.wait_closed)
+
+
+def _bytes(output: str | bytes | None) -> bytes:
+    return output if isinstance(output, bytes) else b""
 
 
 async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 
 from oobleck.schedule import Instruction, Op, Program
 
@@ -60,7 +60,7 @@ class StepWork:
     """Its share of the step's loss; non-zero on last stages only."""
     counts: dict[int, int] = field(default_factory=dict)
     """How often each microbatch went through, noted by first stages, where it ends."""
-    sends: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+    sends: list[tuple[Work, torch.Tensor]] = field(default_factory=list)
     """Posted sends and what they read from."""
 
     @property

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from oobleck.planner import Place
 
@@ -46,21 +47,22 @@ class GroupKey:
 class Group:
     """A formed group, seen from one of its members."""
 
-    def __init__(self, key: GroupKey, place: Place, process_group: dist.ProcessGroupGloo, store: dist.Store) -> None:
+    def __init__(self, key: GroupKey, place: Place, process_group: ProcessGroupGloo, store: Store) -> None:
         self.key = key
         self.rank = key.members.index(place)
-        self._process_group = process_group
+        self._process_group: Any = process_group  # torch's stubs leave out what a backend inherits
         self._store = store  # torch keeps no reference to a store that is written in Python
 
     def rank_of(self, place: Place) -> int:
         return self.key.members.index(place)
 
-    def send(self, tensor: torch.Tensor, target: int, tag: int) -> dist.Work:
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Work:
         """Post a send of a contiguous tensor, which must not change until the receiver has it."""
         try:
-            return self._process_group.send([tensor], target, tag)
+            work: Work = self._process_group.send([tensor], target, tag)
         except RuntimeError as error:
             raise PeerLost(f"send to {self.key.members[target]}: {error}") from error
+        return work
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Block until the tensor is filled. Raises PeerLost."""
@@ -80,7 +82,7 @@ class Group:
 class Reduction:
     """An all-reduce under way. The waiting is interruptible: a frozen peer never answers."""
 
-    def __init__(self, group: Group, work: dist.Work, signals: Signals) -> None:
+    def __init__(self, group: Group, work: Work, signals: Signals) -> None:
         self._group = group
         self._signals = signals
         self._future = work.get_future()
@@ -104,7 +106,7 @@ class GroupTable:
         self._signals = signals
         self._groups: dict[GroupKey, Group] = {}
         self._abandoned: list[Group] = []
-        self._device = dist.ProcessGroupGloo.create_device(hostname=address)
+        self._device = ProcessGroupGloo.create_device(hostname=address)
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
@@ -140,10 +142,10 @@ class GroupTable:
     def _form_one(self, key: GroupKey) -> Group:
         nodes = tuple(sorted({place.node for place in key.members}))
         store = BoardStore(self._board, nodes, _FORMING_TIMEOUT_S)
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._devices = [self._device]
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
-        prefixed = dist.PrefixStore(key.name, store)
-        group = dist.ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
+        prefixed = PrefixStore(key.name, store)
+        group = ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
         group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
         return Group(key, self._place, group, store)

@@ -104,7 +104,7 @@ def reduce_gradients(
     reduced: dict[str, torch.Tensor] = {}
     for bucket, flat in zip(buckets, flats, strict=True):
         shapes = [parameters[name].shape for name in bucket.parameters]
-        pieces = flat.split([shape.numel() for shape in shapes])
+        pieces = torch.split(flat, [shape.numel() for shape in shapes])
         reduced.update(
             (name, piece.view(shape)) for name, piece, shape in zip(bucket.parameters, pieces, shapes, strict=True)
         )

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 __all__ = ["Board", "BoardStore"]
 
@@ -60,7 +60,7 @@ class Board:
                 del self._values[key]
 
 
-class BoardStore(dist.Store):
+class BoardStore(Store):
     """What a process group of `nodes` sees of the board: the store's interface, as far as Gloo uses it."""
 
     def __init__(self, board: Board, nodes: tuple[str, ...], timeout_s: float) -> None:

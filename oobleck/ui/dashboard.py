@@ -52,7 +52,8 @@ class Dashboard:
         self.fill = fill
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = options.height or console.height
+        # What is printed and left standing shares the screen with the prompt that comes after it.
+        height = options.height or (console.height if self.fill else max(1, console.height - 2))
         lines = dashboard_lines(self.snapshot, width=options.max_width, height=height, fill=self.fill)
         yield Text("\n").join(lines)
 
@@ -67,8 +68,10 @@ def dashboard_lines(snapshot: RunSnapshot, *, width: int, height: int, fill: boo
     room = height - len(head)
     events_wanted = min(len(snapshot.events), room if fill else 8)
     pipelines_room, nodes_room, events_room = _share(snapshot, room, width, events_wanted)
+    pipelines = pipeline_lines(snapshot.pipelines, width=width, height=pipelines_room)
+    events_room = min(events_wanted, events_room + pipelines_room - len(pipelines))
     sections = (
-        (_pipelines_title(snapshot), pipeline_lines(snapshot.pipelines, width=width, height=pipelines_room)),
+        (_pipelines_title(snapshot), pipelines),
         (_nodes_title(snapshot), _node_lines(snapshot.nodes, width, nodes_room)),
         ("Events", _event_lines(snapshot.events, events_room)),
     )
@@ -120,7 +123,7 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
         ("recoveries", str(snapshot.num_recoveries)),
         ("f", f"{snapshot.fault_threshold}" + ("" if snapshot.redundant else " not met")),
         ("elapsed", duration_text(snapshot.elapsed_s)),
-        ("remaining", duration_text(snapshot.remaining_s)),
+        *((("remaining", duration_text(snapshot.remaining_s)),) if snapshot.exit_code is None else ()),
     )
     lines = [Text(" ")]
     for label, value in values:

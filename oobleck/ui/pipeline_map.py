@@ -1,11 +1,13 @@
-"""The map of pipelines: one row each, with a box for every stage, in as many lines as there is room for.
+"""The map of pipelines: each with its stages in order, as large as there is room for.
 
-Three sizes, the largest that fits: boxes of three lines, cells of one line, and one coloured block a stage.
+Four sizes: boxes of three lines; cells of one line; cells just wide enough, with several pipelines side by
+side; one coloured block a stage, side by side as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -34,36 +36,71 @@ _MARKS = {
 
 _MIN_CELL = 8
 _MAX_CELL = 24
+_MAX_NARROW_CELL = 14
 
 Row = list[Text]
 
 
-def pipeline_lines(pipelines: Sequence[PipelineView], *, width: int, height: int) -> list[Text]:
-    """Draw the pipelines in at most `height` lines of at most `width` cells.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Size:
+    """A way to draw pipelines: each takes `height` lines of `width` cells, its gap to the next one included."""
 
-    Where not all fit, those in trouble are kept, and the last line counts the ones left out.
+    draw: Callable[[str, PipelineView], Row]
+    width: int
+    height: int = 1
+
+    def per_row(self, width: int) -> int:
+        return max(1, (width + 1) // self.width)
+
+    def lines_for(self, num_pipelines: int, width: int) -> int:
+        return -(-num_pipelines // self.per_row(width)) * self.height
+
+
+def pipeline_lines(pipelines: Sequence[PipelineView], *, width: int, height: int) -> list[Text]:
+    """Draw the pipelines in at most `height` lines of at most `width` cells, at the largest size that fits them all.
+
+    Where none does, those in trouble are kept, and the last line counts the ones left out.
     """
     if not pipelines or height < 1:
         return []
-    num_stages = max(len(pipeline.stages) for pipeline in pipelines)
-    label_width = max(cell_len(_label(index, pipeline)) for index, pipeline in enumerate(pipelines)) + 1
-    cell_width = (width - label_width) // num_stages
-    draw: Callable[[str, PipelineView], Row]
-    if cell_width < _MIN_CELL:
-        draw, lines_each = (lambda label, pipeline: [_blocks(label, pipeline, width)]), 1
-    elif 3 * len(pipelines) > height:
-        cell = min(cell_width, _MAX_CELL)
-        draw, lines_each = (lambda label, pipeline: [_cells(label, pipeline, cell)]), 1
-    else:
-        cell = min(cell_width, _MAX_CELL)
-        draw, lines_each = (lambda label, pipeline: _boxes(label, pipeline, cell)), 3
-    shown = _choose(pipelines, height // lines_each if len(pipelines) * lines_each <= height else height - 1)
+    labels = [_label(index, pipeline) for index, pipeline in enumerate(pipelines)]
+    label_width = max(map(len, labels)) + 1
+    sizes = list(_sizes(pipelines, width, label_width))
+    size = next((size for size in sizes if size.lines_for(len(pipelines), width) <= height), sizes[-1])
+    per_row = size.per_row(width)
+    fits = size.lines_for(len(pipelines), width) <= height
+    shown = list(range(len(pipelines))) if fits else _choose(pipelines, per_row * (height - 1))
+    drawn = [size.draw(labels[index].ljust(label_width), pipelines[index]) for index in shown]
     lines = [
-        line for index in shown for line in draw(_label(index, pipelines[index]).ljust(label_width), pipelines[index])
+        _side_by_side([rows[line] for rows in drawn[start : start + per_row]], size.width)
+        for start in range(0, len(drawn), per_row)
+        for line in range(size.height)
     ]
-    if len(shown) < len(pipelines):
+    if not fits:
         lines.append(Text(f"… and {len(pipelines) - len(shown)} more pipelines", style="dim"))
-    return [_cut(line, width) for line in lines[:height]]
+    return [_cut(line, width) for line in lines]
+
+
+def _sizes(pipelines: Sequence[PipelineView], width: int, label_width: int) -> Iterator[_Size]:
+    """The sizes that the width allows, the largest first; blocks fit any width."""
+    num_stages = max(len(pipeline.stages) for pipeline in pipelines)
+    cell = min((width - label_width) // num_stages, _MAX_CELL)
+    if cell >= _MIN_CELL:
+        yield _Size(draw=lambda label, pipeline: _boxes(label, pipeline, cell), width=width + 1, height=3)
+        yield _Size(draw=lambda label, pipeline: [_cells(label, pipeline, cell)], width=width + 1)
+        narrow = min(cell, _MAX_NARROW_CELL, max(_cell_width(stage) for each in pipelines for stage in each.stages))
+        yield _Size(
+            draw=lambda label, pipeline: [_cells(label, pipeline, narrow)], width=label_width + num_stages * narrow + 1
+        )
+    room = max(1, min(num_stages, width - label_width))
+    yield _Size(draw=lambda label, pipeline: [_blocks(label, pipeline, room)], width=label_width + room + 2)
+
+
+def _side_by_side(items: Row, width: int) -> Text:
+    line = Text()
+    for position, item in enumerate(items):
+        line.append(" " * (position * width - line.cell_len)).append_text(item)
+    return line
 
 
 def _choose(pipelines: Sequence[PipelineView], room: int) -> list[int]:
@@ -92,6 +129,11 @@ def _boxes(label: str, pipeline: PipelineView, cell: int) -> Row:
     return [top, middle, bottom]
 
 
+def _cell_width(stage: StageView) -> int:
+    """What a cell needs for its bar, the node, the mark of trouble, the layers and a gap."""
+    return cell_len(stage.node) + len(layers_text(stage.first_layer, stage.stop_layer)) + 6
+
+
 def _cells(label: str, pipeline: PipelineView, cell: int) -> Text:
     line = Text(label, style="bold")
     for stage in pipeline.stages:
@@ -105,14 +147,14 @@ def _cells(label: str, pipeline: PipelineView, cell: int) -> Text:
     return line
 
 
-def _blocks(label: str, pipeline: PipelineView, width: int) -> Text:
-    """One block a stage; where even that is too wide, every stage in trouble and a share of the others."""
+def _blocks(label: str, pipeline: PipelineView, room: int) -> Text:
+    """One block a stage; where even that is too wide, a block stands for several, in the state of the worst."""
     line = Text(label, style="bold")
-    room = max(1, width - len(label))
     stages = pipeline.stages
-    for block in range(min(room, len(stages))):
-        span = stages[block * len(stages) // room : (block + 1) * len(stages) // room] if len(stages) > room else ()
-        stage = max(span, key=_trouble) if span else stages[block]
+    num_blocks = min(room, len(stages))
+    for block in range(num_blocks):
+        span = stages[block * len(stages) // num_blocks : (block + 1) * len(stages) // num_blocks]
+        stage = max(span, key=_trouble)
         line.append("✗" if stage.state is WorkState.LOST else "■", STATE_STYLES[stage.state])
     return line
 

@@ -173,3 +173,10 @@ def test_a_snapshot_is_json():
     assert written["pipelines"][1]["stages"][1] == {
         "node": "node3", "first_layer": 4, "stop_layer": 8, "num_devices": 1, "state": "training"
     }  # fmt: skip
+
+
+def test_a_regrouping_that_lost_no_node_is_told_as_that():
+    regrouping = RecoveryStarted(t_s=3.1, generation=2, nodes=(), cause=Cause.PEER_FAILED)
+    texts = [event.text for event in seen(*START, regrouping, recovered(3.4, 2)).events]
+    assert texts[-2] == "regrouping; no node is lost"
+    assert texts[-1].startswith("regrouped; rebuild; ")

@@ -66,15 +66,22 @@ def test_64_nodes_fit_a_small_terminal_and_the_lost_one_is_shown():
     assert len(lines) <= 24
     text = "\n".join(lines)
     assert "✗ node7 lost" in text
-    assert "more pipelines" in text
+    assert text.count("■") + text.count("✗") - 1 == 64  # a mark for each stage; the other ✗ is among the nodes
     assert "63 training" in text
 
 
-def test_many_short_pipelines_keep_the_broken_one_in_sight():
-    lines = plain(snapshot_of(32, 2, 25.21), 80, 20)
-    assert len(lines) <= 20
-    assert any(line.startswith("1 ×8") and "node3 ✗" in line for line in lines)
+def test_more_pipelines_than_fit_keep_the_broken_one_in_sight():
+    lines = plain(snapshot_of(128, 2, 25.21), 80, 14)
+    assert len(lines) <= 14
+    assert any("1 ×8" in line and "■✗" in line for line in lines)
     assert any("more pipelines" in line for line in lines)
+
+
+def test_what_is_left_standing_leaves_room_for_the_prompt():
+    output = io.StringIO()
+    Console(file=output, width=80, height=24).print(Dashboard(snapshot_of(16, 4, 99.0), fill=False))
+    assert output.getvalue().count("\n") <= 22
+    assert "remaining" not in output.getvalue()
 
 
 def test_without_fill_it_is_as_high_as_its_content():

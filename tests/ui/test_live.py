@@ -124,7 +124,7 @@ def test_the_dashboard_follows_the_terminals_size(terminal):
 def test_a_stopped_terminal_does_not_hold_up_the_run(terminal, tmp_path):
     """Nobody reads, so writing blocks; the feeder's tasks must go on and end all the same."""
     report = tmp_path / "report"
-    screen = terminal("--speed", "4", "--nodes", "64", "--report", str(report), columns=200, lines=60)
+    screen = terminal("--speed", "20", "--nodes", "64", "--report", str(report), columns=200, lines=60)
     deadline = time.monotonic() + 60
     while not report.exists():
         assert time.monotonic() < deadline

@@ -66,11 +66,24 @@ def test_colours_are_not_the_only_sign_of_trouble():
     assert "node0 ~" in drawn(pipeline(2, state=WorkState.RECONFIGURING))[1]
 
 
+def test_with_fewer_lines_cells_shrink_and_stand_side_by_side():
+    assert drawn(*[pipeline(2)] * 4, height=2, width=76) == [
+        "0 ×8 ▌node0 0-1    ▌node1 2-3     1 ×8 ▌node0 0-1    ▌node1 2-3    ",
+        "2 ×8 ▌node0 0-1    ▌node1 2-3     3 ×8 ▌node0 0-1    ▌node1 2-3    ",
+    ]
+
+
+def test_then_blocks_stand_side_by_side():
+    lines = drawn(*[pipeline(2)] * 20, height=3)
+    assert lines[0].split() == [part for index in range(8) for part in (str(index), "×8", "■■")]
+    assert [line.count("■■") for line in lines] == [8, 8, 4]
+
+
 def test_pipelines_in_trouble_are_kept_when_not_all_fit():
-    pipelines = [pipeline(2, name=f"p{index}-", lost=1 if index == 17 else None) for index in range(20)]
-    lines = drawn(*pipelines, height=4)
-    assert [line.split()[0] for line in lines] == ["0", "1", "17", "…"]
-    assert lines[-1] == "… and 17 more pipelines"
+    pipelines = [pipeline(2, name=f"p{index}-", lost=1 if index == 90 else None) for index in range(100)]
+    lines = drawn(*pipelines, height=2)
+    assert lines[0].endswith("90 ×8 ■✗")
+    assert lines[-1] == "… and 92 more pipelines"
 
 
 def test_when_all_fit_nothing_is_left_out():

@@ -1,0 +1,236 @@
+"""Hostfiles: the nodes of a job, one a line, in the style of DeepSpeed and MPI.
+
+    # two machines with all their devices, and half of a third
+    node1 slots=4
+    user@node[2-3] slots=4 port=2222
+    30.207.99.20 devices=0-3
+
+A line is a host, then `key=value` words: `slots` (how many devices), `devices` (which ones), `port`. Brackets
+hold numbers and ranges, kept as wide as they are written: node[08-11,20]. A host may appear again with other
+devices; without `devices=` it goes on after those that are taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from itertools import chain, product, zip_longest
+from math import prod
+
+from oobleck.errors import ConfigError
+from oobleck.job import NodeSpec
+
+from .nearest import did_you_mean
+
+__all__ = ["MAX_DEVICES", "MAX_NODES", "parse_hostfile"]
+
+MAX_NODES = 16_384
+"""The most nodes that one hostfile may name: a slip in a range should not fill the memory."""
+
+MAX_DEVICES = 256
+"""The most devices of one machine."""
+
+_KEYS = ("slots", "devices", "port")
+_SSH_PORT = 22
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?")
+_USER = re.compile(r"[\w.][\w.@\\+$-]*")
+
+
+def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
+    """Read the nodes of a hostfile, in its order; `source` names it in errors.
+
+    Raises ConfigError, beginning with "source:line:", that names the value and what to change.
+    """
+    taken = _Taken()
+    nodes: list[NodeSpec] = []
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        try:
+            entry = _parse_line(line)
+            if entry is None:
+                continue
+            if len(nodes) + len(entry.hosts) > MAX_NODES:
+                raise ConfigError(f"names more than {MAX_NODES} nodes; check the ranges in brackets")
+            nodes.extend(taken.place(host, entry, line=number) for host in entry.hosts)
+        except ConfigError as error:
+            raise ConfigError(f"{source}:{number}: {error}") from error
+    return tuple(nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """What one line says."""
+
+    hosts: tuple[str, ...]
+    user: str | None
+    port: int | None
+    num_devices: int
+    devices: tuple[int, ...] | None
+    """None takes the next `num_devices` that are free."""
+
+
+class _Taken:
+    """Which devices of which machine earlier lines have taken, and how often each host was named."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, int], dict[int, int]] = {}
+        """For each machine, the devices that are taken and the lines that took them."""
+        self._times_named: dict[str, int] = {}
+
+    def place(self, host: str, entry: _Entry, *, line: int) -> NodeSpec:
+        """Make a node of one host of a line, and take its devices. Raises ConfigError if one is taken already."""
+        # Behind one address, another port is another machine: a container, or a forwarded port. Host names
+        # do not tell capital letters from small ones.
+        machine = (host.lower(), entry.port or _SSH_PORT)
+        lines = self._lines.setdefault(machine, {})
+        first = max(lines, default=-1) + 1
+        devices = entry.devices or tuple(range(first, first + entry.num_devices))
+        for device in devices:
+            if device in lines:
+                raise ConfigError(
+                    f"device {device} of {host} is taken by line {lines[device]} already; give each line "
+                    f"devices= of its own, or none at all"
+                )
+            if device >= MAX_DEVICES:
+                raise ConfigError(f"device {device} of {host} is not possible; it must be less than {MAX_DEVICES}")
+        lines.update(dict.fromkeys(devices, line))
+        return NodeSpec(name=self._name(host), host=host, devices=devices, port=entry.port, user=entry.user)
+
+    def _name(self, host: str) -> str:
+        times = self._times_named[host.lower()] = self._times_named.get(host.lower(), 0) + 1
+        return host if times == 1 else f"{host}#{times}"
+
+
+def _parse_line(line: str) -> _Entry | None:
+    """Read one line; None for one without a node."""
+    words = list(_words(line))
+    if not words:
+        return None
+    user, at, pattern = words[0].rpartition("@")
+    if at and not _USER.fullmatch(user):
+        raise ConfigError(f"{words[0]!r} is not a host; write HOST or USER@HOST")
+    settings = _settings(words[1:])
+    devices = _devices(settings["devices"]) if "devices" in settings else None
+    if "slots" in settings:
+        num_devices = _number("slots", settings["slots"], least=1, most=MAX_DEVICES)
+    else:
+        num_devices = len(devices) if devices else 1
+    if devices and len(devices) != num_devices:
+        raise ConfigError(
+            f"slots={num_devices}, but devices={settings['devices']} names {len(devices)}; make them agree, or leave "
+            "slots out"
+        )
+    return _Entry(
+        hosts=_hosts(pattern),
+        user=user or None,
+        port=_number("port", settings["port"], least=1, most=65_535) if "port" in settings else None,
+        num_devices=num_devices,
+        devices=devices,
+    )
+
+
+def _words(line: str) -> Iterator[str]:
+    """The words of a line up to a comment. Only a word that begins with # begins one."""
+    for word in line.split():
+        if word.startswith("#"):
+            return
+        yield word
+
+
+def _settings(words: list[str]) -> Mapping[str, str]:
+    settings: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key or not value:
+            raise ConfigError(f"{word!r} is not key=value, written without spaces, as in slots=4; one node a line")
+        if key not in _KEYS:
+            raise ConfigError(f"unknown key {key!r}; {did_you_mean(key, _KEYS)}")
+        if key in settings:
+            raise ConfigError(f"{key} is given twice; leave one of {key}={settings[key]} and {word} out")
+        settings[key] = value
+    return settings
+
+
+def _number(key: str, text: str, *, least: int, most: int) -> int:
+    if not _NUMBER.fullmatch(text) or not least <= int(text) <= most:
+        raise ConfigError(f"{key}={text} is not possible; it must be a whole number from {least} to {most}")
+    return int(text)
+
+
+def _devices(text: str) -> tuple[int, ...]:
+    """Read 0,1,2 or 0-2,5."""
+    devices: list[int] = []
+    for part in text.split(","):
+        first, last = _ends(part, f"devices={text}")
+        if last >= MAX_DEVICES:
+            raise ConfigError(f"devices={text}: device {last} is not possible; it must be less than {MAX_DEVICES}")
+        devices.extend(range(int(first), last + 1))
+    if len(set(devices)) != len(devices):
+        raise ConfigError(f"devices={text} names a device twice; name each once")
+    return tuple(devices)
+
+
+def _ends(part: str, whole: str) -> tuple[str, int]:
+    """The first number of `3` or `3-7` as it is written, and the last."""
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        raise ConfigError(f"{whole}: {part!r} is neither a number nor a range of them, as in 0,2-5")
+    first, last = match[1], int(match[2] or match[1])
+    if last < int(first):
+        raise ConfigError(f"{whole}: {part} counts down; write {match[2]}-{first}")
+    return first, last
+
+
+def _hosts(pattern: str) -> tuple[str, ...]:
+    """Expand the brackets of a host. Raises ConfigError for what is no host, or one that is named twice."""
+    _check_host(pattern)
+    # Split at the brackets, every second piece is what a pair of them holds.
+    pieces = _BRACKETS.split(pattern)
+    ranges = [[_ends(part, pattern) for part in piece.split(",")] for piece in pieces[1::2]]
+    if prod(sum(last - int(first) + 1 for first, last in parts) for parts in ranges) > MAX_NODES:
+        raise ConfigError(f"{pattern} names more than {MAX_NODES} nodes")
+    choices = [[number for first, last in parts for number in _numbers(first, last)] for parts in ranges]
+    hosts = tuple(
+        "".join(chain.from_iterable(zip_longest(pieces[::2], numbers, fillvalue=""))) for numbers in product(*choices)
+    )
+    ((host, times),) = Counter(hosts).most_common(1)
+    if times > 1:
+        raise ConfigError(f"{pattern} names {host} twice; name each host once, and its devices by slots=")
+    return hosts
+
+
+def _numbers(first: str, last: int) -> Iterator[str]:
+    """The numbers of a range, padded with zeros where the first one is."""
+    width = len(first) if first.startswith("0") else 0
+    return (str(number).zfill(width) for number in range(int(first), last + 1))
+
+
+def _check_host(pattern: str) -> None:
+    """Raise ConfigError unless the pattern stands for host names or is an address."""
+    if ":" in pattern:
+        _check_ipv6(pattern)
+    elif not _HOST.fullmatch(_BRACKETS.sub("0", pattern)):
+        raise ConfigError(
+            f"{pattern!r} is not a host; use letters, digits, '.', '_' and '-', and brackets around ranges, as in "
+            "node[1-4]"
+        )
+
+
+def _check_ipv6(pattern: str) -> None:
+    host, _, number = pattern.partition(":")
+    if _NUMBER.fullmatch(number):
+        raise ConfigError(f"{pattern!r} is not a host; write '{host} port={number}' or '{host} slots={number}'")
+    try:
+        valid = _ADDRESS.fullmatch(pattern) is not None and ip_address(pattern).version == 6
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(
+            f"{pattern!r} is not an IPv6 address; write it without brackets, as in 2001:db8::7, and a port as port=22"
+        )

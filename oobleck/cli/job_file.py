@@ -1,0 +1,312 @@
+"""Job files: YAML, or `--set KEY=VALUE`, to a `JobSpec`.
+
+    max_steps: 1000
+    model: {type: llama, hidden_size: 512}    # what is not `type` goes into the model's configuration
+    optimizer:
+      learning_rate: 3e-4
+
+Keys and types are those of the dataclasses in `oobleck.job`, read from their annotations. What is left out keeps
+its default.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import JobSpec, ModelSpec
+
+from .nearest import did_you_mean, nearest
+from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
+
+__all__ = ["Override", "apply_overrides", "default_job", "load_job", "parse_override"]
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Spec = TypeVar("Spec", bound="DataclassInstance")
+
+_INT_LIMIT = 2**63
+"""Whole numbers have 64 bits wherever they go."""
+
+_SHOWN_CHARS = 60
+
+_KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One `--set KEY=VALUE`."""
+
+    path: tuple[str, ...]
+    """The words of the key: learning_rate of optimizer is ("optimizer", "learning_rate")."""
+    value: YamlValue
+    text: str
+    """As the user wrote it."""
+
+
+def default_job() -> JobSpec:
+    """The job that is trained when none is named."""
+    return JobSpec()
+
+
+def load_job(text: str, *, source: str) -> JobSpec:
+    """Read a job file; `source` names it in errors.
+
+    Raises ConfigError, beginning with "source:line:", that names the key, the value and what to change.
+    """
+    try:
+        tree = parse_yaml(text)
+        changes = _read_spec(JobSpec, tree, (), lenient=False)
+    except YamlError as error:
+        raise ConfigError(f"{source}:{error.line}: {error}") from error
+    try:
+        return _changed(JobSpec(), changes)
+    except ConfigError as error:
+        raise ConfigError(f"{source}:{_line_of(tree, _blamed(error))}: {error}") from error
+
+
+def parse_override(text: str) -> Override:
+    """Read KEY=VALUE, as in `optimizer.learning_rate=3e-4` or `data.paths=[a.txt, b.txt]`.
+
+    The value is YAML. Raises UsageError for what has another form; whether there is such a key is for
+    `apply_overrides` to say.
+    """
+    key, equals, value = text.partition("=")
+    path = tuple(word.strip() for word in key.split("."))
+    if not equals or not all(path):
+        raise UsageError(f"--set {text}: not KEY=VALUE, as in optimizer.learning_rate=3e-4")
+    try:
+        return Override(path=path, value=parse_yaml(value), text=text)
+    except YamlError as error:
+        raise UsageError(f"--set {text}: {error}") from error
+
+
+def apply_overrides(job: JobSpec, overrides: Sequence[Override]) -> JobSpec:
+    """Change a job by all overrides at once; of two for the same key the later one counts.
+
+    Raises UsageError that names the override, and what to change.
+    """
+    changes: dict[str, object] = {}
+    for override in overrides:
+        try:
+            read = _read_spec(JobSpec, _nested(override.path, override.value), (), lenient=True)
+        except YamlError as error:
+            raise UsageError(f"--set {override.text}: {error}") from error
+        changes = _merged(changes, read)
+    try:
+        return _changed(job, changes)
+    except ConfigError as error:
+        to_blame = [override for override in overrides if override.path == _blamed(error)] or overrides
+        raise UsageError(f"--set {' '.join(override.text for override in to_blame)}: {error}") from error
+
+
+def _nested(path: tuple[str, ...], value: YamlValue) -> YamlValue:
+    """What a file would hold that says the same as an override."""
+    for word in reversed(path):
+        value = YamlMapping(entries=((YamlScalar(value=word, text=word, line=1), value),), line=1)
+    return value
+
+
+# --- from trees to changes ---------------------------------------------------------------------------------
+# Changes are the fields that are given, checked and converted; those of a dataclass within a dataclass are
+# changes themselves.
+
+
+def _read_spec(cls: type, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
+    """Read the fields of a dataclass. Raises YamlError.
+
+    `lenient` takes numbers and truth values for text where text is wanted: a shell has eaten the quotes.
+    """
+    annotations = get_type_hints(cls)
+    changes: dict[str, object] = {}
+    for key, item in _entries(value, path):
+        if key.text not in annotations:
+            raise YamlError(_unknown_key(key.text, cls, path), key.line)
+        changes[key.text] = _read(annotations[key.text], item, (*path, key.text), lenient=lenient)
+    return changes
+
+
+def _entries(value: YamlValue, path: tuple[str, ...]) -> tuple[tuple[YamlScalar, YamlValue], ...]:
+    """The entries of a mapping; none for a key without a value, all of whose own may be commented out."""
+    match value:
+        case YamlMapping(entries=entries):
+            return entries
+        case YamlScalar(value=None):
+            return ()
+    raise _unexpected("keys with values", value, path)
+
+
+def _read(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
+    if annotation is ModelSpec:
+        return _read_model(value, path, lenient=lenient)
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        return _read_spec(annotation, value, path, lenient=lenient)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return _read_choice(arguments, value, path)
+    if origin is tuple:
+        return _read_list(arguments[0], value, path, lenient=lenient)
+    if origin in (Union, types.UnionType):
+        if isinstance(value, YamlScalar) and value.value is None:
+            return None
+        (annotation,) = (argument for argument in arguments if argument is not types.NoneType)
+    return _read_scalar(annotation, value, path, lenient=lenient)
+
+
+def _read_model(value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
+    """Read `llama`, or a mapping: `type`, and the keys of the model's configuration beside it or under `config`."""
+    if isinstance(value, YamlScalar) and value.value is not None:
+        return {"type": _read_scalar(str, value, path, lenient=lenient)}
+    changes: dict[str, object] = {}
+    config: dict[str, object] = {}
+    for key, item in _entries(value, path):
+        if key.text == "type":
+            changes["type"] = _read_scalar(str, item, (*path, "type"), lenient=lenient)
+        elif key.text == "config":
+            config |= {inner.text: _read_any(part, (*path, inner.text)) for inner, part in _entries(item, path)}
+        else:
+            config[key.text] = _read_any(item, (*path, key.text))
+    return changes | ({"config": config} if config else {})
+
+
+def _read_any(value: YamlValue, path: tuple[str, ...]) -> object:
+    """Read a scalar of whatever kind: what a model's configuration wants is for the model to say."""
+    if not isinstance(value, YamlScalar):
+        raise _unexpected("text, a number, true or false", value, path)
+    return _within_range(value, path)
+
+
+def _read_choice(choices: tuple[object, ...], value: YamlValue, path: tuple[str, ...]) -> object:
+    if not isinstance(value, YamlScalar) or value.text not in choices:
+        raise _unexpected(f"one of {', '.join(map(str, choices))}", value, path)
+    return value.text
+
+
+def _read_list(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> tuple[object, ...]:
+    match value:
+        case YamlList(items=items):
+            return tuple(_read(annotation, item, path, lenient=lenient) for item in items)
+        case YamlScalar(value=None):
+            return ()
+    raise _unexpected("a list", value, path)
+
+
+def _read_scalar(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
+    kind = _KINDS[annotation]
+    if not isinstance(value, YamlScalar) or value.value is None:
+        raise _unexpected(kind, value, path)
+    if annotation is str and lenient:
+        return value.text
+    if annotation is float and type(value.value) is int:
+        return float(value.value)
+    if type(value.value) is not annotation:
+        raise _unexpected(kind, value, path)
+    return _within_range(value, path)
+
+
+def _within_range(value: YamlScalar, path: tuple[str, ...]) -> object:
+    if type(value.value) is float and not math.isfinite(value.value):
+        raise _unexpected("a finite number", value, path)
+    if type(value.value) is int and not -_INT_LIMIT <= value.value < _INT_LIMIT:
+        raise _unexpected("a whole number of at most 64 bits", value, path)
+    return value.value
+
+
+# --- from changes to specs ---------------------------------------------------------------------------------
+
+
+def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
+    """A dataclass with changes made. Raises ConfigError where the dataclass finds them impossible."""
+    values: dict[str, object] = {}
+    for name, change in changes.items():
+        current = getattr(spec, name)
+        if isinstance(change, dict) and is_dataclass(type(current)):
+            change = _changed(current, change)
+        values[name] = change
+    if isinstance(spec, ModelSpec):
+        # The configuration of one type means nothing to another; and who names a type wants that, as it is.
+        kept = {} if "type" in changes else spec.config
+        given = changes.get("config", {})
+        assert isinstance(given, dict)
+        values["config"] = {**kept, **given}
+    return replace(spec, **values)
+
+
+def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
+    """Both changes; where they differ, the second ones."""
+    merged = dict(first)
+    for name, change in second.items():
+        before = merged.get(name)
+        merged[name] = _merged(before, change) if isinstance(before, dict) and isinstance(change, dict) else change
+    return merged
+
+
+# --- saying what is wrong ----------------------------------------------------------------------------------
+
+
+def _blamed(error: ConfigError) -> tuple[str, ...]:
+    """The path of the field that an error of `oobleck.job` begins with."""
+    return tuple(str(error).partition(":")[0].split("."))
+
+
+def _line_of(tree: YamlValue, path: tuple[str, ...]) -> int:
+    """The line of a key, or of the innermost mapping that would hold it."""
+    line = tree.line
+    for word in path:
+        entries = tree.entries if isinstance(tree, YamlMapping) else ()
+        found = next(((key, item) for key, item in entries if key.text == word), None)
+        if found is None:
+            break
+        line, tree = found[0].line, found[1]
+    return line
+
+
+def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
+    place = f" in {'.'.join(path)}" if path else ""
+    own = [field.name for field in fields(cls)]
+    elsewhere = {known.rpartition(".")[2]: known for known in _all_keys(JobSpec)}
+    suggestion = elsewhere.get(key) or nearest(key, own) or elsewhere.get(nearest(key, elsewhere) or "")
+    return f"unknown key {key!r}{place}; " + (f"did you mean {suggestion}?" if suggestion else did_you_mean(key, own))
+
+
+def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """All keys of a job with those of its sections, outer ones last."""
+    for name, annotation in get_type_hints(cls).items():
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            yield from _all_keys(annotation, f"{prefix}{name}.")
+        yield prefix + name
+
+
+def _unexpected(expectation: str, value: YamlValue, path: tuple[str, ...]) -> YamlError:
+    name = f"{'.'.join(path)}: " if path else ""
+    return YamlError(f"{name}expected {expectation}, got {_shown(value)}{_hint(expectation, value)}", value.line)
+
+
+def _shown(value: YamlValue) -> str:
+    match value:
+        case YamlList():
+            return "a list"
+        case YamlMapping():
+            return "keys with values"
+        case YamlScalar(value=None):
+            return "nothing"
+    text = value.text if len(value.text) <= _SHOWN_CHARS else f"{value.text[:_SHOWN_CHARS]}…"
+    return repr(text) if isinstance(value.value, str) else text
+
+
+def _hint(expectation: str, value: YamlValue) -> str:
+    """What to write instead, where that is clear."""
+    if not isinstance(value, YamlScalar) or value.value is None:
+        return ""
+    if expectation == _KINDS[str]:
+        return "; put it in quotes"
+    if expectation == "a list":
+        return f"; write [{value.text[:_SHOWN_CHARS]}]"
+    if expectation == _KINDS[int] and isinstance(value.value, float) and value.value.is_integer():
+        return f"; write {int(value.value)}"
+    return ""

@@ -1,0 +1,20 @@
+"""Guess which word was meant by one that is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["did_you_mean", "nearest"]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Say how an unknown word may be put right, as the end of a sentence: by the nearest known one, or by all."""
+    choices = sorted(known)
+    match = nearest(word, choices)
+    return f"did you mean {match}?" if match else f"known are {', '.join(choices)}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is spelled most alike, if one is near."""
+    return next(iter(get_close_matches(word.lower(), known, n=1)), None)

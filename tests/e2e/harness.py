@@ -1,0 +1,196 @@
+"""Runs `oobleck up` as a user would: a process of its own, real agents and workers, a summary to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oobleck.runtime.agent_dir import AgentDir
+
+TAG = "e2e"
+"""All runs here share it, and so a fork server that has imported torch already."""
+
+RUN_TIMEOUT_S = 240.0
+
+GPT2 = """\
+tag: e2e
+model: {type: gpt2, n_embd: 32, n_layer: 4, n_head: 2}
+"""
+LLAMA = """\
+tag: e2e
+model: {type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 2,
+        num_key_value_heads: 1}
+"""
+COMMON = """\
+data: {paths: [TEXT], sequence_length: 32, vocab_size: 300}
+max_steps: 24
+global_batch_size: 16
+microbatch_size: 2
+num_pipelines: 2
+dtype: float64
+torch_threads: 1
+optimizer: {learning_rate: 0.003, warmup_steps: 4}
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of `oobleck up` ended."""
+
+    exit_code: int
+    output: str
+    summary: dict[str, Any]
+
+    @property
+    def losses(self) -> list[float]:
+        losses: list[float] = self.summary["losses"]
+        return losses
+
+
+@dataclass
+class Up:
+    """A run of `oobleck up` under way."""
+
+    process: subprocess.Popen[str]
+    summary_path: Path
+    output: list[str] = field(default_factory=list)
+
+    def wait_for(self, text: str, *, timeout_s: float = RUN_TIMEOUT_S) -> str:
+        """Read output up to a line that holds `text`; returns the line."""
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            line = self.process.stdout.readline()
+            if not line:
+                break
+            self.output.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} was never said:\n{''.join(self.output)}")
+
+    def finish(self, *, timeout_s: float = RUN_TIMEOUT_S) -> Outcome:
+        """Wait for the end."""
+        rest, _ = self.process.communicate(timeout=timeout_s)
+        self.output.append(rest)
+        summary = json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
+        return Outcome(self.process.returncode, "".join(self.output), summary)
+
+
+class Runner:
+    """Starts runs that share a base directory, a job file and a warm fork server."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.base_dir = directory / "base"
+        self._text = directory / "text.txt"
+        self._text.write_text(_text(), encoding="utf-8")
+        self._count = 0
+        self._warm: socket.socket | None = None
+
+    def job_file(self, head: str = GPT2) -> Path:
+        """Write a job file: a small model, a small text."""
+        path = self.directory / f"{head.split('type: ')[1].split(',')[0]}.yaml"
+        path.write_text(head + COMMON.replace("TEXT", str(self._text)), encoding="utf-8")
+        return path
+
+    @contextmanager
+    def up(self, *options: str, nodes: Sequence[str] = ("--local", "4")) -> Iterator[Up]:
+        """Start `oobleck up`; whatever happens, nothing of it is left running."""
+        self._count += 1
+        summary = self.directory / f"summary{self._count}.json"
+        command = [sys.executable, "-m", "oobleck", "up", *nodes, "--base-dir", str(self.base_dir), "--plain"]
+        process = subprocess.Popen(
+            [*command, "--summary", str(summary), *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield Up(process, summary)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+            self.keep_warm()
+
+    def run(self, *options: str, nodes: Sequence[str] = ("--local", "4")) -> Outcome:
+        """Run to the end."""
+        with self.up(*options, nodes=nodes) as up:
+            return up.finish()
+
+    def keep_warm(self) -> None:
+        """Stay a client of the fork server, so that the next run need not import torch again."""
+        if self._warm is None:
+            client = socket.socket(socket.AF_UNIX)
+            with suppress(OSError):
+                client.connect(str(AgentDir(TAG, "warm").fork_server_socket))
+                self._warm = client
+
+    def close(self) -> None:
+        if self._warm is not None:
+            self._warm.close()
+
+
+def oobleck(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run another `oobleck` command, as from a second terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "oobleck", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def worker_pids(runner: Runner) -> dict[str, int]:
+    """The process id of each node's worker, by the newest journal."""
+    lines = (runner.base_dir / TAG / "journal.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return {entry["node"]: entry["pid"] for entry in entries if entry["@type"] == "WorkerUp"}
+
+
+def started_at(pid: int) -> str | None:
+    """When a process was started, in the kernel's ticks; None when it does not live. Tells reused ids apart."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def processes_of(tag: str) -> list[str]:
+    """Command lines of living processes that belong to runs with a tag: agents, and their workers' server."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if "oobleck.runtime.agent_process" in words and tag in words:
+                found.append(" ".join(words))
+    return found
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """SIGKILL a process that was started in a session of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _text() -> str:
+    """A text that is the same on every machine: numbers spelled out, with some structure to learn."""
+    units = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    return "\n".join(
+        f"{number} is {' '.join(units[int(digit)] for digit in str(number))}, and twice that is {2 * number};"
+        for number in range(4000)
+    )

@@ -1,0 +1,79 @@
+"""The same job in one process, without a pipeline, a plan or a message: transformers and torch as they come.
+
+An independent statement of what `oobleck up` computes: the samples, the initial weights and the dropout's keys are
+ours, everything else is torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from oobleck.job import JobSpec
+from oobleck.training.data import prepare_dataset
+from oobleck.training.models import MicrobatchKey, ModelStructure, StageModel
+from oobleck.training.sampling import samples_of_step
+
+__all__ = ["reference_losses"]
+
+
+def reference_losses(
+    job: JobSpec,
+    cache_dir: Path,
+    *,
+    dropped: Collection[tuple[int, int]] = (),
+    doubled: Collection[tuple[int, int]] = (),
+) -> list[float]:
+    """Losses of all steps. `dropped` and `doubled` name (step, microbatch) that are left out or counted twice."""
+    dataset = prepare_dataset(job.data, cache_dir=cache_dir)
+    structure = ModelStructure.from_spec(
+        job.model, vocab_size=dataset.vocab_size, sequence_length=job.data.sequence_length
+    )
+    model = StageModel(structure, dtype=getattr(torch, job.dtype), device="cpu")
+    model.adopt(0, structure.num_layers, {})
+    model.initialize(range(structure.num_layers), seed=job.seed)
+    optimizer = torch.optim.AdamW(
+        _parameter_groups(model.parameters, job.optimizer.weight_decay),
+        betas=(job.optimizer.adam_beta1, job.optimizer.adam_beta2),
+        eps=job.optimizer.adam_epsilon,
+    )
+    losses = []
+    for step in range(1, job.max_steps + 1):
+        samples = samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples)
+        num_items = len(samples) * (job.data.sequence_length - 1)
+        total = 0.0
+        for microbatch in range(job.num_microbatches):
+            first = microbatch * job.microbatch_size
+            batch = dataset.batch(samples[first : first + job.microbatch_size])
+            weight = 1 - ((step, microbatch) in dropped) + ((step, microbatch) in doubled)
+            loss = weight * model.forward(
+                batch, None, num_items=num_items, key=MicrobatchKey(seed=job.seed, step=step, microbatch=microbatch)
+            )
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters.values(), job.optimizer.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = _learning_rate(job, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def _parameter_groups(parameters: Mapping[str, torch.nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    decayed = [parameter for parameter in parameters.values() if parameter.ndim > 1]
+    others = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _learning_rate(job: JobSpec, step: int) -> float:
+    """Linear warm-up, then half a cosine that would reach zero one step after the last."""
+    spec = job.optimizer
+    assert spec.lr_scheduler_type == "cosine"
+    if step <= spec.warmup_steps:
+        return spec.learning_rate * step / spec.warmup_steps
+    progress = (step - 1 - spec.warmup_steps) / (job.max_steps - spec.warmup_steps)
+    return spec.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,119 @@
+"""What training computes does not depend on the nodes that do it, nor on those that die meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.job_file import load_job
+from oobleck.job import JobSpec
+
+from .harness import LLAMA, TAG, Outcome, Runner, oobleck, processes_of, started_at, worker_pids
+from .reference import reference_losses
+
+TOLERANCE = 1e-9
+KILL_STEP = 8
+
+
+def largest_gap(losses: list[float], others: list[float]) -> float:
+    assert len(losses) == len(others)
+    return max(abs(one - other) for one, other in zip(losses, others, strict=True))
+
+
+def assert_nothing_lost(outcome: Outcome, steps: int) -> None:
+    assert outcome.exit_code == 0, outcome.output
+    summary = outcome.summary
+    assert summary["steps_committed"] == steps
+    assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def job(runner: Runner) -> JobSpec:
+    path = runner.job_file()
+    return load_job(path.read_text(), source=str(path))
+
+
+@pytest.fixture(scope="module")
+def reference(runner: Runner, job: JobSpec) -> list[float]:
+    return reference_losses(job, runner.directory / "cache")
+
+
+def test_four_nodes_compute_what_one_process_computes(undisturbed: Outcome, reference: list[float]) -> None:
+    assert_nothing_lost(undisturbed, len(reference))
+    assert largest_gap(undisturbed.losses, reference) < TOLERANCE
+    assert undisturbed.losses[-1] < undisturbed.losses[0] - 0.5, "it learns"
+
+
+def test_the_comparison_would_catch_one_microbatch_dropped_or_counted_twice(
+    runner: Runner, job: JobSpec, reference: list[float]
+) -> None:
+    mishap = {(KILL_STEP + 1, 5)}
+    dropped = reference_losses(job, runner.directory / "cache", dropped=mishap)
+    doubled = reference_losses(job, runner.directory / "cache", doubled=mishap)
+    # Later steps show it too, so that one wrong gradient is seen even if its own loss was reported right.
+    for wrong in (dropped, doubled):
+        assert largest_gap(wrong[:KILL_STEP], reference[:KILL_STEP]) == 0
+        assert largest_gap(wrong[KILL_STEP + 1 :], reference[KILL_STEP + 1 :]) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [("node0",), ("node1",), ("node2",), ("node3",), ("node0", "node1"), ("node1", "node2")],
+    ids="+".join,
+)
+def test_killed_nodes_cost_no_step_and_change_no_loss(
+    runner: Runner, undisturbed: Outcome, nodes: tuple[str, ...]
+) -> None:
+    """Two at once: both of one pipeline, and one of each, so that no pipeline is whole."""
+    kills = [option for node in nodes for option in ("--kill", f"{node}@{KILL_STEP}")]
+    outcome = runner.run("--job", str(runner.job_file()), *kills)
+    assert_nothing_lost(outcome, len(undisturbed.losses))
+    assert largest_gap(outcome.losses, undisturbed.losses) < TOLERANCE
+    lost = sorted(node for recovery in outcome.summary["recoveries"] for node in recovery["nodes"])
+    assert lost == sorted(nodes)
+    assert processes_of(TAG) == []
+
+
+def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
+    with runner.up("--job", str(runner.job_file()), "--steps", "200") as up:
+        up.wait_for("step 5/")
+        before = {node: (pid, started_at(pid)) for node, pid in worker_pids(runner).items()}
+        assert sorted(before) == ["node0", "node1", "node2", "node3"]
+        killed = oobleck("kill", "node2", "--tag", TAG, "--base-dir", str(runner.base_dir))
+        assert killed.returncode == 0, killed.stderr
+        up.wait_for("no step lost")
+        up.wait_for("step ")
+        survivors = {node: process for node, process in before.items() if node != "node2"}
+        assert {node: (pid, started_at(pid)) for node, pid in worker_pids(runner).items()} == before
+        assert all(started_at(pid) == started for pid, started in survivors.values()), "the same processes live on"
+        assert started_at(before["node2"][0]) is None
+        stopped = oobleck("stop", TAG, "--base-dir", str(runner.base_dir))
+        assert stopped.returncode == 0, stopped.stderr
+        outcome = up.finish()
+    assert outcome.exit_code == 0, outcome.output
+    assert outcome.summary["samples_missing"] == 0
+    assert processes_of(TAG) == []
+
+
+def test_a_llama_survives_a_kill_by_another_job_file_alone(runner: Runner) -> None:
+    path = str(runner.job_file(LLAMA))
+    undisturbed = runner.run("--job", path)
+    killed = runner.run("--job", path, "--kill", f"node2@{KILL_STEP}")
+    assert_nothing_lost(undisturbed, 24)
+    assert_nothing_lost(killed, 24)
+    assert largest_gap(killed.losses, undisturbed.losses) < TOLERANCE
+
+
+def test_float32_agrees_within_its_own_tolerance(runner: Runner) -> None:
+    path = str(runner.job_file())
+    undisturbed = runner.run("--job", path, "--dtype", "float32")
+    killed = runner.run("--job", path, "--dtype", "float32", "--kill", f"node1@{KILL_STEP}")
+    assert_nothing_lost(killed, 24)
+    assert largest_gap(killed.losses, undisturbed.losses) < 1e-4
+
+
+def test_the_cache_of_tokens_is_made_once(runner: Runner, undisturbed: Outcome) -> None:
+    caches = [path for path in Path(runner.base_dir / "cache").iterdir() if path.is_dir()]
+    assert undisturbed.exit_code == 0
+    assert len(caches) == 1
