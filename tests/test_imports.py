@@ -56,6 +56,7 @@ FLOORS_OF = {
     "typer": {"cli"},
     "msgpack": {"wire"},
     "msgspec": {"wire", "cli"},
+    "cairosvg": {"cli"},
     "yaml": {"cli", "sim"},
     "cairosvg": {"cli"},
 }

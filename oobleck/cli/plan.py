@@ -19,21 +19,24 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-_MAX_CASES = 48
+_MAX_CASES = 160
 """Kinds of losses that are decided, for one node lost and for two; more are sampled."""
 
 
 def plan(
+    *,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="FILE", help="Profile of the model on a device, as JSON.")
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="Nodes to plan for: node0, node1, …")] = 0,
-    devices_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="G", help="Devices of each node.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes to plan for: node0, node1, …")],
+    devices_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", metavar="G", min=1, help="Devices of each node.")
+    ] = 1,
     fault_threshold: Annotated[
         int,
         typer.Option("-f", "--fault-threshold", metavar="F", help="Simultaneous node failures that never cost state."),
     ] = 1,
-    global_batch: Annotated[int, typer.Option("--global-batch", metavar="B", help="Samples in one step.")] = 0,
+    global_batch: Annotated[int, typer.Option("--global-batch", metavar="B", min=1, help="Samples in one step.")],
     microbatch: Annotated[
         int | None, typer.Option("--microbatch", metavar="b", help="Samples in one microbatch; a profile has its own.")
     ] = None,
@@ -61,7 +64,6 @@ def plan(
     profile = _read_profile(profile_file, microbatch)
     planner = _planner(
         profile,
-        num_nodes=nodes,
         devices_per_node=devices_per_node,
         fault_threshold=fault_threshold,
         global_batch_size=global_batch,
@@ -102,7 +104,6 @@ def _read_profile(path: Path | None, microbatch: int | None) -> Profile:
 def _planner(
     profile: Profile,
     *,
-    num_nodes: int,
     devices_per_node: int,
     fault_threshold: int,
     global_batch_size: int,
@@ -110,9 +111,7 @@ def _planner(
 ) -> Planner:
     from oobleck.planner import Planner, PlannerSettings
 
-    if num_nodes < 1:
-        raise UsageError(f"--nodes is {num_nodes}; a plan needs at least 1")
-    if global_batch_size < 1 or global_batch_size % profile.microbatch_size:
+    if global_batch_size % profile.microbatch_size:
         raise UsageError(
             f"--global-batch is {global_batch_size}; it must be a multiple of {profile.microbatch_size}, the microbatch"
         )

@@ -10,20 +10,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .decision import Decision
+from .devices import KNOWN_DEVICES, DeviceSheet, device_sheet, device_sheet_from_json
+from .estimate import estimate_profile
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Place, Stage, StageTemplate
 from .profile import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_from_json, profile_to_json
 from .settings import PlannerSettings
+from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
 from .transfers import LayerTransfer
 
 if TYPE_CHECKING:
     from .planner import Planner
 
 __all__ = [
+    "KNOWN_DEVICES",
+    "KNOWN_MODELS",
     "Decision",
     "DeviceProfile",
+    "DeviceSheet",
     "ExecutionPlan",
     "LayerProfile",
     "LayerTransfer",
+    "ModelShape",
     "NetworkProfile",
     "Pipeline",
     "PipelineTemplate",
@@ -33,8 +40,13 @@ __all__ = [
     "Profile",
     "Stage",
     "StageTemplate",
+    "device_sheet",
+    "device_sheet_from_json",
+    "estimate_profile",
+    "model_shape",
     "profile_from_json",
     "profile_to_json",
+    "shape_from_config",
 ]
 
 

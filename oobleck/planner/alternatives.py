@@ -37,7 +37,9 @@ def explain_num_pipelines(planner: Planner, chosen: Decision, alternatives: Sequ
             continue
         share = each.decision.predicted_step_s / chosen.predicted_step_s - 1
         pace = (
-            f"take {abs(share):.1%} {'longer' if share > 0 else 'less'} a step" if abs(share) >= 5e-4 else "be as fast"
+            f"take {100 * abs(share):.1f} % {'longer' if share > 0 else 'less'} a step"
+            if abs(share) >= 5e-4
+            else "be as fast"
         )
         parts.append(f"{each.num_pipelines} would {pace}{_shortfall(planner, each)}")
     count = len(chosen.plan.pipelines)

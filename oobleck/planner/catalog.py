@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from oobleck.errors import PlanningError
 
-from .costs import StageCosts
-from .plan import PipelineTemplate
+from .batches import deal_microbatches
+from .costs import StageCosts, Timing
+from .inventory import Holding, needed_holdings
+from .plan import ExecutionPlan, Pipeline, PipelineTemplate
 from .profile import Profile
 from .settings import PlannerSettings
-from .sizes import SizeOption, Sizing, choose_sizes
+from .sizes import SizeOption, Sizing, choose_sizes, reduction_s
 from .templates import find_templates
 
 __all__ = ["Catalog"]
@@ -34,6 +36,7 @@ class Catalog:
         self._templates: dict[int, PipelineTemplate] = {}
         self._options: dict[int, SizeOption] = {}
         self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
+        self._needed: dict[int, tuple[Holding, ...]] = {}
 
     @property
     def most_nodes(self) -> int:
@@ -51,15 +54,22 @@ class Catalog:
             )
             for size, template in found.items():
                 self._templates[size] = template
+                self._needed[size] = needed_holdings(template, self.settings.devices_per_node)
                 self._options[size] = SizeOption(
                     timing=self.costs.timing(template), reduced_bytes=self.costs.reduced_bytes(template)
                 )
             self._searched = limit
+        if limit == self._searched:
+            return self._options
         return {size: option for size, option in self._options.items() if size <= limit}
 
     def template(self, num_nodes: int) -> PipelineTemplate:
         """Return the template of a size that `options` named."""
         return self._templates[num_nodes]
+
+    def needed(self, num_nodes: int) -> tuple[Holding, ...]:
+        """Return what each node of a pipeline of that size has to hold."""
+        return self._needed[num_nodes]
 
     def num_pipelines(self, num_nodes: int) -> tuple[int, int]:
         """Return the fewest and the most pipelines that `num_nodes` nodes should have.
@@ -88,6 +98,28 @@ class Catalog:
                 most=most,
             )
         return self._sizings[key]
+
+    def build_plan(
+        self, pipelines: Sequence[tuple[int, Sequence[str]]], spares: Sequence[str], speeds: Mapping[str, float]
+    ) -> tuple[ExecutionPlan, float]:
+        """Return the plan of pipelines given as (size, nodes), and the seconds of its step at the given speeds."""
+        timings = [self._timing(size, nodes, speeds) for size, nodes in pipelines]
+        counts = deal_microbatches(timings, self.settings.num_microbatches)
+        slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
+        reduced_bytes = max(self._options[size].reduced_bytes for size, _ in pipelines)
+        plan = ExecutionPlan(
+            pipelines=tuple(
+                Pipeline(template=self._templates[size], nodes=tuple(nodes), num_microbatches=count)
+                for (size, nodes), count in zip(pipelines, counts, strict=True)
+            ),
+            spares=tuple(spares),
+        )
+        return plan, slowest_s + reduction_s(self.profile.network, reduced_bytes, len(pipelines))
+
+    def _timing(self, size: int, nodes: Sequence[str], speeds: Mapping[str, float]) -> Timing:
+        if not any(node in speeds for node in nodes):
+            return self._options[size].timing
+        return self.costs.timing(self._templates[size], [speeds.get(node, 1.0) for node in nodes])
 
     def _explain(self, num_nodes: int) -> str:
         """Say why no template exists for up to `num_nodes` nodes."""

@@ -1,9 +1,10 @@
-"""The best way to choose exactly p items whose sizes sum to a given total.
+"""Knapsacks with whole sizes and very many items: N nodes dealt out to pipelines of a few sizes.
 
-Sizes are all whole numbers of a range, one value each. Dealing p items in the order of their sizes alternately
-to two halves leaves the halves' totals at most one range apart. So the best of p items is the best of its
-halves, each half's total lies in a window of the range's width around half of the total, and halving again
-needs O(log p) windows: O(r² log p) for a range of r sizes, whatever p and the total.
+An item of size `smallest + i` is worth `values[i]`; -inf forbids a size. Both kinds are solved by halving. Items
+in a row can be cut so that the parts' totals differ by at most the largest size; items dealt in the order of
+their sizes alternately to two hands differ by the range of sizes only. So the best of a total is the best of two
+parts whose totals lie in a window around the half, and each level of halving needs one window about as wide as
+the sizes: O(r² log N) for sizes up to r and a total of N, or O(r² log p) for exactly p items.
 """
 
 from __future__ import annotations
@@ -16,11 +17,84 @@ from numpy.typing import NDArray
 
 from .costs import Floats
 
-__all__ = ["Ints", "best_items", "value_bounds"]
+__all__ = ["Ints", "best_filling", "best_items", "value_bounds"]
 
 Ints = NDArray[np.int64]
 
-_DUAL_ROUNDS = 14
+_DUAL_ROUNDS = 8
+_BASE = 4
+"""Totals up to this many times the largest size are not halved any more."""
+
+
+class _Fillings:
+    """The values of the best items for totals up to a window's, at [level][total - start]."""
+
+    def __init__(self, smallest: int, values: Floats, total: int) -> None:
+        self._smallest, self._item_values = smallest, values
+        self._reach = smallest + len(values) - 1
+        windows = [(total, total)]
+        while windows[-1][1] > _BASE * self._reach:
+            low, high = windows[-1]
+            windows.append((max(0, (low - self._reach) // 2), (high + self._reach + 1) // 2))
+        self._starts = [low for low, _ in windows[:-1]] + [0]
+        self.values = [np.zeros(0)] * (len(windows) - 1) + [self._small(windows[-1][1])]
+        for level in reversed(range(len(windows) - 1)):
+            low, high = windows[level]
+            self.values[level] = self._sums(level, np.arange(low, high + 1)).max(axis=1)
+
+    def _small(self, total: int) -> Floats:
+        """Fill every total up to the given one, item by item."""
+        # Totals that differ by less than the smallest size do not depend on each other: one block at a time.
+        block, reach, length = self._smallest, self._reach, len(self._item_values)
+        filled = np.full(reach + total + block, -np.inf)
+        filled[reach] = 0.0
+        backwards = self._item_values[::-1]
+        for start in range(1, total + 1, block):
+            windows = np.ndarray((block, length), np.float64, filled, 8 * start, (8, 8))
+            with_item = (windows + backwards).max(axis=1)
+            with_item[0] = max(filled[reach + start - 1], with_item[0])
+            filled[reach + start : reach + start + block] = np.maximum.accumulate(with_item)
+        return filled[reach : reach + total + 1]
+
+    def _sums(self, level: int, totals: Ints) -> Floats:
+        """Return the values of all splits: [total, what the first part has beyond the half]."""
+        start, values = self._starts[level + 1], self.values[level + 1]
+        firsts = (totals[:, None] + 1) // 2 + np.arange(self._reach // 2 + 1)[None, :]
+        others = totals[:, None] - firsts
+        inside = (firsts < start + len(values)) & (others >= start)
+        first_values = values[np.where(inside, firsts - start, 0)]
+        other_values = values[np.where(inside, others - start, 0)]
+        found: Floats = np.where(inside, first_values + other_values, -np.inf)
+        return found
+
+    def items(self) -> Counter[int]:
+        """Return how many items of each size the best choice has."""
+        wanted = Counter({self._starts[0] + len(self.values[0]) - 1: 1})
+        for level in range(len(self.values) - 1):
+            parts: Counter[int] = Counter()
+            for amount, times in sorted(wanted.items()):
+                first = (amount + 1) // 2 + int(self._sums(level, np.array([amount])).argmax())
+                parts[first] += times
+                parts[amount - first] += times
+            wanted = parts
+        items: Counter[int] = Counter()
+        for amount, times in sorted(wanted.items()):
+            for size in self._small_items(amount):
+                items[size] += times
+        return items
+
+    def _small_items(self, amount: int) -> list[int]:
+        values = self.values[-1]
+        sizes = []
+        while values[amount] > 0:
+            if values[amount - 1] == values[amount]:
+                amount -= 1
+                continue
+            rests = np.arange(amount - self._smallest, max(amount - self._reach, 0) - 1, -1)
+            size = self._smallest + int((values[rests] + self._item_values[: len(rests)]).argmax())
+            sizes.append(size)
+            amount -= size
+        return sizes
 
 
 class _Windows:
@@ -96,6 +170,15 @@ class _Windows:
         return wanted[1]
 
 
+def best_filling(smallest: int, values: Floats, *, total: int) -> tuple[float, Counter[int]]:
+    """Return the largest sum of values of items with sizes that sum to at most `total`, and the sizes.
+
+    Values are whole numbers, or -inf.
+    """
+    fillings = _Fillings(smallest, values, total)
+    return float(fillings.values[0][-1]), fillings.items()
+
+
 def best_items(smallest: int, values: Floats, *, count: int, total: int) -> tuple[float, Counter[int]]:
     """Return the largest sum of values of exactly `count` items with sizes that sum to `total`, and the sizes.
 
@@ -118,7 +201,7 @@ def value_bounds(
     number, total = np.asarray(counts, dtype=np.float64), np.asarray(totals, dtype=np.float64)
     sizes = np.arange(smallest, smallest + values.shape[1], dtype=np.float64)
     low = np.zeros(len(number))
-    high = np.maximum(values.max(axis=1), 0.0) * 2 / max(smallest, 1) + 1.0
+    high = 2 * np.maximum((values / sizes).max(axis=1), 0.0)
     bounds = np.full(len(number), np.inf)
     rows = np.arange(len(number))
     for _ in range(_DUAL_ROUNDS):

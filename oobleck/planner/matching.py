@@ -15,11 +15,9 @@ import numpy as np
 
 from .assignment import assign
 from .costs import Floats
+from .inventory import Holding
 
-__all__ = ["Holding", "Position", "match_nodes", "missing_bytes"]
-
-Holding = tuple[frozenset[int], ...]
-"""The layers that each device of a node holds, or has to hold."""
+__all__ = ["Position", "match_nodes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +25,8 @@ class Position:
     """One node's place in a new pipeline."""
 
     needed: Holding
-    origin: int | None
-    """The old pipeline that it continues; of equal matchings the one with fewest nodes changing theirs wins."""
-
-
-def missing_bytes(needed: Holding, held: Holding, layer_bytes: Sequence[int]) -> int:
-    """Return the bytes that a node which holds `held` has to receive to hold `needed`."""
-    return sum(
-        layer_bytes[layer]
-        for device, layers in enumerate(needed)
-        for layer in (layers - held[device] if device < len(held) else layers)
-    )
+    origin: int
+    """The old pipeline that it continues, -1 for none; equal matchings are settled by who stays in theirs."""
 
 
 def match_nodes(
@@ -53,30 +42,40 @@ def match_nodes(
     `holdings`. O(p) for what stays, plus O(r³) for the r positions that change.
     """
     assert len(holdings) >= len(positions), "every position gets a node"
-    chosen: list[str | None] = [None] * len(positions)
-    left = dict.fromkeys(holdings)
+    chosen = _exact_pairs(positions, holdings, origins)
+    taken = set(chosen.values())
+    nodes = [node for node in holdings if node not in taken]
+    rest = [index for index in range(len(positions)) if index not in chosen]
+    if rest:
+        costs = _costs([positions[index] for index in rest], [holdings[node] for node in nodes], layer_bytes)
+        came_from = np.array([origins.get(node, -2) for node in nodes])
+        costs += came_from[None, :] != np.array([positions[index].origin for index in rest])[:, None]
+        for index, column in zip(rest, assign(costs), strict=True):
+            chosen[index] = nodes[column]
+    return tuple(chosen[index] for index in range(len(positions)))
+
+
+def _exact_pairs(
+    positions: Sequence[Position], holdings: Mapping[str, Holding], origins: Mapping[str, int]
+) -> dict[int, str]:
+    """Return nodes for positions that need exactly what they hold, those in their own pipeline first."""
+    chosen: dict[int, str] = {}
+    taken: set[str] = set()
     for stay in (True, False):
         waiting: dict[tuple[Holding, int | None], list[str]] = {}
-        for node in reversed(list(left)):
-            waiting.setdefault((holdings[node], origins.get(node) if stay else None), []).append(node)
+        for node in reversed(list(holdings)):
+            if node not in taken:
+                waiting.setdefault((holdings[node], origins.get(node) if stay else None), []).append(node)
         for index, position in enumerate(positions):
-            if chosen[index] is None and (nodes := waiting.get((position.needed, position.origin if stay else None))):
+            nodes = waiting.get((position.needed, position.origin if stay else None))
+            if nodes and index not in chosen:
                 chosen[index] = node = nodes.pop()
-                del left[node]
-    rest = [index for index, node in enumerate(chosen) if node is None]
-    if rest:
-        nodes_left = list(left)
-        costs = _costs([positions[index] for index in rest], [holdings[node] for node in nodes_left], layer_bytes)
-        for row, index in enumerate(rest):
-            for column, node in enumerate(nodes_left):
-                costs[row, column] += origins.get(node, -1) != positions[index].origin
-        for index, column in zip(rest, assign(costs), strict=True):
-            chosen[index] = nodes_left[column]
-    return tuple(node for node in chosen if node is not None)
+                taken.add(node)
+    return chosen
 
 
 def _costs(positions: Sequence[Position], holdings: Sequence[Holding], layer_bytes: Sequence[int]) -> Floats:
-    """Return the bytes to move, doubled to leave room below for ties: [position, node]."""
+    """Return the bytes to move, scaled so that all ties together weigh less than one byte: [position, node]."""
     num_devices = max(len(position.needed) for position in positions)
     weights = 2.0 * len(positions) * np.tile(np.asarray(layer_bytes, dtype=np.float64), num_devices)
     needed = _indicator([position.needed for position in positions], num_devices, len(layer_bytes))
@@ -86,8 +85,10 @@ def _costs(positions: Sequence[Position], holdings: Sequence[Holding], layer_byt
 
 
 def _indicator(holdings: Sequence[Holding], num_devices: int, num_layers: int) -> Floats:
-    table = np.zeros((len(holdings), num_devices * num_layers))
-    for row, holding in enumerate(holdings):
+    rows: dict[Holding, int] = {}
+    which = [rows.setdefault(holding, len(rows)) for holding in holdings]
+    table = np.zeros((len(rows), num_devices * num_layers))
+    for holding, row in rows.items():
         for device, layers in enumerate(holding[:num_devices]):
             table[row, [device * num_layers + layer for layer in sorted(layers)]] = 1
-    return table
+    return table[which]

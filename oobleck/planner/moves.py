@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 __all__ = ["Move", "Situation", "all_moves", "continue_pipelines"]
 
+Choose = Callable[[int, int], tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
@@ -53,11 +55,11 @@ class Situation:
         return max((size for size in self.sizes if size <= num_nodes), default=0)
 
 
-def all_moves(situation: Situation, choose: Callable[[int, int | None], tuple[int, ...]]) -> list[Move]:
+def all_moves(situation: Situation, choose: Choose) -> list[Move]:
     """Return the possible moves, the gentlest first.
 
-    `choose(nodes, share)` gives the best sizes for a number of nodes that take the microbatches of `share` nodes
-    (None: the whole batch), or none.
+    `choose(nodes, kept)` gives the best sizes for a number of nodes when `kept` pipelines of others stay as they
+    are, or no sizes.
     """
     moves = [
         _reinstantiate(situation),
@@ -164,13 +166,13 @@ def _absorb(situation: Situation) -> Move | None:
     return _move("absorb", counts, situation, f"pipeline {_listed(map(str, sorted(grown)))} grows")
 
 
-def _regroup(situation: Situation, choose: Callable[[int, int | None], tuple[int, ...]]) -> Move | None:
+def _regroup(situation: Situation, choose: Choose) -> Move | None:
     """Keep whole pipelines as they are and make the best of all other nodes."""
     whole = [(i, count) for i, count in enumerate(situation.alive) if count == situation.before[i]]
     pool = situation.num_nodes - sum(count for _, count in whole)
     if not whole or not pool or not all(count in situation.sizes for _, count in whole):
         return None
-    sizes = choose(pool, pool)
+    sizes = choose(pool, len(whole))
     if not sizes:
         return None
     placed = continue_pipelines(sizes, situation, among=situation.broken)
@@ -181,8 +183,8 @@ def _regroup(situation: Situation, choose: Callable[[int, int | None], tuple[int
     )
 
 
-def _rebuild(situation: Situation, choose: Callable[[int, int | None], tuple[int, ...]]) -> Move | None:
-    sizes = choose(situation.num_nodes, None)
+def _rebuild(situation: Situation, choose: Choose) -> Move | None:
+    sizes = choose(situation.num_nodes, 0)
     if not sizes:
         return None
     placed = continue_pipelines(sizes, situation, among=range(len(situation.before)))

@@ -11,7 +11,7 @@ from .catalog import Catalog
 from .decision import Decision
 from .plan import ExecutionPlan, PipelineTemplate, Place
 from .profile import Profile
-from .reconfigure import build_plan, reconfigure
+from .reconfigure import reconfigure
 from .settings import PlannerSettings
 
 __all__ = ["Planner"]
@@ -57,7 +57,7 @@ class Planner:
             for size in sizing.sizes:
                 pipelines.append((size, ordered[start : start + size]))
                 start += size
-            plan, step_s = build_plan(self._catalog, pipelines, ordered[start:], speeds)
+            plan, step_s = self._catalog.build_plan(pipelines, ordered[start:], speeds)
             if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
                 best = plan, step_s
         assert best is not None, "all nodes were tried"

@@ -1,36 +1,35 @@
 """Reconfiguration: a plan and what happened to its nodes in, the plan that serves best from there on out.
 
-Each move (see `moves`) is weighed by `step_s * (1 + transition_s / horizon_s)`: the seconds a step costs when a
-time of `horizon_s` until the next change pays for one transition. More pipelines than asked for, or fewer, come
-before that: redundancy is not for sale.
+Each move (see `moves`) is weighed by `step_s * (1 + transition_s / horizon_s)`: the seconds that a step costs
+when the time until the next change has to pay for one transition. The number of pipelines asked for comes before
+that: redundancy is not for sale.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
-from oobleck.errors import PlanningError
-
-from .batches import deal_microbatches
 from .catalog import Catalog
 from .decision import Decision
-from .matching import Holding, Position, match_nodes, missing_bytes
+from .inventory import Holding, missing_bytes
+from .matching import Position, match_nodes
 from .moves import Move, Situation, all_moves
-from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Place
-from .sizes import reduction_s, sizing_of
-from .transfers import holders_of, plan_transfers
+from .plan import ExecutionPlan, Place
+from .sizes import sizing_of
+from .transfers import LayerTransfer, plan_transfers
+from .world import World, look_at
 
-__all__ = ["build_plan", "reconfigure"]
+__all__ = ["reconfigure"]
 
-_NOTHING: frozenset[int] = frozenset()
 _SLOW_VARIANTS = 3
 """Leaving out the slowest nodes is tried for this many lowest speeds."""
 _TOLERANCE = 1e-9
+"""A move has to be better than a gentler one by more than this share."""
+
+_Score = tuple[int, float]
+"""Pipelines too few or too many, then the weighed seconds of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,48 +39,9 @@ class _Outcome:
     move: Move
     plan: ExecutionPlan
     step_s: float
-    score: tuple[int, float]
-    idle: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _World:
-    """What is left after the losses."""
-
-    plan: ExecutionPlan
-    free: tuple[str, ...]
-    """Spares and joined nodes."""
-    living: frozenset[str]
-    origins: Mapping[str, int]
-    holdings: Mapping[str, Holding]
-    num_holders: tuple[int, ...]
-    speeds: Mapping[str, float]
-
-
-def build_plan(
-    catalog: Catalog,
-    pipelines: Sequence[tuple[int, Sequence[str]]],
-    spares: Sequence[str],
-    speeds: Mapping[str, float],
-) -> tuple[ExecutionPlan, float]:
-    """Return the plan of pipelines given as (size, nodes), batches dealt for their speeds, and its step's seconds."""
-    costs = catalog.costs
-    timings = []
-    for size, nodes in pipelines:
-        factors = [speeds.get(node, 1.0) for node in nodes]
-        nominal = all(factor == 1.0 for factor in factors)
-        timings.append(catalog.options(size)[size].timing if nominal else costs.timing(catalog.template(size), factors))
-    counts = deal_microbatches(timings, catalog.settings.num_microbatches)
-    slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-    reduced_bytes = max(catalog.options(size)[size].reduced_bytes for size, _ in pipelines)
-    plan = ExecutionPlan(
-        pipelines=tuple(
-            Pipeline(template=catalog.template(size), nodes=tuple(nodes), num_microbatches=count)
-            for (size, nodes), count in zip(pipelines, counts, strict=True)
-        ),
-        spares=tuple(spares),
-    )
-    return plan, slowest_s + reduction_s(catalog.profile.network, reduced_bytes, len(pipelines))
+    score: _Score
+    arrivals: tuple[tuple[str, Holding], ...]
+    """Nodes that have to receive layers, and what they have to hold."""
 
 
 def reconfigure(
@@ -94,216 +54,179 @@ def reconfigure(
     held: Mapping[Place, frozenset[int]] | None,
 ) -> Decision:
     """Decide; see `Planner.reconfigure`."""
-    world = _look(catalog, plan, lost, joined, speeds, held)
+    world = look_at(
+        plan,
+        lost=lost,
+        joined=joined,
+        speeds=speeds,
+        held=held,
+        devices_per_node=catalog.settings.devices_per_node,
+    )
+    world.inventory.check_complete()
+    catalog.num_pipelines(world.num_nodes)  # Raises PlanningError where no plan exists.
     best: _Outcome | None = None
     for set_aside in _variants(world):
         situation = _situation(catalog, world, set_aside)
-        if situation is None:
-            continue
-        for move in all_moves(situation, partial(_choose, catalog, situation)):
+        moves = all_moves(situation, partial(_choose, catalog, situation)) if situation.sizes else []
+        for move in moves:
             best = _better(catalog, world, set_aside, move, best)
-    if best is None:
-        catalog.num_pipelines(len(world.living))
-        raise PlanningError(f"no plan for {len(world.living)} nodes")
-    living_held = {
-        Place(node=node, device=device): layers
-        for node, holding in world.holdings.items()
-        for device, layers in enumerate(holding)
-    }
-    transfers = plan_transfers(best.plan, living_held, catalog.layer_bytes, max_sources=catalog.settings.max_sources)
+    assert best is not None, "a rebuild with all nodes is possible"
+    transfers = plan_transfers(best.arrivals, world.inventory, max_sources=catalog.settings.max_sources)
     return Decision(
         plan=best.plan,
         action=best.move.action,
-        reason=_reason(world, lost, joined, best, len({transfer.layer for transfer in transfers})),
+        reason=_reason(world, lost, joined, best, transfers),
         transfers=transfers,
         predicted_step_s=best.step_s,
         redundant=len(best.plan.pipelines) > catalog.settings.fault_threshold,
     )
 
 
-def _look(
-    catalog: Catalog,
-    plan: ExecutionPlan,
-    lost: Collection[str],
-    joined: Collection[str],
-    speeds: Mapping[str, float],
-    held: Mapping[Place, frozenset[int]] | None,
-) -> _World:
-    gone = frozenset(lost)
-    arrived = [node for node in sorted(set(joined)) if node not in plan.nodes or node in gone]
-    spares = [node for node in plan.spares if node not in gone and node not in arrived]
-    free = (*spares, *arrived)
-    origins = {
-        node: index for index, pipeline in enumerate(plan.pipelines) for node in pipeline.nodes if node not in gone
-    }
-    living = frozenset(origins) | frozenset(free)
-    if held is None:
-        held = {
-            place: frozenset(stage.layers)
-            for pipeline in plan.pipelines
-            for stage in pipeline.stages
-            for place in stage.places
-        }
-    per_node: dict[str, dict[int, frozenset[int]]] = defaultdict(dict)
-    for place, layers in held.items():
-        if place.node in living and place.node not in gone:
-            per_node[place.node][place.device] = layers
-    holdings = {
-        node: tuple(
-            per_node[node].get(device, _NOTHING)
-            for device in range(max(catalog.settings.devices_per_node, *(d + 1 for d in per_node[node]), 0))
-        )
-        for node in (*origins, *free)
-    }
-    holders = holders_of(
-        {
-            Place(node=node, device=device): layers
-            for node, holding in holdings.items()
-            for device, layers in enumerate(holding)
-        },
-        catalog.costs.num_layers,
-    )
-    return _World(
-        plan=plan,
-        free=free,
-        living=living,
-        origins=origins,
-        holdings=holdings,
-        num_holders=tuple(map(len, holders)),
-        speeds=speeds,
-    )
+def _variants(world: World) -> list[frozenset[str]]:
+    """Return the sets of slow nodes to try without: none, then all up to each of the lowest speeds."""
+    slow = sorted({speed for node, speed in world.speeds.items() if speed < 1.0 and node in world.holdings})
+    limits = [0.0, *slow[:_SLOW_VARIANTS]]
+    return [frozenset(node for node in world.speeds if world.speeds[node] <= limit) for limit in limits]
 
 
-def _variants(world: _World) -> list[frozenset[str]]:
-    """Return the sets of slow nodes to try without: none, then those up to each of the lowest speeds."""
-    slow = sorted({world.speeds.get(node, 1.0) for node in world.living} - {1.0})
-    limits = [0.0, *(speed for speed in slow if speed < 1.0)][: _SLOW_VARIANTS + 1]
-    return [frozenset(node for node in world.living if world.speeds.get(node, 1.0) <= limit) for limit in limits]
-
-
-def _situation(catalog: Catalog, world: _World, set_aside: frozenset[str]) -> Situation | None:
+def _situation(catalog: Catalog, world: World, set_aside: frozenset[str]) -> Situation:
     alive = tuple(
-        sum(node in world.living and node not in set_aside for node in pipeline.nodes)
+        sum(node in world.origins and node not in set_aside for node in pipeline.nodes)
         for pipeline in world.plan.pipelines
     )
     num_free = sum(node not in set_aside for node in world.free)
-    sizes = tuple(catalog.options(sum(alive) + num_free))
-    if not sizes:
-        return None
-    before = tuple(len(pipeline.nodes) for pipeline in world.plan.pipelines)
-    return Situation(before=before, alive=alive, num_free=num_free, sizes=sizes)
+    return Situation(
+        before=tuple(len(pipeline.nodes) for pipeline in world.plan.pipelines),
+        alive=alive,
+        num_free=num_free,
+        sizes=tuple(catalog.options(sum(alive) + num_free)),
+    )
 
 
-def _choose(catalog: Catalog, situation: Situation, num_nodes: int, share: int | None) -> tuple[int, ...]:
+def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: int) -> tuple[int, ...]:
+    """Return the best sizes for some of the nodes, when `num_kept` pipelines of the others stay as they are."""
+    wanted = catalog.settings.num_pipelines
     num_microbatches = catalog.settings.num_microbatches
-    if share is None:
-        fewest, most = catalog.num_pipelines(num_nodes)
-        return catalog.choose(num_nodes, num_microbatches, fewest, most).sizes
-    smallest = situation.sizes[0]
-    num_microbatches = max(1, round(num_microbatches * share / situation.num_nodes))
-    most = min(num_nodes // smallest, num_microbatches)
-    if catalog.settings.num_pipelines is not None:
-        whole = sum(alive == before for alive, before in zip(situation.alive, situation.before, strict=True))
-        most = min(most, catalog.settings.num_pipelines - whole)
-    if most < 1:
-        return ()
-    fewest = most if catalog.settings.num_pipelines is not None else 1
-    return catalog.choose(num_nodes, num_microbatches, fewest, most).sizes
+    fewest, most = catalog.num_pipelines(situation.num_nodes)
+    if num_kept:
+        num_microbatches = max(1, round(num_microbatches * num_nodes / situation.num_nodes))
+        most = min(most - num_kept, num_nodes // situation.sizes[0], num_microbatches)
+        fewest = most if wanted is not None else max(1, min(fewest - num_kept, most))
+    return catalog.choose(num_nodes, num_microbatches, fewest, most).sizes if most >= 1 else ()
 
 
 def _better(
-    catalog: Catalog, world: _World, set_aside: frozenset[str], move: Move, best: _Outcome | None
+    catalog: Catalog, world: World, set_aside: frozenset[str], move: Move, best: _Outcome | None
 ) -> _Outcome | None:
     """Return the move's outcome if it beats `best`, else `best`."""
-    num_microbatches = catalog.settings.num_microbatches
-    if len(move.pipelines) > num_microbatches:
+    number, num_microbatches = len(move.pipelines), catalog.settings.num_microbatches
+    if number > num_microbatches:
         return best
-    fewest, most = catalog.num_pipelines(len(world.living))
-    number = len(move.pipelines)
-    shortfall = max(fewest - number, number - most if catalog.settings.num_pipelines is not None else 0, 0)
+    fewest, most = catalog.num_pipelines(world.num_nodes)
+    astray = max(fewest - number, 0, number - most if catalog.settings.num_pipelines is not None else 0)
     quickest = max([1.0, *world.speeds.values()])
-    nominal_s = sizing_of(catalog.options(move.sizes[0]), move.sizes, num_microbatches, catalog.profile.network).step_s
-    if best is not None and (shortfall, nominal_s / quickest) >= _just_below(best.score):
+    nominal = sizing_of(catalog.options(world.num_nodes), move.sizes, num_microbatches, catalog.profile.network)
+    if best is not None and not _beats((astray, nominal.step_s / quickest), best.score):
         return best
-    outcome = _carry_out(catalog, world, set_aside, move, shortfall)
-    return outcome if best is None or outcome.score < _just_below(best.score) else best
+    outcome = _carry_out(catalog, world, set_aside, move, astray)
+    return outcome if best is None or _beats(outcome.score, best.score) else best
 
 
-def _just_below(score: tuple[int, float]) -> tuple[int, float]:
-    return score[0], score[1] * (1 - _TOLERANCE)
+def _beats(score: _Score, other: _Score) -> bool:
+    return score < (other[0], other[1] * (1 - _TOLERANCE))
 
 
-def _carry_out(catalog: Catalog, world: _World, set_aside: frozenset[str], move: Move, shortfall: int) -> _Outcome:
-    needed = {size: _needed(catalog, catalog.template(size)) for size in set(move.sizes)}
-    positions = [Position(needed=holding, origin=origin) for origin, size in move.pipelines for holding in needed[size]]
-    usable = {node: holding for node, holding in world.holdings.items() if node not in set_aside}
-    chosen = match_nodes(positions, usable, world.origins, catalog.layer_bytes)
-    pipelines: list[tuple[int, tuple[str, ...]]] = []
-    start = 0
-    for _, size in move.pipelines:
-        pipelines.append((size, chosen[start : start + size]))
-        start += size
-    used = set(chosen)
+def _carry_out(catalog: Catalog, world: World, set_aside: frozenset[str], move: Move, astray: int) -> _Outcome:
+    nodes = _assign_nodes(catalog, world, set_aside, move)
+    pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
+    used = {node for chosen in nodes for node in chosen}
     idle = tuple(node for node in (*world.free, *sorted(world.origins)) if node not in used)
-    plan, step_s = build_plan(catalog, pipelines, idle, world.speeds)
-    transition_s = _transition_s(catalog, world, positions, chosen)
-    horizon_s = catalog.settings.mean_time_to_failure_s
-    return _Outcome(
-        move=move, plan=plan, step_s=step_s, score=(shortfall, step_s * (1 + transition_s / horizon_s)), idle=idle
+    plan, step_s = catalog.build_plan(pipelines, idle, world.speeds)
+    arrivals = tuple(
+        (node, needed)
+        for size, chosen in pipelines
+        for node, needed in zip(chosen, catalog.needed(size), strict=True)
+        if world.holdings[node] != needed
     )
+    transition_s = _transition_s(catalog, world, arrivals)
+    weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
+    return _Outcome(move=move, plan=plan, step_s=step_s, score=(astray, weighed_s), arrivals=arrivals)
 
 
-def _needed(catalog: Catalog, template: PipelineTemplate) -> list[Holding]:
-    """Return what each node of a template has to hold, by device."""
-    nodes = [[_NOTHING] * catalog.settings.devices_per_node for _ in range(template.num_nodes)]
-    for stage in template.stages:
-        for device in range(stage.first_device, stage.first_device + stage.num_devices):
-            nodes[stage.node_index][device] = frozenset(stage.layers)
-    return [tuple(node) for node in nodes]
+def _assign_nodes(catalog: Catalog, world: World, set_aside: frozenset[str], move: Move) -> list[tuple[str, ...]]:
+    """Return the nodes of each new pipeline. Pipelines that continue whole keep theirs, as exact pairs may."""
+    nodes: list[tuple[str, ...] | None] = [
+        _kept(catalog, world, set_aside, origin, size) for origin, size in move.pipelines
+    ]
+    kept = {node for chosen in nodes if chosen is not None for node in chosen}
+    candidates = {
+        node: holding for node, holding in world.holdings.items() if node not in kept and node not in set_aside
+    }
+    positions = [
+        Position(needed=needed, origin=-1 if origin is None else origin)
+        for (origin, size), chosen in zip(move.pipelines, nodes, strict=True)
+        if chosen is None
+        for needed in catalog.needed(size)
+    ]
+    matched = iter(match_nodes(positions, candidates, world.origins, catalog.layer_bytes))
+    return [
+        tuple(next(matched) for _ in range(size)) if chosen is None else chosen
+        for (_, size), chosen in zip(move.pipelines, nodes, strict=True)
+    ]
 
 
-def _transition_s(catalog: Catalog, world: _World, positions: Sequence[Position], chosen: Sequence[str]) -> float:
+def _kept(
+    catalog: Catalog, world: World, set_aside: frozenset[str], origin: int | None, size: int
+) -> tuple[str, ...] | None:
+    """Return the nodes of an old pipeline that goes on as it was, None if it does not."""
+    if origin is None:
+        return None
+    nodes = world.plan.pipelines[origin].nodes
+    if len(nodes) != size or not set_aside.isdisjoint(nodes):
+        return None
+    whole = all(
+        world.origins.get(node) == origin and world.holdings[node] == needed
+        for node, needed in zip(nodes, catalog.needed(size), strict=True)
+    )
+    return nodes if whole else None
+
+
+def _transition_s(catalog: Catalog, world: World, arrivals: Sequence[tuple[str, Holding]]) -> float:
     """Return the seconds of all transfers: the busiest link's, in or out, with reads spread over all holders."""
-    network = catalog.profile.network
-    busiest = 0
-    sent = np.zeros(catalog.costs.num_layers)
-    for position, node in zip(positions, chosen, strict=True):
-        held = world.holdings[node]
-        if position.needed == held:
-            continue
-        busiest = max(busiest, missing_bytes(position.needed, held, catalog.layer_bytes))
-        for device, layers in enumerate(position.needed):
-            for layer in layers - held[device]:
-                sent[layer] += catalog.layer_bytes[layer] / world.num_holders[layer]
-    if not sent.any():
+    if not arrivals:
         return 0.0
-    busiest_out = max(
-        sum(float(sent[layer]) for layers in set(holding) for layer in sorted(layers))
-        for holding in set(world.holdings.values())
-    )
-    return network.inter_node_latency_s + max(busiest, busiest_out) / network.inter_node_bytes_per_s
+    network, layer_bytes = catalog.profile.network, catalog.layer_bytes
+    busiest = 0.0
+    sent = [0.0] * len(layer_bytes)
+    for node, needed in arrivals:
+        held = world.holdings[node]
+        busiest = max(busiest, missing_bytes(needed, held, layer_bytes))
+        for device, layers in enumerate(needed):
+            for layer in layers - held[device]:
+                sent[layer] += layer_bytes[layer] / world.inventory.num_holders[layer]
+    for holding in world.inventory.kinds:
+        busiest = max(busiest, sum(sent[layer] for layers in holding for layer in sorted(layers)))
+    return network.inter_node_latency_s + busiest / network.inter_node_bytes_per_s
 
 
 def _reason(
-    world: _World, lost: Collection[str], joined: Collection[str], best: _Outcome, num_layers_moved: int
+    world: World,
+    lost: Collection[str],
+    joined: Collection[str],
+    best: _Outcome,
+    transfers: Sequence[LayerTransfer],
 ) -> str:
-    happened = []
-    if lost:
-        happened.append(f"{_names(lost)} lost")
-    if joined:
-        happened.append(f"{_names(joined)} joined")
-    slow = sorted(node for node, speed in world.speeds.items() if speed < 1.0 and node in world.living)
-    if slow:
-        happened.append(f"{_names(slow)} slow")
-    left_out = [node for node in slow if node in best.idle]
+    slow = [node for node, speed in sorted(world.speeds.items()) if speed < 1.0 and node in world.holdings]
+    happened = [
+        f"{_names(nodes)} {verb}" for nodes, verb in ((lost, "lost"), (joined, "joined"), (slow, "slow")) if nodes
+    ]
     parts = [", ".join(happened), best.move.detail]
-    if left_out:
+    if left_out := [node for node in slow if node in best.plan.spares]:
         parts.append(f"{_names(left_out)} left out")
-    if num_layers_moved:
-        parts.append(f"{num_layers_moved} layer{'s' if num_layers_moved != 1 else ''} to copy")
+    if number := len({transfer.layer for transfer in transfers}):
+        parts.append(f"{number} layer{'s' if number != 1 else ''} to copy")
     return "; ".join(part for part in parts if part)
 
 
 def _names(nodes: Collection[str]) -> str:
-    ordered = sorted(nodes)
-    return ", ".join(ordered) if len(ordered) <= 8 else f"{len(ordered)} nodes"
+    return ", ".join(sorted(nodes)) if len(nodes) <= 8 else f"{len(nodes)} nodes"

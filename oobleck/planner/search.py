@@ -14,21 +14,44 @@ allows are left out. O(Q·V·L·W·D) for Q bounds, V devices, L layers, stages 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import Floats, StageCosts
-from .plan import PipelineTemplate, StageTemplate
+from .costs import Floats, StageCosts, Timing
+from .plan import PipelineTemplate
 
-__all__ = ["StageSearch"]
+__all__ = ["Cut", "StageSearch"]
 
 _EVENNESS = 1e-9
 """Of equal sums the most even stages win: a stage costs w · (1 + 1e-9 · w / sum), so sums are exact to 1e-9."""
+_CHUNK = 32
+"""Bounds evaluated together."""
+
+_Key = tuple[int, bool, bool]
+"""A kind of stage: its devices, and whether its left and its right neighbour are on the same node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A way to cut the layers: where each stage stops, and its devices, from the first stage to the last."""
+
+    stops: tuple[int, ...]
+    num_devices: tuple[int, ...]
+    timing: Timing
+
+    def template(self, costs: StageCosts) -> PipelineTemplate:
+        stages = []
+        first, device = 0, 0
+        for stop, count in zip(self.stops, self.num_devices, strict=True):
+            stages.append(costs.stage(first, stop, device, count))
+            first, device = stop, device + count
+        return PipelineTemplate(stages=tuple(stages))
 
 
 class _Table:
-    """The stages that may stand at one position: seconds, cost and memory by [stage's layers - 1, first layer]."""
+    """The stages of one kind: seconds, cost and memory by [stage's layers - 1, first layer]."""
 
     def __init__(self, seconds: Floats, most_in_flight: Floats, scale_s: float) -> None:
         size = seconds.shape[0] - 1
@@ -51,55 +74,59 @@ class StageSearch:
     def __init__(self, costs: StageCosts, *, counted: bool = False) -> None:
         self._costs = costs
         self._counted = counted
-        self._size = costs.num_layers
-        scale_s = max(
+        whole = [
             float(costs.seconds(count, left_same_node=False, right_same_node=False)[0, -1])
             for count in costs.device_counts
-        )
-        self._tables = {
+        ]
+        neighbours = (False, True) if costs.devices_per_node > 1 else (False,)
+        self._tables: dict[_Key, _Table] = {
             (count, left, right): _Table(
                 costs.seconds(count, left_same_node=left, right_same_node=right),
                 costs.most_in_flight(count),
-                scale_s or 1.0,
+                max(whole) or 1.0,
             )
             for count in costs.device_counts
-            for left in (False, True)
-            for right in (False, True)
-            if costs.devices_per_node > 1 or not (left or right)
+            for left in neighbours
+            for right in neighbours
         }
         self._quickest = np.min([table.seconds.min(axis=1) for table in self._tables.values()], axis=0)
 
     def tightest(self, num_devices: int) -> Floats:
         """Return the least possible seconds of the slowest stage, at [v] for pipelines of v devices."""
-        return self._values(_Run(self, np.array([np.inf]), num_devices, np.maximum))
-
-    def least_sums(self, num_devices: int) -> Floats:
-        """Return the least sum of the stages' seconds, at [v] for pipelines of v devices."""
-        return self._values(_Run(self, np.array([np.inf]), num_devices, np.add))
-
-    def _values(self, run: _Run) -> Floats:
+        run = self._run(np.array([np.inf]), num_devices, np.maximum)
         values: Floats = run.best[:, 0, :, 0].min(axis=1)
         return values
 
-    def least_sum_within(self, bounds: Sequence[float], devices: Sequence[int]) -> list[PipelineTemplate | None]:
+    def least_sums(self, devices: Sequence[int]) -> list[Cut | None]:
+        """Return, for each number of devices, the pipeline of the least sum of the stages' seconds."""
+        run = self._run(np.array([np.inf]), max(devices), np.add)
+        return run.trace([0] * len(devices), devices)
+
+    def least_sums_within(self, bounds: Sequence[float], devices: Sequence[int]) -> list[Cut | None]:
         """Return, for each (bound, devices), the pipeline of the least sum whose stages all stay within the bound."""
-        answers: list[PipelineTemplate | None] = [None] * len(bounds)
-        for chunk in self._chunks(np.array(bounds), np.array(devices)):
-            run = _Run(self, np.array(bounds)[chunk], int(np.array(devices)[chunk].max()), np.add)
-            for query, template in zip(chunk, run.trace(np.array(devices)[chunk]), strict=True):
-                answers[int(query)] = template
+        answers: list[Cut | None] = [None] * len(bounds)
+        limits, totals = np.array(bounds), np.array(devices)
+        for chunk in _chunks(totals):
+            run = self._run(limits[chunk], int(totals[chunk].max()), np.add)
+            for query, template in zip(chunk, run.trace(range(len(chunk)), totals[chunk].tolist()), strict=True):
+                answers[query] = template
         return answers
 
-    def _chunks(self, bounds: Floats, devices: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Group queries of similar size, so that none pays for a much larger one."""
-        order = np.argsort(devices, kind="stable")
-        chunks: list[list[int]] = []
-        for query in order:
-            if chunks and devices[query] <= 1.25 * devices[chunks[-1][0]] + 1 and len(chunks[-1]) < 32:
-                chunks[-1].append(int(query))
-            else:
-                chunks.append([int(query)])
-        return [np.array(chunk) for chunk in chunks]
+    def _run(self, bounds: Floats, num_devices: int, combine: np.ufunc) -> _Run:
+        allowed = np.nonzero(self._quickest <= bounds.max())[0]
+        width = int(allowed[-1]) + 1 if len(allowed) else 1
+        return _Run(self._costs, self._tables, bounds, num_devices, width, combine, counted=self._counted)
+
+
+def _chunks(devices: NDArray[np.int64]) -> list[list[int]]:
+    """Group queries of similar size, so that none pays for a much larger one."""
+    chunks: list[list[int]] = []
+    for query in np.argsort(devices, kind="stable").tolist():
+        if chunks and devices[query] <= 1.25 * devices[chunks[-1][0]] + 1 and len(chunks[-1]) < _CHUNK:
+            chunks[-1].append(query)
+        else:
+            chunks.append([query])
+    return chunks
 
 
 class _Run:
@@ -108,84 +135,119 @@ class _Run:
     The axis of stages has length 1 unless they are counted; the axis of layers is padded with infinities.
     """
 
-    def __init__(self, search: StageSearch, bounds: Floats, num_devices: int, combine: np.ufunc) -> None:
-        self._search = search
-        self._costs = search._costs
-        self._bounds = bounds
-        allowed = np.nonzero(search._quickest <= bounds.max())[0]
-        self._width = int(allowed[-1]) + 1 if len(allowed) else 1
-        size, depth = search._size, min(num_devices, search._size) + 1 if search._counted else 1
-        self.best = np.full((num_devices + 1, len(bounds), depth, size + 1 + self._width), np.inf)
+    def __init__(
+        self,
+        costs: StageCosts,
+        tables: dict[_Key, _Table],
+        bounds: Floats,
+        num_devices: int,
+        width: int,
+        combine: np.ufunc,
+        *,
+        counted: bool,
+    ) -> None:
+        self._costs, self._width, self._combine, self._counted = costs, width, combine, counted
+        self._size = size = costs.num_layers
+        self._allowed: dict[_Key, Floats] = {}
+        self._most_in_flight = {key: table.most_in_flight[:width] for key, table in tables.items()}
+        self._least_most: dict[_Key, float] = {}
+        for key, table in tables.items():
+            seconds = table.seconds[:width]
+            values = seconds if combine is np.maximum else table.cost[:width]
+            within = seconds[:, None, :] <= bounds[None, :, None]
+            self._allowed[key] = np.where(within, values[:, None, :], np.inf)
+            possible = within.any(axis=1) & np.isfinite(values)
+            self._least_most[key] = float(self._most_in_flight[key].min(where=possible, initial=np.inf))
+        depth = min(num_devices, size) + 1 if counted else 1
+        self.best = np.full((num_devices + 1, len(bounds), depth, size + width), np.inf)
         self.best[0, :, 0, size] = 0.0
-        self._combine = combine
-        self._masked: dict[tuple[tuple[int, bool, bool], int], Floats] = {}
+        # Which kind of stage, times the width, plus its layers less one.
+        self._choice = np.zeros((num_devices + 1, len(bounds), depth, size), dtype=np.int32)
+        self._keys = list(tables)
+        self._seconds = [table.seconds for table in tables.values()]
         for total in range(1, num_devices + 1):
             for key, rest in self._steps(total):
                 self._extend(key, rest, total)
 
-    def _steps(self, total: int) -> list[tuple[tuple[int, bool, bool], int]]:
-        """Return ((devices, left same node, right same node), devices of the rest) of each possible last step."""
+    def _steps(self, total: int) -> list[tuple[_Key, int]]:
+        """Return the kinds of stage that a suffix of `total` devices may start with, and the devices that follow."""
         per_node = self._costs.devices_per_node
-        steps = []
-        for count in self._costs.device_counts:
-            rest = total - count
-            if rest >= 0 and rest % per_node + count <= per_node:
-                steps.append(((count, total % per_node != 0, rest % per_node != 0), rest))
-        return steps
+        return [
+            ((count, total % per_node != 0, (total - count) % per_node != 0), total - count)
+            for count in self._costs.device_counts
+            if count <= total and (total - count) % per_node + count <= per_node
+        ]
 
     def _least_in_flight(self, total: int) -> int:
-        largest = self._costs.device_counts[-1]
-        return self._costs.in_flight(-(-total // largest))
+        """Return the least number of microbatches in flight at the first stage of a suffix of `total` devices."""
+        return self._costs.in_flight(-(-total // self._costs.device_counts[-1]))
 
-    def _stage_costs(self, key: tuple[int, bool, bool], in_flight: int) -> Floats:
-        """Return the allowed stages' costs: [stage's layers - 1, query, first layer]."""
-        if (masked := self._masked.get((key, in_flight))) is None:
-            table = self._search._tables[key]
-            seconds = table.seconds[: self._width]
-            cost = seconds if self._combine is np.maximum else table.cost[: self._width]
-            allowed = (seconds[:, None, :] <= self._bounds[None, :, None]) & (
-                table.most_in_flight[: self._width] >= in_flight
-            )[:, None, :]
-            masked = np.where(allowed, cost[:, None, :], np.inf)
-            self._masked[key, in_flight] = masked
-        return masked
+    def _stage_costs(self, key: _Key, in_flight: int, firsts: slice) -> Floats:
+        """Return the costs of the stages that fit: [stage's layers - 1, query, first layer]."""
+        costs = self._allowed[key][:, :, firsts]
+        if in_flight <= self._least_most[key]:
+            return costs
+        fits = self._most_in_flight[key][:, None, firsts] >= in_flight
+        return np.where(fits, costs, np.inf)
 
-    def _extend(self, key: tuple[int, bool, bool], rest: int, total: int) -> None:
-        size, width = self._search._size, self._width
-        windows = np.lib.stride_tricks.sliding_window_view(self.best[rest, :, :, 1 : size + width], width, axis=-1)
-        windows = np.moveaxis(windows, -1, 0)
-        target = self.best[total, :, :, :size]
-        if not self._search._counted:
-            costs = self._stage_costs(key, self._least_in_flight(total))
-            found = self._combine(costs[:, :, None, :], windows).min(axis=0)
-            np.minimum(target, found, out=target)
+    def _extend(self, key: _Key, rest: int, total: int) -> None:
+        size, width = self._size, self._width
+        # A suffix of v devices starts at most v stages' widths before the end, and leaves a layer to each stage.
+        low = max(0, size - total * width)
+        high = size - -(-total // self._costs.device_counts[-1]) + 1
+        if high <= low:
             return
-        for before in range(self.best.shape[2] - 1):
-            costs = self._stage_costs(key, self._costs.in_flight(before + 1))
-            found = self._combine(costs, windows[:, :, before]).min(axis=0)
-            np.minimum(target[:, before + 1], found, out=target[:, before + 1])
+        firsts = slice(low, high)
+        kind = self._keys.index(key)
+        if not self._counted:
+            costs = self._stage_costs(key, self._least_in_flight(total), firsts)
+            self._improve(costs, kind, (rest, 0), (total, 0), firsts)
+            return
+        for num_stages in range(1, self.best.shape[2]):
+            costs = self._stage_costs(key, self._costs.in_flight(num_stages), firsts)
+            self._improve(costs, kind, (rest, num_stages - 1), (total, num_stages), firsts)
 
-    def trace(self, devices: NDArray[np.int64]) -> list[PipelineTemplate | None]:
-        """Return the pipeline behind each query's best value at its number of devices."""
-        return [self._trace_one(query, int(total)) for query, total in enumerate(devices)]
+    def _improve(
+        self, costs: Floats, kind: int, source: tuple[int, int], target: tuple[int, int], firsts: slice
+    ) -> None:
+        """Put a stage of one kind before the suffixes of `source`, where that makes better ones of `target`."""
+        sums = self._combine(costs, self._windows(*source, firsts))
+        found, best = sums.min(axis=0), self.best[target[0], :, target[1], firsts]
+        if self._combine is np.maximum:
+            np.minimum(best, found, out=best)
+            return
+        choice = self._choice[target[0], :, target[1], firsts]
+        if len(self._keys) == 1:
+            best[...], choice[...] = found, sums.argmin(axis=0)
+            return
+        better = found < best
+        best[better] = found[better]
+        choice[better] = sums.argmin(axis=0)[better] + kind * self._width
 
-    def _trace_one(self, query: int, total: int) -> PipelineTemplate | None:
-        depth = int(np.argmin(self.best[total, query, :, 0]))
-        if not np.isfinite(self.best[total, query, depth, 0]):
+    def _windows(self, devices: int, num_stages: int, firsts: slice) -> Floats:
+        """Return best[devices, :, num_stages, i + 1 + l] as a view at [l, query, i]."""
+        by_devices, by_query, by_stages, by_layer = self.best.strides
+        offset = devices * by_devices + num_stages * by_stages + (firsts.start + 1) * by_layer
+        shape = (self._width, self.best.shape[1], firsts.stop - firsts.start)
+        return np.ndarray(shape, np.float64, self.best, offset, (by_layer, by_query, by_layer))
+
+    def trace(self, queries: Sequence[int], devices: Sequence[int]) -> list[Cut | None]:
+        """Return the cut behind the best value of each (query, devices)."""
+        return [self._trace(query, total) for query, total in zip(queries, devices, strict=True)]
+
+    def _trace(self, query: int, total: int) -> Cut | None:
+        num_stages = int(self.best[total, query, :, 0].argmin())
+        if not np.isfinite(self.best[total, query, num_stages, 0]):
             return None
-        stages: list[StageTemplate] = []
-        first, used, left = 0, 0, total
+        stops, counts, seconds = [], [], []
+        first, left = 0, total
         while left:
-            options = []
-            for key, rest in self._steps(left):
-                in_flight = self._costs.in_flight(depth) if self._search._counted else self._least_in_flight(left)
-                costs = self._stage_costs(key, in_flight)[:, query, first]
-                after = self.best[rest, query, max(depth - 1, 0), first + 1 : first + 1 + self._width]
-                sums = costs + after
-                best = int(sums.argmin())
-                options.append((float(sums[best]), -key[0], best))
-            _, negative_count, length = min(options)
-            count = -negative_count
-            stages.append(self._costs.stage(first, first + length + 1, used, count))
-            first, used, left, depth = first + length + 1, used + count, left - count, max(depth - 1, 0)
-        return PipelineTemplate(stages=tuple(stages))
+            kind, layers = divmod(int(self._choice[left, query, num_stages, first]), self._width)
+            seconds.append(float(self._seconds[kind][layers, first]))
+            first += layers + 1
+            left -= self._keys[kind][0]
+            num_stages = max(num_stages - 1, 0)
+            stops.append(first)
+            counts.append(self._keys[kind][0])
+        timing = Timing(first_s=sum(seconds), next_s=max(seconds))
+        return Cut(stops=tuple(stops), num_devices=tuple(counts), timing=timing)

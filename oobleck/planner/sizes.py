@@ -1,35 +1,31 @@
 """Instantiation: how many pipelines of each size make the shortest step.
 
-For a number of pipelines p and a target T a pipeline of n nodes takes m_n(T) microbatches, and whether N nodes
-take the whole batch is a knapsack with exactly p items (see `knapsack`). Nodes may idle, so m_n may be replaced
-by the best of any size up to n; then every size between the smallest and the largest may be used, and all N
-nodes are (or p times the largest size).
-
-The search over T narrows a bracket over the finitely many values that a pipeline's time can have. The time to
-reduce gradients depends on p and on the pipeline with the most bytes a node, so both are enumerated; those that
-cannot beat the best so far are excluded together, by the Lagrangian bound of the same knapsack.
+Within a target T a pipeline of n nodes takes m_n(T) microbatches, and whether N nodes take the whole batch is a
+knapsack (see `capacity`). The time to reduce gradients comes on top. It depends on the pipeline with the most
+bytes a node, so the limits on these are enumerated; and it grows with the number of pipelines, so the best of
+any number, p of them, beats all larger numbers. Only smaller ones are tried besides, below the number from which
+on the reduction takes the same time.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .batches import deal_microbatches
-from .costs import Floats, Timing
-from .knapsack import Ints, best_items, value_bounds
+from .capacity import Capacity, Filled, share_s
+from .costs import Timing
+from .knapsack import Ints
 from .profile import NetworkProfile
 
 __all__ = ["SizeOption", "Sizing", "choose_sizes", "reduction_s", "sizing_of"]
 
 _TOLERANCE = 1e-12
-_BISECTIONS = 40
-_ENUMERATED = 4096
-"""Candidates for the step time are listed when there are no more than these."""
+_MANY = 16
+"""From this many pipelines on, a ring's share 2 (p - 1) / p is taken as constant: within 1 / 16 of its limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +48,14 @@ class Sizing:
 
 
 def reduction_s(network: NetworkProfile, reduced_bytes: int, num_pipelines: int) -> float:
-    """Return the seconds in which `num_pipelines` owners reduce their gradients, none of it overlapped.
+    """Return the seconds in which owners in `num_pipelines` pipelines reduce their gradients, nothing overlapped.
 
-    A ring moves 2 (p - 1) / p of the bytes through every link; the latency is that of a tree.
+    A ring sends 2 (p - 1) / p of the bytes over every link, in 2 (p - 1) messages (Patarasuk and Yuan 2009).
+    From 16 pipelines on its growth is neglected.
     """
-    if num_pipelines == 1:
-        return 0.0
-    moved = 2 * (num_pipelines - 1) / num_pipelines * reduced_bytes
-    return moved / network.inter_node_bytes_per_s + 2 * (num_pipelines - 1).bit_length() * network.inter_node_latency_s
+    others = min(num_pipelines, _MANY) - 1
+    moved = 2 * others / (others + 1) * reduced_bytes
+    return moved / network.inter_node_bytes_per_s + 2 * others * network.inter_node_latency_s
 
 
 def sizing_of(
@@ -90,150 +86,89 @@ def choose_sizes(
     """Return the sizes with the shortest step, reduction of gradients included: `fewest` to `most` pipelines.
 
     Exact over all multisets of the options' sizes that take at most `num_nodes` nodes, with whole microbatches,
-    at least one for each pipeline. Nodes left over are spares. Of equal ones the most even is taken.
+    at least one for each pipeline. Nodes left over are spares. Of equal ones the most even is preferred.
     """
-    best: Sizing | None = None
-    for reduced_bytes in sorted({option.reduced_bytes for option in options.values()}, reverse=True):
-        allowed = {n: option for n, option in options.items() if option.reduced_bytes <= reduced_bytes}
-        if min(allowed) * fewest <= num_nodes:
-            group = _Group(allowed, num_nodes, num_microbatches, network, reduced_bytes)
-            best = group.improve(best, fewest, most)
+    best: _Found | None = None
+    for least_s, reduced_bytes in _limits(options, num_nodes, num_microbatches, network, fewest):
+        if best is not None and least_s >= best.step_s:
+            break
+        timings = {n: o.timing for n, o in options.items() if o.reduced_bytes <= reduced_bytes and n <= num_nodes}
+        if min(timings) * fewest <= num_nodes:
+            search = _Search(
+                Capacity(timings, num_nodes=num_nodes, num_microbatches=num_microbatches),
+                [reduction_s(network, reduced_bytes, max(number, 1)) for number in range(_MANY + 1)],
+            )
+            best = search.improve(best, fewest, min(most, num_nodes // min(timings)))
     assert best is not None, "the callers ask for a number of pipelines that fits"
-    return best
+    return sizing_of(options, best.sizes, num_microbatches, network)
 
 
-class _Group:
-    """The pipelines of some sizes, none of which reduces more than `reduced_bytes` on a node."""
+def _limits(
+    options: Mapping[int, SizeOption], num_nodes: int, num_microbatches: int, network: NetworkProfile, fewest: int
+) -> list[tuple[float, int]]:
+    """Return the limits on reduced bytes with a time that no plan within each can beat, the most promising first."""
+    limits: dict[int, float] = {}
+    least_s = math.inf
+    for size in sorted((n for n in options if n <= num_nodes), key=lambda n: (options[n].reduced_bytes, n)):
+        option = options[size]
+        alone_s = share_s(size, option.timing, num_nodes=num_nodes, num_microbatches=num_microbatches)
+        least_s = min(least_s, alone_s)
+        limits[option.reduced_bytes] = least_s + reduction_s(network, option.reduced_bytes, fewest)
+    return sorted((bound_s, reduced_bytes) for reduced_bytes, bound_s in limits.items())
 
-    def __init__(
-        self,
-        options: Mapping[int, SizeOption],
-        num_nodes: int,
-        num_microbatches: int,
-        network: NetworkProfile,
-        reduced_bytes: int,
-    ) -> None:
-        self._options = options
-        self._num_nodes = num_nodes
-        self._num_microbatches = num_microbatches
-        self._network = network
-        self._reduced_bytes = reduced_bytes
-        self._smallest, self._largest = min(options), max(n for n in options if n == min(options) or n <= num_nodes)
-        sizes = range(self._smallest, self._largest + 1)
-        # A size without a template takes no microbatch, so it is used as a smaller one with idle nodes.
-        self._first_s = np.array([options[n].timing.first_s if n in options else np.inf for n in sizes])
-        self._next_s = np.array([options[n].timing.next_s if n in options else 1.0 for n in sizes])
 
-    def improve(self, best: Sizing | None, fewest: int, most: int) -> Sizing | None:
-        """Return the best sizing of this group, or `best` where that is not beaten."""
-        numbers = np.arange(fewest, min(most, self._num_nodes // self._smallest) + 1)
-        if best is None and len(numbers):
-            first = int(np.abs(numbers - self._likely_number()).argmin())
-            best = self._sizing(self._search(int(numbers[first]), math.inf))
-            numbers = np.delete(numbers, first)
-        while best is not None and len(numbers):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    sizes: tuple[int, ...]
+    step_s: float
+
+
+class _Search:
+    """The search under one limit on the bytes to reduce; `reductions_s` is by number of pipelines."""
+
+    def __init__(self, capacity: Capacity, reductions_s: Sequence[float]) -> None:
+        self._capacity = capacity
+        self._reductions_s = reductions_s
+
+    def improve(self, best: _Found | None, fewest: int, most: int) -> _Found | None:
+        """Return the best within the limit, or `best` where that is not beaten."""
+        limit_s = self._limit_s(best, fewest)
+        if limit_s < self._capacity.least_s:
+            return best
+        numbers = range(fewest, most + 1)
+        if fewest < most:
+            free = self._capacity.any_number(limit_s)
+            if free is None:
+                return best
+            if len(free[0]) in numbers:
+                best = self._better(best, free)
+                numbers = range(fewest, min(len(free[0]), _MANY))
+        return self._try(best, np.array(numbers, dtype=np.int64))
+
+    def _try(self, best: _Found | None, numbers: Ints) -> _Found | None:
+        """Search exact numbers of pipelines, from the one that reduces fastest, where they can still be better."""
+        if best is None:
+            best = self._better(None, self._capacity.exactly(int(numbers[0]), math.inf))
+            numbers = numbers[1:]
+        while len(numbers):
             limits_s = np.array([self._limit_s(best, int(number)) for number in numbers])
-            bounds = self._capacity_bounds(numbers, limits_s)
-            first = int(bounds.argmax())
-            if bounds[first] < self._num_microbatches:
-                break
-            found = self._search(int(numbers[first]), float(limits_s[first]))
-            if found:
-                best = min(best, self._sizing(found), key=lambda sizing: sizing.step_s)
-            bounds[first] = -np.inf
-            numbers = numbers[bounds >= self._num_microbatches]
+            bounds = self._capacity.most_taken(numbers, limits_s)
+            numbers = numbers[bounds >= self._capacity.num_microbatches]
+            if len(numbers):
+                number = int(numbers[0])
+                best = self._better(best, self._capacity.exactly(number, self._limit_s(best, number)))
+                numbers = numbers[1:]
         return best
 
-    def _limit_s(self, best: Sizing, num_pipelines: int) -> float:
-        """Return what the slowest pipeline may take at most for the step to be shorter than the best."""
-        return best.step_s * (1 - _TOLERANCE) - reduction_s(self._network, self._reduced_bytes, num_pipelines)
+    def _limit_s(self, best: _Found | None, num_pipelines: int) -> float:
+        """Return what the slowest of so many pipelines may take for the step to beat the best."""
+        if best is None:
+            return math.inf
+        return best.step_s * (1 - _TOLERANCE) - self._reductions_s[min(num_pipelines, _MANY)]
 
-    def _sizing(self, sizes: Sequence[int]) -> Sizing:
-        return sizing_of(self._options, sizes, self._num_microbatches, self._network)
-
-    def _likely_number(self) -> float:
-        """Return the number of pipelines that would be best if there were no remainders."""
-        low_s, high_s = 0.0, float(self._first_s.min() + self._num_microbatches * self._next_s.max())
-        sizes = np.arange(self._smallest, self._largest + 1)
-        for _ in range(_BISECTIONS):
-            middle_s = (low_s + high_s) / 2
-            rate = float(((middle_s - self._first_s) / self._next_s / sizes).max())
-            low_s, high_s = (middle_s, high_s) if rate * self._num_nodes < self._num_microbatches else (low_s, middle_s)
-        return self._num_nodes / float(sizes[((high_s - self._first_s) / self._next_s / sizes).argmax()])
-
-    def _taken(self, step_s: Floats) -> Floats:
-        """Return the microbatches that pipelines take within given seconds: [row, size]; -inf for none."""
-        limits_s = np.asarray(step_s)[:, None]
-        with np.errstate(invalid="ignore"):
-            taken: Floats = np.floor((limits_s - self._first_s) / self._next_s) + 1
-            # Corrected to agree with Timing.step_s to the last bit.
-            taken += self._first_s + taken * self._next_s <= limits_s
-            taken -= self._first_s + (taken - 1) * self._next_s > limits_s
-        taken[~(taken >= 1)] = -np.inf
-        return taken
-
-    def _total(self, num_pipelines: int) -> int:
-        return min(self._num_nodes, num_pipelines * self._largest)
-
-    def _capacity_bounds(self, numbers: Ints, step_s: Floats) -> Floats:
-        totals = np.minimum(self._num_nodes, numbers * self._largest)
-        values = np.maximum.accumulate(self._taken(step_s), axis=1)
-        return value_bounds(self._smallest, values, counts=numbers, totals=totals)
-
-    def _search(self, num_pipelines: int, limit_s: float) -> tuple[int, ...]:
-        """Return the sizes whose slowest pipeline is fastest, if within `limit_s`; else none."""
-        best_s = min(limit_s, float(self._first_s[0] + self._num_microbatches * self._next_s[0]))
-        best = self._within(num_pipelines, best_s)
-        low_s = 0.0
-        while best and (target_s := self._middle_candidate(low_s, best_s)) is not None:
-            if found := self._within(num_pipelines, target_s):
-                best, best_s = found, target_s
-            else:
-                low_s = target_s
-        return best
-
-    def _middle_candidate(self, low_s: float, high_s: float) -> float | None:
-        """Return a time that some pipeline can take, strictly between two times and about in the middle."""
-        taken = self._taken(np.array([low_s, math.nextafter(high_s, 0.0)]))
-        below, above = np.maximum(taken[0], 0.0), np.maximum(taken[1], 0.0)
-        most = int((above - below).argmax())
-        if above[most] == below[most]:
-            return None
-        if (above - below).sum() > _ENUMERATED:
-            number = (above[most] + below[most]) // 2 + 1
-            return float(self._first_s[most] + (number - 1) * self._next_s[most])
-        candidates = np.concatenate(
-            [
-                self._first_s[i] + (np.arange(below[i] + 1, above[i] + 1) - 1) * self._next_s[i]
-                for i in np.nonzero(above > below)[0]
-            ]
-        )
-        return float(np.partition(candidates, len(candidates) // 2)[len(candidates) // 2])
-
-    def _within(self, num_pipelines: int, step_s: float) -> tuple[int, ...]:
-        """Return sizes of pipelines that take the whole batch within `step_s`, or none."""
-        taken = self._taken(np.array([step_s]))
-        values = np.maximum.accumulate(taken, axis=1)
-        total = self._total(num_pipelines)
-        bound = value_bounds(self._smallest, values, counts=[num_pipelines], totals=[total])
-        if bound[0] < self._num_microbatches:
-            return ()
-        small, num_large = divmod(total, num_pipelines)
-        even = Counter({small: num_pipelines - num_large, small + 1: num_large})
-        offset = small - self._smallest
-        capacity = values[0, offset] * (num_pipelines - num_large)
-        if num_large:
-            capacity += values[0, offset + 1] * num_large
-        if capacity >= self._num_microbatches:
-            return self._without_idle(taken[0], even)
-        capacity, items = best_items(self._smallest, values[0], count=num_pipelines, total=total)
-        return self._without_idle(taken[0], items) if capacity >= self._num_microbatches else ()
-
-    def _without_idle(self, taken: Floats, items: Counter[int]) -> tuple[int, ...]:
-        """Replace each size by the smaller one that takes at least as much in its stead, where there is one."""
-        sizes: list[int] = []
-        for size, times in sorted(items.items(), reverse=True):
-            prefix = taken[: size - self._smallest + 1]
-            best = int(len(prefix) - 1 - prefix[::-1].argmax())
-            sizes += [self._smallest + best] * times
-        return tuple(sizes)
+    def _better(self, best: _Found | None, filled: Filled | None) -> _Found | None:
+        if filled is None:
+            return best
+        sizes, slowest_s = filled
+        step_s = slowest_s + self._reductions_s[min(len(sizes), _MANY)]
+        return _Found(sizes=sizes, step_s=step_s) if best is None or step_s < best.step_s else best

@@ -1,8 +1,8 @@
 """Pipeline templates: for each number of nodes, the stages with the shortest step.
 
 The objective is the bound of 1F1B, `sum(w) + (m - 1) * max(w)` with w the seconds of a stage. The search is
-exact. Fix a bound on max(w); the dynamic programme then gives the least sum(w) under it (see `search`). The
-tightest bound that any cut meets gives a first pipeline. A better one needs a smaller sum, so its max(w) is
+exact. Fix a bound on max(w); the dynamic programme then gives the least sum(w) under it (see `search`). Without
+a bound, and under the tightest that any cut meets, it gives the first two pipelines. A better one has a max(w) of
 at most (value - least sum) / (m - 1): the bounds left to try lie between those two, each answer excludes all
 bounds down to its own max(w), and where all cuts cost the same nothing is left to try at all.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .costs import StageCosts, Timing
 from .plan import PipelineTemplate
-from .search import StageSearch
+from .search import Cut, StageSearch
 
 __all__ = ["find_templates"]
 
@@ -32,21 +32,21 @@ class _Query:
     num_microbatches: int
     tightest_s: float
     """No pipeline's slowest stage is faster."""
-    least_sum_s: float
+    least_sum_s: float = 0.0
     """No pipeline with the slowest stage within `bound_s` has a smaller sum."""
-    bound_s: float
-    best: PipelineTemplate | None = None
+    bound_s: float = math.inf
+    best: Cut | None = None
     best_s: float = math.inf
     is_exact: bool = True
     """False once an answer broke the memory limit, which then has to be searched with stages counted."""
 
-    def narrow(self, found: Timing) -> None:
-        """Exclude what cannot beat the best pipeline any more."""
-        following = self.num_microbatches - 1
-        self.least_sum_s = found.first_s
-        self.bound_s = math.nextafter(found.next_s, 0.0)
-        if following:
-            self.bound_s = min(self.bound_s, (self.best_s - self.least_sum_s) / following)
+    def narrow(self, found: Timing | None) -> None:
+        """Exclude what cannot beat the best pipeline; `found` is the least sum within the bound, if that was asked."""
+        if found is not None:
+            self.least_sum_s = found.first_s
+            self.bound_s = math.nextafter(found.next_s, 0.0)
+        if self.num_microbatches > 1:
+            self.bound_s = min(self.bound_s, (self.best_s - self.least_sum_s) / (self.num_microbatches - 1))
 
     @property
     def is_done(self) -> bool:
@@ -73,46 +73,52 @@ def find_templates(
     if broken:
         counted = _search(costs, broken, microbatches_per_device, StageSearch(costs, counted=True))
         queries = [query for query in queries if query.is_exact] + counted
-    return {query.num_nodes: query.best for query in sorted(queries, key=lambda query: query.num_nodes) if query.best}
+    return {
+        query.num_nodes: query.best.template(costs)
+        for query in sorted(queries, key=lambda query: query.num_nodes)
+        if query.best is not None
+    }
 
 
 def _search(costs: StageCosts, node_counts: list[int], per_device: int, search: StageSearch) -> list[_Query]:
     per_node = costs.devices_per_node
-    most_devices = node_counts[-1] * per_node
-    tightest = search.tightest(most_devices)
-    least_sums = search.least_sums(most_devices)
+    tightest = search.tightest(node_counts[-1] * per_node)
     queries = [
         _Query(
             num_nodes=count,
             num_devices=count * per_node,
             num_microbatches=max(1, min(costs.max_in_flight, per_device * count * per_node)),
             tightest_s=float(tightest[count * per_node]),
-            least_sum_s=float(least_sums[count * per_node]),
-            bound_s=float(tightest[count * per_node]),
         )
         for count in node_counts
         if math.isfinite(tightest[count * per_node])
     ]
-    _ask(costs, search, queries)
-    for query in queries:
-        following = query.num_microbatches - 1
-        query.bound_s = (query.best_s - query.least_sum_s) / following if following else math.inf
+    if queries:
+        found = search.least_sums([query.num_devices for query in queries])
+        for query, cut in zip(queries, found, strict=True):
+            query.least_sum_s = _keep(costs, query, cut).first_s
+    _ask(costs, search, [query for query in queries if not query.is_done], tightest=True)
     pending = queries
     while pending := [query for query in pending if query.is_exact and not query.is_done]:
-        for query, found in zip(pending, _ask(costs, search, pending), strict=True):
-            query.narrow(found)
+        _ask(costs, search, pending, tightest=False)
     return queries
 
 
-def _ask(costs: StageCosts, search: StageSearch, queries: list[_Query]) -> list[Timing]:
-    """Search each query under its bound and keep what is better; return what was found."""
-    found = search.least_sum_within([query.bound_s for query in queries], [query.num_devices for query in queries])
-    timings = []
-    for query, template in zip(queries, found, strict=True):
-        assert template is not None, "a bound no tighter than the tightest has an answer"
-        timing = costs.timing(template)
-        timings.append(timing)
-        query.is_exact = query.is_exact and costs.fits(template)
-        if timing.step_s(query.num_microbatches) < query.best_s:
-            query.best, query.best_s = template, timing.step_s(query.num_microbatches)
-    return timings
+def _ask(costs: StageCosts, search: StageSearch, queries: list[_Query], *, tightest: bool) -> None:
+    """Search each query under its bound, keep what is better, and exclude what cannot beat that any more."""
+    if not queries:
+        return
+    bounds = [query.tightest_s if tightest else query.bound_s for query in queries]
+    found = search.least_sums_within(bounds, [query.num_devices for query in queries])
+    for query, cut in zip(queries, found, strict=True):
+        timing = _keep(costs, query, cut)
+        query.narrow(None if tightest else timing)
+
+
+def _keep(costs: StageCosts, query: _Query, cut: Cut | None) -> Timing:
+    assert cut is not None, "a bound no tighter than the tightest has an answer"
+    if costs.device_counts[-1] > 1:
+        query.is_exact = query.is_exact and costs.fits(cut.template(costs))
+    if cut.timing.step_s(query.num_microbatches) < query.best_s:
+        query.best, query.best_s = cut, cut.timing.step_s(query.num_microbatches)
+    return cut.timing

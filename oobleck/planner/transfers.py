@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from oobleck.errors import Unrecoverable
+from .inventory import Holding, Inventory
+from .plan import Place
 
-from .plan import ExecutionPlan, Place
-
-__all__ = ["LayerTransfer", "holders_of", "plan_transfers"]
+__all__ = ["LayerTransfer", "plan_transfers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,49 +23,31 @@ class LayerTransfer:
     num_parts: int = 1
 
 
-def holders_of(held: Mapping[Place, frozenset[int]], num_layers: int) -> tuple[tuple[Place, ...], ...]:
-    """Return the places that hold each layer, sorted; raise Unrecoverable with the layers that none holds."""
-    holders: list[list[Place]] = [[] for _ in range(num_layers)]
-    for place in sorted(held):
-        for layer in sorted(held[place]):
-            holders[layer].append(place)
-    if lost := tuple(layer for layer, places in enumerate(holders) if not places):
-        raise Unrecoverable(lost)
-    return tuple(map(tuple, holders))
-
-
 def plan_transfers(
-    plan: ExecutionPlan,
-    held: Mapping[Place, frozenset[int]],
-    layer_bytes: Sequence[int],
-    *,
-    max_sources: int,
+    arrivals: Sequence[tuple[str, Holding]], inventory: Inventory, *, max_sources: int
 ) -> tuple[LayerTransfer, ...]:
-    """Return the transfers that bring every worker of the plan the layers it needs and does not hold.
+    """Return the transfers that bring nodes, given with what they have to hold, what they do not hold yet.
 
-    A layer is read in equal parts from all its holders, or where it has more than `max_sources`, from those that
-    have the fewest bytes to send so far. Raises Unrecoverable. O(transfers · log holders).
+    A layer is read in equal parts from all its holders. Where it has more than `max_sources`, each reader takes
+    the next ones in turn, and different layers start at different holders, so that the load stays even.
+    O(transfers + holders · log holders).
     """
-    nothing: frozenset[int] = frozenset()
     wanted: dict[int, list[Place]] = defaultdict(list)
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            for place in stage.places:
-                has = held.get(place, nothing)
-                for layer in stage.layers:
-                    if layer not in has:
-                        wanted[layer].append(place)
-    holders = holders_of(held, plan.num_layers)
-    sending: dict[Place, float] = defaultdict(float)
+    for node, needed in arrivals:
+        held = inventory.holdings[node]
+        for device, layers in enumerate(needed):
+            for layer in layers - held[device] if device < len(held) else layers:
+                wanted[layer].append(Place(node=node, device=device))
     transfers: list[LayerTransfer] = []
     for layer, targets in sorted(wanted.items()):
-        for target in targets:
-            sources = holders[layer]
-            if len(sources) > max_sources:
-                sources = tuple(heapq.nsmallest(max_sources, sources, key=lambda place: (sending[place], place)))
-            for part, source in enumerate(sources):
-                sending[source] += layer_bytes[layer] / len(sources)
+        holders = inventory.holders(layer)
+        num_parts = min(len(holders), max_sources)
+        turn = layer * num_parts
+        for target in sorted(targets):
+            for part in range(num_parts):
+                source = holders[(turn + part) % len(holders)]
                 transfers.append(
-                    LayerTransfer(layer=layer, source=source, target=target, part=part, num_parts=len(sources))
+                    LayerTransfer(layer=layer, source=source, target=target, part=part, num_parts=num_parts)
                 )
+            turn += num_parts
     return tuple(transfers)

@@ -1,0 +1,157 @@
+"""How much N nodes can take within a step time, and the least time within which they take a whole batch.
+
+A pipeline of n nodes takes floor((T - first) / next) + 1 microbatches within T. Nodes may idle, so that may be
+replaced by the best of any size up to n; then every size between the smallest and the largest may be used. The
+least T is found among the finitely many values that a pipeline's time can have, by bisection; each T asked is
+one knapsack at most (see `knapsack`), and none where a bound or a simple filling already settles it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from .costs import Floats, Timing
+from .knapsack import Ints, best_filling, best_items, value_bounds
+
+__all__ = ["Capacity", "Filled", "share_s"]
+
+Filled = tuple[tuple[int, ...], float]
+"""Sizes of pipelines, largest first, and the seconds of the slowest."""
+
+_GALLOP = 1 / 64
+
+
+def share_s(size: int, timing: Timing, *, num_nodes: int, num_microbatches: int) -> float:
+    """Return the seconds in which a pipeline of `size` of `num_nodes` nodes takes at least its share of a batch."""
+    return timing.step_s(-(-num_microbatches * size // num_nodes))
+
+
+class Capacity:
+    """What pipelines of some sizes on `num_nodes` nodes can take; `timings` are by number of nodes."""
+
+    def __init__(self, timings: Mapping[int, Timing], *, num_nodes: int, num_microbatches: int) -> None:
+        self._num_nodes, self.num_microbatches = num_nodes, num_microbatches
+        self._smallest, self._largest = min(timings), max(timings)
+        self._sizes = np.arange(self._smallest, self._largest + 1)
+        # A size without a template takes no microbatch, so it is used as a smaller one with idle nodes.
+        self._first_s, self._next_s = np.full(len(self._sizes), np.inf), np.ones(len(self._sizes))
+        for size, timing in timings.items():
+            self._first_s[size - self._smallest] = timing.first_s
+            self._next_s[size - self._smallest] = timing.next_s
+        self.least_s = min(
+            share_s(size, timing, num_nodes=num_nodes, num_microbatches=num_microbatches)
+            for size, timing in timings.items()
+        )
+        """No pipelines are faster, whatever their number: some size has to take its nodes' share of the batch."""
+
+    def any_number(self, limit_s: float) -> Filled | None:
+        """Return the fastest pipelines, whatever their number, or None where none is within the limit."""
+        return self._fastest(self._fill, limit_s)
+
+    def exactly(self, num_pipelines: int, limit_s: float) -> Filled | None:
+        """Return the fastest `num_pipelines` pipelines, or None where none is within the limit."""
+        return self._fastest(lambda taken: self._choose(taken, num_pipelines), limit_s)
+
+    def most_taken(self, numbers: Ints, limits_s: Floats) -> Floats:
+        """Return bounds on what so many pipelines take within each limit."""
+        values = np.maximum.accumulate(self._taken(limits_s), axis=1)
+        totals = np.minimum(self._num_nodes, numbers * self._largest)
+        return value_bounds(self._smallest, values, counts=numbers, totals=totals)
+
+    def _taken(self, limits_s: Floats) -> Floats:
+        """Return the microbatches that pipelines take within given seconds: [limit, size]; -inf for none."""
+        limits_s = limits_s[:, None]
+        with np.errstate(invalid="ignore"):
+            taken: Floats = np.floor((limits_s - self._first_s) / self._next_s) + 1
+            # Corrected to agree with Timing.step_s to the last bit.
+            taken += self._first_s + taken * self._next_s <= limits_s
+            taken -= self._first_s + (taken - 1) * self._next_s > limits_s
+        taken[~(taken >= 1)] = -np.inf
+        return taken
+
+    def _fastest(self, answer: Callable[[Floats], Counter[int] | None], limit_s: float) -> Filled | None:
+        """Bisect for the least time within which `answer` finds pipelines for what they take."""
+        # One smallest pipeline could take everything while the others take one each.
+        surely_s = float(self._first_s[0] + self.num_microbatches * self._next_s[0])
+        best = answer(self._taken(np.array([limit_s]))[0]) if limit_s < surely_s else None
+        if best is None and limit_s < surely_s:
+            return None
+        low_s, high_s, target_s, step = math.nextafter(self.least_s, 0.0), min(limit_s, surely_s), self.least_s, _GALLOP
+        while target_s < high_s:
+            found = answer(self._taken(np.array([target_s]))[0])
+            if found is not None:
+                best, high_s = found, target_s
+                break
+            low_s, target_s, step = target_s, self.least_s * (1 + step), 2 * step
+        if best is None:
+            best = answer(self._taken(np.array([high_s]))[0])
+        assert best is not None, "one smallest pipeline takes everything"
+        while (middle_s := self._middle_candidate(low_s, high_s)) is not None:
+            if (found := answer(self._taken(np.array([middle_s]))[0])) is not None:
+                best, high_s = found, middle_s
+            else:
+                low_s = middle_s
+        taken = self._taken(np.array([high_s]))[0]
+        even = self._even(taken, sum(best.values()))
+        return self._without_idle(taken, best if even is None else even), high_s
+
+    def _middle_candidate(self, low_s: float, high_s: float) -> float | None:
+        """Return the median of the times that pipelines can take, strictly between two times; None for none."""
+        taken = np.maximum(self._taken(np.array([low_s, math.nextafter(high_s, 0.0)])), 0.0)
+        numbers = (taken[1] - taken[0]).astype(np.int64)
+        if not numbers.any():
+            return None
+        which = np.repeat(np.arange(len(numbers)), numbers)
+        following = np.arange(len(which)) - np.repeat(np.cumsum(numbers) - numbers, numbers) + taken[0][which]
+        times_s = self._first_s[which] + following * self._next_s[which]
+        return float(np.partition(times_s, len(times_s) // 2)[len(times_s) // 2])
+
+    def _fill(self, taken: Floats) -> Counter[int] | None:
+        """Return pipelines, in any number, that take the whole batch."""
+        rates = taken / self._sizes
+        best = int(rates.argmax())
+        if rates[best] * self._num_nodes < self.num_microbatches:
+            return None
+        values = np.maximum.accumulate(taken)
+        size = int(self._sizes[best])
+        times, rest = divmod(self._num_nodes, size)
+        filled = Counter({size: times})
+        if self._smallest <= rest:
+            filled[min(rest, self._largest)] += 1
+        if self._sum(values, filled) >= self.num_microbatches:
+            return filled
+        value, filled = best_filling(self._smallest, values, total=self._num_nodes)
+        return filled if value >= self.num_microbatches else None
+
+    def _choose(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
+        """Return exactly so many pipelines that take the whole batch."""
+        if (even := self._even(taken, num_pipelines)) is not None:
+            return even
+        values = np.maximum.accumulate(taken)
+        total = min(self._num_nodes, num_pipelines * self._largest)
+        bounds = value_bounds(self._smallest, values[None, :], counts=[num_pipelines], totals=[total])
+        if bounds[0] < self.num_microbatches:
+            return None
+        value, items = best_items(self._smallest, values, count=num_pipelines, total=total)
+        return items if value >= self.num_microbatches else None
+
+    def _even(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
+        """Return pipelines of sizes as even as can be, if they take the whole batch."""
+        small, num_large = divmod(min(self._num_nodes, num_pipelines * self._largest), num_pipelines)
+        even = +Counter({small: num_pipelines - num_large, small + 1: num_large})
+        return even if self._sum(np.maximum.accumulate(taken), even) >= self.num_microbatches else None
+
+    def _sum(self, values: Floats, items: Counter[int]) -> float:
+        return sum(float(values[size - self._smallest]) * times for size, times in items.items())
+
+    def _without_idle(self, taken: Floats, items: Counter[int]) -> tuple[int, ...]:
+        """Replace each size by the largest up to it that takes the most, and pass on no more than the batch."""
+        sizes: list[int] = []
+        for size, times in sorted(items.items(), reverse=True):
+            upto = taken[: size - self._smallest + 1]
+            sizes += [self._smallest + len(upto) - 1 - int(upto[::-1].argmax())] * times
+        return tuple(sizes[: self.num_microbatches])

@@ -1,0 +1,136 @@
+"""Data sheets of devices: peak rates and memory, as their makers publish them. Dense rates, without sparsity."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+
+from oobleck.errors import ConfigError
+
+from .profile import NetworkProfile
+
+__all__ = ["KNOWN_DEVICES", "DeviceSheet", "device_sheet", "device_sheet_from_json"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSheet:
+    """What a data sheet says of a device, and the links that it usually comes with."""
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    float32_flops: float
+    """Matrix products in float32 a second, without reduced-precision formats."""
+    bfloat16_flops: float
+    intra_node_bytes_per_s: float
+    """Between devices of one node, one way."""
+    intra_node_latency_s: float = 5e-6
+    inter_node_bytes_per_s: float = 2.5e10
+    """Between nodes, one way: 200 Gb/s."""
+    inter_node_latency_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"device {self.name!r}: {field.name} is {value!r}; it must be above 0")
+
+    @property
+    def network(self) -> NetworkProfile:
+        return NetworkProfile(
+            inter_node_bytes_per_s=self.inter_node_bytes_per_s,
+            inter_node_latency_s=self.inter_node_latency_s,
+            intra_node_bytes_per_s=self.intra_node_bytes_per_s,
+            intra_node_latency_s=self.intra_node_latency_s,
+        )
+
+
+KNOWN_DEVICES: Mapping[str, DeviceSheet] = {
+    sheet.name.lower(): sheet
+    for sheet in (
+        DeviceSheet(
+            name="A40",
+            memory_bytes=48 * 10**9,
+            memory_bytes_per_s=696e9,
+            float32_flops=37.4e12,
+            bfloat16_flops=149.7e12,
+            intra_node_bytes_per_s=3.2e10,
+        ),
+        DeviceSheet(
+            name="A100",
+            memory_bytes=80 * 10**9,
+            memory_bytes_per_s=2.039e12,
+            float32_flops=19.5e12,
+            bfloat16_flops=312e12,
+            intra_node_bytes_per_s=3e11,
+        ),
+        DeviceSheet(
+            name="H100",
+            memory_bytes=80 * 10**9,
+            memory_bytes_per_s=3.35e12,
+            float32_flops=67e12,
+            bfloat16_flops=989.4e12,
+            intra_node_bytes_per_s=4.5e11,
+            inter_node_bytes_per_s=5e10,
+        ),
+        DeviceSheet(
+            name="H200",
+            memory_bytes=141 * 10**9,
+            memory_bytes_per_s=4.8e12,
+            float32_flops=67e12,
+            bfloat16_flops=989.4e12,
+            intra_node_bytes_per_s=4.5e11,
+            inter_node_bytes_per_s=5e10,
+        ),
+        # One server core with 256-bit vectors (2 × 8 fused multiply-adds a cycle at 3 GHz) and its share of memory.
+        DeviceSheet(
+            name="CPU",
+            memory_bytes=8 * 10**9,
+            memory_bytes_per_s=1e10,
+            float32_flops=96e9,
+            bfloat16_flops=96e9,
+            intra_node_bytes_per_s=5e9,
+            inter_node_bytes_per_s=1.25e9,
+            inter_node_latency_s=5e-5,
+        ),
+    )
+}
+"""By lower-case name."""
+
+
+def device_sheet(name: str) -> DeviceSheet:
+    """Return the data sheet of a known device; ConfigError suggests the nearest name."""
+    if (sheet := KNOWN_DEVICES.get(name.lower())) is not None:
+        return sheet
+    near = get_close_matches(name.lower(), KNOWN_DEVICES, n=1, cutoff=0.0)[0]
+    raise ConfigError(
+        f"device {name!r} is not known; did you mean {KNOWN_DEVICES[near].name!r}? Others can be given as a file"
+    )
+
+
+def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
+    """Read a data sheet with the field names of `DeviceSheet`; ConfigError names the field that is wrong."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{source}: must be an object, not {type(document).__name__}")
+    known = [field.name for field in fields(DeviceSheet)]
+    for key, value in document.items():
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{source}: unknown key {key!r}; did you mean {near!r}?")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number == (key == "name") or (key == "name" and not isinstance(value, str)):
+            raise ConfigError(f"{source}: {key} is {value!r}; it must be {'text' if key == 'name' else 'a number'}")
+    required = [name for name in known if "latency" not in name and name != "inter_node_bytes_per_s"]
+    if missing := [name for name in required if name not in document]:
+        raise ConfigError(f"{source}: {missing[0]} is missing")
+    try:
+        return DeviceSheet(**document)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None

@@ -1,0 +1,170 @@
+"""Profiles for hardware that one does not have: a model's shape and a device's data sheet in, a profile out.
+
+The times are a roofline: operations at a share of the data sheet's peak, or bytes at its memory rate, whichever
+takes longer. Operations of a block count its matrix products, 2 for each parameter and token, and attention's
+4 · length · hidden for each token (Narayanan et al. 2021, appendix; causal masks are not exploited); the backward
+pass takes twice as many, and once more the forward ones where activations are recomputed. Stages of several
+devices share a block as Megatron-LM does (Shoeybi et al. 2019): two all-reduces of its output in each pass.
+Bytes of activations are those of Korthikanti et al. 2022, section 4.1: 34 a token and hidden unit, and 5 a pair of
+tokens and head where the attention scores are kept, in 16 bit.
+
+Parameters, gradients and both moments of Adam are float32: 16 bytes a parameter, with bfloat16 as autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from oobleck.errors import ConfigError
+
+from .devices import DeviceSheet
+from .profile import DeviceProfile, LayerProfile, NetworkProfile, Profile
+from .shapes import ModelShape
+
+__all__ = ["ASSUMED_SHARE_OF_PEAK", "estimate_profile"]
+
+ASSUMED_SHARE_OF_PEAK = 0.45
+"""Of the data sheet's operations a second: Narayanan et al. 2021 report 44 to 52 % on A100s."""
+
+_PARAM_BYTES = 4
+_OPTIMIZER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """What the layers of one estimate have in common."""
+
+    shape: ModelShape
+    device: DeviceSheet
+    network: NetworkProfile
+    microbatch_size: int
+    sequence_length: int
+    is_half: bool
+    recompute: bool
+    device_counts: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.microbatch_size * self.sequence_length
+
+    @property
+    def value_bytes(self) -> int:
+        return 2 if self.is_half else 4
+
+    @property
+    def output_bytes(self) -> int:
+        return self.tokens * self.shape.hidden_size * self.value_bytes
+
+
+def estimate_profile(
+    shape: ModelShape,
+    device: DeviceSheet,
+    *,
+    microbatch_size: int,
+    sequence_length: int,
+    precision: Literal["float32", "bfloat16"] = "bfloat16",
+    activation_checkpointing: bool = False,
+    device_counts: Sequence[int] = (1,),
+    network: NetworkProfile | None = None,
+) -> Profile:
+    """Return an estimated profile, labelled as such; `network` overrides the data sheet's usual links."""
+    if precision not in ("float32", "bfloat16"):
+        raise ConfigError(f"precision {precision!r} is not possible; it must be 'float32' or 'bfloat16'")
+    if shape.num_positions and sequence_length > shape.num_positions:
+        raise ConfigError(
+            f"sequence length {sequence_length} exceeds the {shape.num_positions} positions of {shape.name}"
+        )
+    setting = _Setting(
+        shape=shape,
+        device=device,
+        network=network or device.network,
+        microbatch_size=microbatch_size,
+        sequence_length=sequence_length,
+        is_half=precision == "bfloat16",
+        recompute=activation_checkpointing,
+        device_counts=tuple(device_counts),
+    )
+    block = _block(setting)
+    blocks = [replace(block, name=f"block.{index}") for index in range(shape.num_blocks)]
+    return Profile(
+        model=shape.name,
+        microbatch_size=microbatch_size,
+        sequence_length=sequence_length,
+        layers=(_embedding(setting), *blocks, _head(setting)),
+        device=DeviceProfile(name=device.name, memory_bytes=device.memory_bytes),
+        network=setting.network,
+        estimated=True,
+    )
+
+
+def _embedding(setting: _Setting) -> LayerProfile:
+    """A lookup: bytes alone. Its backward pass adds to a gradient as large as the table."""
+    moved = 2 * setting.output_bytes
+    params = setting.shape.embedding_params
+    forward = {count: _seconds(setting, 0, moved) for count in setting.device_counts}
+    backward = {count: _seconds(setting, 0, moved) for count in setting.device_counts}
+    # Kept: the tokens, 8 bytes each, and a dropout mask of 1 byte a value.
+    kept = setting.tokens * (8 + setting.shape.hidden_size)
+    return _layer(setting, "embedding", forward, backward, params, kept)
+
+
+def _block(setting: _Setting) -> LayerProfile:
+    shape, tokens = setting.shape, setting.tokens
+    flops = 2 * shape.block_params * tokens + 4 * tokens * setting.sequence_length * shape.hidden_size
+    per_value = setting.value_bytes // 2
+    kept = tokens * (34 * shape.hidden_size * per_value + 5 * setting.sequence_length * shape.num_heads * per_value)
+    forward, backward = {}, {}
+    for count in setting.device_counts:
+        params_bytes = _PARAM_BYTES * shape.block_params
+        compute = _seconds(setting, flops / count, (params_bytes + kept) / count)
+        reduced = 2 * _all_reduce_s(setting, count)
+        forward[count] = compute + reduced
+        backward[count] = 2 * compute + reduced + (compute + reduced if setting.recompute else 0.0)
+    return _layer(
+        setting, "block", forward, backward, shape.block_params, setting.output_bytes if setting.recompute else kept
+    )
+
+
+def _head(setting: _Setting) -> LayerProfile:
+    shape, tokens = setting.shape, setting.tokens
+    flops = 2 * tokens * shape.vocab_size * shape.hidden_size
+    logits = 4 * tokens * shape.vocab_size
+    forward = {count: _seconds(setting, flops / count, 2 * logits / count) for count in setting.device_counts}
+    backward = {count: 2 * seconds for count, seconds in forward.items()}
+    return _layer(setting, "head", forward, backward, shape.head_params, logits + setting.output_bytes, last=True)
+
+
+def _layer(
+    setting: _Setting,
+    name: str,
+    forward: dict[int, float],
+    backward: dict[int, float],
+    params: int,
+    activation_bytes: int,
+    *,
+    last: bool = False,
+) -> LayerProfile:
+    return LayerProfile(
+        name=name,
+        forward_s=forward,
+        backward_s=backward,
+        param_bytes=_PARAM_BYTES * params,
+        optimizer_bytes=_OPTIMIZER_BYTES * params,
+        activation_bytes=activation_bytes,
+        output_bytes=0 if last else setting.output_bytes,
+    )
+
+
+def _seconds(setting: _Setting, flops: float, moved_bytes: float) -> float:
+    peak = setting.device.bfloat16_flops if setting.is_half else setting.device.float32_flops
+    return max(flops / (ASSUMED_SHARE_OF_PEAK * peak), moved_bytes / setting.device.memory_bytes_per_s)
+
+
+def _all_reduce_s(setting: _Setting, num_devices: int) -> float:
+    if num_devices == 1:
+        return 0.0
+    network = setting.network
+    moved = 2 * (num_devices - 1) / num_devices * setting.output_bytes
+    return moved / network.intra_node_bytes_per_s + 2 * (num_devices - 1) * network.intra_node_latency_s

@@ -1,0 +1,66 @@
+"""Who holds which layers."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from oobleck.errors import Unrecoverable
+
+from .plan import PipelineTemplate, Place
+
+__all__ = ["Holding", "Inventory", "missing_bytes", "needed_holdings"]
+
+Holding = tuple[frozenset[int], ...]
+"""The layers that each device of a node holds whole, or has to hold."""
+
+
+def needed_holdings(template: PipelineTemplate, devices_per_node: int) -> tuple[Holding, ...]:
+    """Return what each node of a pipeline has to hold."""
+    nothing: frozenset[int] = frozenset()
+    nodes = [[nothing] * devices_per_node for _ in range(template.num_nodes)]
+    for stage in template.stages:
+        layers = frozenset(stage.layers)
+        for device in range(stage.first_device, stage.first_device + stage.num_devices):
+            nodes[stage.node_index][device] = layers
+    return tuple(tuple(node) for node in nodes)
+
+
+def missing_bytes(needed: Holding, held: Holding, layer_bytes: Sequence[int]) -> int:
+    """Return the bytes that a node which holds `held` has to receive to hold `needed`."""
+    return sum(
+        layer_bytes[layer]
+        for device, layers in enumerate(needed)
+        for layer in (layers - held[device] if device < len(held) else layers)
+    )
+
+
+class Inventory:
+    """The layers that living nodes hold; nodes of equal holdings are kept together, since there are few kinds."""
+
+    def __init__(self, holdings: Mapping[str, Holding], num_layers: int) -> None:
+        self.holdings = holdings
+        self.kinds: dict[Holding, list[str]] = defaultdict(list)
+        for node, holding in holdings.items():
+            self.kinds[holding].append(node)
+        counts: Counter[int] = Counter()
+        for holding, nodes in self.kinds.items():
+            for layers in holding:
+                for layer in layers:
+                    counts[layer] += len(nodes)
+        self.num_holders = tuple(counts[layer] for layer in range(num_layers))
+
+    def check_complete(self) -> None:
+        """Raise Unrecoverable with the layers that nobody holds."""
+        if lost := tuple(layer for layer, number in enumerate(self.num_holders) if not number):
+            raise Unrecoverable(lost)
+
+    def holders(self, layer: int) -> list[Place]:
+        """Return the places that hold a layer, sorted."""
+        return sorted(
+            Place(node=node, device=device)
+            for holding, nodes in self.kinds.items()
+            for device, layers in enumerate(holding)
+            if layer in layers
+            for node in nodes
+        )

@@ -1,0 +1,166 @@
+"""The shapes of transformer models: what an estimate needs to know, by name or from a transformers configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+
+from oobleck.errors import ConfigError
+
+__all__ = ["KNOWN_MODELS", "ModelShape", "model_shape", "shape_from_config"]
+
+Scalar = bool | int | float | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A transformer of equal blocks between an embedding and a head."""
+
+    name: str
+    hidden_size: int
+    num_blocks: int
+    num_heads: int
+    vocab_size: int
+    num_positions: int
+    """Rows of a learned position table; 0 where positions are rotary."""
+    feed_forward_size: int
+    num_kv_heads: int
+    is_gated: bool = False
+    """The feed-forward part has three matrices (Llama and its kin) rather than two."""
+    is_tied: bool = True
+    """The head shares the embedding's matrix; where they are on different stages, both hold it."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (value < 0 or (value == 0 and field.name != "num_positions")):
+                raise ConfigError(f"model {self.name!r}: {field.name} is {value!r}; it must be above 0")
+
+    @property
+    def block_params(self) -> int:
+        """Parameters of one block: matrices, biases and norms."""
+        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
+        matrices = attention + (3 if self.is_gated else 2) * self.hidden_size * self.feed_forward_size
+        if self.is_gated:
+            return matrices + 2 * self.hidden_size
+        biases = 2 * self.hidden_size + 2 * self.kv_size + self.feed_forward_size + self.hidden_size
+        return matrices + biases + 4 * self.hidden_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.hidden_size // self.num_heads * self.num_kv_heads
+
+    @property
+    def embedding_params(self) -> int:
+        return (self.vocab_size + self.num_positions) * self.hidden_size
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the last layer: the final norm and the head's matrix, a copy where it is tied."""
+        return (self.vocab_size + (1 if self.is_gated else 2)) * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model, tied ones counted once."""
+        tied = self.vocab_size * self.hidden_size if self.is_tied else 0
+        return self.embedding_params + self.num_blocks * self.block_params + self.head_params - tied
+
+
+def _gpt(name: str, hidden_size: int, num_blocks: int, num_heads: int, num_positions: int = 2048) -> ModelShape:
+    return ModelShape(
+        name=name,
+        hidden_size=hidden_size,
+        num_blocks=num_blocks,
+        num_heads=num_heads,
+        vocab_size=50257,
+        num_positions=num_positions,
+        feed_forward_size=4 * hidden_size,
+        num_kv_heads=num_heads,
+    )
+
+
+KNOWN_MODELS: Mapping[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        # Radford et al. 2019, table 2.
+        _gpt("gpt2", 768, 12, 12, 1024),
+        _gpt("gpt2-medium", 1024, 24, 16, 1024),
+        _gpt("gpt2-large", 1280, 36, 20, 1024),
+        _gpt("gpt2-xl", 1600, 48, 25, 1024),
+        # Brown et al. 2020, table 2.1.
+        _gpt("gpt3-medium", 1024, 24, 16),
+        _gpt("gpt3-large", 1536, 24, 16),
+        _gpt("gpt3-xl", 2048, 24, 16),
+        _gpt("gpt3-2.7b", 2560, 32, 32),
+        _gpt("gpt3-6.7b", 4096, 32, 32),
+        _gpt("gpt3-13b", 5120, 40, 40),
+        _gpt("gpt3-175b", 12288, 96, 96),
+        # Devlin et al. 2019; the two token types count as positions.
+        ModelShape(
+            name="bert-large",
+            hidden_size=1024,
+            num_blocks=24,
+            num_heads=16,
+            vocab_size=30522,
+            num_positions=514,
+            feed_forward_size=4096,
+            num_kv_heads=16,
+        ),
+    )
+}
+
+_ALIASES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_blocks": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "feed_forward_size": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocab_size": ("vocab_size",),
+    "num_positions": ("max_position_embeddings", "n_positions"),
+}
+_LEARNED_POSITIONS = ("gpt2", "gpt_neo", "opt", "bert", "roberta", "electra")
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the shape of a known model; ConfigError suggests the nearest name."""
+    if (shape := KNOWN_MODELS.get(name.lower())) is not None:
+        return shape
+    near = get_close_matches(name.lower(), KNOWN_MODELS, n=1, cutoff=0.0)[0]
+    raise ConfigError(f"model {name!r} is not known; did you mean {near!r}? Known: {', '.join(KNOWN_MODELS)}")
+
+
+def shape_from_config(config: Mapping[str, Scalar]) -> ModelShape:
+    """Return the shape that a transformers configuration describes, given as its plain dictionary.
+
+    Understands the names of GPT-2's, BERT's and Llama's kin; others raise ConfigError that names the key missing.
+    """
+    kind = str(config.get("model_type", ""))
+    numbers = {field: _number(config, keys) for field, keys in _ALIASES.items()}
+    for field in ("hidden_size", "num_blocks", "num_heads", "vocab_size"):
+        if numbers[field] is None:
+            raise ConfigError(f"model configuration: {_ALIASES[field][0]} is missing")
+    hidden_size, num_heads = numbers["hidden_size"] or 0, numbers["num_heads"] or 0
+    has_table = kind in _LEARNED_POSITIONS
+    return ModelShape(
+        name=str(config.get("name_or_path") or config.get("_name_or_path") or kind or "model"),
+        hidden_size=hidden_size,
+        num_blocks=numbers["num_blocks"] or 0,
+        num_heads=num_heads,
+        vocab_size=numbers["vocab_size"] or 0,
+        num_positions=(numbers["num_positions"] or 0) if has_table else 0,
+        feed_forward_size=numbers["feed_forward_size"] or 4 * hidden_size,
+        num_kv_heads=numbers["num_kv_heads"] or num_heads,
+        is_gated=not has_table and config.get("hidden_act", "silu") in ("silu", "gelu_pytorch_tanh"),
+        is_tied=bool(config.get("tie_word_embeddings", True)),
+    )
+
+
+def _number(config: Mapping[str, Scalar], keys: tuple[str, ...]) -> int | None:
+    for key in keys:
+        if (value := config.get(key)) is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"model configuration: {key} is {value!r}; it must be a whole number")
+            return value
+    return None

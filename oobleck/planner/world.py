@@ -1,0 +1,97 @@
+"""What is left of a plan's nodes after losses and joins."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from .inventory import Holding, Inventory, needed_holdings
+from .plan import ExecutionPlan, Place
+
+__all__ = ["World", "look_at"]
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The living nodes: those of the old pipelines, in their order, and the free ones, spares and joined."""
+
+    plan: ExecutionPlan
+    free: tuple[str, ...]
+    origins: Mapping[str, int]
+    """The old pipeline of each node that had one."""
+    inventory: Inventory
+    speeds: Mapping[str, float]
+
+    @property
+    def holdings(self) -> Mapping[str, Holding]:
+        """What each living node holds."""
+        return self.inventory.holdings
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.inventory.holdings)
+
+    def speed(self, node: str) -> float:
+        return self.speeds.get(node, 1.0)
+
+
+def look_at(
+    plan: ExecutionPlan,
+    *,
+    lost: Collection[str],
+    joined: Collection[str],
+    speeds: Mapping[str, float],
+    held: Mapping[Place, frozenset[int]] | None,
+    devices_per_node: int,
+) -> World:
+    """Return who lives and holds what; see `Planner.reconfigure` for the arguments."""
+    gone = frozenset(lost)
+    training = {node: index for index, pipeline in enumerate(plan.pipelines) for node in pipeline.nodes}
+    origins = {node: index for node, index in training.items() if node not in gone}
+    spares = [node for node in plan.spares if node not in gone]
+    arrived = sorted(set(joined) - set(origins) - set(spares))
+    free = (*spares, *arrived)
+    expected = _expected(plan, devices_per_node)
+    nobody: Holding = (_NOTHING,) * devices_per_node
+    holdings = {node: expected.get(node, nobody) if node not in gone else nobody for node in (*origins, *free)}
+    if held is not None:
+        holdings = _told(holdings, held, gone, devices_per_node)
+    return World(
+        plan=plan,
+        free=free,
+        origins=origins,
+        inventory=Inventory(holdings, plan.num_layers),
+        speeds=speeds,
+    )
+
+
+def _expected(plan: ExecutionPlan, devices_per_node: int) -> dict[str, Holding]:
+    known: dict[int, tuple[Holding, ...]] = {}
+    expected: dict[str, Holding] = {}
+    for pipeline in plan.pipelines:
+        if (needed := known.get(id(pipeline.template))) is None:
+            known[id(pipeline.template)] = needed = needed_holdings(pipeline.template, devices_per_node)
+        expected.update(zip(pipeline.nodes, needed, strict=True))
+    return expected
+
+
+def _told(
+    holdings: Mapping[str, Holding],
+    held: Mapping[Place, frozenset[int]],
+    gone: frozenset[str],
+    devices_per_node: int,
+) -> dict[str, Holding]:
+    """Return holdings as `held` says; equal ones share their objects with the expected."""
+    devices: dict[str, dict[int, frozenset[int]]] = defaultdict(dict)
+    for place, layers in held.items():
+        devices[place.node][place.device] = layers
+    told: dict[str, Holding] = {}
+    for node, expected in holdings.items():
+        mine = devices.get(node, {}) if node not in gone else {}
+        number = max(devices_per_node, *(device + 1 for device in mine), 0)
+        holding = tuple(mine.get(device, _NOTHING) for device in range(number))
+        told[node] = expected if holding == expected else holding
+    return told

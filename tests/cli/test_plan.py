@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.exit_codes import ExitCode
+from oobleck.cli.main import main
+from oobleck.planner import Profile, profile_to_json
+from tests.planner.profiles import make_profile
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    return write(tmp_path, make_profile([1.0, 2.0, 2.0, 1.0, 1.0, 1.0], memory_bytes=2 * 10**9))
+
+
+def write(folder: Path, profile: Profile) -> Path:
+    path = folder / "profile.json"
+    path.write_text(profile_to_json(profile))
+    return path
+
+
+def run(*arguments: object) -> int:
+    return main(["plan", *map(str, arguments)])
+
+
+def test_a_plan_is_shown_with_its_failures_and_its_timeline(profile_file, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run("--profile", profile_file, "--nodes", 6, "--global-batch", 48) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in shown.splitlines())
+    for part in (
+        "test on 6 nodes of 1 × device",
+        "batch 48 in microbatches of 2, 8 tokens each, f = 1",
+        "tokens/s",
+        "6 nodes form 2 pipelines (3, 3 nodes).",
+        "2 pipelines: 1 would take 31.5 % longer a step, and f = 1 asks for at least 2; 3 would take 5.0 %",
+        "templates",
+        "stages of a pipeline of 3 nodes",
+        "after losing any one node",
+        "after losing any 2 nodes at once",
+        "timeline of the slowest pipeline",
+        "█ forward",
+    ):
+        assert part in shown
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_the_report_fits_the_terminal(profile_file, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    run("--profile", profile_file, "--nodes", 7, "--global-batch", 48, "--after-losing", "node3,node4")
+    assert all(len(line) <= width for line in capsys.readouterr().out.splitlines())
+
+
+def test_json_has_the_plan_what_it_takes_and_what_losses_lead_to(profile_file, capsys):
+    arguments = ("--nodes", 7, "--global-batch", 48, "-f", 1, "--after-losing", "node0, node5", "--json")
+    assert run("--profile", profile_file, *arguments) == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["model"] == "test"
+    plan = answer["plan"]
+    assert sum(pipeline["microbatches"] for pipeline in plan["pipelines"]) == 24
+    nodes = [node for pipeline in plan["pipelines"] for node in pipeline["nodes"]] + plan["spares"]
+    assert sorted(nodes) == [f"node{number}" for number in range(7)]
+    assert answer["tokens_per_s"] == pytest.approx(48 * 8 / plan["step_s"])
+    for pipeline in plan["pipelines"]:
+        assert pipeline["stages"][0]["first_layer"] == 0
+        assert pipeline["stages"][-1]["stop_layer"] == 6
+        for stage in pipeline["stages"]:
+            assert stage["headroom_bytes"] == stage["available_bytes"] - stage["peak_memory_bytes"] > 0
+    assert [sum(case["alike"] for case in losses["cases"]) for losses in answer["losses"]] == [7, 21]
+    after = answer["after_losing"]
+    assert after["lost"] == ["node0", "node5"]
+    survivors = [node for pipeline in after["pipelines"] for node in pipeline["nodes"]] + after["spares"]
+    assert sorted(survivors) == ["node1", "node2", "node3", "node4", "node6"]
+    assert len(answer["templates"]) == 5
+
+
+def test_a_loss_that_ends_training_is_named(tmp_path, capsys):
+    path = write(tmp_path, make_profile([1.0], memory_bytes=10**9))
+    run("--profile", path, "--nodes", 2, "--global-batch", 4, "--json")
+    alone, both = json.loads(capsys.readouterr().out)["losses"]
+    assert [case["redundant"] for case in alone["cases"]] == [False]
+    assert both["cases"] == [
+        {"lost": ["node0", "node1"], "alike": 1, "action": None, "reason": "no living node holds layer 0"}
+    ]
+    run("--profile", path, "--nodes", 2, "--global-batch", 4)
+    assert "cannot go on" in capsys.readouterr().out
+
+
+def test_one_node_has_nothing_to_lose_in_pairs(tmp_path, capsys):
+    path = write(tmp_path, make_profile([1.0, 1.0]))
+    assert run("--profile", path, "--nodes", 1, "--global-batch", 4) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "fewer than 2 copies of each layer: redundancy is below f" in shown
+    assert "2 nodes at once" not in shown
+
+
+def test_several_devices_a_node_may_share_a_stage(tmp_path, capsys):
+    path = write(tmp_path, make_profile([1.0] * 4, device_counts=(1, 2, 4)))
+    run("--profile", path, "--nodes", 2, "--gpus-per-node", 4, "--global-batch", 16, "--json")
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    for pipeline in plan["pipelines"]:
+        devices = sum(stage["devices"] for stage in pipeline["stages"])
+        assert devices == 4 * len(pipeline["nodes"])
+
+
+def test_pictures_and_traces_show_the_plan_after_the_loss(profile_file, tmp_path, capsys):
+    picture, trace = tmp_path / "plan.svg", tmp_path / "plan.json"
+    arguments = (
+        "--nodes",
+        4,
+        "--global-batch",
+        48,
+        "--after-losing",
+        "node1",
+        "--plot",
+        picture,
+        "--chrome-trace",
+        trace,
+    )
+    assert run("--profile", profile_file, *arguments) == ExitCode.DONE
+    ElementTree.fromstring(picture.read_text())
+    stages = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "thread_name"}
+    assert any(name.startswith("2: ") for name in stages), "three nodes make a pipeline of three stages"
+    capsys.readouterr()
+
+
+def test_a_png_is_drawn_or_the_extra_for_it_is_named(profile_file, tmp_path, capsys):
+    picture = tmp_path / "plan.png"
+    code = run("--profile", profile_file, "--nodes", 2, "--global-batch", 4, "--plot", picture)
+    try:
+        import cairosvg  # noqa: F401 - only whether it is there matters
+    except ImportError:
+        assert code == ExitCode.USAGE
+        assert "pip install 'oobleck[plot]', or name an .svg file" in capsys.readouterr().err
+    else:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--nodes", 2, "--global-batch", 4), ExitCode.USAGE, "no profile was named; pass --profile FILE"),
+        (
+            ("--profile", "-", "--nodes", 0, "--global-batch", 4),
+            ExitCode.USAGE,
+            "Invalid value for '--nodes'",
+        ),
+        (("--profile", "-", "--nodes", 2, "--global-batch", 5), ExitCode.USAGE, "--global-batch is 5; it must be a"),
+        (("--profile", "-", "--nodes", 2), ExitCode.USAGE, "Missing option '--global-batch'"),
+        (
+            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--microbatch", 4),
+            ExitCode.USAGE,
+            "--microbatch is 4, and",
+        ),
+        (
+            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--schedule", "interleaved"),
+            ExitCode.USAGE,
+            "--schedule is 'interleaved'; it must be one of gpipe, 1f1b, zero-bubble",
+        ),
+        (
+            ("--profile", "-", "--nodes", 4, "--global-batch", 8, "--after-losing", "node1,node9"),
+            ExitCode.USAGE,
+            "--after-losing names 'node9'; the nodes are node0 to node3",
+        ),
+        (
+            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--plot", "plan.gif"),
+            ExitCode.USAGE,
+            "--plot is plan.gif; its ending must be .svg or .png",
+        ),
+        (
+            ("--profile", "/nowhere/profile.json", "--nodes", 2, "--global-batch", 4),
+            ExitCode.CONFIG,
+            "No such file or directory",
+        ),
+        (
+            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--plot", "/nowhere/plan.svg"),
+            ExitCode.CONFIG,
+            "/nowhere/plan.svg: [Errno 2] No such file or directory",
+        ),
+        (
+            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "-f", -1),
+            ExitCode.CONFIG,
+            "fault_threshold is -1; it must be at least 0",
+        ),
+    ],
+)
+def test_wrong_usage_says_what_to_change(profile_file, capsys, arguments, code, message):
+    assert run(*(profile_file if argument == "-" else argument for argument in arguments)) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_profile_is_refused_by_layer_and_field(tmp_path, capsys):
+    profile = json.loads(profile_to_json(make_profile([1.0, 1.0])))
+    path = tmp_path / "profile.json"
+    for change, message in (
+        ({"forward_s": {"1": -1.0}}, "layer 'layer1': forward_s[1] is -1.0; it must be finite and at least 0"),
+        ({"backward_s": {"2": 1.0}}, "layer 'layer1': backward_s has no time for 1 device"),
+        ({"param_bites": 3}, "layer 1 (layer1): unknown key 'param_bites'; did you mean 'param_bytes'?"),
+    ):
+        layers = [profile["layers"][0], profile["layers"][1] | change]
+        path.write_text(json.dumps(profile | {"layers": layers}))
+        assert run("--profile", path, "--nodes", 2, "--global-batch", 4) == ExitCode.CONFIG
+        assert message in capsys.readouterr().err
+    huge = replace(make_profile([1.0, 1.0]), device=replace(make_profile([1.0]).device, memory_bytes=10**6))
+    path.write_text(profile_to_json(huge))
+    assert run("--profile", path, "--nodes", 2, "--global-batch", 4) == ExitCode.CONFIG
+    assert "layer 0 (layer0) fits on no number of nodes" in capsys.readouterr().err

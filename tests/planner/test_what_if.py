@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from math import comb
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oobleck.errors import OobleckError
+from oobleck.planner import Decision, ExecutionPlan, LayerTransfer, Place, Planner, PlannerSettings
+from oobleck.planner.what_if import moved_bytes, transfer_s, what_if_one_is_lost, what_if_two_are_lost
+from tests.planner.profiles import make_profile, node_names
+
+
+def outcome(decision: Decision | None) -> object:
+    """What a decision comes to, names aside."""
+    if decision is None:
+        return None
+    sizes = tuple(sorted(len(pipeline.nodes) for pipeline in decision.plan.pipelines))
+    return sizes, decision.redundant, round(decision.predicted_step_s, 9)
+
+
+@settings(max_examples=25)
+@given(
+    forwards_s=st.lists(st.integers(1, 4).map(float), min_size=3, max_size=6),
+    num_nodes=st.integers(1, 8),
+    memory_layers=st.integers(1, 6),
+)
+def test_every_loss_is_like_the_case_that_stands_for_it(forwards_s, num_nodes, memory_layers):
+    profile = make_profile(forwards_s, memory_bytes=memory_layers * 4 * 10**8 + 10**8)
+    planner = Planner(profile, PlannerSettings(num_microbatches=12))
+    nodes = node_names(num_nodes)
+    try:
+        plan = planner.initial_plan(nodes).plan
+    except OobleckError:
+        return
+    for count, report in ((1, what_if_one_is_lost(planner, plan)), (2, what_if_two_are_lost(planner, plan))):
+        assert report.num_losses == comb(num_nodes, count)
+        assert not report.is_sample
+        expected: Counter[object] = Counter()
+        for lost in combinations(nodes, count):
+            try:
+                expected[outcome(planner.reconfigure(plan, lost=lost))] += 1
+            except OobleckError:
+                expected[None] += 1
+        found: Counter[object] = Counter()
+        for case in report.cases:
+            found[outcome(case.decision)] += case.num_alike
+            assert bool(case.failure) == (case.decision is None)
+        assert found == expected
+
+
+def test_many_kinds_of_losses_are_sampled_evenly_and_said_to_be():
+    planner = Planner(make_profile([1.0] * 12), PlannerSettings(num_microbatches=24, num_pipelines=2))
+    plan = planner.initial_plan(node_names(24)).plan
+    report = what_if_two_are_lost(planner, plan, max_cases=10)
+    assert report.is_sample
+    assert len(report.cases) == 10
+    assert report.num_kinds == comb(12, 2) + comb(13, 2)
+    assert report.num_losses < comb(24, 2)
+    assert len({case.lost for case in report.cases}) == 10
+
+
+def test_spares_are_lost_as_well():
+    planner = Planner(make_profile([1.0, 1.0]), PlannerSettings(num_microbatches=4, num_pipelines=2))
+    plan = planner.initial_plan(node_names(7)).plan
+    assert len(plan.spares) == 3
+    one, two = what_if_one_is_lost(planner, plan), what_if_two_are_lost(planner, plan)
+    assert sorted(case.num_alike for case in one.cases) == [2, 2, 3]
+    assert two.num_losses == comb(7, 2)
+
+
+def test_transfers_are_counted_where_they_use_the_network():
+    profile = make_profile([1.0, 1.0, 1.0])
+    layer_bytes = 3 * 10**8
+
+    def transfer(layer: int, source: str, target: str, num_parts: int = 1) -> LayerTransfer:
+        return LayerTransfer(
+            layer=layer, source=Place(node=source, device=0), target=Place(node=target, device=1), num_parts=num_parts
+        )
+
+    plan = Planner(profile, PlannerSettings(num_microbatches=4)).initial_plan(node_names(2)).plan
+    transfers = (transfer(0, "a", "b"), transfer(1, "a", "c", 2), transfer(1, "d", "c", 2), transfer(2, "d", "d"))
+    decision = _decision(plan, transfers)
+    assert moved_bytes(profile, decision) == 3 * layer_bytes
+    # Node a sends a layer and a half at 1 GB/s; what stays on node d takes nothing.
+    assert transfer_s(profile, decision) == 0.45
+    assert transfer_s(profile, _decision(plan, ())) == 0.0
+
+
+def _decision(plan: ExecutionPlan, transfers: tuple[LayerTransfer, ...]) -> Decision:
+    return Decision(plan=plan, action="rebuild", reason="", transfers=transfers, predicted_step_s=1.0, redundant=True)
