@@ -90,7 +90,6 @@ async def _run(run: Run, directory: RunDirectory, journal: JournalWriter, consol
         cluster = SSHCluster(run.job.tag, nodes, options=options, paths=_remote_paths(run, directory))
         master = Master(
             coordinator,
-            {spec.name: spec for spec in nodes},
             tag=run.job.tag,
             cluster=cluster,
             journal=journal,

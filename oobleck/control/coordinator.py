@@ -15,6 +15,7 @@ real master, in the simulator and in a replay.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
@@ -25,9 +26,11 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Decision, ExecutionPlan, Place, Planner, PlannerSettings
 
 from .events import (
+    AddRequested,
     Command,
     Connect,
     Disconnect,
+    DrainRequested,
     End,
     Event,
     NodeFailed,
@@ -44,13 +47,16 @@ from .journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    NodeAdded,
     NodeConnected,
+    NodeLeft,
     NodeLost,
     Notice,
     PlanAdopted,
     RecoveryDone,
     RecoveryStarted,
     StepDone,
+    WorkerDown,
     WorkerUp,
 )
 from .membership import Member, Membership, NodeState
@@ -69,6 +75,7 @@ from .messages import (
     Profiled,
     Resumed,
     Segment,
+    StartWorker,
     Status,
     StepCommitted,
     StopAgent,
@@ -86,6 +93,8 @@ _SETTLE_S = 0.01
 """Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
 _STARTUP_SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
+_MAX_RESTARTS = 3
+"""How often a node's worker is started again before the node is taken for broken."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -164,7 +173,7 @@ class Coordinator:
             JobStarted(t_s=now_s, version=__version__, job=self._job, nodes=self._nodes, started_at=self._started_at)
         )
         self._deadline_s = now_s + self._job.control.start_timeout_s
-        self._commands.extend(Connect(node=spec.name) for spec in self._nodes)
+        self._commands.extend(Connect(node=spec) for spec in self._nodes)
         return self._take_commands()
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
@@ -184,6 +193,10 @@ class Coordinator:
                 self._train_when_prepared()
             case StopRequested():
                 self._stop_requested(event)
+            case AddRequested(spec=spec):
+                self._add(spec)
+            case DrainRequested(node=node):
+                self._drain(node)
             case _:
                 assert_never(event)
         return self._take_commands()
@@ -230,6 +243,7 @@ class Coordinator:
         if member.state in (NodeState.LOST, NodeState.LEFT):
             return
         silent_s = self._now_s - member.last_heard_s
+        trained = member.state is NodeState.READY
         member.move_to(NodeState.LOST)
         self._commands.append(Disconnect(node=node))
         self._record(NodeLost(t_s=self._now_s, node=node, cause=cause, evidence=evidence))
@@ -237,10 +251,25 @@ class Coordinator:
             case Phase.PREPARING:
                 self._startup_failures[node] = evidence
                 self._deadline_s = min(self._deadline_s, self._now_s + _STARTUP_SETTLE_S)
-            case Phase.TRAINING | Phase.FENCING:
+            case Phase.TRAINING | Phase.FENCING if trained:
                 self._begin_recovery([node], cause, detect_s=silent_s)
-            case Phase.ENDED:
-                pass
+            case _:
+                pass  # it had no part in any plan
+
+    def _add(self, spec: NodeSpec) -> None:
+        """Take another node in. Training goes on; it joins once its workers are ready."""
+        self._members.add(spec)
+        self._record(NodeAdded(t_s=self._now_s, node=spec))
+        self._commands.append(Connect(node=spec))
+
+    def _drain(self, node: str) -> None:
+        """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
+        member = self._members[node]
+        if member.state is not NodeState.READY or member.is_draining:
+            return
+        member.is_draining = True
+        if self._phase in (Phase.TRAINING, Phase.FENCING):
+            self._begin_recovery([node], Cause.DRAINED, detect_s=0.0)
 
     def _said(self, node: str, message: AgentMessage) -> None:
         member = self._members[node]
@@ -282,23 +311,50 @@ class Coordinator:
             case WorkerExited():
                 self._worker_exited(member, message)
             case AgentStopped(reason=reason):
-                self._node_failed(node, Cause.USER, f"its agent stopped: {reason}")
+                self._agent_stopped(member, reason)
             case Hello():
                 raise PeerError("a second hello on one connection")
             case _:
                 assert_never(message)
 
+    def _agent_stopped(self, member: Member, reason: str) -> None:
+        node = member.spec.name
+        if not member.is_draining or node in self._plan.nodes:
+            self._node_failed(node, Cause.USER, f"its agent stopped: {reason}")
+            return
+        member.move_to(NodeState.LEFT)
+        self._record(NodeLeft(t_s=self._now_s, node=node))
+        self._commands.append(Disconnect(node=node))
+
     def _worker_ready(self, member: Member, message: WorkerReady) -> None:
         self._record(WorkerUp(t_s=self._now_s, node=member.spec.name, device=message.device, pid=message.pid))
-        self._commands.extend(self._preparation.note_ready(member, message))
-        self._train_when_prepared()
+        self._commands.extend(self._preparation.note_ready(member, message, generation=self._generation))
+        if self._phase is Phase.PREPARING:
+            self._train_when_prepared()
+        elif member.state is NodeState.READY:
+            self._begin_recovery([member.spec.name], Cause.JOINED, detect_s=0.0)
 
     def _worker_exited(self, member: Member, message: WorkerExited) -> None:
         place = Place(node=member.spec.name, device=message.device)
         if message.traceback is not None:
             self._tracebacks[place] = message.traceback
         evidence = f"worker process {message.pid} ended: {message.reason}"
-        self._node_failed(member.spec.name, Cause.WORKER_EXITED, evidence)
+        if self._phase is Phase.PREPARING or member.spec.num_devices > 1 or member.restarts >= _MAX_RESTARTS:
+            self._node_failed(member.spec.name, Cause.WORKER_EXITED, evidence)
+        else:
+            self._restart_worker(member, place, message)
+
+    def _restart_worker(self, member: Member, place: Place, message: WorkerExited) -> None:
+        """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing."""
+        trained = member.state is NodeState.READY
+        member.restarts += 1
+        member.ready.clear()
+        if trained:
+            member.move_to(NodeState.CONNECTED)
+        self._record(WorkerDown(t_s=self._now_s, node=place.node, device=place.device, reason=message.reason))
+        self._send(place.node, StartWorker(device=place.device))
+        if trained:
+            self._begin_recovery([place.node], Cause.WORKER_EXITED, detect_s=self._now_s - member.last_heard_s)
 
     def _pass_on(self, origin: str, message: StorePut) -> None:
         for node in message.nodes:
@@ -402,7 +458,7 @@ class Coordinator:
         recovery.nodes.extend(nodes)
         recovery.statuses.clear()
         recovery.settles_s = self._now_s + _SETTLE_S
-        self._regroups += not nodes
+        self._regroups += cause is Cause.PEER_FAILED
         self._phase = Phase.FENCING
         self._generation += 1
         self._finished.clear()
@@ -416,7 +472,7 @@ class Coordinator:
         if not survivors or self._regroups > _MAX_REGROUPS:
             self._give_up()
             return
-        lost = tuple(spec.name for spec in self._nodes if self._members[spec.name].state is not NodeState.READY)
+        lost = self._lost_for(max(self._ordered))
         for member in survivors:
             for place in member.places:
                 self._send(member.spec.name, Fence(device=place.device, generation=self._generation, lost=lost))
@@ -446,24 +502,24 @@ class Coordinator:
         assert self._planner is not None
         assert self._recovery is not None
         verdict = judge(statuses)
-        living = [member.spec.name for member in self._members.ready]
-        base = self._ordered[self._generation_in_force(verdict)].plan
+        staying = [member.spec.name for member in self._members.ready if not member.is_draining]
+        in_force = self._generation_in_force(verdict)
+        base = self._ordered[in_force].plan
         finish = self._step_to_finish(verdict, statuses)
         try:
+            held = verdict.held
             if verdict.applied == 0 and finish is None:
-                decision = self._planner.initial_plan(living)
-            else:
-                known = (*base.nodes, *base.spares)
-                decision = self._planner.reconfigure(
-                    base,
-                    lost=[node for node in known if node not in living],
-                    joined=[node for node in living if node not in known],
-                    held=verdict.held,
-                )
+                # Nothing is trained yet: everybody can make the initial values of any layer.
+                held = {place: frozenset(range(base.num_layers)) for place in statuses}
+            known = (*base.nodes, *base.spares)
+            gone = [node for node in known if node not in staying or node in self._lost_for(in_force)]
+            decision = self._planner.reconfigure(
+                base, lost=gone, joined=[node for node in staying if node not in known or node in gone], held=held
+            )
         except (PlanningError, Unrecoverable) as error:
             self._cannot_go_on(error)
             return
-        lost = [node for node in base.nodes if node not in living]
+        lost = [node for node in base.nodes if node in self._lost_for(in_force)]
         redone = microbatches_redone(base, lost, statuses) if verdict.adopted is not None else 0
         self._recovery.microbatches_redone += redone
         self._order(decision, verdict, finish=finish)
@@ -483,7 +539,7 @@ class Coordinator:
         if verdict.adopted is None or verdict.adopted not in self._ordered or verdict.applied >= self._job.max_steps:
             return None
         plan = self._ordered[verdict.adopted].plan
-        lost = [node for node in plan.nodes if self._members[node].state is not NodeState.READY]
+        lost = [node for node in plan.nodes if node in self._lost_for(verdict.adopted)]
         broken = broken_pipelines(plan, lost)
         for index, pipeline in enumerate(plan.pipelines):
             if index not in broken and any(statuses[place].broken for place in pipeline.places):
@@ -505,8 +561,10 @@ class Coordinator:
         plan = decision.plan
         old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
         initial = verdict.applied == 0 and finish is None
-        adopted = _Adopted(plan, self._pipeline_generations(plan, old))
-        lost = () if old is None else tuple(n for n in old.plan.nodes if n not in self._ready_names())
+        lost: tuple[str, ...] = ()
+        if old is not None and verdict.adopted is not None:
+            lost = tuple(node for node in old.plan.nodes if node in self._lost_for(verdict.adopted))
+        adopted = _Adopted(plan, self._pipeline_generations(plan, old, lost))
         for member in self._members.ready:
             for place in member.places:
                 order = Order(
@@ -530,19 +588,24 @@ class Coordinator:
         if self._recovery is not None:
             self._recovery.ordered_s = self._now_s
             self._recovery.action = Action(decision.action)
+            restarted = [node for node in self._recovery.nodes if self._members[node].restarts]
+            if self._recovery.cause is Cause.JOINED and restarted:
+                self._recovery.action = Action.RESTART_WORKER
             moved = {(item.layer, item.target) for item in decision.transfers}
             self._recovery.layers_moved = 0 if initial else len(moved)
         if self._stop is not None:
             self._ask_to_finish()
 
-    def _pipeline_generations(self, plan: ExecutionPlan, old: _Adopted | None) -> tuple[int, ...]:
+    def _pipeline_generations(
+        self, plan: ExecutionPlan, old: _Adopted | None, lost: Collection[str]
+    ) -> tuple[int, ...]:
         """Keep the groups of pipelines that lost nobody and were not stopped half-way; form the others anew."""
         kept = {}
         if old is not None:
             kept = {
                 pipeline.places: generation
                 for pipeline, generation in zip(old.plan.pipelines, old.pipeline_generations, strict=True)
-                if all(node in self._ready_names() for node in pipeline.nodes)
+                if not any(node in lost for node in pipeline.nodes)
             }
         return tuple(kept.get(pipeline.places, self._generation) for pipeline in plan.pipelines)
 
@@ -571,6 +634,13 @@ class Coordinator:
         recovery.resumed[place] = message
         if recovery.resumed.keys() >= set(self._plan.places):
             self._close_recovery()
+            self._dismiss_drained()
+
+    def _dismiss_drained(self) -> None:
+        """Drained nodes hold nothing any more that the plan in force needs: end their agents."""
+        for member in self._members.ready:
+            if member.is_draining:
+                self._send(member.spec.name, StopAgent(reason="drained"))
 
     def _close_recovery(self) -> None:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
@@ -626,8 +696,10 @@ class Coordinator:
         """The newest plan that was ordered."""
         return self._ordered[max(self._ordered)].plan
 
-    def _ready_names(self) -> tuple[str, ...]:
-        return tuple(member.spec.name for member in self._members.ready)
+    def _lost_for(self, generation: int) -> tuple[str, ...]:
+        """The nodes that have no part, or no part any more, in the plan that was ordered in `generation`."""
+        names = (member.spec.name for member in self._members.all)
+        return tuple(name for name in names if not self._members.took_part(name, generation))
 
     def _send(self, node: str, message: MasterMessage) -> None:
         self._commands.append(Send(node=node, message=message))

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oobleck.job import NodeSpec
+
 from .journal import Cause, JournalEntry
 from .messages import AgentMessage, Hello, MasterMessage
 
 __all__ = [
+    "AddRequested",
     "Command",
     "Connect",
     "Disconnect",
+    "DrainRequested",
     "End",
     "Event",
     "Kill",
@@ -72,14 +76,28 @@ class StopRequested:
     reason: str
 
 
-Event = NodeUp | NodeFailed | Said | ProfileFound | StopRequested
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddRequested:
+    """The user gives the job another node, or one that was lost once more."""
+
+    spec: NodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """The user, or a termination notice, wants a node out of the job."""
+
+    node: str
+
+
+Event = AddRequested | DrainRequested | NodeUp | NodeFailed | Said | ProfileFound | StopRequested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
     """Reach a node and start its agent."""
 
-    node: str
+    node: NodeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

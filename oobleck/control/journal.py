@@ -21,13 +21,16 @@ __all__ = [
     "JobEnded",
     "JobStarted",
     "JournalEntry",
+    "NodeAdded",
     "NodeConnected",
+    "NodeLeft",
     "NodeLost",
     "Notice",
     "PlanAdopted",
     "RecoveryDone",
     "RecoveryStarted",
     "StepDone",
+    "WorkerDown",
     "WorkerUp",
 ]
 
@@ -41,6 +44,10 @@ class Cause(StrEnum):
     PEER_FAILED = "peer_failed"
     """A collective failed under a survivor, and nobody was lost."""
     USER = "user"
+    JOINED = "joined"
+    """Nothing was lost: a node came, or a worker came back."""
+    DRAINED = "drained"
+    """Nothing was lost: a node leaves, and gives its state away first."""
     UNREACHABLE = "unreachable"
 
 
@@ -96,6 +103,41 @@ class WorkerUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDown:
+    """A worker ended by itself; its node stays, and starts it again."""
+
+    t_s: float
+    node: str
+    device: int
+    reason: str
+
+    def describe(self) -> str:
+        return f"the worker of {self.node} ended ({self.reason}); it is started again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeft:
+    """A node was drained: it holds nothing that is needed any more."""
+
+    t_s: float
+    node: str
+
+    def describe(self) -> str:
+        return f"{self.node} has left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAdded:
+    """The user gave the job another node."""
+
+    t_s: float
+    node: NodeSpec
+
+    def describe(self) -> str:
+        return f"{self.node.name} is added"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost:
     t_s: float
     node: str
@@ -146,7 +188,14 @@ class RecoveryStarted:
     cause: Cause
 
     def describe(self) -> str:
-        return f"recovering from the loss of {', '.join(self.nodes)}" if self.nodes else "regrouping; no node is lost"
+        names = ", ".join(self.nodes)
+        match self.cause:
+            case Cause.JOINED:
+                return f"taking in {names}"
+            case Cause.DRAINED:
+                return f"letting {names} go"
+            case _:
+                return f"recovering from the loss of {names}" if names else "regrouping; no node is lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +221,9 @@ class RecoveryDone:
     def describe(self) -> str:
         copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
         lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
-        what = f"{', '.join(self.nodes)} lost" if self.nodes else "regrouped"
+        names = ", ".join(self.nodes)
+        happened = {Cause.JOINED: "taken in", Cause.DRAINED: "drained"}.get(self.cause, "lost")
+        what = f"{names} {happened}" if names else "regrouped"
         return f"{what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
 
 
@@ -205,6 +256,9 @@ JournalEntry = (
     | NodeConnected
     | WorkerUp
     | NodeLost
+    | NodeLeft
+    | NodeAdded
+    | WorkerDown
     | PlanAdopted
     | StepDone
     | RecoveryStarted

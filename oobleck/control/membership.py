@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from oobleck.errors import PeerError
+from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import Place
 
@@ -30,7 +30,7 @@ class NodeState(StrEnum):
 _ALLOWED = {
     NodeState.CONNECTING: {NodeState.CONNECTED, NodeState.LOST},
     NodeState.CONNECTED: {NodeState.READY, NodeState.LOST, NodeState.LEFT},
-    NodeState.READY: {NodeState.LOST, NodeState.LEFT},
+    NodeState.READY: {NodeState.CONNECTED, NodeState.LOST, NodeState.LEFT},
     NodeState.LOST: set(),
     NodeState.LEFT: set(),
 }
@@ -49,6 +49,11 @@ class Member:
     last_heard_s: float = 0.0
     ready: dict[int, WorkerReady] = field(default_factory=dict)
     """By device."""
+    ready_since: int = 0
+    """The generation in force when it became ready: it has no part in plans up to that one."""
+    is_draining: bool = False
+    restarts: int = 0
+    """How often its worker was started again."""
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -73,8 +78,25 @@ class Membership:
     def __contains__(self, node: str) -> bool:
         return node in self._members
 
+    def add(self, spec: NodeSpec) -> Member:
+        """Take in a node that is new, or that was lost or has left. Raises UsageError for one that is here."""
+        known = self._members.get(spec.name)
+        if known is not None and known.state not in (NodeState.LOST, NodeState.LEFT):
+            raise UsageError(f"{spec.name} is in the job already ({known.state})")
+        self._members[spec.name] = member = Member(spec)
+        return member
+
     def in_state(self, *states: NodeState) -> tuple[Member, ...]:
         return tuple(member for member in self._members.values() if member.state in states)
+
+    @property
+    def all(self) -> tuple[Member, ...]:
+        return tuple(self._members.values())
+
+    def took_part(self, node: str, generation: int) -> bool:
+        """Tell whether a node has lived, as the same worker, ever since the plan of `generation` was ordered."""
+        member = self._members[node]
+        return member.state is NodeState.READY and member.ready_since < generation
 
     @property
     def living(self) -> tuple[Member, ...]:

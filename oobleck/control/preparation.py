@@ -62,8 +62,8 @@ class Preparation:
         starts = [Send(node=event.node, message=StartWorker(device=place.device)) for place in member.places]
         return [Send(node=event.node, message=configure), *starts]
 
-    def note_ready(self, member: Member, message: WorkerReady) -> list[Command]:
-        """Note a worker. The first one of all settles which profile is needed.
+    def note_ready(self, member: Member, message: WorkerReady, *, generation: int) -> list[Command]:
+        """Note a worker, ready since `generation`. The first one of all settles which profile is needed.
 
         Raises ConfigError when it trains on other data than the rest.
         """
@@ -77,6 +77,7 @@ class Preparation:
         member.ready[message.device] = message
         if len(member.ready) == member.spec.num_devices:
             member.move_to(NodeState.READY)
+            member.ready_since = generation
         if self._key is not None:
             return []
         assert member.hello is not None

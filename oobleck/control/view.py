@@ -19,13 +19,16 @@ from .journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    NodeAdded,
     NodeConnected,
+    NodeLeft,
     NodeLost,
     Notice,
     PlanAdopted,
     RecoveryDone,
     RecoveryStarted,
     StepDone,
+    WorkerDown,
     WorkerUp,
 )
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
@@ -87,6 +90,12 @@ class RunView:
                     self._nodes[entry.node] = NodeState.READY
             case NodeLost():
                 self._nodes[entry.node] = NodeState.LOST
+            case NodeLeft():
+                self._nodes[entry.node] = NodeState.ENDED
+            case NodeAdded():
+                self._nodes[entry.node.name] = NodeState.CONNECTING
+            case WorkerDown():
+                self._nodes[entry.node] = NodeState.CONNECTED
             case PlanAdopted():
                 self._adopt(entry)
             case StepDone():
@@ -208,7 +217,7 @@ def level_of(entry: JournalEntry) -> str:
     match entry:
         case Notice():
             return entry.level
-        case NodeLost() | RecoveryStarted():
+        case NodeLost() | WorkerDown() | RecoveryStarted():
             return "warning"
         case PlanAdopted():
             return "info" if entry.redundant else "warning"

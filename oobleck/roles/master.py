@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 import trio
@@ -47,7 +47,6 @@ class Master:
     def __init__(
         self,
         coordinator: Coordinator,
-        nodes: Mapping[str, NodeSpec],
         *,
         tag: str,
         cluster: Cluster,
@@ -56,7 +55,7 @@ class Master:
         hello_timeout_s: float,
     ) -> None:
         self._coordinator = coordinator
-        self._nodes = nodes
+        self._nodes: dict[str, NodeSpec] = {}
         self._tag = tag
         self._cluster = cluster
         self._journal = journal
@@ -123,8 +122,9 @@ class Master:
                     self._journal.append(entry)
                     for observer in self._observers:
                         observer(entry)
-                case Connect(node=node):
-                    self._tunnels[node] = tunnel = _Tunnel(self._nodes[node], self._tag, self._events)
+                case Connect(node=spec):
+                    self._nodes[spec.name] = spec
+                    self._tunnels[spec.name] = tunnel = _Tunnel(spec, self._tag, self._events)
                     nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
                 case Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()

@@ -74,6 +74,7 @@ class ForkingWorkerHost:
     def __init__(self, directory: AgentDir) -> None:
         self._directory = directory
         self._server: trio.SocketStream | None = None
+        self._has_started_server = False
         self._connected = trio.Event()
         self._asking = trio.Lock()
         self._forked, self._answers = trio.open_memory_channel[int](1)
@@ -97,7 +98,10 @@ class ForkingWorkerHost:
             worker.note_end(None)
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
-        """Tokenise the text while the fork server still imports torch; on each machine one process does it."""
+        """Tokenise the text while the fork server still imports torch; the agent that started it does so."""
+        await self._connected.wait()
+        if not self._has_started_server:
+            return
         fields = json.dumps(asdict(job.data))
         await trio.run_process(
             [sys.executable, "-m", "oobleck.training.corpus", str(cache_dir), fields],
@@ -135,6 +139,7 @@ class ForkingWorkerHost:
                 return await _open_socket(path)
             except OSError:
                 _start_fork_server(path)
+                self._has_started_server = True
                 return await _open_socket(path)
 
 
