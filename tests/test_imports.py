@@ -58,7 +58,6 @@ FLOORS_OF = {
     "msgspec": {"wire", "cli"},
     "cairosvg": {"cli"},
     "yaml": {"cli", "sim"},
-    "cairosvg": {"cli"},
 }
 """Third-party packages, and the floors that may import them; any that is not listed may be imported nowhere."""
 

@@ -176,6 +176,7 @@ class Agent:
         match message:
             case Configure():
                 self._duty = _Duty(message)
+                nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
             case Heartbeat():
                 pass
             case Greeting():

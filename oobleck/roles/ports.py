@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from oobleck.control.journal import JournalEntry
 from oobleck.control.messages import AgentMessage, MasterMessage, SetUpWorker, WorkerBound, WorkerMessage
-from oobleck.job import NodeSpec
+from oobleck.job import JobSpec, NodeSpec
 
 __all__ = [
     "AgentConnection",
@@ -111,5 +112,9 @@ class WorkerHandle(Protocol):
 
 class WorkerHost(Protocol):
     """Where an agent starts workers."""
+
+    async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
+        """Do ahead what workers would have to do first; what fails here, they meet and report."""
+        ...
 
     async def start(self, setup: SetUpWorker) -> WorkerHandle: ...

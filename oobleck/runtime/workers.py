@@ -6,6 +6,7 @@ The first agent to need it starts the server (`oobleck.training.fork_server`); i
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -14,10 +15,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 
 import trio
 
 from oobleck.control.messages import SetUpWorker, WorkerBound, WorkerMessage
+from oobleck.job import JobSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import WorkerEnd
 from oobleck.wire import FrameDecoder
@@ -91,6 +95,15 @@ class ForkingWorkerHost:
         for worker in self._workers.values():  # the server is gone; nobody hears how they end
             worker.kill()
             worker.note_end(None)
+
+    async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
+        """Tokenise the text while the fork server still imports torch; on each machine one process does it."""
+        fields = json.dumps(asdict(job.data))
+        await trio.run_process(
+            [sys.executable, "-m", "oobleck.training.corpus", str(cache_dir), fields],
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
 
     async def start(self, setup: SetUpWorker) -> Worker:
         """Fork a worker and set it up."""

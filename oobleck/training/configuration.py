@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -19,17 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Scalar
 
-__all__ = ["build_config", "build_model", "model_types"]
+__all__ = ["CAUSAL_LM_LOSS", "build_config", "build_model", "model_types"]
+
+CAUSAL_LM_LOSS = "ForCausalLM"
+"""What transformers calls the loss of a causal language model."""
 
 _END_OF_TEXT = 0
 """The tokenizer's end-of-text token (see `tokenizer`); said here again to keep that package out of models."""
-
-_SPECIAL_TOKENS: Mapping[str, int | None] = {
-    "bos_token_id": _END_OF_TEXT,
-    "eos_token_id": _END_OF_TEXT,
-    # Nothing is padded, and a padding token would be a token that never learns.
-    "pad_token_id": None,
-}
 
 _INTERNAL_KEYS = frozenset(
     {"architectures", "dtype", "transformers_version", "id2label", "label2id", "problem_type", "return_dict"}
@@ -53,8 +49,7 @@ def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> 
     for key in model.config:
         if key not in known:
             raise ConfigError(f"model.config.{key}: {model.type} has no such key{_suggestion(key, known)}")
-    defaults = {key: value for key, value in _SPECIAL_TOKENS.items() if key in known}
-    values: dict[str, Scalar] = {**defaults, "vocab_size": vocab_size, "use_cache": False, **model.config}
+    values: dict[str, Scalar] = {**_defaults(config_class, vocab_size=vocab_size), **model.config}
     try:
         config = config_class(**values)  # type: ignore[arg-type]  # checked by the class itself
     # What a configuration class raises is its own choice: dataclass validation, TypeError, ValueError, KeyError.
@@ -78,6 +73,9 @@ def build_model(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedMo
     except Exception as error:
         raise ConfigError(f"model.config: {config.model_type} cannot be built: {_one_line(error)}") from error
     assert isinstance(model, PreTrainedModel)
+    if getattr(model, "loss_type", None) is None:
+        # What transformers falls back to, but not without a warning.
+        model.loss_type = CAUSAL_LM_LOSS
     model.train()
     return model
 
@@ -96,8 +94,20 @@ def _keys_of(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     return frozenset((fields | set(config_class.attribute_map)) - _INTERNAL_KEYS)
 
 
+def _defaults(config_class: type[PreTrainedConfig], *, vocab_size: int) -> dict[str, Scalar]:
+    """Return what holds where the user says nothing."""
+    defaults: dict[str, Scalar] = {"vocab_size": vocab_size, "use_cache": False}
+    for field in dataclasses.fields(config_class):
+        if field.name in ("bos_token_id", "eos_token_id"):
+            defaults[field.name] = _END_OF_TEXT
+        elif field.name == "pad_token_id":
+            # Nothing is padded, and a padding token would be a token that never learns.
+            defaults[field.name] = None if "None" in str(field.type) else _END_OF_TEXT
+    return defaults
+
+
 def _require_room(config: PreTrainedConfig, *, vocab_size: int, sequence_length: int) -> None:
-    if config.vocab_size < vocab_size:
+    if getattr(config, "vocab_size", vocab_size) < vocab_size:
         raise ConfigError(
             f"model.config.vocab_size: {config.vocab_size} is less than the tokenizer's {vocab_size}; "
             "leave it out, or lower data.vocab_size"

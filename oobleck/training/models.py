@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .batches import Batch
+from .configuration import CAUSAL_LM_LOSS
 from .initialization import initialize_module, materialize_buffers, unset
 from .losses import causal_lm_loss
 from .randomness import MicrobatchKey, derive_seed, seed_device
@@ -37,7 +38,7 @@ class StageModel:
         self.layers = range(0)
         self._parameters: dict[str, nn.Parameter] = {}
         self._model = structure.build(dtype=dtype)
-        if dtype == torch.float64:
+        if dtype == torch.float64 and self._model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
             self._model.loss_function = causal_lm_loss
         self._vacant = dict(self._model.named_parameters(remove_duplicate=False))
@@ -226,9 +227,17 @@ class StageModel:
             initialize_module(self._model, self._modules[root], root, seed=seed)
         self._plug(borrowed, self._parameters)
         for name in sorted({site.parameter for site in borrowed}):
-            home = next(site for sites in self.structure.sites for site in sites if site.name == name)
-            home_is_held = home in (site for held in self.layers for site in self.structure.sites[held])
-            if not home_is_held:
-                self._plug([home], self._parameters)
-                initialize_module(self._model, self._modules[home.module], home.module, seed=seed)
+            home_layer, home = self._home_of(name)
+            self._plug([home], self._parameters)
+            initialize_module(self._model, self._modules[home.module], home.module, seed=seed)
+            if home_layer not in self.layers:
                 self._unplug([home])
+
+    def _home_of(self, parameter: str) -> tuple[int, Site]:
+        """Find the layer and the place that a tied parameter is named for."""
+        return next(
+            (layer, site)
+            for layer in self.structure.layers_with(parameter)
+            for site in self.structure.sites[layer]
+            if site.name == parameter
+        )

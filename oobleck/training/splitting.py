@@ -32,10 +32,11 @@ class Anatomy:
 
     block_list: str
     """The module list that holds the blocks."""
+    num_blocks: int
     prelude: tuple[str, ...]
-    """Modules without children that run before the first block and are its alone, in the order of their calls."""
+    """Modules with parameters, or dropout, that run before the first block, in the order of their calls."""
     postlude: tuple[str, ...]
-    """The same after the last block; never empty."""
+    """The same after the last block."""
     blocks_return_tuples: bool
     """Whether a block returns (hidden states, …) instead of the hidden states."""
     tied: Mapping[str, str]
@@ -106,22 +107,21 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 def dissect(model: PreTrainedModel, *, sequence_length: int) -> Anatomy:
     """Find the layers of a model made of fake tensors, and prove that it can be cut between them.
 
-    Run it in the mode that the model was built in (`fake_tensors`).
+    Run it in the mode that the model was built in.
 
     Raises:
         ConfigError: the model cannot be split; says why.
     """
     _refuse_losses_across_layers(model)
     block_list = _find_block_list(model)
-    returns_tuple = _blocks_return_tuples(model, block_list, sequence_length)
-    trial = _Trial(model, block_list, returns_tuple=returns_tuple)
-    trial.run(sequence_length)
+    trial = _run_trial(model, block_list, sequence_length)
     tied = dict(model.all_tied_weights_keys or {})
     anatomy = Anatomy(
         block_list=block_list,
+        num_blocks=trial.num_blocks,
         prelude=tuple(trial.prelude),
         postlude=tuple(trial.postlude),
-        blocks_return_tuples=returns_tuple,
+        blocks_return_tuples=trial.blocks_return_tuples,
         tied=tied,
         hidden_size=trial.hidden_size,
     )
@@ -139,7 +139,9 @@ def _refuse_losses_across_layers(model: PreTrainedModel) -> None:
 
 
 def _find_block_list(model: PreTrainedModel) -> str:
-    count = model.config.num_hidden_layers
+    count = getattr(model.config, "num_hidden_layers", None)
+    if not isinstance(count, int):
+        raise _cannot(model, "its configuration has no num_hidden_layers; perhaps its text model has a type of its own")
     found: list[str] = [
         name
         for name, module in model.named_modules()
@@ -152,29 +154,19 @@ def _find_block_list(model: PreTrainedModel) -> str:
     return found[0]
 
 
-class _SeenEnough(Exception):
-    """Ends a run of the model from within."""
-
-
-def _blocks_return_tuples(model: PreTrainedModel, block_list: str, sequence_length: int) -> bool:
-    """Let block 0 give a tensor, and see whether block 1 gets that or, from a model that expects a tuple, a slice."""
-    blocks = model.get_submodule(block_list)
-    assert isinstance(blocks, nn.ModuleList)
-    if len(blocks) < 2:
-        return False
-    trial = _Trial(model, block_list, returns_tuple=False)
-
-    def stop(*_: Any) -> None:
-        raise _SeenEnough
-
-    handle = trial.probes[1].register_forward_hook(stop)
-    try:
-        trial.run_forward(sequence_length)
-    except _SeenEnough:
-        return trial.probes[1].received is not trial.probes[0].emitted
-    finally:
-        handle.remove()
-    return False
+def _run_trial(model: PreTrainedModel, block_list: str, sequence_length: int) -> _Trial:
+    """Try what nearly all blocks return, a tensor; a model that expects a tuple would take it apart."""
+    first_error: ConfigError | None = None
+    for returns_tuple in (False, True):
+        trial = _Trial(model, block_list, returns_tuple=returns_tuple)
+        try:
+            trial.run(sequence_length)
+        except ConfigError as error:
+            first_error = first_error or error
+        else:
+            return trial
+    assert first_error is not None
+    raise first_error
 
 
 class _Trial:
@@ -183,37 +175,40 @@ class _Trial:
     def __init__(self, model: PreTrainedModel, block_list: str, *, returns_tuple: bool) -> None:
         self.prelude: dict[str, nn.Module] = {}
         self.postlude: dict[str, nn.Module] = {}
+        self.blocks_return_tuples = returns_tuple
         self._model = model
         self._block_list = block_list
         blocks = model.get_submodule(block_list)
         assert isinstance(blocks, nn.ModuleList)
         self._blocks = blocks
-        self.probes = [_Probe(block, returns_tuple=returns_tuple) for block in blocks]
+        self._probes = [_Probe(block, returns_tuple=returns_tuple) for block in blocks]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._probes)
 
     @property
     def hidden_size(self) -> int:
-        received = self.probes[0].received
+        received = self._probes[0].received
         assert received is not None
         return received.shape[-1]
 
     def run(self, sequence_length: int) -> None:
         """Run the model, and prove that nothing but the hidden states connects its layers."""
-        loss = self.run_forward(sequence_length)
+        loss = self._run_forward(sequence_length)
         self._require_a_chain()
         self._require_gradients_through_the_last_block_alone(loss)
 
-    def run_forward(self, sequence_length: int) -> torch.Tensor:
+    def _run_forward(self, sequence_length: int) -> torch.Tensor:
         originals = list(self._blocks)
         handles = [
             module.register_forward_pre_hook(self._note(name, module)) for name, module in self._modules_outside()
         ]
         ids = torch.zeros((1, sequence_length), dtype=torch.int64)
         try:
-            for index, probe in enumerate(self.probes):
+            for index, probe in enumerate(self._probes):
                 self._blocks[index] = probe
             return self._model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
-        except _SeenEnough:
-            raise
         # A model's own code may fail in any way when its blocks are not there.
         except Exception as error:
             detail = " ".join(str(error).split())
@@ -225,23 +220,31 @@ class _Trial:
                 handle.remove()
 
     def _modules_outside(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules without children, outside of the blocks, that compute with parameters or draw at random."""
-        for name, module in self._model.named_modules():
-            if name.startswith(f"{self._block_list}.") or any(True for _ in module.children()):
+        """The outermost modules beside the blocks that have parameters of their own or draw at random."""
+        yield from self._outermost(self._model, "")
+
+    def _outermost(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for child_name, child in module.named_children():
+            name = f"{prefix}{child_name}"
+            holds_blocks = self._block_list.startswith(f"{name}.")
+            has_parameters = any(True for _ in child.parameters(recurse=False))
+            if name == self._block_list:
                 continue
-            if isinstance(module, nn.Dropout) or any(True for _ in module.parameters()):
-                yield name, module
+            if not holds_blocks and (has_parameters or isinstance(child, nn.Dropout)):
+                yield name, child
+            else:
+                yield from self._outermost(child, f"{name}.")
 
     def _note(self, name: str, module: nn.Module) -> Any:
         def note(*_: Any) -> None:
-            blocks_are_done = self.probes[-1].emitted is not None
+            blocks_are_done = self._probes[-1].emitted is not None
             (self.postlude if blocks_are_done else self.prelude)[name] = module
 
         return note
 
     def _require_a_chain(self) -> None:
         expected: torch.Tensor | None = None
-        for index, probe in enumerate(self.probes):
+        for index, probe in enumerate(self._probes):
             if probe.received is None:
                 raise _cannot(self._model, f"it does not call block {index}")
             if probe.side_input is not None:
@@ -261,10 +264,10 @@ class _Trial:
             for attribute, parameter in module.named_parameters()
             if f"{name}.{attribute}" not in tied
         }
-        for index, probe in enumerate(self.probes[:-1]):
+        for index, probe in enumerate(self._probes[:-1]):
             assert probe.emitted is not None
             early[f"the output of block {index}"] = probe.emitted  # type: ignore[assignment]
-        last = self.probes[-1].emitted
+        last = self._probes[-1].emitted
         assert last is not None
         through_last, *others = torch.autograd.grad(loss, [last, *early.values()], allow_unused=True)
         if through_last is None:
@@ -290,7 +293,7 @@ def _require_every_parameter_has_a_layer(model: PreTrainedModel, anatomy: Anatom
     homes = tuple(f"{name}." for name in (anatomy.block_list, *anatomy.prelude, *anatomy.postlude))
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not name.startswith(homes):
-            raise _cannot(model, f"parameter {name} is used neither before, in, nor after its blocks")
+            raise _cannot(model, f"parameter {name} is in no block and in no module that runs before or after them")
     both = set(anatomy.prelude) & set(anatomy.postlude)
     if both:
         raise _cannot(model, f"module {min(both)} runs both before and after its blocks")

@@ -64,9 +64,7 @@ class ModelStructure:
         with FakeTensorMode():
             skeleton = build_model(config, dtype=torch.float32)
             anatomy = dissect(skeleton, sequence_length=sequence_length)
-        sites = tuple(
-            tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy, config.num_hidden_layers)
-        )
+        sites = tuple(tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy))
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         return cls(
             config=config,
@@ -83,7 +81,7 @@ class ModelStructure:
 
     @property
     def num_blocks(self) -> int:
-        return self.num_layers - 2
+        return self.anatomy.num_blocks
 
     @property
     def hidden_size(self) -> int:
@@ -109,7 +107,7 @@ class ModelStructure:
 
     def layer_roots(self, layer: int) -> tuple[str, ...]:
         """Return the names of the modules that make up a layer."""
-        return _layer_roots(self.anatomy, self.num_blocks)[layer]
+        return _layer_roots(self.anatomy)[layer]
 
     def layer_kind(self, layer: int) -> tuple[object, ...]:
         """Return what a layer's costs depend on: equal for layers that compute alike."""
@@ -142,8 +140,8 @@ class ModelStructure:
         return {name: tuple(layers) for name, layers in found.items()}
 
 
-def _layer_roots(anatomy: Anatomy, num_blocks: int) -> tuple[tuple[str, ...], ...]:
-    blocks = ((f"{anatomy.block_list}.{index}",) for index in range(num_blocks))
+def _layer_roots(anatomy: Anatomy) -> tuple[tuple[str, ...], ...]:
+    blocks = ((f"{anatomy.block_list}.{index}",) for index in range(anatomy.num_blocks))
     return (anatomy.prelude, *blocks, anatomy.postlude)
 
 
@@ -163,10 +161,19 @@ def _draws_at_random(skeleton: PreTrainedModel) -> bool:
     """
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in skeleton.modules()):
         return True
-    return any(
-        isinstance(value, float) and value > 0
-        for key, value in skeleton.config.to_dict().items()
-        if any(word in key for word in ("drop", "jitter", "noise", "pdrop"))
-        # Of the classifier and summary heads that a causal language model does not have.
-        if not key.startswith(("classifier", "summary"))
-    )
+    return _has_probability(skeleton.config.to_dict())
+
+
+def _has_probability(config: Mapping[str, object]) -> bool:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            if _has_probability({str(inner): item for inner, item in value.items()}):
+                return True
+        elif _names_a_probability(key) and isinstance(value, int | float) and value > 0:
+            return True
+    return False
+
+
+def _names_a_probability(key: str) -> bool:
+    # Causal language models have no classifier and summary heads, though their configurations speak of them.
+    return any(word in key for word in ("drop", "jitter", "noise")) and not key.startswith(("classifier", "summary"))

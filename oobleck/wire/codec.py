@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import struct
 import types
+from collections.abc import Iterable
 from typing import Generic, TypeVar, cast, get_args
 
 import msgpack
 
 from oobleck.errors import PeerError
 
-from .shapes import Mismatch, Notation, Shape, shape_of, tagged_shape_of
+from .shape import Mismatch, Notation, Shape
+from .shapes import shape_of, tagged_shape_of
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -109,8 +111,8 @@ class FrameDecoder(Generic[T]):
         try:
             raw = msgpack.unpackb(body, object_pairs_hook=_unique, unicode_errors=_BROKEN_TEXT)
         except (ValueError, TypeError) as error:
-            # TypeError: a key that cannot be hashed. msgpack's other errors are all ValueErrors.
-            raise PeerError(f"a frame that is not msgpack: {error or type(error).__name__}") from error
+            # TypeError: a key that cannot be hashed, without the C extension. All else is a ValueError.
+            raise PeerError(f"a frame that is not msgpack: {str(error) or type(error).__name__}") from error
         return cast("T", _read(self._shape, raw))
 
 
@@ -158,10 +160,11 @@ def _read(shape: Shape, raw: object) -> object:
         raise PeerError(str(mismatch)) from mismatch
 
 
-def _unique(pairs: list[tuple[object, object]]) -> dict[object, object]:
+def _unique(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
     """Build a map, but not from pairs that give one key twice: which of the two would count?"""
-    built = dict(pairs)
-    if len(built) != len(pairs):
+    listed = list(pairs)  # msgpack without its C extension gives a generator
+    built = dict(listed)
+    if len(built) != len(listed):
         raise ValueError("a map has a key twice")
     return built
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -117,6 +116,8 @@ class Runner:
             text=True,
             start_new_session=True,
         )
+        warming = threading.Thread(target=self._keep_warm, args=(process,))
+        warming.start()
         try:
             yield Up(process, summary)
         finally:
@@ -125,20 +126,24 @@ class Runner:
                 process.wait()
             assert process.stdout is not None
             process.stdout.close()
-            self.keep_warm()
+            warming.join()
 
     def run(self, *options: str, nodes: Sequence[str] = ("--local", "4")) -> Outcome:
         """Run to the end."""
         with self.up(*options, nodes=nodes) as up:
             return up.finish()
 
-    def keep_warm(self) -> None:
-        """Stay a client of the fork server, so that the next run need not import torch again."""
-        if self._warm is None:
+    def _keep_warm(self, process: subprocess.Popen[str]) -> None:
+        """Become a client of the run's fork server, so that the next run need not import torch again."""
+        path = str(AgentDir(TAG, "warm").fork_server_socket)
+        while self._warm is None and process.poll() is None:
             client = socket.socket(socket.AF_UNIX)
-            with suppress(OSError):
-                client.connect(str(AgentDir(TAG, "warm").fork_server_socket))
+            try:
+                client.connect(path)
                 self._warm = client
+            except OSError:
+                client.close()
+                time.sleep(0.2)
 
     def close(self) -> None:
         if self._warm is not None:
@@ -179,12 +184,6 @@ def processes_of(tag: str) -> list[str]:
             if "oobleck.runtime.agent_process" in words and tag in words:
                 found.append(" ".join(words))
     return found
-
-
-def kill_group(process: subprocess.Popen[str]) -> None:
-    """SIGKILL a process that was started in a session of its own."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _text() -> str:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +33,8 @@ def spec(tmp_path: Path) -> DataSpec:
 
 def test_samples_hold_the_text_and_nothing_else(spec: DataSpec, tmp_path: Path):
     dataset = prepare_dataset(spec, cache_dir=tmp_path / "cache")
-    tokenizer = Tokenizer.from_file(str(dataset.tokenizer_path))
-    tokens = dataset.tokens.reshape(-1).tolist()
+    tokenizer = Tokenizer.from_file(str(dataset.corpus.tokenizer_path))
+    tokens = dataset.corpus.samples.reshape(-1).tolist()
     documents, start = [], 0
     for position, token in enumerate(tokens):
         if token == END_OF_TEXT_ID:
@@ -48,25 +50,25 @@ def test_samples_hold_the_text_and_nothing_else(spec: DataSpec, tmp_path: Path):
 
 def test_what_is_stored_is_what_the_saved_tokenizer_says(spec: DataSpec, tmp_path: Path):
     dataset = prepare_dataset(spec, cache_dir=tmp_path / "cache")
-    tokenizer = Tokenizer.from_file(str(dataset.tokenizer_path))
+    tokenizer = Tokenizer.from_file(str(dataset.corpus.tokenizer_path))
     expected = [i for document in read_documents(spec) for i in [*tokenizer.encode(document).ids, END_OF_TEXT_ID]]
-    assert dataset.tokens.reshape(-1).tolist() == expected[: dataset.tokens.size]
-    assert len(expected) - dataset.tokens.size < spec.sequence_length
+    assert dataset.corpus.samples.reshape(-1).tolist() == expected[: dataset.corpus.samples.size]
+    assert len(expected) - dataset.corpus.samples.size < spec.sequence_length
 
 
 def test_batches_are_the_samples_asked_for(spec: DataSpec, tmp_path: Path):
     dataset = prepare_dataset(spec, cache_dir=tmp_path / "cache")
     batch = dataset.batch([2, 0])
-    assert batch.input_ids.tolist() == [dataset.tokens[2].tolist(), dataset.tokens[0].tolist()]
+    assert batch.input_ids.tolist() == [dataset.corpus.samples[2].tolist(), dataset.corpus.samples[0].tolist()]
     assert batch.labels.tolist() == batch.input_ids.tolist()
     assert batch.num_items == 2 * (spec.sequence_length - 1)
 
 
 def test_a_second_call_reads_the_cache(spec: DataSpec, tmp_path: Path):
     first = prepare_dataset(spec, cache_dir=tmp_path / "cache")
-    written = first.tokenizer_path.stat().st_mtime_ns
+    written = first.corpus.tokenizer_path.stat().st_mtime_ns
     second = prepare_dataset(spec, cache_dir=tmp_path / "cache")
-    assert second.tokenizer_path.stat().st_mtime_ns == written
+    assert second.corpus.tokenizer_path.stat().st_mtime_ns == written
     assert second.digest == first.digest
 
 
@@ -82,7 +84,7 @@ def test_any_change_of_what_it_is_made_from_makes_another(spec: DataSpec, tmp_pa
 def test_damage_is_noticed_and_repaired(spec: DataSpec, tmp_path: Path):
     cache = tmp_path / "cache"
     dataset = prepare_dataset(spec, cache_dir=cache)
-    path = dataset.tokenizer_path.with_name("tokens.npy")
+    path = dataset.corpus.tokenizer_path.with_name("tokens.npy")
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
@@ -93,7 +95,7 @@ def test_damage_is_noticed_and_repaired(spec: DataSpec, tmp_path: Path):
 
 def _prepare(spec: DataSpec, cache: Path, results: multiprocessing.Queue[tuple[str, int]]) -> None:
     dataset = prepare_dataset(spec, cache_dir=cache)
-    results.put((dataset.digest, dataset.tokenizer_path.stat().st_ino))
+    results.put((dataset.digest, dataset.corpus.tokenizer_path.stat().st_ino))
 
 
 def test_of_processes_that_start_at_once_one_does_the_work(spec: DataSpec, tmp_path: Path):
@@ -109,6 +111,19 @@ def test_of_processes_that_start_at_once_one_does_the_work(spec: DataSpec, tmp_p
     assert [p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [
         p.stem for p in (tmp_path / "cache").glob("*.lock")
     ]
+
+
+def test_a_process_without_torch_can_make_it(spec: DataSpec, tmp_path: Path):
+    fields = json.dumps({"paths": spec.paths, "sequence_length": 16, "vocab_size": 400})
+    code = (
+        "import runpy, sys; runpy.run_module('oobleck.training.corpus', run_name='__main__'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "cache"), fields], check=True)
+    made = {path.name for path in (tmp_path / "cache").iterdir()}
+    dataset = prepare_dataset(spec, cache_dir=tmp_path / "cache")
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == made
+    assert dataset.num_samples > 10
 
 
 def test_the_last_document_is_cut_at_the_limit(spec: DataSpec):
@@ -141,6 +156,6 @@ def test_eight_megabytes_take_seconds(tmp_path: Path):
     assert dataset.vocab_size == 8192
     assert dataset.num_samples > 10_000
     assert elapsed < 20, f"{elapsed:.1f} s of CPU"
-    manifest = json.loads(dataset.tokenizer_path.with_name("manifest.json").read_text())
+    manifest = json.loads(dataset.corpus.tokenizer_path.with_name("manifest.json").read_text())
     assert manifest["digest"] == dataset.digest
-    assert int(np.max(dataset.tokens)) < 8192
+    assert int(np.max(dataset.corpus.samples)) < 8192

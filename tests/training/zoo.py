@@ -55,6 +55,7 @@ SPECS: Mapping[str, ModelSpec] = {
             "word_embed_proj_dim": 32,
         },
     ),
+    "bloom": ModelSpec(type="bloom", config={"hidden_size": 32, "n_layer": NUM_BLOCKS, "n_head": 4}),
     "mixtral": ModelSpec(type="mixtral", config={**_GROUPED, "num_local_experts": 4}),
 }
 

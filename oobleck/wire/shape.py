@@ -1,0 +1,64 @@
+"""What every shape is made of: how one type is written as builtins, and strictly read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Mismatch", "Notation", "Shape", "shown", "unchanged", "unexpected"]
+
+_SHOWN_CHARS = 80
+
+
+class Notation(Enum):
+    """What the builtins are to be carried by."""
+
+    BINARY = "binary"
+    TEXT = "text"
+
+
+class Mismatch(Exception):
+    """Builtins that are not of the shape they should have. Callers turn it into the error that fits the blame."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.place: tuple[str, ...] = ()
+
+    def within(self, part: str) -> Mismatch:
+        """Prepend one part of the path. Built only when something is wrong, so that reading pays nothing for it."""
+        self.place = (part, *self.place)
+        return self
+
+    def __str__(self) -> str:
+        return f"{''.join(self.place).lstrip('.') or 'message'}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How one type is written and read."""
+
+    name: str
+    values: tuple[type, ...]
+    """The classes of the values that it writes."""
+    builtins: tuple[type, ...]
+    """The classes of the builtins that it reads."""
+    write: Callable[[object], object]
+    read: Callable[[object], object]
+    """Raises Mismatch."""
+
+
+def unexpected(expectation: str, raw: object) -> Mismatch:
+    return Mismatch(f"expected {expectation}, got {shown(raw)}")
+
+
+def shown(raw: object) -> str:
+    if isinstance(raw, list | dict):
+        return f"a {'list' if isinstance(raw, list) else 'map'} of {len(raw)}"
+    text = repr(raw[:_SHOWN_CHARS]) if isinstance(raw, str | bytes) else repr(raw)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+
+
+def unchanged(value: object) -> object:
+    return value
