@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-_MAX_CASES = 160
+_MAX_CASES = 64
 """Kinds of losses that are decided, for one node lost and for two; more are sampled."""
 
 
@@ -27,6 +27,16 @@ def plan(
     *,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="FILE", help="Profile of the model on a device, as JSON.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Estimate: gpt3-6.7b, …, or a config.json of transformers."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="NAME", help="Estimate: A40, A100, H100, H200, CPU, or a data sheet as .json."
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes to plan for: node0, node1, …")],
     devices_per_node: Annotated[
@@ -40,6 +50,16 @@ def plan(
     microbatch: Annotated[
         int | None, typer.Option("--microbatch", metavar="b", help="Samples in one microbatch; a profile has its own.")
     ] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sample; a profile has its own."),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option("--precision", help="float32 or bfloat16: of estimates, and of the peak that MFU refers to.")
+    ] = "bfloat16",
+    recompute: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Estimate with activations that are computed twice.")
+    ] = False,
     pipelines: Annotated[
         int | None, typer.Option("--pipelines", metavar="P", help="Ask the planner for exactly P pipelines.")
     ] = None,
@@ -58,10 +78,22 @@ def plan(
 ) -> None:
     """Show the pipelines that a job would use, how long a step would take, and what failures would do.
 
-    Nothing is started and no device is needed: all comes from the profile.
+    Nothing is started and no device is needed: all comes from a profile that was measured, or from an estimate.
     """
+    from .plan_profile import ProfileSource, profile_of, utilisation_of
+
     writer = _plot_writer(plot)
-    profile = _read_profile(profile_file, microbatch)
+    source = ProfileSource(
+        file=profile_file,
+        model=model,
+        device=device,
+        microbatch_size=microbatch,
+        sequence_length=sequence_length,
+        precision=precision,
+        activation_checkpointing=recompute,
+        devices_per_node=devices_per_node,
+    )
+    profile = profile_of(source)
     planner = _planner(
         profile,
         devices_per_node=devices_per_node,
@@ -75,30 +107,13 @@ def plan(
         global_batch_size=global_batch,
         kind=_kind(schedule),
         lost=tuple(name.strip() for name in after_losing.split(",")) if after_losing else (),
+        utilisation=utilisation_of(profile, source, global_batch),
     )
     if writer is not None:
         writer(report)
     if chrome_trace is not None:
         _write(chrome_trace, _trace(report).encode())
     _show(report, as_json=as_json)
-
-
-def _read_profile(path: Path | None, microbatch: int | None) -> Profile:
-    from oobleck.planner import profile_from_json
-
-    if path is None:
-        raise UsageError("no profile was named; pass --profile FILE")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    profile = profile_from_json(text, source=str(path))
-    if microbatch is not None and microbatch != profile.microbatch_size:
-        raise UsageError(
-            f"--microbatch is {microbatch}, and {path} was made for {profile.microbatch_size}; "
-            "leave the option out, or make a profile for it"
-        )
-    return profile
 
 
 def _planner(
@@ -136,7 +151,13 @@ def _kind(name: str) -> ScheduleKind:
 
 
 def _report(
-    planner: Planner, *, num_nodes: int, global_batch_size: int, kind: ScheduleKind, lost: tuple[str, ...]
+    planner: Planner,
+    *,
+    num_nodes: int,
+    global_batch_size: int,
+    kind: ScheduleKind,
+    lost: tuple[str, ...],
+    utilisation: tuple[float, float] | None,
 ) -> PlanReport:
     from oobleck.planner.alternatives import explain_num_pipelines, pipeline_alternatives
     from oobleck.planner.what_if import what_if_one_is_lost, what_if_two_are_lost
@@ -148,6 +169,7 @@ def _report(
         raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
     profile, settings = planner.profile, planner.settings
     decision = planner.initial_plan(names)
+    model_flops, peak_flops_per_s = utilisation or (None, None)
     alternatives = pipeline_alternatives(planner, names, decision)
     return PlanReport(
         profile=profile,
@@ -164,6 +186,8 @@ def _report(
             *((what_if_two_are_lost(planner, decision.plan, max_cases=_MAX_CASES),) if num_nodes > 1 else ()),
         ),
         after=_after(planner, decision, kind, lost) if lost else None,
+        model_flops=model_flops,
+        peak_flops_per_s=peak_flops_per_s,
     )
 
 

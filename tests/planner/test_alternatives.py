@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from oobleck.planner import Planner, PlannerSettings, Profile
 from oobleck.planner.alternatives import explain_num_pipelines, pipeline_alternatives
-from tests.planner.profiles import make_profile, node_names
+from tests.planner.simple_profiles import make_profile, node_names
 
 
 def explain(profile: Profile, num_nodes: int, **settings: int) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oobleck.errors import OobleckError
 from oobleck.planner import Decision, ExecutionPlan, LayerTransfer, Place, Planner, PlannerSettings
 from oobleck.planner.what_if import moved_bytes, transfer_s, what_if_one_is_lost, what_if_two_are_lost
-from tests.planner.profiles import make_profile, node_names
+from tests.planner.simple_profiles import make_profile, node_names
 
 
 def outcome(decision: Decision | None) -> object:

@@ -113,16 +113,16 @@ def test_every_kind_is_compiled_anew_for_other_numbers_and_kept_for_the_same():
 
 @pytest.mark.parametrize("kind", ScheduleKind)
 def test_compiling_is_fast_enough_for_large_pipelines_and_for_recovery(kind):
-    # Several times what was measured, so that a busy machine does not fail it.
+    # Processor time, and several times what was measured, so that a busy machine does not fail it.
     assert _best_of_three(kind, num_stages=64, num_microbatches=512) < 1.0
-    assert _best_of_three(kind, num_stages=4, num_microbatches=16) < 0.003
+    assert _best_of_three(kind, num_stages=4, num_microbatches=16) < 0.005
 
 
 def _best_of_three(kind: ScheduleKind, **numbers: int) -> float:
     times = []
     for _ in range(3):
         compile_schedule.cache_clear()
-        start = time.perf_counter()
+        start = time.process_time()
         compile_schedule(kind, **numbers)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times)

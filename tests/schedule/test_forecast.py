@@ -8,7 +8,7 @@ from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Planner, 
 from oobleck.planner.costs import StageCosts
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast, stage_costs
-from tests.planner.profiles import make_profile, node_names
+from tests.planner.simple_profiles import make_profile, node_names
 
 forwards = st.lists(st.floats(0.001, 1.0), min_size=4, max_size=9)
 

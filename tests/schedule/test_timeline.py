@@ -260,7 +260,7 @@ def test_an_impossible_cost_is_named(cost, message):
 
 def test_large_timelines_are_evaluated_in_seconds():
     schedule = compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=64, num_microbatches=512)
-    start = time.perf_counter()
+    start = time.process_time()
     found = timeline(schedule, [StageCost(forward_s=1, backward_s=2)] * 64)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert found.makespan_s == (63 + 512) * 3

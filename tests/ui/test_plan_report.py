@@ -10,7 +10,7 @@ from oobleck.planner import Planner, PlannerSettings, Profile
 from oobleck.planner.what_if import what_if_one_is_lost, what_if_two_are_lost
 from oobleck.schedule.forecast import forecast
 from oobleck.ui.plan_report import PlanReport, TemplateRow, figures_of, plan_report
-from tests.planner.profiles import make_profile, node_names
+from tests.planner.simple_profiles import make_profile, node_names
 
 
 def make_report(profile: Profile, num_nodes: int, *, max_cases: int = 64, **settings: int) -> PlanReport:

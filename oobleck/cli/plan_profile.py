@@ -1,0 +1,123 @@
+"""Where `oobleck plan` has its profile from: a file, or an estimate from a model's shape and a data sheet."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.planner import Profile, profile_from_json
+from oobleck.planner.devices import KNOWN_DEVICES, DeviceSheet, device_sheet, device_sheet_from_json
+from oobleck.planner.estimate import estimate_profile
+from oobleck.planner.flops import training_flops
+from oobleck.planner.shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
+
+__all__ = ["ProfileSource", "profile_of", "read_text", "utilisation_of"]
+
+_PRECISIONS = ("float32", "bfloat16")
+_DEFAULT_LENGTH = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSource:
+    """The options that a profile comes from."""
+
+    file: Path | None
+    model: str | None
+    """A known name, or the path of a transformers configuration."""
+    device: str | None
+    """A known name, or the path of a data sheet."""
+    microbatch_size: int | None
+    sequence_length: int | None
+    precision: str
+    activation_checkpointing: bool
+    devices_per_node: int
+
+
+def profile_of(source: ProfileSource) -> Profile:
+    """Read or estimate the profile; UsageError says which options do not go together."""
+    if source.precision not in _PRECISIONS:
+        raise UsageError(f"--precision is {source.precision!r}; it must be {' or '.join(_PRECISIONS)}")
+    if source.file is not None:
+        return _read(source.file, source)
+    if source.model is None or source.device is None:
+        raise UsageError("nothing to plan with: pass --profile FILE, or --model NAME and --device NAME")
+    if source.microbatch_size is None:
+        raise UsageError("--microbatch is missing: an estimate needs the samples of a microbatch")
+    return _estimate(source, _shape(source.model), _sheet(source.device), source.microbatch_size)
+
+
+def utilisation_of(profile: Profile, source: ProfileSource, global_batch_size: int) -> tuple[float, float] | None:
+    """(operations of one step, peak operations a second of one device), or None where they are not known."""
+    model, device = source.model or profile.model, source.device or profile.device.name
+    if source.file is not None and (model.lower() not in KNOWN_MODELS or device.lower() not in KNOWN_DEVICES):
+        return None
+    shape, sheet = _shape(model), _sheet(device)
+    flops = training_flops(shape, num_samples=global_batch_size, sequence_length=profile.sequence_length)
+    return flops, sheet.bfloat16_flops if source.precision == "bfloat16" else sheet.float32_flops
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; ConfigError says why it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _read(path: Path, source: ProfileSource) -> Profile:
+    for option, value in (("--model", source.model), ("--device", source.device)):
+        if value is not None:
+            raise UsageError(f"{option} and --profile were both given; a profile has its own")
+    profile = profile_from_json(read_text(path), source=str(path))
+    for option, given, own in (
+        ("--microbatch", source.microbatch_size, profile.microbatch_size),
+        ("--sequence-length", source.sequence_length, profile.sequence_length),
+    ):
+        if given not in (None, own):
+            raise UsageError(
+                f"{option} is {given}, and {path} was made for {own}; leave the option out, or make a profile for it"
+            )
+    return profile
+
+
+def _estimate(source: ProfileSource, shape: ModelShape, sheet: DeviceSheet, microbatch_size: int) -> Profile:
+    counts = tuple(1 << exponent for exponent in range(source.devices_per_node.bit_length()))
+    return estimate_profile(
+        shape,
+        sheet,
+        microbatch_size=microbatch_size,
+        sequence_length=source.sequence_length or _usual_length(shape),
+        precision="bfloat16" if source.precision == "bfloat16" else "float32",
+        activation_checkpointing=source.activation_checkpointing,
+        device_counts=counts,
+    )
+
+
+def _usual_length(shape: ModelShape) -> int:
+    """The largest power of two that a model's positions allow: some have a few more for other ends."""
+    return 1 << (shape.num_positions.bit_length() - 1) if shape.num_positions else _DEFAULT_LENGTH
+
+
+def _shape(name: str) -> ModelShape:
+    """A path wins over a name only where it looks like one, so that no stray file changes a plan."""
+    if not name.endswith(".json"):
+        return model_shape(name)
+    text = read_text(Path(name))
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{name}: must be an object, not {type(document).__name__}")
+    try:
+        return shape_from_config(document)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _sheet(name: str) -> DeviceSheet:
+    if not name.endswith(".json"):
+        return device_sheet(name)
+    return device_sheet_from_json(read_text(Path(name)), source=name)
