@@ -8,11 +8,10 @@ rightmost slowest stage, counted from 0:
 Communication is no part of w there, nor here. The published search is not exact, since whether a part is best
 depends on k and on the whole. This one is: for a given w[k] = B the terms belong to single stages,
 
-    before k: w + 4B      k itself: 4B      after k: 2w + 3B
+    before k: w + 4B, with w <= B      k itself: 2w + 2B, with w = B      after k: 2w + 3B, with w < B
 
-(2w + 2B for k itself), and a stage as slow as k costs the same on either side of it. So for every value B that a
-stage can have, a dynamic programme over (layers, devices, whether k was placed) finds the best pipelines of all
-sizes at once: O(B·V·L²·D) for B distinct values, V devices, L layers and D device counts.
+So for every value B that a stage can have, a dynamic programme over (layers, devices, whether k was placed) finds
+the best pipelines of all sizes at once: O(B·V·L²·D) for B distinct values, V devices, L layers and D device counts.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class _Run:
             equal = within & (seconds >= slowest_s * (1 - 2 * _EQUAL))
             self._before[count] = np.where(within, seconds + 4 * slowest_s, np.inf)
             self._itself[count] = np.where(equal, 2 * seconds + 2 * slowest_s, np.inf)
-            self._after[count] = np.where(within, 2 * seconds + 3 * slowest_s, np.inf)
+            self._after[count] = np.where(within & ~equal, 2 * seconds + 3 * slowest_s, np.inf)
         self._without = np.full((num_devices + 1, size + 1), np.inf)
         self._with = np.full((num_devices + 1, size + 1), np.inf)
         self._without[0, size] = 0.0

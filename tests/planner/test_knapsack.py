@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oobleck.planner.knapsack import best_filling, best_items, value_bounds
+
+values_of_sizes = st.lists(st.sampled_from((-math.inf, 1.0, 2.0, 3.0, 5.0, 8.0)), min_size=1, max_size=5)
+
+
+def brute_exact(smallest: int, values: list[float], count: int, total: int) -> float:
+    sizes = range(smallest, smallest + len(values))
+    sums = [
+        sum(values[size - smallest] for size in chosen)
+        for chosen in itertools.combinations_with_replacement(sizes, count)
+        if sum(chosen) == total
+    ]
+    return max(sums, default=-math.inf)
+
+
+def table_filling(smallest: int, values: list[float], total: int) -> float:
+    best = [0.0] * (total + 1)
+    for amount in range(1, total + 1):
+        options = [
+            best[amount - size] + values[size - smallest]
+            for size in range(smallest, smallest + len(values))
+            if size <= amount
+        ]
+        best[amount] = max([best[amount - 1], *options])
+    return best[total]
+
+
+@settings(deadline=None)
+@given(smallest=st.integers(1, 4), values=values_of_sizes, count=st.integers(1, 6), extra=st.integers(0, 20))
+def test_exact_numbers_of_items_are_best(smallest: int, values: list[float], count: int, extra: int) -> None:
+    total = smallest * count + extra
+    value, items = best_items(smallest, np.array(values), count=count, total=total)
+    assert value == brute_exact(smallest, values, count, total)
+    if math.isfinite(value):
+        assert sum(items.values()) == count
+        assert sum(size * times for size, times in items.items()) == total
+        assert sum(values[size - smallest] * times for size, times in items.items()) == value
+    else:
+        assert not items
+
+
+@settings(deadline=None)
+@given(smallest=st.integers(1, 4), values=values_of_sizes, total=st.integers(1, 400))
+def test_fillings_of_any_number_of_items_are_best(smallest: int, values: list[float], total: int) -> None:
+    value, items = best_filling(smallest, np.array(values), total=total)
+    assert value == table_filling(smallest, values, total)
+    assert sum(size * times for size, times in items.items()) <= total
+    assert sum(values[size - smallest] * times for size, times in items.items() if times) == value
+
+
+@settings(deadline=None)
+@given(smallest=st.integers(1, 4), values=values_of_sizes, count=st.integers(1, 6), extra=st.integers(0, 20))
+def test_no_choice_exceeds_its_bound(smallest: int, values: list[float], count: int, extra: int) -> None:
+    total = smallest * count + extra
+    bounds = value_bounds(smallest, np.array([values]), counts=[count], totals=[total])
+    assert brute_exact(smallest, values, count, total) <= bounds[0] + 1e-9
+
+
+def test_many_items_of_two_sizes() -> None:
+    # 7 · 3 + 143 · 7 = 1022: no other 150 items of 3 or 7 fill it.
+    value, items = best_items(3, np.array([1.0, -np.inf, -np.inf, -np.inf, 2.0]), count=150, total=1022)
+    assert (value, dict(items)) == (293.0, {3: 7, 7: 143})
