@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oobleck.planner import Profile
 from oobleck.planner.costs import StageCosts
 from oobleck.planner.paper import find_paper_templates, paper_step_s
-from tests.planner.profiles import profiles, uniform_profile
+from tests.planner.drawing import profiles, uniform_profile
 from tests.planner.test_templates import all_templates
 
 

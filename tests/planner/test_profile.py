@@ -9,7 +9,7 @@ from hypothesis import given
 
 from oobleck.errors import ConfigError
 from oobleck.planner import DeviceProfile, LayerProfile, Profile, profile_from_json, profile_to_json
-from tests.planner.profiles import make_layer, make_network, make_profile, profiles
+from tests.planner.drawing import make_layer, make_network, make_profile, profiles
 
 DESIGNED = """
 {"version": 1, "model": "gpt2", "microbatch_size": 2, "sequence_length": 1024,

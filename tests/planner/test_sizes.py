@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oobleck.planner import NetworkProfile
 from oobleck.planner.costs import Timing
 from oobleck.planner.sizes import SizeOption, choose_sizes, reduction_s, sizing_of
-from tests.planner.profiles import make_network
+from tests.planner.drawing import make_network
 
 
 @st.composite

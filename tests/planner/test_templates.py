@@ -11,7 +11,7 @@ from oobleck.errors import PlanningError
 from oobleck.planner import PipelineTemplate, Profile
 from oobleck.planner.costs import StageCosts, Timing
 from oobleck.planner.templates import find_templates
-from tests.planner.profiles import make_layer, make_profile, profiles, uniform_profile
+from tests.planner.drawing import make_layer, make_profile, profiles, uniform_profile
 
 
 def splits_of_node(per_node: int, largest: int) -> list[tuple[int, ...]]:
