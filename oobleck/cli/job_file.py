@@ -15,7 +15,7 @@ import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, ModelSpec
@@ -25,10 +25,7 @@ from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, 
 
 __all__ = ["Override", "apply_overrides", "default_job", "load_job", "parse_override"]
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Spec = TypeVar("Spec", bound="DataclassInstance")
+Spec = TypeVar("Spec")
 
 _INT_LIMIT = 2**63
 """Whole numbers have 64 bits wherever they go."""
@@ -234,7 +231,7 @@ def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
         given = changes.get("config", {})
         assert isinstance(given, dict)
         values["config"] = {**kept, **given}
-    return replace(spec, **values)
+    return replace(spec, **values)  # type: ignore[type-var]  # specs are dataclasses all
 
 
 def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:

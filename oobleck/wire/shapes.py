@@ -85,7 +85,7 @@ def _union(arguments: tuple[object, ...], notation: Notation) -> Shape:
         return tagged_shape_of(classes, notation)
     shapes = [shape_of(argument, notation) for argument in arguments if argument not in classes]
     if classes:
-        shapes.append(shape_of(classes[0], notation) if len(classes) == 1 else tagged_shape_of(classes, notation))
+        shapes.insert(0, shape_of(classes[0], notation) if len(classes) == 1 else tagged_shape_of(classes, notation))
     # float takes ints too, but where int is allowed beside it, an int stays an int.
     shapes.sort(key=lambda shape: shape.name == "float")
     return choice(tuple(shapes))
