@@ -8,7 +8,7 @@ stage, and only hidden states travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,10 +78,6 @@ class StageModel:
         if self.is_last:
             return ()
         return (batch_size, self.structure.sequence_length, self.structure.hidden_size)
-
-    def empty_hidden(self, shape: Sequence[int]) -> torch.Tensor:
-        """Return memory to receive hidden states, or their gradient, into."""
-        return torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
 
     def adopt(self, first_layer: int, stop_layer: int, state: Mapping[str, torch.Tensor]) -> None:
         """Hold layers [first_layer, stop_layer) from now on; none if they are equal. Copies nothing on the device.

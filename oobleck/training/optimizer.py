@@ -17,7 +17,6 @@ from torch.optim.adamw import adamw
 from oobleck.job import OptimizerSpec
 
 from .learning_rate import learning_rate
-from .structure import ModelStructure
 
 __all__ = ["STATE_TENSORS", "Optimizer"]
 
@@ -85,11 +84,6 @@ class Optimizer:
             names = [name for name, slot in self._slots.items() if (slot.parameter.ndim > 1) == is_decayed]
             if names:
                 self._apply(names, gradients, step=step, clip_coefficient=clip_coefficient, weight_decay=weight_decay)
-
-    @staticmethod
-    def state_size(structure: ModelStructure, layer: int) -> int:
-        """Return the number of elements of a layer's `layer_state`, whether it is held or not."""
-        return STATE_TENSORS * sum(structure.shapes[name].numel() for name in structure.layer_parameters(layer))
 
     @torch.no_grad()
     def layer_state(self, names: Sequence[str]) -> torch.Tensor:

@@ -262,7 +262,7 @@ class _Trial:
             f"{name}.{attribute}": parameter
             for name, module in self.prelude.items()
             for attribute, parameter in module.named_parameters()
-            if f"{name}.{attribute}" not in tied
+            if f"{name}.{attribute}" not in tied and parameter.requires_grad
         }
         for index, probe in enumerate(self._probes[:-1]):
             assert probe.emitted is not None
@@ -291,7 +291,9 @@ def _carries_gradient(value: Any) -> bool:
 
 def _require_every_parameter_has_a_layer(model: PreTrainedModel, anatomy: Anatomy) -> None:
     homes = tuple(f"{name}." for name in (anatomy.block_list, *anatomy.prelude, *anatomy.postlude))
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            raise _cannot(model, f"parameter {name} is not to be trained")
         if not name.startswith(homes):
             raise _cannot(model, f"parameter {name} is in no block and in no module that runs before or after them")
     both = set(anatomy.prelude) & set(anatomy.postlude)
