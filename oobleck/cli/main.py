@@ -84,6 +84,21 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        name="add",
+        target="oobleck.cli.add:add",
+        help="Take nodes into a run, or lost ones back.",
+        examples=(
+            ("oobleck add node2", "take a lost node back"),
+            ("oobleck add 'node7 slots=1 port=2222'", "a new node, as a hostfile would name it"),
+        ),
+    ),
+    Command(
+        name="drain",
+        target="oobleck.cli.drain:drain",
+        help="Take a node out of a run.",
+        examples=(("oobleck drain node2", "it finishes the step, and gives away what only it holds"),),
+    ),
+    Command(
         name="stop",
         target="oobleck.cli.stop:stop",
         help="Finish the step and end a run.",

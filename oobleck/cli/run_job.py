@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,15 +18,23 @@ import trio
 from rich.console import Console
 
 from oobleck.control.coordinator import Coordinator
-from oobleck.control.events import End, StopRequested
-from oobleck.control.journal import JournalEntry, NodeLost, StepDone
+from oobleck.control.events import AddRequested, DrainRequested, End, StopRequested
+from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone
 from oobleck.control.summary import Summary, summarize
 from oobleck.control.view import RunView
 from oobleck.errors import NodeUnreachable, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
-from oobleck.runtime.control_socket import ControlRequest, KillRequest, StatusRequest, StopRequest, serve_control
+from oobleck.runtime.control_socket import (
+    AddRequest,
+    ControlRequest,
+    DrainRequest,
+    KillRequest,
+    StatusRequest,
+    StopRequest,
+    serve_control,
+)
 from oobleck.runtime.journal_file import JournalWriter, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.profile_files import ProfileFiles
@@ -36,8 +44,12 @@ from oobleck.ui.live import LineLog, run_dashboard, run_lines, wants_dashboard
 from oobleck.ui.summary_table import summary_table
 
 from .exit_codes import ExitCode
+from .hostfile import parse_hostfile
 
 __all__ = ["Run", "run_job"]
+
+_SPARE_NODES = 4
+"""Virtual nodes that are there to be added to a local run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +92,15 @@ def run_job(run: Run) -> int:
 
 async def _run(run: Run, directory: RunDirectory, journal: JournalWriter, console: Console) -> tuple[End, Summary]:
     entries: list[JournalEntry] = []
-    async with open_ssh_loop(), _nodes(run) as (nodes, options), trio.open_nursery() as nursery:
+    async with open_ssh_loop(), _nodes(run) as (known, options), trio.open_nursery() as nursery:
+        nodes = known[: run.num_local] if run.num_local else known
         coordinator = Coordinator(
             run.job,
             nodes,
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
             python_version=platform.python_version(),
         )
-        cluster = SSHCluster(run.job.tag, nodes, options=options, paths=_remote_paths(run, directory))
+        cluster = SSHCluster(run.job.tag, options=options, paths=_remote_paths(run, directory))
         master = Master(
             coordinator,
             tag=run.job.tag,
@@ -96,7 +109,7 @@ async def _run(run: Run, directory: RunDirectory, journal: JournalWriter, consol
             profiles=ProfileFiles(directory.profile),
             hello_timeout_s=run.job.control.connect_timeout_s,
         )
-        session = _Session(run, master, nursery)
+        session = _Session(run, master, known, nursery)
         master.observe(entries.append)
         master.observe(session.view.apply)
         master.observe(session.kill_when_due)
@@ -119,7 +132,7 @@ async def _nodes(run: Run) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptio
     """The nodes and how to reach them; virtual ones live as long as the context."""
     timeout_s = run.job.control.connect_timeout_s
     if run.num_local:
-        async with serve_local_nodes(run.num_local) as (nodes, options):
+        async with serve_local_nodes(run.num_local + _SPARE_NODES) as (nodes, options):
             yield nodes, options
     else:
         yield run.nodes, SSHOptions(connect_timeout_s=timeout_s)
@@ -136,13 +149,14 @@ def _remote_paths(run: Run, directory: RunDirectory) -> RemotePaths:
 class _Session:
     """What reaches a running job from outside: signals, the control socket, and planned kills."""
 
-    def __init__(self, run: Run, master: Master, nursery: trio.Nursery) -> None:
+    def __init__(self, run: Run, master: Master, spares: Sequence[NodeSpec], nursery: trio.Nursery) -> None:
         self.view = RunView()
+        self._spares = tuple(spares)
         self._run = run
         self._master = master
         self._nursery = nursery
         self._due = list(run.kills)
-        self._lost: set[str] = set()
+        self._gone: set[str] = set()
 
     def show(self, console: Console, nursery: trio.Nursery) -> None:
         """Start what keeps a person informed."""
@@ -155,8 +169,11 @@ class _Session:
 
     def kill_when_due(self, entry: JournalEntry) -> None:
         """Kill the nodes that were to be killed once this step is committed."""
-        if isinstance(entry, NodeLost):
-            self._lost.add(entry.node)
+        match entry:
+            case NodeLost(node=node) | NodeLeft(node=node):
+                self._gone.add(node)
+            case NodeAdded(node=spec):
+                self._gone.discard(spec.name)
         if not isinstance(entry, StepDone):
             return
         due = [kill for kill in self._due if kill[1] <= entry.record.step]
@@ -194,11 +211,35 @@ class _Session:
             case StopRequest(now=now):
                 self._master.submit(StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
                 return {"stopping": "now" if now else "after the step in flight"}
+            case AddRequest(node=node):
+                self._master.submit(AddRequested(spec=self._spec_to_add(node)))
+                return {"adding": node}
+            case DrainRequest(node=node):
+                self._check_living(node)
+                self._master.submit(DrainRequested(node=node))
+                return {"draining": node}
 
     async def _kill_on_request(self, node: str) -> None:
+        self._check_living(node)
+        await self._master.kill(node)
+
+    def _check_living(self, node: str) -> None:
         names = [spec.name for spec in self._master.nodes]
         if node not in names:
             raise UsageError(f"there is no node {node!r}; the nodes are {', '.join(names)}")
-        if node in self._lost:
-            raise UsageError(f"{node} is lost already")
-        await self._master.kill(node)
+        if node in self._gone:
+            raise UsageError(f"{node} is lost, or has left, already")
+
+    def _spec_to_add(self, text: str) -> NodeSpec:
+        """A node that is known by name, or a new one from a line as in a hostfile."""
+        known = {spec.name: spec for spec in (*self._spares, *self._master.nodes)}
+        if text in known:
+            if text not in self._gone and known[text] in self._master.nodes:
+                raise UsageError(f"{text} is in the run already")
+            return known[text]
+        if self._run.num_local:
+            raise UsageError(f"this machine has no virtual node {text!r}; there are {', '.join(known)}")
+        specs = parse_hostfile(text, source="the line to add")
+        if len(specs) != 1 or specs[0].name in known:
+            raise UsageError(f"{text!r} must name one host that is not in the run yet")
+        return specs[0]

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from oobleck import __version__
-from oobleck.errors import ConfigError, OobleckError, PeerError, PlanningError, Unrecoverable
+from oobleck.errors import ConfigError, OobleckError, PeerError, PlanningError, Unrecoverable, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Decision, ExecutionPlan, Place, Planner, PlannerSettings
 
@@ -258,7 +258,11 @@ class Coordinator:
 
     def _add(self, spec: NodeSpec) -> None:
         """Take another node in. Training goes on; it joins once its workers are ready."""
-        self._members.add(spec)
+        try:
+            self._members.add(spec)
+        except UsageError as error:
+            self._record(Notice(t_s=self._now_s, level="warning", text=str(error)))
+            return
         self._record(NodeAdded(t_s=self._now_s, node=spec))
         self._commands.append(Connect(node=spec))
 
@@ -335,6 +339,8 @@ class Coordinator:
             self._begin_recovery([member.spec.name], Cause.JOINED, detect_s=0.0)
 
     def _worker_exited(self, member: Member, message: WorkerExited) -> None:
+        if member.is_draining:
+            return
         place = Place(node=member.spec.name, device=message.device)
         if message.traceback is not None:
             self._tracebacks[place] = message.traceback
@@ -512,9 +518,14 @@ class Coordinator:
                 # Nothing is trained yet: everybody can make the initial values of any layer.
                 held = {place: frozenset(range(base.num_layers)) for place in statuses}
             known = (*base.nodes, *base.spares)
-            gone = [node for node in known if node not in staying or node in self._lost_for(in_force)]
+            living = [member.spec.name for member in self._members.ready]
+            gone = [node for node in known if node not in living or node in self._lost_for(in_force)]
             decision = self._planner.reconfigure(
-                base, lost=gone, joined=[node for node in staying if node not in known or node in gone], held=held
+                base,
+                lost=gone,
+                joined=[node for node in staying if node not in known or node in gone],
+                leaving=[node for node in living if node not in staying and node not in gone],
+                held=held,
             )
         except (PlanningError, Unrecoverable) as error:
             self._cannot_go_on(error)

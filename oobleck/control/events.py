@@ -21,7 +21,6 @@ __all__ = [
     "DrainRequested",
     "End",
     "Event",
-    "Kill",
     "LookUpProfile",
     "NodeFailed",
     "NodeUp",
@@ -114,13 +113,6 @@ class Disconnect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """Kill a node's processes of ours at once, as if its power had been cut. Its loss is then met as any other."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """Append to the journal."""
 
@@ -150,4 +142,4 @@ class End:
     reason: str
 
 
-Command = Connect | Send | Disconnect | Kill | Record | LookUpProfile | StoreProfile | End
+Command = Connect | Send | Disconnect | Record | LookUpProfile | StoreProfile | End

@@ -16,6 +16,7 @@ from oobleck.planner import ExecutionPlan, Stage
 
 from .goodput import TimeAccount
 from .journal import (
+    Cause,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -217,8 +218,10 @@ def level_of(entry: JournalEntry) -> str:
     match entry:
         case Notice():
             return entry.level
-        case NodeLost() | WorkerDown() | RecoveryStarted():
+        case NodeLost() | WorkerDown():
             return "warning"
+        case RecoveryStarted():
+            return "info" if entry.cause in (Cause.JOINED, Cause.DRAINED) else "warning"
         case PlanAdopted():
             return "info" if entry.redundant else "warning"
         case JobEnded():

@@ -36,12 +36,17 @@ def missing_bytes(needed: Holding, held: Holding, layer_bytes: Sequence[int]) ->
 
 
 class Inventory:
-    """The layers that living nodes hold; nodes of equal holdings are kept together, since there are few kinds."""
+    """The layers that living nodes hold; nodes of equal holdings are kept together, since there are few kinds.
 
-    def __init__(self, holdings: Mapping[str, Holding], num_layers: int) -> None:
+    Nodes that leave (`leaving`) get no place in a plan, and can be read from all the same.
+    """
+
+    def __init__(
+        self, holdings: Mapping[str, Holding], num_layers: int, *, leaving: Mapping[str, Holding] | None = None
+    ) -> None:
         self.holdings = holdings
         self.kinds: dict[Holding, list[str]] = defaultdict(list)
-        for node, holding in holdings.items():
+        for node, holding in (*holdings.items(), *(leaving or {}).items()):
             self.kinds[holding].append(node)
         counts: Counter[int] = Counter()
         for holding, nodes in self.kinds.items():

@@ -78,16 +78,25 @@ class Planner:
         *,
         lost: Collection[str] = (),
         joined: Collection[str] = (),
+        leaving: Collection[str] = (),
         speeds: Mapping[str, float] | None = None,
         held: Mapping[Place, frozenset[int]] | None = None,
     ) -> Decision:
         """Decide what follows a plan once nodes were lost, have joined, or have changed their speeds.
 
         `held` says which layers each living worker holds whole; by default, what the plan gives it. A node both
-        lost and joined holds nothing. Raises Unrecoverable with the layers that no living worker holds, and
-        PlanningError where the nodes left cannot hold the model.
+        lost and joined holds nothing; one that is `leaving` gets no place, and is read from. Raises Unrecoverable
+        with the layers that no living worker holds, and PlanningError where the nodes left cannot hold the model.
         """
-        return reconfigure(self._catalog, plan, lost=lost, joined=joined, speeds=_checked_speeds(speeds), held=held)
+        return reconfigure(
+            self._catalog,
+            plan,
+            lost=lost,
+            joined=joined,
+            leaving=leaving,
+            speeds=_checked_speeds(speeds),
+            held=held,
+        )
 
     def _counts_to_try(self, ordered: Sequence[str], speeds: Mapping[str, float]) -> list[int]:
         """Return numbers of nodes to plan for: all, and all without those at or below each low speed."""

@@ -50,6 +50,7 @@ def reconfigure(
     *,
     lost: Collection[str],
     joined: Collection[str],
+    leaving: Collection[str],
     speeds: Mapping[str, float],
     held: Mapping[Place, frozenset[int]] | None,
 ) -> Decision:
@@ -58,6 +59,7 @@ def reconfigure(
         plan,
         lost=lost,
         joined=joined,
+        leaving=leaving,
         speeds=speeds,
         held=held,
         devices_per_node=catalog.settings.devices_per_node,
@@ -75,7 +77,7 @@ def reconfigure(
     return Decision(
         plan=best.plan,
         action=best.move.action,
-        reason=_reason(world, lost, joined, best, transfers),
+        reason=_reason(world, lost, joined, leaving, best, transfers),
         transfers=transfers,
         predicted_step_s=best.step_s,
         redundant=len(best.plan.pipelines) > catalog.settings.fault_threshold,
@@ -213,13 +215,20 @@ def _reason(
     world: World,
     lost: Collection[str],
     joined: Collection[str],
+    leaving: Collection[str],
     best: _Outcome,
     transfers: Sequence[LayerTransfer],
 ) -> str:
     slow = [node for node, speed in sorted(world.speeds.items()) if speed < 1.0 and node in world.holdings]
-    happened = [
-        f"{_names(nodes)} {verb}" for nodes, verb in ((lost, "lost"), (joined, "joined"), (slow, "slow")) if nodes
-    ]
+    back = set(lost) & set(joined)
+    events = (
+        (set(lost) - back, "lost"),
+        (set(joined) - back, "joined"),
+        (back, "started again"),
+        (set(leaving), "leaving"),
+        (set(slow), "slow"),
+    )
+    happened = [f"{_names(nodes)} {verb}" for nodes, verb in events if nodes]
     parts = [", ".join(happened), best.move.detail]
     if left_out := [node for node in slow if node in best.plan.spares]:
         parts.append(f"{_names(left_out)} left out")

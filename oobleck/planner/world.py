@@ -43,12 +43,13 @@ def look_at(
     *,
     lost: Collection[str],
     joined: Collection[str],
+    leaving: Collection[str],
     speeds: Mapping[str, float],
     held: Mapping[Place, frozenset[int]] | None,
     devices_per_node: int,
 ) -> World:
     """Return who lives and holds what; see `Planner.reconfigure` for the arguments."""
-    gone = frozenset(lost)
+    gone = frozenset(lost) | frozenset(leaving)
     training = {node: index for index, pipeline in enumerate(plan.pipelines) for node in pipeline.nodes}
     origins = {node: index for node, index in training.items() if node not in gone}
     spares = [node for node in plan.spares if node not in gone]
@@ -57,13 +58,15 @@ def look_at(
     expected = _expected(plan, devices_per_node)
     nobody: Holding = (_NOTHING,) * devices_per_node
     holdings = {node: expected.get(node, nobody) if node not in gone else nobody for node in (*origins, *free)}
+    departing = {node: expected.get(node, nobody) for node in sorted(set(leaving) - set(lost))}
     if held is not None:
         holdings = _told(holdings, held, gone, devices_per_node)
+        departing = _told(departing, held, frozenset(lost), devices_per_node)
     return World(
         plan=plan,
         free=free,
         origins=origins,
-        inventory=Inventory(holdings, plan.num_layers),
+        inventory=Inventory(holdings, plan.num_layers, leaving=departing),
         speeds=speeds,
     )
 

@@ -15,7 +15,6 @@ from oobleck.control.events import (
     Disconnect,
     End,
     Event,
-    Kill,
     LookUpProfile,
     NodeFailed,
     NodeUp,
@@ -129,8 +128,6 @@ class Master:
                 case Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()
                     nursery.start_soon(self._cluster.clean, self._nodes[node])
-                case Kill(node=node):
-                    nursery.start_soon(self._cluster.kill, self._nodes[node])
                 case LookUpProfile(key=key):
                     self.submit(ProfileFound(profile_json=self._profiles.load(key)))
                 case StoreProfile(key=key, profile_json=profile_json):

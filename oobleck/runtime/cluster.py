@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -58,13 +58,13 @@ class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
 class SSHCluster:
     """The nodes of a job, reached by SSH. Connections are kept: what comes later needs no new handshake."""
 
-    def __init__(self, tag: str, nodes: Sequence[NodeSpec], *, options: SSHOptions, paths: RemotePaths) -> None:
+    def __init__(self, tag: str, *, options: SSHOptions, paths: RemotePaths) -> None:
         self._tag = tag
-        self._index = {spec.name: index for index, spec in enumerate(nodes)}
+        self._index: dict[str, int] = {}
         self._options = options
         self._paths = paths
         self._connections: dict[str, SSHConnection] = {}
-        self._locks = {spec.name: trio.Lock() for spec in nodes}
+        self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
 
     async def reach(self, node: NodeSpec) -> _Tunnel:
         """Start the node's agent, unless it runs already, and connect to it. Raises NodeUnreachable."""
@@ -110,7 +110,8 @@ class SSHCluster:
             return connection
 
     def _agent_command(self, node: NodeSpec) -> str:
-        log = self._paths.base_dir / self._tag / f"agent{self._index[node.name]}.log"
+        index = self._index.setdefault(node.name, len(self._index))
+        log = self._paths.base_dir / self._tag / f"agent{index}.log"
         arguments = {"--tag": self._tag, "--node": node.name, "--log": log, "--cache": self._paths.cache_dir}
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
         return f"exec {shlex.quote(self._paths.python)} -m oobleck.runtime.agent_process {options}"

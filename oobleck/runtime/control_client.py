@@ -22,7 +22,9 @@ from oobleck.errors import ConfigError, OobleckError, PeerError, UsageError, Use
 from .run_dir import RunDirectory
 
 __all__ = [
+    "AddRequest",
     "ControlRequest",
+    "DrainRequest",
     "KillRequest",
     "NoActiveRun",
     "StatusRequest",
@@ -69,7 +71,21 @@ class StopRequest:
     now: bool = False
 
 
-ControlRequest = StatusRequest | KillRequest | StopRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddRequest:
+    """Take a node in: one that the run knows by name, or a line as in a hostfile."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequest:
+    """Let a node go: it finishes the step, gives its state away, and leaves."""
+
+    node: str
+
+
+ControlRequest = StatusRequest | KillRequest | StopRequest | AddRequest | DrainRequest
 
 
 def encode_request(asked: ControlRequest) -> bytes:
@@ -81,6 +97,10 @@ def encode_request(asked: ControlRequest) -> bytes:
             name = "kill"
         case StopRequest():
             name = "stop"
+        case AddRequest():
+            name = "add"
+        case DrainRequest():
+            name = "drain"
     return json.dumps({"request": name, **asdict(asked)}).encode() + b"\n"
 
 
@@ -97,7 +117,11 @@ def decode_request(line: bytes) -> ControlRequest:
             return KillRequest(node=node)
         case {"request": "stop", "now": bool(now), **rest} if not rest:
             return StopRequest(now=now)
-    raise PeerError(f"unknown request {str(said)[:100]}; expected status, kill (node) or stop (now)")
+        case {"request": "add", "node": str(node), **rest} if not rest:
+            return AddRequest(node=node)
+        case {"request": "drain", "node": str(node), **rest} if not rest:
+            return DrainRequest(node=node)
+    raise PeerError(f"unknown request {str(said)[:100]}; expected status, kill, add, drain (node) or stop (now)")
 
 
 def encode_error(error: OobleckError) -> bytes:

@@ -19,7 +19,9 @@ import trio
 from oobleck.errors import OobleckError, PeerError, UsageError
 
 from .control_client import (
+    AddRequest,
     ControlRequest,
+    DrainRequest,
     KillRequest,
     NoActiveRun,
     StatusRequest,
@@ -30,7 +32,17 @@ from .control_client import (
 )
 from .run_dir import MAX_SOCKET_PATH_BYTES
 
-__all__ = ["ControlRequest", "Handle", "KillRequest", "StatusRequest", "StopRequest", "request", "serve_control"]
+__all__ = [
+    "AddRequest",
+    "ControlRequest",
+    "DrainRequest",
+    "Handle",
+    "KillRequest",
+    "StatusRequest",
+    "StopRequest",
+    "request",
+    "serve_control",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -77,6 +77,13 @@ class Up:
                 return line
         raise AssertionError(f"{text!r} was never said:\n{''.join(self.output)}")
 
+    def wait_for_step(self, step: int) -> None:
+        """Read output up to a line that tells of this step or a later one: lines about steps are thinned."""
+        while True:
+            line = self.wait_for("] step ")
+            if int(line.split("] step ")[1].split("/")[0]) >= step:
+                return
+
     def finish(self, *, timeout_s: float = RUN_TIMEOUT_S) -> Outcome:
         """Wait for the end."""
         rest, _ = self.process.communicate(timeout=timeout_s)

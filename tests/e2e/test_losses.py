@@ -77,13 +77,13 @@ def test_killed_nodes_cost_no_step_and_change_no_loss(
 
 def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
     with runner.up("--job", str(runner.job_file()), "--steps", "200") as up:
-        up.wait_for("step 5/")
+        up.wait_for_step(5)
         before = {node: (pid, started_at(pid)) for node, pid in worker_pids(runner).items()}
         assert sorted(before) == ["node0", "node1", "node2", "node3"]
         killed = oobleck("kill", "node2", "--tag", TAG, "--base-dir", str(runner.base_dir))
         assert killed.returncode == 0, killed.stderr
         up.wait_for("no step lost")
-        up.wait_for("step ")
+        up.wait_for_step(6)
         survivors = {node: process for node, process in before.items() if node != "node2"}
         assert worker_pids(runner) == {node: pid for node, (pid, _) in before.items()}, "none was started anew"
         assert all(started_at(pid) == start for pid, start in survivors.values()), "the same processes live on"
