@@ -85,7 +85,7 @@ from .messages import (
     WorkerStarted,
 )
 from .preparation import Preparation
-from .recovery import Verdict, broken_pipelines, deal_microbatches, judge, microbatches_redone
+from .recovery import Verdict, broken_pipelines, deal_microbatches, judge, microbatches_redone, uncovered
 
 __all__ = ["Coordinator", "Phase"]
 
@@ -659,8 +659,6 @@ class Coordinator:
         if recovery is None:
             return
         resumed = recovery.resumed.items()
-        idle_from_s = max((self._our_time(place, said.idle_from_s) for place, said in resumed), default=0.0)
-        idle_to_s = min((self._our_time(place, said.idle_to_s) for place, said in resumed), default=0.0)
         self._record(
             RecoveryDone(
                 t_s=self._now_s,
@@ -672,13 +670,26 @@ class Coordinator:
                 detect_s=recovery.detect_s,
                 decide_s=recovery.ordered_s - recovery.began_s,
                 transfer_s=max((said.transfer_s for _, said in resumed), default=0.0),
-                stall_s=max(0.0, idle_to_s - idle_from_s),
+                stall_s=self._stall_s(recovery),
                 bytes_moved=sum(said.received_bytes for _, said in resumed),
                 layers_moved=recovery.layers_moved,
                 microbatches_redone=recovery.microbatches_redone,
                 steps_lost=0,
             )
         )
+
+    def _stall_s(self, recovery: _Recovery) -> float:
+        """How long nobody computed for a step that was committed, from the loss to the new plan's first computation."""
+        if not recovery.resumed:
+            return 0.0
+        began_s = recovery.began_s - recovery.detect_s
+        ended_s = min(self._our_time(place, said.resumed_s) for place, said in recovery.resumed.items())
+        busy_s = sorted(
+            (self._our_time(place, start_s), self._our_time(place, stop_s))
+            for place, said in recovery.resumed.items()
+            for start_s, stop_s in said.busy_s
+        )
+        return uncovered(began_s, ended_s, busy_s)
 
     def _our_time(self, place: Place, theirs_s: float) -> float:
         return theirs_s + self._members[place.node].clock_offset_s

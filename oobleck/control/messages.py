@@ -198,10 +198,10 @@ class Resumed:
     transfer_s: float
     """What it spent receiving and sending layers."""
     received_bytes: int
-    idle_from_s: float
-    """When it last computed for a step that was committed, by its machine's monotonic clock."""
-    idle_to_s: float
-    """When it began to compute under the new plan, by the same clock."""
+    resumed_s: float
+    """When it began to compute under the new plan, by its machine's monotonic clock."""
+    busy_s: tuple[tuple[float, float], ...]
+    """When it computed for steps that were committed, most recently: (from, to) by the same clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from oobleck.planner import ExecutionPlan, Place
 
 from .messages import CommitRecord, Segment, Status
 
-__all__ = ["Verdict", "broken_pipelines", "deal_microbatches", "judge", "microbatches_redone"]
+__all__ = ["Verdict", "broken_pipelines", "deal_microbatches", "judge", "microbatches_redone", "uncovered"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,15 @@ def microbatches_redone(plan: ExecutionPlan, lost: Collection[str], statuses: Ma
         known = [statuses[place].microbatches_done for place in pipeline.places if place in statuses]
         total += max(known, default=0)
     return total
+
+
+def uncovered(began_s: float, ended_s: float, intervals: Sequence[tuple[float, float]]) -> float:
+    """The time between `began_s` and `ended_s` that lies in none of the intervals, which are sorted by their starts."""
+    total_s = 0.0
+    for start_s, stop_s in intervals:
+        total_s += max(0.0, min(start_s, ended_s) - began_s)
+        began_s = max(began_s, stop_s)
+    return total_s + max(0.0, ended_s - began_s)
 
 
 def _apportion(total: int, weights: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ forgotten.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,9 @@ from .standing import Standing
 from .transfer import exchange_layers, transfer_key
 
 __all__ = ["Engine"]
+
+_BUSY_TIMES = 16
+"""How many stretches of computation are remembered, to tell how long a recovery kept everybody waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,8 @@ class Engine:
         self._segments_done: set[int] = set()
         self._reduced: dict[str, torch.Tensor] = {}
         self._step_ended_s = time.monotonic()
-        self._computed_s = self._step_ended_s
+        self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
+        self._busy_in_step: list[tuple[float, float]] = []
         self._resumed_generation: int | None = None
         self._transfer_s = 0.0
         self._received_bytes = 0
@@ -154,6 +159,7 @@ class Engine:
             self._schedule, num_stages=lane.num_stages, num_microbatches=len(microbatches), commits=commits
         )
         self._say_resumed()
+        began_s = time.monotonic()
         try:
             execute(
                 schedule.programs[lane.stage],
@@ -169,7 +175,7 @@ class Engine:
         except PeerLost:
             self._standing.note_broken()
             raise
-        self._computed_s = time.monotonic()
+        self._busy_in_step.append((began_s, time.monotonic()))
 
     def _say_resumed(self) -> None:
         """Report once after each adoption, at the first computation under the new plan."""
@@ -180,8 +186,8 @@ class Engine:
                 generation=generation,
                 transfer_s=self._transfer_s,
                 received_bytes=self._received_bytes,
-                idle_from_s=self._computed_s,
-                idle_to_s=time.monotonic(),
+                resumed_s=time.monotonic(),
+                busy_s=tuple(self._busy_s),
             )
             self._report(resumed)
 
@@ -226,6 +232,7 @@ class Engine:
         clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
         self._optimizer.step(record.step, self._reduced, clip)
         self._step_ended_s = time.monotonic()
+        self._busy_s.extend(self._busy_in_step)
         self._forget_step()
         if self._lane is not None and self._lane.is_first:
             self._report(StepCommitted(device=self._place.device, record=record))
@@ -236,6 +243,7 @@ class Engine:
         self._work = None
         self._base_done = False
         self._segments_done.clear()
+        self._busy_in_step = []
         self._reduced = {}
         self._standing.begin_step()
 
