@@ -168,7 +168,7 @@ def _floating(text: str) -> float:
 
 
 def _truth(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
+    return ("false", "true").index(text.lower()) == 1
 
 
 _PARSERS: dict[str, Callable[[str], bool | int | float | str | None]] = {
