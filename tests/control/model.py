@@ -1,0 +1,452 @@
+"""A world for the coordinator: virtual nodes, FIFO tunnels, faults, and the promises checked after every move.
+
+Everything that can happen next has a name ("work n0:0", "up n1", …), so a schedule is a list of names: whoever
+chooses them (see `schedules`) decides every interleaving, and a failure can be written down and played again.
+The real Coordinator, Planner and Standing run; the training threads follow the protocol as the engine does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from oobleck import __version__
+from oobleck.control.coordinator import Coordinator
+from oobleck.control.events import (
+    Command,
+    Disconnect,
+    End,
+    Event,
+    NodeFailed,
+    NodeUp,
+    ProfileFound,
+    Record,
+    Said,
+    Send,
+    StopRequested,
+)
+from oobleck.control.journal import Cause, JobEnded, JournalEntry, PlanAdopted, StepDone
+from oobleck.control.messages import (
+    PROTOCOL_VERSION,
+    AgentMessage,
+    Configure,
+    Heartbeat,
+    Hello,
+    Order,
+    StartWorker,
+    StopAgent,
+    StorePut,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+)
+from oobleck.job import ControlSpec, JobSpec, NodeSpec
+from oobleck.planner import (
+    DeviceProfile,
+    LayerProfile,
+    NetworkProfile,
+    Place,
+    Profile,
+    profile_to_json,
+)
+
+from .model_fabric import Fabric, Violation
+from .model_worker import Applied, VirtualWorker
+
+__all__ = ["Shape", "World"]
+
+_MOVE_S = 0.0001
+"""How long a move takes, by the coordinator's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the world is made of."""
+
+    num_nodes: int = 4
+    devices: int = 1
+    num_layers: int = 4
+    layers_per_device: int = 4
+    """How many layers fit the memory of a device."""
+    num_microbatches: int = 4
+    max_steps: int = 3
+    fault_threshold: int = 1
+    num_pipelines: int | None = None
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        devices = tuple(range(self.devices))
+        return tuple(NodeSpec(name=f"n{i}", host=f"host{i}", devices=devices) for i in range(self.num_nodes))
+
+    @property
+    def job(self) -> JobSpec:
+        return JobSpec(
+            tag="model",
+            control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0),
+            max_steps=self.max_steps,
+            global_batch_size=self.num_microbatches,
+            microbatch_size=1,
+            fault_threshold=self.fault_threshold,
+            num_pipelines=self.num_pipelines,
+        )
+
+    @property
+    def profile(self) -> Profile:
+        layer_bytes = 1000
+        layers = tuple(
+            LayerProfile(
+                name=f"layer{i}",
+                forward_s={1: 0.01},
+                backward_s={1: 0.02},
+                param_bytes=layer_bytes,
+                optimizer_bytes=2 * layer_bytes,
+                activation_bytes=1,
+                output_bytes=1,
+            )
+            for i in range(self.num_layers)
+        )
+        return Profile(
+            model="model",
+            microbatch_size=1,
+            sequence_length=8,
+            layers=layers,
+            device=DeviceProfile(name="virtual", memory_bytes=int((self.layers_per_device + 0.5) * 4 * layer_bytes)),
+            network=NetworkProfile(
+                inter_node_bytes_per_s=1e9,
+                inter_node_latency_s=1e-5,
+                intra_node_bytes_per_s=1e9,
+                intra_node_latency_s=1e-5,
+            ),
+        )
+
+
+@dataclass(slots=True)
+class VirtualNode:
+    """A node and its tunnel; queues are first in, first out."""
+
+    spec: NodeSpec
+    workers: dict[int, VirtualWorker] = field(default_factory=dict)
+    up: deque[AgentMessage | NodeFailed] = field(default_factory=deque)
+    down: deque[object] = field(default_factory=deque)
+    is_dead: bool = False
+    is_frozen: bool = False
+    is_cut: bool = False
+    """The tunnel is gone; the workers go on, and reach their peers."""
+    is_dropped: bool = False
+    """The coordinator wants nothing more of it."""
+
+    @property
+    def places(self) -> list[Place]:
+        return [worker.place for worker in self.workers.values()]
+
+    @property
+    def is_counted(self) -> bool:
+        """It takes part, as far as the coordinator can still know."""
+        return not (self.is_dead or self.is_cut or self.is_dropped)
+
+
+class World:
+    """Nodes, their workers and a coordinator. `moves` names what can happen next, `make` lets it happen."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.job = shape.job
+        self.now_s = 0.0
+        self._beaten_s = 0.0
+        self.ended: End | None = None
+        self.journal: list[JournalEntry] = []
+        self.made: list[str] = []
+        self._orders: dict[int, Order] = {}
+        self._copied: frozenset[int] = frozenset()
+        self.nodes = {spec.name: VirtualNode(spec) for spec in shape.nodes}
+        self._fabric = Fabric(self._is_alive)
+        self.coordinator = Coordinator(
+            self.job, shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0"
+        )
+        self._carry_out(self.coordinator.start(0.0))
+        self._prepare()
+
+    # --- what can happen ---------------------------------------------------------------------------------------
+
+    def moves(self) -> list[str]:
+        """Name everything that can happen next, faults left out."""
+        if self.ended is not None:
+            return []
+        found: list[str] = []
+        for name, node in self.nodes.items():
+            if node.up and not (node.is_frozen and not isinstance(node.up[0], NodeFailed)):
+                found.append(f"up {name}")
+            if node.is_dead or node.is_frozen:
+                continue
+            if node.down:
+                found.append(f"down {name}")
+            for worker in node.workers.values():
+                if worker.can_step:
+                    found.append(f"work {worker.place}")
+                elif worker.wait.can_fail():
+                    found.append(f"fail {worker.place}")
+        if self._next_deadline() is not None:
+            found.append("time")
+        return found
+
+    def make(self, move: str) -> None:
+        """Let a move happen, or a fault: kill, cut, crash, freeze, thaw, blip, stop."""
+        self.made.append(move)
+        self.now_s += _MOVE_S
+        kind, _, subject = move.partition(" ")
+        match kind:
+            case "work":
+                self._worker(subject).step()
+            case "fail" | "blip":
+                self._worker(subject).fail()
+            case "up":
+                self._deliver_up(self.nodes[subject])
+            case "down":
+                self._deliver_down(self.nodes[subject])
+            case "time":
+                self._pass_time()
+            case "kill":
+                self._kill(self.nodes[subject])
+            case "cut":
+                self._cut(self.nodes[subject])
+            case "lose":
+                self.nodes[subject].up.pop()
+            case "crash":
+                self._crash(self._worker(subject).place)
+            case "freeze" | "thaw":
+                self.nodes[subject].is_frozen = kind == "freeze"
+                self._beat()
+            case "stop":
+                self._feed(StopRequested(now=False, exit_code=130, reason="interrupted"))
+            case _:
+                raise AssertionError(move)
+        self._check(move)
+
+    def can_blip(self, place: Place) -> bool:
+        """The network may fail under this worker, although nobody is gone."""
+        worker = self._workers().get(place)
+        return worker is not None and worker.wait.touches_network and not worker.can_step
+
+    # --- faults ------------------------------------------------------------------------------------------------
+
+    def _kill(self, node: VirtualNode) -> None:
+        """All of a node ends; what it said last may be lost as well (by `lose`)."""
+        node.is_dead = True
+        node.up.append(NodeFailed(node=node.spec.name, cause=Cause.CONNECTION_LOST, evidence="its connection was lost"))
+
+    def _cut(self, node: VirtualNode) -> None:
+        node.is_cut = True
+        node.down.clear()
+        node.up.clear()
+        node.up.append(NodeFailed(node=node.spec.name, cause=Cause.CONNECTION_LOST, evidence="its connection was lost"))
+
+    def _crash(self, place: Place) -> None:
+        node = self.nodes[place.node]
+        del node.workers[place.device]
+        node.up.append(WorkerExited(device=place.device, pid=1, signal=9))
+
+    # --- moves -------------------------------------------------------------------------------------------------
+
+    def _deliver_up(self, node: VirtualNode) -> None:
+        said = node.up.popleft()
+        self._feed(said if isinstance(said, NodeFailed) else Said(node=node.spec.name, message=said))
+
+    def _deliver_down(self, node: VirtualNode) -> None:
+        message = node.down.popleft()
+        if isinstance(message, Configure | StartWorker | StopAgent):
+            return
+        if isinstance(message, StorePut):
+            targets: Collection[int] = node.workers
+        else:
+            targets = [message.device] if message.device in node.workers else []  # type: ignore[attr-defined]
+        for device in targets:
+            node.workers[device].take(message)  # type: ignore[arg-type]
+
+    def _next_deadline(self) -> float | None:
+        """When the coordinator has to act next although all healthy nodes say their heartbeats; None for never."""
+        if self.now_s >= self._beaten_s + self.job.control.heartbeat_interval_s:
+            self._beat()
+        deadline_s = self.coordinator.next_deadline()
+        return None if deadline_s >= self._beaten_s + self.job.control.lease_s - 1e-9 else deadline_s
+
+    def _pass_time(self) -> None:
+        deadline_s = self._next_deadline()
+        assert deadline_s is not None
+        while self.now_s < deadline_s:
+            self.now_s = min(deadline_s, self.now_s + self.job.control.heartbeat_interval_s)
+            self._beat()
+        self._carry_out(self.coordinator.handle_deadline(self.now_s))
+
+    def _beat(self) -> None:
+        self._beaten_s = self.now_s
+        for name, node in self.nodes.items():
+            if node.is_counted and not node.is_frozen:
+                self.coordinator.handle(self.now_s, Said(node=name, message=Heartbeat(sequence=0)))
+
+    def _feed(self, event: Event) -> None:
+        self._carry_out(self.coordinator.handle(self.now_s, event))
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Send(node=name, message=message):
+                    self._check_message(message)
+                    node = self.nodes[name]
+                    if not (node.is_dead or node.is_cut):
+                        node.down.append(message)
+                case Record(entry=entry):
+                    self._note(entry)
+                case Disconnect(node=name):
+                    node = self.nodes[name]
+                    node.is_dropped = True
+                    node.down.clear()
+                    node.up.clear()
+                case End():
+                    self.ended = command
+                case _:
+                    pass
+
+    def _prepare(self) -> None:
+        """Bring all nodes up; nothing is interleaved here."""
+        for name, node in self.nodes.items():
+            hello = Hello(
+                protocol=PROTOCOL_VERSION,
+                oobleck_version=__version__,
+                python_version="3.11.0",
+                node=name,
+                pid=1,
+                generation=0,
+                num_cores=1,
+                memory_bytes=1 << 30,
+                clock_s=0.0,
+            )
+            self._feed(NodeUp(node=name, hello=hello, address="127.0.0.1"))
+            for device in range(self.shape.devices):
+                place = Place(node=name, device=device)
+                node.workers[device] = VirtualWorker(
+                    place, self.job, self._fabric, lambda message, place=place: self._say(place, message)
+                )
+                self._say(place, WorkerStarted(device=device, pid=1))
+                ready = WorkerReady(
+                    device=device,
+                    pid=1,
+                    data_digest="d",
+                    num_samples=1000,
+                    layer_names=tuple(layer.name for layer in self.shape.profile.layers),
+                    parameters=1,
+                    torch_version="2.9",
+                )
+                self._say(place, ready)
+        self._feed_all()
+        self._feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
+
+    def _feed_all(self) -> None:
+        for node in self.nodes.values():
+            while node.up:
+                self._deliver_up(node)
+
+    def _say(self, place: Place, message: AgentMessage) -> None:
+        node = self.nodes[place.node]
+        if isinstance(message, StorePut):
+            for device, worker in node.workers.items():
+                if device != place.device:
+                    worker.take(message)
+        if not (node.is_cut or node.is_dropped):
+            node.up.append(message)
+
+    # --- looking -----------------------------------------------------------------------------------------------
+
+    def _worker(self, name: str) -> VirtualWorker:
+        node, _, device = name.partition(":")
+        return self.nodes[node].workers[int(device)]
+
+    def _workers(self) -> dict[Place, VirtualWorker]:
+        """The workers that count: neither dead nor given up."""
+        return {
+            worker.place: worker for node in self.nodes.values() if node.is_counted for worker in node.workers.values()
+        }
+
+    def _is_alive(self, place: Place) -> bool:
+        node = self.nodes[place.node]
+        return not node.is_dead and place.device in node.workers
+
+    @property
+    def plan_places(self) -> tuple[Place, ...]:
+        return self._orders[max(self._orders)].plan.places
+
+    def standing_still(self) -> str:
+        """What everybody waits for, for the message of a violation."""
+        waits = [f"{place}: {worker.wait.what}" for place, worker in sorted(self._workers().items())]
+        return f"{self.coordinator.phase}; " + "; ".join(waits)
+
+    # --- the promises ------------------------------------------------------------------------------------------
+
+    def _note(self, entry: JournalEntry) -> None:
+        if any(isinstance(old, JobEnded) for old in self.journal):
+            raise Violation(f"{entry} comes after the end")
+        match entry:
+            case StepDone(record=record):
+                steps = sum(isinstance(old, StepDone) for old in self.journal)
+                if record.step != steps + 1:
+                    raise Violation(f"the journal goes from step {steps} to step {record.step}")
+            case PlanAdopted(generation=generation, plan=plan):
+                if any(isinstance(old, PlanAdopted) and old.generation >= generation for old in self.journal):
+                    raise Violation(f"generation {generation} gets a second plan")
+                if plan.num_microbatches != self.shape.num_microbatches:
+                    raise Violation(f"{plan.num_microbatches} microbatches are planned")
+        self.journal.append(entry)
+
+    def _check_message(self, message: object) -> None:
+        if not isinstance(message, Order):
+            return
+        first = self._orders.setdefault(message.generation, message)
+        if (first.plan, first.transfers, first.boundary) != (message.plan, message.transfers, message.boundary):
+            raise Violation(f"generation {message.generation} orders different things")
+        for item in message.transfers:
+            if self.nodes[item.source.node].is_dropped or self.nodes[item.target.node].is_dropped:
+                raise Violation(f"generation {message.generation} moves a layer with a lost node: {item}")
+
+    def _check(self, move: str) -> None:
+        workers = self._workers()
+        longest: tuple[Applied, ...] = ()
+        copied: set[int] = set()
+        for worker in workers.values():
+            for layer, history in worker.layers.items():
+                longest = max(longest, history, key=len)
+                if history:
+                    copied.add(layer)
+        if self._copied - copied and move.startswith("work"):
+            raise Violation(f"{move} drops the last living copy of layers {sorted(self._copied - copied)}")
+        self._copied = frozenset(copied)
+        if not move.startswith("work"):
+            return
+        for worker in workers.values():
+            for layer, history in worker.layers.items():
+                if history != longest[: len(history)]:
+                    raise Violation(f"layer {layer} on {worker.place} went through {history}, elsewhere {longest}")
+                if len(history) < len(longest) - 1:
+                    raise Violation(f"layer {layer} on {worker.place} is {len(longest) - len(history)} steps behind")
+                if [applied.step for applied in history] != list(range(1, len(history) + 1)):
+                    raise Violation(f"layer {layer} on {worker.place} went through {history}")
+
+    def check_end(self) -> None:
+        """What must hold when the run is over."""
+        assert self.ended is not None
+        done = [entry.record for entry in self.journal if isinstance(entry, StepDone)]
+        if self.ended.exit_code == 0 and len(done) != self.shape.max_steps:
+            raise Violation(f"the run ends well after {len(done)} of {self.shape.max_steps} steps")
+        for worker in self._workers().values():
+            for layer, history in worker.layers.items():
+                for applied, record in zip(history, done, strict=False):
+                    if applied.generation != record.generation:
+                        raise Violation(
+                            f"step {record.step} is journaled as of generation {record.generation}, "
+                            f"but layer {layer} on {worker.place} has it of {applied.generation}"
+                        )
+        if "no living node holds" in self.ended.reason and len(self._copied) == self.shape.num_layers:
+            raise Violation(f"all layers live, yet: {self.ended.reason}")
+
+    @property
+    def num_lost(self) -> int:
+        return sum(not node.is_counted for node in self.nodes.values())

@@ -1,0 +1,49 @@
+"""The commit protocol under every interleaving that chance and priorities find: the promises of the model hold."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.control.model import Shape
+from tests.control.schedules import Fault, Scenario, play
+
+SHAPES = (
+    Shape(),
+    Shape(num_nodes=3),
+    Shape(layers_per_device=2),
+    Shape(num_nodes=5, layers_per_device=2),
+    Shape(num_nodes=6, layers_per_device=2),
+    Shape(num_nodes=4, fault_threshold=2),
+    Shape(num_nodes=2, devices=2),
+    Shape(num_nodes=6, layers_per_device=3, num_layers=6, num_microbatches=6),
+    Shape(num_nodes=4, num_pipelines=2),
+    Shape(num_nodes=3, num_pipelines=3),
+)
+
+
+def scenarios(kinds: tuple[str, ...], max_faults: int = 3) -> st.SearchStrategy[Scenario]:
+    after = st.one_of(st.integers(0, 20), st.integers(0, 250), st.integers(0, 900))
+    faults = st.builds(
+        Fault, after=after, kind=st.sampled_from(kinds), target=st.integers(0, 9), last_words=st.integers(0, 3)
+    )
+    return st.builds(
+        Scenario,
+        shape=st.sampled_from(SHAPES),
+        faults=st.lists(faults, max_size=max_faults).map(tuple),
+        seed=st.integers(0, 2**32),
+        calm=st.sampled_from((0, 50, 300)),
+    )
+
+
+def test_an_undisturbed_run_commits_every_step_in_turn():
+    for shape in SHAPES:
+        world = play(Scenario(shape, faults=(), seed=0, calm=0))
+        assert world.ended is not None
+        assert world.ended.exit_code == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(scenario=scenarios(("kill",)))
+def test_killed_nodes_break_no_promise(scenario: Scenario):
+    play(scenario)
