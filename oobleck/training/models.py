@@ -19,7 +19,7 @@ from .configuration import CAUSAL_LM_LOSS
 from .initialization import initialize_module, materialize_buffers, unset
 from .losses import causal_lm_loss
 from .randomness import MicrobatchKey, derive_seed, seed_device
-from .splitting import Passthrough, ZeroEmbedding, replace_module
+from .stand_ins import Passthrough, ZeroEmbedding, replace_module
 from .structure import ModelStructure, Site
 
 __all__ = ["MicrobatchKey", "ModelStructure", "StageModel"]

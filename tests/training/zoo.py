@@ -43,6 +43,8 @@ SPECS: Mapping[str, ModelSpec] = {
     "gemma3": ModelSpec(type="gemma3_text", config={**_GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 16}),
     "phi3": ModelSpec(type="phi3", config={**_COMMON, "num_key_value_heads": 2}),
     "olmo2": ModelSpec(type="olmo2", config={**_COMMON, "num_key_value_heads": 2}),
+    # Its norms have no parameters.
+    "olmo": ModelSpec(type="olmo", config={**_COMMON, "num_key_value_heads": 2}),
     "gpt_neox": ModelSpec(type="gpt_neox", config=_COMMON),
     "opt": ModelSpec(
         type="opt",
