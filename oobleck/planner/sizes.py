@@ -90,7 +90,7 @@ def choose_sizes(
     """
     best: _Found | None = None
     for least_s, reduced_bytes in _limits(options, num_nodes, num_microbatches, network, fewest):
-        if best is not None and least_s >= best.step_s:
+        if best is not None and least_s >= best.step_s * (1 - _TOLERANCE):
             break
         timings = {n: o.timing for n, o in options.items() if o.reduced_bytes <= reduced_bytes and n <= num_nodes}
         if min(timings) * fewest <= num_nodes:
@@ -133,8 +133,6 @@ class _Search:
     def improve(self, best: _Found | None, fewest: int, most: int) -> _Found | None:
         """Return the best within the limit, or `best` where that is not beaten."""
         limit_s = self._limit_s(best, fewest)
-        if limit_s < self._capacity.least_s:
-            return best
         numbers = range(fewest, most + 1)
         if fewest < most:
             free = self._capacity.any_number(limit_s)

@@ -326,6 +326,13 @@ def test_too_few_nodes_for_the_model_is_a_planning_error() -> None:
         planner.reconfigure(plan, lost=["node1"], held=held)
 
 
+def test_a_plan_with_more_pipelines_than_microbatches_is_made_smaller() -> None:
+    plan = Planner(uniform_profile(4), PlannerSettings(num_microbatches=40)).initial_plan(nodes(6)).plan
+    planner = Planner(uniform_profile(4), PlannerSettings(num_microbatches=2))
+    decision = planner.reconfigure(plan, lost=["node0"])
+    check(decision, nodes(6)[1:], held_by(plan, ["node0"]), planner)
+
+
 def test_many_nodes_are_counted_rather_than_named() -> None:
     planner = Planner(uniform_profile(4), PlannerSettings(num_microbatches=40))
     plan = planner.initial_plan(nodes(20)).plan
