@@ -117,8 +117,7 @@ class Capacity:
             filled[min(rest, self._largest)] += 1
         if self._sum(values, filled) >= self.num_microbatches:
             return filled
-        value, filled = best_filling(self._smallest, values, total=self._num_nodes)
-        return filled if value >= self.num_microbatches else None
+        return best_filling(self._smallest, values, total=self._num_nodes, enough=self.num_microbatches)
 
     def _choose(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
         """Return exactly so many pipelines that take the whole batch."""
@@ -126,11 +125,7 @@ class Capacity:
             return even
         values = np.maximum.accumulate(taken)
         total = min(self._num_nodes, num_pipelines * self._largest)
-        bounds = value_bounds(self._smallest, values[None, :], counts=[num_pipelines], totals=[total])
-        if bounds[0] < self.num_microbatches:
-            return None
-        value, items = best_items(self._smallest, values, count=num_pipelines, total=total)
-        return items if value >= self.num_microbatches else None
+        return best_items(self._smallest, values, count=num_pipelines, total=total, enough=self.num_microbatches)
 
     def _even(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
         """Return pipelines of sizes as even as can be, if they take the whole batch."""

@@ -164,26 +164,26 @@ class _Windows:
         return wanted[1]
 
 
-def best_filling(smallest: int, values: Floats, *, total: int) -> tuple[float, Counter[int]]:
-    """Return the largest sum of values of items with sizes that sum to at most `total`, and the sizes.
+def best_filling(smallest: int, values: Floats, *, total: int, enough: float) -> Counter[int] | None:
+    """Return the sizes of items that sum to at most `total` with the largest sum of values.
 
-    Values are whole numbers, or -inf.
+    None if that sum is less than `enough`. Values are whole numbers, or -inf.
     """
     fillings = _Fillings(smallest, values, total)
-    return float(fillings.values[0][-1]), fillings.items()
+    return fillings.items() if fillings.values[0][-1] >= enough else None
 
 
-def best_items(smallest: int, values: Floats, *, count: int, total: int) -> tuple[float, Counter[int]]:
-    """Return the largest sum of values of exactly `count` items with sizes that sum to `total`, and the sizes.
+def best_items(smallest: int, values: Floats, *, count: int, total: int, enough: float) -> Counter[int] | None:
+    """Return the sizes of exactly `count` items that sum to `total`, with the largest sum of values.
 
-    `values[i]` is what an item of size `smallest + i` is worth; -inf forbids the size. The sum is -inf, with no
-    items, where no choice exists.
+    None if there is no choice, or its sum is less than `enough`. `values[i]` is what an item of size
+    `smallest + i` is worth; -inf forbids the size.
     """
     if not count * smallest <= total <= count * (smallest + len(values) - 1):
-        return -np.inf, Counter()
+        return None
     windows = _Windows(smallest, values, count, total)
     best = windows.best(count, total)
-    return (best, windows.items(count, total)) if np.isfinite(best) else (best, Counter())
+    return windows.items(count, total) if np.isfinite(best) and best >= enough else None
 
 
 def value_bounds(

@@ -148,14 +148,15 @@ class _Search:
         if best is None:
             best = self._better(None, self._capacity.exactly(int(numbers[0]), math.inf))
             numbers = numbers[1:]
+        before = None
         while len(numbers):
-            limits_s = np.array([self._limit_s(best, int(number)) for number in numbers])
-            bounds = self._capacity.most_taken(numbers, limits_s)
-            numbers = numbers[bounds >= self._capacity.num_microbatches]
-            if len(numbers):
-                number = int(numbers[0])
+            if best is not before:
+                limits_s = np.array([self._limit_s(best, int(number)) for number in numbers])
+                numbers = numbers[self._capacity.most_taken(numbers, limits_s) >= self._capacity.num_microbatches]
+                before = best
+            for number in numbers[:1].tolist():
                 best = self._better(best, self._capacity.exactly(number, self._limit_s(best, number)))
-                numbers = numbers[1:]
+            numbers = numbers[1:]
         return best
 
     def _limit_s(self, best: _Found | None, num_pipelines: int) -> float:
