@@ -40,16 +40,12 @@ def _taken_within(timing: Timing, step_s: float) -> int:
 def _continuous_step_s(timings: Sequence[Timing], num_microbatches: int) -> float:
     """Return the least step time if microbatches could be split: each takes max(1, (T - first) / next + 1).
 
-    Pipelines in the order of their first microbatch's end join one after the other; with those that have
-    joined, the number taken is linear in T.
+    The number taken in all is convex in T. With the k pipelines of the shortest first microbatches at more than
+    one and the others at one it is linear, and never above the true number; so the least T of these is the answer.
     """
-    slope = constant = 0.0
-    joined = sorted(timings, key=lambda timing: timing.first_s)
-    for index, timing in enumerate(joined):
+    slope, constant, least_s = 0.0, 0.0, math.inf
+    for number, timing in enumerate(sorted(timings, key=lambda timing: timing.first_s), start=1):
         slope += 1 / timing.next_s
-        constant += timing.first_s / timing.next_s
-        waiting = len(joined) - index - 1
-        target_s = (num_microbatches - waiting - (index + 1) + constant) / slope
-        if not waiting or target_s <= joined[index + 1].first_s:
-            break
-    return target_s
+        constant += timing.first_s / timing.next_s - 1
+        least_s = min(least_s, (num_microbatches - (len(timings) - number) + constant) / slope)
+    return least_s

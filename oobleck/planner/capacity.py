@@ -77,19 +77,16 @@ class Capacity:
         """Bisect for the least time within which `answer` finds pipelines for what they take."""
         # One smallest pipeline could take everything while the others take one each.
         surely_s = float(self._first_s[0] + self.num_microbatches * self._next_s[0])
-        best = answer(self._taken(np.array([limit_s]))[0]) if limit_s < surely_s else None
-        if best is None and limit_s < surely_s:
-            return None
-        low_s, high_s, target_s, step = math.nextafter(self.least_s, 0.0), min(limit_s, surely_s), self.least_s, _GALLOP
-        while target_s < high_s:
-            found = answer(self._taken(np.array([target_s]))[0])
-            if found is not None:
-                best, high_s = found, target_s
-                break
-            low_s, target_s, step = target_s, self.least_s * (1 + step), 2 * step
+        high_s = min(limit_s, surely_s)
+        best = answer(self._taken(np.array([high_s]))[0])
         if best is None:
-            best = answer(self._taken(np.array([high_s]))[0])
-        assert best is not None, "one smallest pipeline takes everything"
+            return None
+        low_s, target_s, step = math.nextafter(self.least_s, 0.0), self.least_s, _GALLOP
+        while target_s < high_s:
+            if (found := answer(self._taken(np.array([target_s]))[0])) is not None:
+                best, high_s = found, target_s
+            else:
+                low_s, target_s, step = target_s, self.least_s * (1 + step), 2 * step
         while (middle_s := self._middle_candidate(low_s, high_s)) is not None:
             if (found := answer(self._taken(np.array([middle_s]))[0])) is not None:
                 best, high_s = found, middle_s
@@ -112,20 +109,15 @@ class Capacity:
 
     def _fill(self, taken: Floats) -> Counter[int] | None:
         """Return pipelines, in any number, that take the whole batch."""
-        rates = taken / self._sizes
-        best = int(rates.argmax())
-        if rates[best] * self._num_nodes < self.num_microbatches:
-            return None
         values = np.maximum.accumulate(taken)
-        size = int(self._sizes[best])
+        size = int(self._sizes[(taken / self._sizes).argmax()])
         times, rest = divmod(self._num_nodes, size)
         filled = Counter({size: times})
         if self._smallest <= rest:
             filled[min(rest, self._largest)] += 1
         if self._sum(values, filled) >= self.num_microbatches:
             return filled
-        value, filled = best_filling(self._smallest, values, total=self._num_nodes)
-        return filled if value >= self.num_microbatches else None
+        return best_filling(self._smallest, values, total=self._num_nodes, enough=self.num_microbatches)
 
     def _choose(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
         """Return exactly so many pipelines that take the whole batch."""
@@ -133,11 +125,7 @@ class Capacity:
             return even
         values = np.maximum.accumulate(taken)
         total = min(self._num_nodes, num_pipelines * self._largest)
-        bounds = value_bounds(self._smallest, values[None, :], counts=[num_pipelines], totals=[total])
-        if bounds[0] < self.num_microbatches:
-            return None
-        value, items = best_items(self._smallest, values, count=num_pipelines, total=total)
-        return items if value >= self.num_microbatches else None
+        return best_items(self._smallest, values, count=num_pipelines, total=total, enough=self.num_microbatches)
 
     def _even(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
         """Return pipelines of sizes as even as can be, if they take the whole batch."""

@@ -112,7 +112,7 @@ class _Windows:
             low, high = max(low, current * self._smallest), min(high, current * self._largest)
             self._order.append(current)
             self._starts[current] = low
-            self._values[current] = np.full(max(high - low + 1, 0), -np.inf)
+            self._values[current] = np.full(high - low + 1, -np.inf)
             if current > 1:
                 for part, bounds in self._parts(current, low, high):
                     known = windows.get(part, bounds)
@@ -121,7 +121,7 @@ class _Windows:
             start, size = self._starts[current], len(self._values[current])
             if current == 1:
                 self._values[1] = values[start - smallest : start - smallest + size]
-            elif size:
+            else:
                 self._values[current] = self._sums(current, np.arange(start, start + size)).max(axis=1)
 
     def _first_share(self, count: int, total: int) -> int:
@@ -146,23 +146,17 @@ class _Windows:
     def _at(self, count: int, totals: Ints) -> Floats:
         values, positions = self._values[count], totals - self._starts[count]
         inside = (positions >= 0) & (positions < len(values))
-        if not len(values):
-            return np.full(totals.shape, -np.inf)
         found: Floats = np.where(inside, values[np.where(inside, positions, 0)], -np.inf)
         return found
 
     def best(self, count: int, total: int) -> float:
-        position = total - self._starts[count]
-        values = self._values[count]
-        return float(values[position]) if 0 <= position < len(values) else -np.inf
+        return float(self._values[count][total - self._starts[count]])
 
     def items(self, count: int, total: int) -> Counter[int]:
         """Return how many items of each size the best choice has."""
         wanted: dict[int, Counter[int]] = {number: Counter() for number in self._order}
         wanted[count][total] = 1
-        for current in self._order:
-            if current == 1:
-                break
+        for current in self._order[:-1]:
             for amount, times in sorted(wanted[current].items()):
                 share = self._first_share(current, amount) + int(self._sums(current, np.array([amount])).argmax())
                 wanted[(current + 1) // 2][share] += times
@@ -170,24 +164,26 @@ class _Windows:
         return wanted[1]
 
 
-def best_filling(smallest: int, values: Floats, *, total: int) -> tuple[float, Counter[int]]:
-    """Return the largest sum of values of items with sizes that sum to at most `total`, and the sizes.
+def best_filling(smallest: int, values: Floats, *, total: int, enough: float) -> Counter[int] | None:
+    """Return the sizes of items that sum to at most `total` with the largest sum of values.
 
-    Values are whole numbers, or -inf.
+    None if that sum is less than `enough`. Values are whole numbers, or -inf.
     """
     fillings = _Fillings(smallest, values, total)
-    return float(fillings.values[0][-1]), fillings.items()
+    return fillings.items() if fillings.values[0][-1] >= enough else None
 
 
-def best_items(smallest: int, values: Floats, *, count: int, total: int) -> tuple[float, Counter[int]]:
-    """Return the largest sum of values of exactly `count` items with sizes that sum to `total`, and the sizes.
+def best_items(smallest: int, values: Floats, *, count: int, total: int, enough: float) -> Counter[int] | None:
+    """Return the sizes of exactly `count` items that sum to `total`, with the largest sum of values.
 
-    `values[i]` is what an item of size `smallest + i` is worth; -inf forbids the size. The sum is -inf, with no
-    items, where no choice exists.
+    None if there is no choice, or its sum is less than `enough`. `values[i]` is what an item of size
+    `smallest + i` is worth; -inf forbids the size.
     """
+    if not count * smallest <= total <= count * (smallest + len(values) - 1):
+        return None
     windows = _Windows(smallest, values, count, total)
     best = windows.best(count, total)
-    return (best, windows.items(count, total)) if np.isfinite(best) else (best, Counter())
+    return windows.items(count, total) if np.isfinite(best) and best >= enough else None
 
 
 def value_bounds(

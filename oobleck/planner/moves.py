@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .words import counted, listed
+
 __all__ = ["Move", "Situation", "all_moves", "continue_pipelines"]
 
 Choose = Callable[[int, int], tuple[int, ...]]
@@ -95,17 +97,21 @@ def _move(action: str, counts: Sequence[int], situation: Situation, detail: str)
 
 
 def _reinstantiate(situation: Situation) -> Move | None:
+    """Let every pipeline go on with the nodes it has left."""
     counts, _ = _refill(situation)
-    changed = [index for index in situation.broken if counts[index] < situation.before[index]]
-    detail = (
-        "pipeline " + _listed(f"{i} goes on with {situation.fit(counts[i])} nodes" for i in changed if counts[i])
-        if any(counts[i] for i in changed)
-        else "spares take the empty places"
-        if situation.broken and not changed
-        else "the other pipelines take its microbatches"
-        if situation.broken
-        else "the pipelines stay as they are"
-    )
+    shrunk = [index for index in situation.broken if counts[index] < situation.before[index]]
+    if any(counts[index] for index in shrunk):
+        detail = listed(
+            f"pipeline {index} goes on with {counted(situation.fit(counts[index]), 'node')}"
+            for index in shrunk
+            if counts[index]
+        )
+    elif shrunk:
+        detail = "the other pipelines take its microbatches"
+    elif situation.broken:
+        detail = "spares take the empty places"
+    else:
+        detail = "the pipelines stay as they are"
     return _move("reinstantiate", counts, situation, detail)
 
 
@@ -126,8 +132,8 @@ def _borrow(situation: Situation) -> Move | None:
     if not borrowers:
         return None
     detail = (
-        f"pipeline {_listed(map(str, borrowers))} borrows {sum(donors.values())} "
-        f"node{'s' if sum(donors.values()) != 1 else ''} from pipeline {_listed(map(str, sorted(donors)))}"
+        f"{_pipelines(borrowers)} borrow{'s' if len(borrowers) == 1 else ''} {counted(sum(donors.values()), 'node')} "
+        f"from {_pipelines(sorted(donors))}"
     )
     return _move("borrow", counts, situation, detail)
 
@@ -145,7 +151,7 @@ def _merge(situation: Situation) -> Move | None:
         counts[target] += counts[source]
         counts[source] = 0
         merged.append(f"{source} merged into pipeline {target}")
-    return _move("merge", counts, situation, f"pipeline {_listed(merged)}") if merged else None
+    return _move("merge", counts, situation, f"pipeline {listed(merged)}") if merged else None
 
 
 def _absorb(situation: Situation) -> Move | None:
@@ -163,7 +169,7 @@ def _absorb(situation: Situation) -> Move | None:
         grown[index] += 1
     if not grown:
         return None
-    return _move("absorb", counts, situation, f"pipeline {_listed(map(str, sorted(grown)))} grows")
+    return _move("absorb", counts, situation, f"{_pipelines(sorted(grown))} grow{'s' if len(grown) == 1 else ''}")
 
 
 def _regroup(situation: Situation, choose: Choose) -> Move | None:
@@ -216,13 +222,12 @@ def _by_origin(pipeline: tuple[int | None, int]) -> tuple[bool, int, int]:
     return origin is None, origin or 0, -size
 
 
+def _pipelines(indices: Sequence[int]) -> str:
+    return f"pipeline{'s' if len(indices) != 1 else ''} {listed(map(str, indices))}"
+
+
 def _described(sizes: Sequence[int]) -> str:
-    return _listed(
-        f"{times} pipeline{'s' if times != 1 else ''} of {size} node{'s' if size != 1 else ''}"
+    return listed(
+        f"{counted(times, 'pipeline')} of {counted(size, 'node')}"
         for size, times in sorted(Counter(sizes).items(), reverse=True)
     )
-
-
-def _listed(parts: object) -> str:
-    words = list(parts)  # type: ignore[call-overload]
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -13,6 +13,7 @@ from .plan import ExecutionPlan, PipelineTemplate, Place
 from .profile import Profile
 from .reconfigure import reconfigure
 from .settings import PlannerSettings
+from .words import counted
 
 __all__ = ["Planner"]
 
@@ -109,14 +110,14 @@ class Planner:
         return counts
 
     def _describe(self, plan: ExecutionPlan, redundant: bool) -> str:
-        sizes = ", ".join(str(len(pipeline.nodes)) for pipeline in plan.pipelines)
-        number = len(plan.pipelines)
-        text = f"{len(plan.nodes)} nodes form {number} pipeline{'s' if number != 1 else ''} ({sizes} nodes)"
+        sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
+        each = ", ".join(map(str, sizes[:-1])) + (", " if len(sizes) > 1 else "") + counted(sizes[-1], "node")
+        text = f"{counted(len(plan.nodes), 'node')} form{'s' if len(plan.nodes) == 1 else ''} "
+        text += f"{counted(len(sizes), 'pipeline')} ({each})"
         if plan.spares:
-            text += f", {len(plan.spares)} wait as spares"
+            text += f", {counted(len(plan.spares), 'spare')} left"
         if not redundant:
-            text += f"; fewer than the {self.settings.fault_threshold + 1} copies that f = "
-            text += f"{self.settings.fault_threshold} asks for"
+            text += f"; f = {self.settings.fault_threshold} asks for {self.settings.fault_threshold + 1}"
         return text
 
 

@@ -19,6 +19,7 @@ from .moves import Move, Situation, all_moves
 from .plan import ExecutionPlan, Place
 from .sizes import sizing_of
 from .transfers import LayerTransfer, plan_transfers
+from .words import counted, named
 from .world import World, look_at
 
 __all__ = ["reconfigure"]
@@ -228,14 +229,10 @@ def _reason(
         (set(leaving), "leaving"),
         (set(slow), "slow"),
     )
-    happened = [f"{_names(nodes)} {verb}" for nodes, verb in events if nodes]
+    happened = [f"{named(nodes)} {verb}" for nodes, verb in events if nodes]
     parts = [", ".join(happened), best.move.detail]
     if left_out := [node for node in slow if node in best.plan.spares]:
-        parts.append(f"{_names(left_out)} left out")
+        parts.append(f"{named(left_out)} left out")
     if number := len({transfer.layer for transfer in transfers}):
-        parts.append(f"{number} layer{'s' if number != 1 else ''} to copy")
+        parts.append(f"{counted(number, 'layer')} to copy")
     return "; ".join(part for part in parts if part)
-
-
-def _names(nodes: Collection[str]) -> str:
-    return ", ".join(sorted(nodes)) if len(nodes) <= 8 else f"{len(nodes)} nodes"

@@ -97,20 +97,19 @@ class StageSearch:
         values: Floats = run.best[:, 0, :, 0].min(axis=1)
         return values
 
-    def least_sums(self, devices: Sequence[int]) -> list[Cut | None]:
+    def least_sums(self, devices: Sequence[int]) -> list[Cut]:
         """Return, for each number of devices, the pipeline of the least sum of the stages' seconds."""
         run = self._run(np.array([np.inf]), max(devices), np.add)
         return run.trace([0] * len(devices), devices)
 
-    def least_sums_within(self, bounds: Sequence[float], devices: Sequence[int]) -> list[Cut | None]:
+    def least_sums_within(self, bounds: Sequence[float], devices: Sequence[int]) -> list[Cut]:
         """Return, for each (bound, devices), the pipeline of the least sum whose stages all stay within the bound."""
-        answers: list[Cut | None] = [None] * len(bounds)
+        answers: dict[int, Cut] = {}
         limits, totals = np.array(bounds), np.array(devices)
         for chunk in _chunks(totals):
             run = self._run(limits[chunk], int(totals[chunk].max()), np.add)
-            for query, template in zip(chunk, run.trace(range(len(chunk)), totals[chunk].tolist()), strict=True):
-                answers[query] = template
-        return answers
+            answers.update(zip(chunk, run.trace(range(len(chunk)), totals[chunk].tolist()), strict=True))
+        return [answers[query] for query in range(len(bounds))]
 
     def _run(self, bounds: Floats, num_devices: int, combine: np.ufunc) -> _Run:
         allowed = np.nonzero(self._quickest <= bounds.max())[0]
@@ -195,8 +194,6 @@ class _Run:
         # A suffix of v devices starts at most v stages' widths before the end, and leaves a layer to each stage.
         low = max(0, size - total * width)
         high = size - -(-total // self._costs.device_counts[-1]) + 1
-        if high <= low:
-            return
         firsts = slice(low, high)
         kind = self._keys.index(key)
         if not self._counted:
@@ -231,14 +228,13 @@ class _Run:
         shape = (self._width, self.best.shape[1], firsts.stop - firsts.start)
         return np.ndarray(shape, np.float64, self.best, offset, (by_layer, by_query, by_layer))
 
-    def trace(self, queries: Sequence[int], devices: Sequence[int]) -> list[Cut | None]:
+    def trace(self, queries: Sequence[int], devices: Sequence[int]) -> list[Cut]:
         """Return the cut behind the best value of each (query, devices)."""
         return [self._trace(query, total) for query, total in zip(queries, devices, strict=True)]
 
-    def _trace(self, query: int, total: int) -> Cut | None:
+    def _trace(self, query: int, total: int) -> Cut:
         num_stages = int(self.best[total, query, :, 0].argmin())
-        if not np.isfinite(self.best[total, query, num_stages, 0]):
-            return None
+        assert np.isfinite(self.best[total, query, num_stages, 0]), "bounds no tighter than the tightest are met"
         stops, counts, seconds = [], [], []
         first, left = 0, total
         while left:

@@ -90,7 +90,7 @@ def choose_sizes(
     """
     best: _Found | None = None
     for least_s, reduced_bytes in _limits(options, num_nodes, num_microbatches, network, fewest):
-        if best is not None and least_s >= best.step_s:
+        if best is not None and least_s >= best.step_s * (1 - _TOLERANCE):
             break
         timings = {n: o.timing for n, o in options.items() if o.reduced_bytes <= reduced_bytes and n <= num_nodes}
         if min(timings) * fewest <= num_nodes:
@@ -133,8 +133,6 @@ class _Search:
     def improve(self, best: _Found | None, fewest: int, most: int) -> _Found | None:
         """Return the best within the limit, or `best` where that is not beaten."""
         limit_s = self._limit_s(best, fewest)
-        if limit_s < self._capacity.least_s:
-            return best
         numbers = range(fewest, most + 1)
         if fewest < most:
             free = self._capacity.any_number(limit_s)
@@ -150,14 +148,15 @@ class _Search:
         if best is None:
             best = self._better(None, self._capacity.exactly(int(numbers[0]), math.inf))
             numbers = numbers[1:]
+        before = None
         while len(numbers):
-            limits_s = np.array([self._limit_s(best, int(number)) for number in numbers])
-            bounds = self._capacity.most_taken(numbers, limits_s)
-            numbers = numbers[bounds >= self._capacity.num_microbatches]
-            if len(numbers):
-                number = int(numbers[0])
+            if best is not before:
+                limits_s = np.array([self._limit_s(best, int(number)) for number in numbers])
+                numbers = numbers[self._capacity.most_taken(numbers, limits_s) >= self._capacity.num_microbatches]
+                before = best
+            for number in numbers[:1].tolist():
                 best = self._better(best, self._capacity.exactly(number, self._limit_s(best, number)))
-                numbers = numbers[1:]
+            numbers = numbers[1:]
         return best
 
     def _limit_s(self, best: _Found | None, num_pipelines: int) -> float:

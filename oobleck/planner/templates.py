@@ -45,8 +45,8 @@ class _Query:
         if found is not None:
             self.least_sum_s = found.first_s
             self.bound_s = math.nextafter(found.next_s, 0.0)
-        if self.num_microbatches > 1:
-            self.bound_s = min(self.bound_s, (self.best_s - self.least_sum_s) / (self.num_microbatches - 1))
+        # With a single microbatch the least sum is best, and nothing is left to narrow.
+        self.bound_s = min(self.bound_s, (self.best_s - self.least_sum_s) / (self.num_microbatches - 1))
 
     @property
     def is_done(self) -> bool:
@@ -115,8 +115,7 @@ def _ask(costs: StageCosts, search: StageSearch, queries: list[_Query], *, tight
         query.narrow(None if tightest else timing)
 
 
-def _keep(costs: StageCosts, query: _Query, cut: Cut | None) -> Timing:
-    assert cut is not None, "a bound no tighter than the tightest has an answer"
+def _keep(costs: StageCosts, query: _Query, cut: Cut) -> Timing:
     if costs.device_counts[-1] > 1:
         query.is_exact = query.is_exact and costs.fits(cut.template(costs))
     if cut.timing.step_s(query.num_microbatches) < query.best_s:

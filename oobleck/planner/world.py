@@ -34,9 +34,6 @@ class World:
     def num_nodes(self) -> int:
         return len(self.inventory.holdings)
 
-    def speed(self, node: str) -> float:
-        return self.speeds.get(node, 1.0)
-
 
 def look_at(
     plan: ExecutionPlan,

@@ -383,7 +383,7 @@ class VirtualWorker:
 
     def _take_layers(self, wanted: Collection[int], received: dict[int, tuple[Applied, ...]], *, initial: bool) -> None:
         if initial:
-            self.layers = {layer: () for layer in wanted}
+            self.layers = dict.fromkeys(wanted, ())
             return
         missing = [layer for layer in wanted if layer not in self.layers and layer not in received]
         if missing:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from hypothesis import given, settings
@@ -34,27 +35,34 @@ def table_filling(smallest: int, values: list[float], total: int) -> float:
     return best[total]
 
 
+def worth(smallest: int, values: list[float], items: Mapping[int, int] | None) -> float:
+    if items is None:
+        return -math.inf
+    return sum(values[size - smallest] * times for size, times in items.items() if times)
+
+
 @settings(deadline=None)
 @given(smallest=st.integers(1, 4), values=values_of_sizes, count=st.integers(1, 6), extra=st.integers(0, 20))
 def test_exact_numbers_of_items_are_best(smallest: int, values: list[float], count: int, extra: int) -> None:
     total = smallest * count + extra
-    value, items = best_items(smallest, np.array(values), count=count, total=total)
-    assert value == brute_exact(smallest, values, count, total)
-    if math.isfinite(value):
+    items = best_items(smallest, np.array(values), count=count, total=total, enough=0)
+    best = brute_exact(smallest, values, count, total)
+    assert worth(smallest, values, items) == best
+    if items is not None:
         assert sum(items.values()) == count
         assert sum(size * times for size, times in items.items()) == total
-        assert sum(values[size - smallest] * times for size, times in items.items()) == value
-    else:
-        assert not items
+        assert best_items(smallest, np.array(values), count=count, total=total, enough=best + 1) is None
 
 
 @settings(deadline=None)
 @given(smallest=st.integers(1, 4), values=values_of_sizes, total=st.integers(1, 400))
 def test_fillings_of_any_number_of_items_are_best(smallest: int, values: list[float], total: int) -> None:
-    value, items = best_filling(smallest, np.array(values), total=total)
-    assert value == table_filling(smallest, values, total)
+    items = best_filling(smallest, np.array(values), total=total, enough=0)
+    best = table_filling(smallest, values, total)
+    assert items is not None
+    assert worth(smallest, values, items) == best
     assert sum(size * times for size, times in items.items()) <= total
-    assert sum(values[size - smallest] * times for size, times in items.items() if times) == value
+    assert best_filling(smallest, np.array(values), total=total, enough=best + 1) is None
 
 
 @settings(deadline=None)
@@ -67,5 +75,6 @@ def test_no_choice_exceeds_its_bound(smallest: int, values: list[float], count: 
 
 def test_many_items_of_two_sizes() -> None:
     # 7 · 3 + 143 · 7 = 1022: no other 150 items of 3 or 7 fill it.
-    value, items = best_items(3, np.array([1.0, -np.inf, -np.inf, -np.inf, 2.0]), count=150, total=1022)
-    assert (value, dict(items)) == (293.0, {3: 7, 7: 143})
+    values = np.array([1.0, -np.inf, -np.inf, -np.inf, 2.0])
+    assert best_items(3, values, count=150, total=1022, enough=293) == {3: 7, 7: 143}
+    assert best_items(3, values, count=150, total=1022, enough=294) is None

@@ -1,0 +1,25 @@
+"""Numbers and names in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+__all__ = ["counted", "listed", "named"]
+
+_MOST_NAMES = 8
+
+
+def counted(number: int, noun: str) -> str:
+    """Return the number with its noun: "1 node", "3 nodes"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Return the parts as a list in a sentence: "a, b and c"."""
+    words = list(parts)
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def named(nodes: Collection[str]) -> str:
+    """Return the nodes' names, sorted, or how many they are."""
+    return ", ".join(sorted(nodes)) if len(nodes) <= _MOST_NAMES else counted(len(nodes), "node")

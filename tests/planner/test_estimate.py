@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import pytest
+
+from oobleck.errors import ConfigError
+from oobleck.planner import (
+    KNOWN_DEVICES,
+    KNOWN_MODELS,
+    NetworkProfile,
+    Profile,
+    device_sheet,
+    device_sheet_from_json,
+    estimate_profile,
+    model_shape,
+    profile_from_json,
+    profile_to_json,
+    shape_from_config,
+)
+
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "vocab_size": 50257,
+    "n_positions": 1024,
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "name_or_path": "llama-7b",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+def estimate(
+    model: str = "gpt2",
+    device: str = "A40",
+    precision: Literal["float32", "bfloat16"] = "bfloat16",
+    *,
+    checkpointing: bool = False,
+    counts: tuple[int, ...] = (1,),
+    network: NetworkProfile | None = None,
+) -> Profile:
+    return estimate_profile(
+        model_shape(model),
+        device_sheet(device),
+        microbatch_size=2,
+        sequence_length=512,
+        precision=precision,
+        activation_checkpointing=checkpointing,
+        device_counts=counts,
+        network=network,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-xl", 1557.6), ("gpt3-2.7b", 2651.6), ("gpt3-6.7b", 6658.5)],
+)
+def test_parameters_are_counted_as_published(name: str, millions: float) -> None:
+    assert model_shape(name).num_params / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+def test_a_configuration_gives_the_known_shape() -> None:
+    assert shape_from_config(GPT2).num_params == model_shape("GPT2").num_params == 124_439_808
+
+
+def test_llamas_kin_are_gated_rotary_and_untied() -> None:
+    shape = shape_from_config(LLAMA)
+    assert shape.name == "llama-7b"
+    assert shape.num_params == 6_738_415_616
+    grouped = shape_from_config(LLAMA | {"num_key_value_heads": 8})
+    assert grouped.block_params == shape.block_params - 2 * 4096 * (4096 - 1024)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_embd": None}, "hidden_size is missing"),
+        ({"n_layer": "12"}, "n_layer is '12'; it must be a whole number"),
+        ({"n_head": 0}, "num_heads is 0; it must be above 0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_names_the_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shape_from_config(GPT2 | change)
+
+
+def test_estimates_are_labelled_also_in_files() -> None:
+    profile = estimate()
+    assert profile.estimated
+    assert profile_from_json(profile_to_json(profile)) == profile
+
+
+def test_every_known_model_can_be_estimated_on_every_known_device() -> None:
+    for model in KNOWN_MODELS:
+        for device in KNOWN_DEVICES:
+            profile = estimate(model, device, counts=(1, 2, 4, 8))
+            assert profile.num_layers == KNOWN_MODELS[model].num_blocks + 2
+            assert profile.layers[-1].output_bytes == 0
+
+
+def test_a_blocks_time_is_its_operations_at_the_assumed_rate() -> None:
+    block = estimate("gpt3-6.7b", "A40", "float32").layers[1]
+    flops = 2 * 12 * 4096**2 * 1024 + 4 * 1024 * 512 * 4096
+    assert block.forward_s[1] == pytest.approx(flops / (0.45 * 37.4e12), rel=2e-3)
+    assert block.backward_s[1] == pytest.approx(2 * block.forward_s[1])
+
+
+def test_recomputing_trades_memory_for_time() -> None:
+    plain, frugal = estimate().layers[1], estimate(checkpointing=True).layers[1]
+    assert frugal.activation_bytes == frugal.output_bytes < plain.activation_bytes
+    assert frugal.backward_s[1] == pytest.approx(plain.backward_s[1] + plain.forward_s[1])
+
+
+def test_half_precision_halves_activations_and_keeps_the_state() -> None:
+    half, full = estimate().layers[1], estimate(precision="float32").layers[1]
+    assert 2 * half.activation_bytes == full.activation_bytes
+    assert half.state_bytes == full.state_bytes == 12 * model_shape("gpt2").block_params
+    assert half.forward_s[1] < full.forward_s[1]
+
+
+def test_more_devices_share_the_work_and_pay_for_reductions() -> None:
+    slow = NetworkProfile(
+        inter_node_bytes_per_s=1e9, inter_node_latency_s=0, intra_node_bytes_per_s=1e8, intra_node_latency_s=0
+    )
+    quick_block = estimate(counts=(1, 2)).layers[1]
+    slow_block = estimate(counts=(1, 2), network=slow).layers[1]
+    assert quick_block.forward_s[2] < quick_block.forward_s[1] == slow_block.forward_s[1] < slow_block.forward_s[2]
+
+
+def test_what_does_not_exist_suggests_what_does() -> None:
+    with pytest.raises(ConfigError, match="model 'gpt4' is not known; did you mean 'gpt2'"):
+        model_shape("gpt4")
+    with pytest.raises(ConfigError, match="device 'A41' is not known; did you mean 'A40'"):
+        device_sheet("A41")
+
+
+def test_impossible_estimates_are_named() -> None:
+    shape, sheet = model_shape("gpt2"), device_sheet("cpu")
+    with pytest.raises(ConfigError, match="exceeds the 1024 positions of gpt2"):
+        estimate_profile(shape, sheet, microbatch_size=1, sequence_length=1025)
+    with pytest.raises(ConfigError, match="precision 'int8' is not possible"):
+        estimate_profile(shape, sheet, microbatch_size=1, sequence_length=8, precision="int8")  # type: ignore[arg-type]
+
+
+SHEET: dict[str, Any] = {
+    "name": "L40S",
+    "memory_bytes": 48_000_000_000,
+    "memory_bytes_per_s": 8.64e11,
+    "float32_flops": 9.16e13,
+    "bfloat16_flops": 3.62e14,
+    "intra_node_bytes_per_s": 3.2e10,
+}
+
+
+def test_a_data_sheet_comes_from_a_file() -> None:
+    sheet = device_sheet_from_json(json.dumps(SHEET | {"inter_node_latency_s": 2e-5}))
+    assert sheet.name == "L40S"
+    assert sheet.network.inter_node_latency_s == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "l40s.json: not JSON"),
+        ("[]", "must be an object, not list"),
+        (json.dumps(SHEET | {"memory": 3}), "unknown key 'memory'; did you mean 'memory_bytes'"),
+        (json.dumps(SHEET | {"name": 3}), "name is 3; it must be text"),
+        (json.dumps(SHEET | {"name": None}), "name is None; it must be text"),
+        (json.dumps(SHEET | {"float32_flops": "fast"}), "float32_flops is 'fast'; it must be a number"),
+        (json.dumps(SHEET | {"float32_flops": -1}), "float32_flops is -1; it must be above 0"),
+        (json.dumps({"name": "x"}), "memory_bytes is missing"),
+    ],
+)
+def test_a_data_sheet_that_is_wrong_names_the_field(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        device_sheet_from_json(text, source="l40s.json")

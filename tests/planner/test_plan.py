@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from oobleck.errors import ConfigError
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
+
+
+def template(*stages: tuple[int, int, int]) -> PipelineTemplate:
+    return PipelineTemplate(
+        stages=tuple(StageTemplate(first_layer=a, stop_layer=b, node_index=node) for a, b, node in stages)
+    )
+
+
+TWO = template((0, 2, 0), (2, 3, 1))
+
+
+def plan() -> ExecutionPlan:
+    return ExecutionPlan(
+        pipelines=(
+            Pipeline(template=TWO, nodes=("c", "a"), num_microbatches=3),
+            Pipeline(template=template((0, 3, 0)), nodes=("b",), num_microbatches=2),
+        ),
+        spares=("d",),
+    )
+
+
+def test_microbatches_are_numbered_through_the_pipelines() -> None:
+    assert plan().num_microbatches == 5
+    assert [plan().microbatches_of(index) for index in (0, 1)] == [range(3), range(3, 5)]
+
+
+def test_workers_are_ranked_by_place_and_located() -> None:
+    places = plan().places
+    assert [str(place) for place in places] == ["a:0", "b:0", "c:0"]
+    assert [plan().locate(place) for place in places] == [(0, 1), (1, 0), (0, 0)]
+    assert plan().locate(Place(node="d", device=0)) is None
+    assert plan().nodes == ("a", "b", "c")
+
+
+def test_owners_of_a_layer_are_one_worker_of_each_pipeline() -> None:
+    assert [tuple(map(str, plan().owners_of(layer))) for layer in range(plan().num_layers)] == [
+        ("b:0", "c:0"),
+        ("b:0", "c:0"),
+        ("a:0", "b:0"),
+    ]
+
+
+def test_stages_of_several_devices_have_several_places() -> None:
+    wide = PipelineTemplate(
+        stages=(StageTemplate(first_layer=0, stop_layer=1, node_index=0, first_device=2, num_devices=2),)
+    )
+    pipeline = Pipeline(template=wide, nodes=("a",), num_microbatches=1)
+    assert [str(place) for place in pipeline.places] == ["a:2", "a:3"]
+    assert list(pipeline.stages[0].layers) == [0]
+
+
+def test_what_is_no_pipeline_is_named() -> None:
+    with pytest.raises(ConfigError, match="stage has 0 layers"):
+        template((0, 0, 0))
+    with pytest.raises(ConfigError, match="start at layer 0"):
+        template((1, 2, 0))
+    with pytest.raises(ConfigError, match="layer 1 follows no stage"):
+        template((0, 1, 0), (2, 3, 1))
+    with pytest.raises(ConfigError, match="template of 2 nodes instantiated on 1"):
+        Pipeline(template=TWO, nodes=("a",), num_microbatches=1)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+import oobleck.planner
+from oobleck.errors import PlanningError
+from oobleck.planner import DeviceProfile, Planner, PlannerSettings, Profile
+from tests.planner.drawing import make_layer, make_profile, uniform_profile
+
+
+def planner(profile: Profile | None = None, **options: int) -> Planner:
+    options.setdefault("num_microbatches", 8)
+    return Planner(profile or uniform_profile(12), PlannerSettings(**options))
+
+
+def nodes(count: int) -> list[str]:
+    return [f"node{index}" for index in range(count)]
+
+
+def test_a_start_uses_all_nodes_and_says_so() -> None:
+    decision = planner(num_pipelines=2).initial_plan(nodes(4))
+    assert decision.action == "start"
+    assert decision.reason == "4 nodes form 2 pipelines (2, 2 nodes)"
+    assert decision.transfers == ()
+    assert decision.redundant
+    assert [pipeline.num_microbatches for pipeline in decision.plan.pipelines] == [4, 4]
+
+
+def test_a_start_below_the_fault_threshold_says_so() -> None:
+    decision = planner().initial_plan(nodes(1))
+    assert decision.reason == "1 node forms 1 pipeline (1 node); f = 1 asks for 2"
+    assert not decision.redundant
+
+
+def test_spares_are_told() -> None:
+    decision = planner(uniform_profile(2), num_pipelines=1, fault_threshold=0).initial_plan(nodes(4))
+    assert decision.reason == "2 nodes form 1 pipeline (2 nodes), 2 spares left"
+    assert decision.plan.spares == ("node2", "node3")
+
+
+def test_every_node_has_as_many_stages_as_devices() -> None:
+    plan = planner(devices_per_node=4, num_pipelines=1).initial_plan(nodes(2)).plan
+    assert plan.pipelines[0].template.num_stages == 8
+    assert len(plan.places) == 8
+
+
+def test_several_pipelines_of_nodes_with_several_devices_reconfigure() -> None:
+    several = planner(devices_per_node=2, num_pipelines=2)
+    plan = several.initial_plan(nodes(4)).plan
+    decision = several.reconfigure(plan, lost=["node0"])
+    assert sorted(len(pipeline.nodes) for pipeline in decision.plan.pipelines) == [1, 2]
+    assert {transfer.target.node for transfer in decision.transfers} == {"node1"}
+
+
+def test_fewer_pipelines_than_asked_for_where_the_model_is_too_large() -> None:
+    decision = planner(uniform_profile(8, memory_bytes=96), num_pipelines=3).initial_plan(nodes(5))
+    assert len(decision.plan.pipelines) == 2
+
+
+def test_fewer_pipelines_where_microbatches_are_few() -> None:
+    decision = planner(num_microbatches=2).initial_plan(nodes(6))
+    assert [pipeline.num_microbatches for pipeline in decision.plan.pipelines] in ([2], [1, 1])
+
+
+def test_fast_nodes_come_together_and_the_slowest_wait() -> None:
+    speeds = {"node0": 0.5, "node2": 0.5}
+    plan = planner(num_pipelines=2).initial_plan(nodes(4), speeds=speeds).plan
+    assert [set(pipeline.nodes) for pipeline in plan.pipelines] == [{"node1", "node3"}, {"node0", "node2"}]
+    assert plan.pipelines[0].num_microbatches > plan.pipelines[1].num_microbatches
+    plan = planner(num_pipelines=1, fault_threshold=0).initial_plan(nodes(3), speeds={"node1": 0.01}).plan
+    assert plan.spares == ("node1",)
+
+
+def test_nodes_that_are_all_slow_are_used_all_the_same() -> None:
+    plan = planner(uniform_profile(8, memory_bytes=96)).initial_plan(nodes(4), speeds=dict.fromkeys(nodes(4), 0.5)).plan
+    assert plan.nodes == tuple(nodes(4))
+
+
+def test_templates_and_their_times_can_be_asked_for() -> None:
+    asked = planner(uniform_profile(4))
+    assert sorted(asked.templates(9)) == [1, 2, 3, 4]
+    assert sorted(asked.templates(2)) == [1, 2]
+    assert asked.template_step_s(1, 5) == pytest.approx(60.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        ([], {}, "no nodes were given"),
+        (["a", "b", "a"], {}, "node a is named twice"),
+        (["a"], {"num_pipelines": 3}, "3 pipelines need at least 3 nodes; there are 1"),
+    ],
+)
+def test_impossible_starts_are_named(names: list[str], options: dict[str, int], message: str) -> None:
+    with pytest.raises(PlanningError, match=message):
+        planner(**options).initial_plan(names)
+
+
+def test_a_layer_that_fits_nowhere_is_named_with_the_bytes_missing() -> None:
+    layers = [make_layer(name="small"), make_layer(name="huge", param_bytes=100)]
+    profile = make_profile(layers, memory_bytes=150)
+    with pytest.raises(PlanningError, match=r"layer 1 \(huge\) fits on no number of nodes.* 251 bytes too few"):
+        planner(profile).initial_plan(nodes(3))
+
+
+def test_too_few_nodes_are_told_how_many_it_takes() -> None:
+    profile = uniform_profile(8, memory_bytes=60)
+    with pytest.raises(PlanningError, match="needs at least 3 nodes of 1 × test device; there are 2"):
+        planner(profile).initial_plan(nodes(2))
+    with pytest.raises(PlanningError, match="there is 1"):
+        planner(profile).initial_plan(nodes(1))
+
+
+def test_more_devices_than_layers_are_named() -> None:
+    with pytest.raises(PlanningError, match="3 layers cannot be spread over the 4 devices of a node with at most 1"):
+        planner(uniform_profile(3), devices_per_node=4).initial_plan(nodes(3))
+
+
+def test_a_model_whose_activations_never_fit_is_named() -> None:
+    # One layer fits by itself, but the first of two stages keeps two microbatches in flight, and both layers
+    # together are too large for one.
+    layers = [make_layer(param_bytes=0, activation_bytes=60) for _ in range(2)]
+    with pytest.raises(PlanningError, match=r"fits on no number of nodes.*120 for each microbatch in flight"):
+        planner(make_profile(layers, memory_bytes=100)).initial_plan(nodes(2))
+
+
+def test_reserved_memory_is_not_the_models() -> None:
+    profile = dataclasses.replace(uniform_profile(8), device=DeviceProfile(name="test device", memory_bytes=200))
+    assert min(planner(profile).templates(8)) == 1
+    assert min(planner(profile, reserved_memory_bytes=100).templates(8)) == 2
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_speeds_are_positive(speed: float) -> None:
+    with pytest.raises(PlanningError, match="the speed of node0"):
+        planner().initial_plan(nodes(2), speeds={"node0": speed})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_microbatches", 0),
+        ("devices_per_node", 0),
+        ("max_sources", 0),
+        ("fault_threshold", -1),
+        ("reserved_memory_bytes", -1),
+        ("num_pipelines", 0),
+        ("mean_time_to_failure_s", 0.0),
+        ("mean_time_to_failure_s", float("nan")),
+    ],
+)
+def test_settings_that_are_impossible_are_named(option: str, value: float) -> None:
+    with pytest.raises(PlanningError, match=option):
+        PlannerSettings(**{"num_microbatches": 4, option: value})
+
+
+def test_the_package_works_without_torch_trio_and_transformers() -> None:
+    code = """
+import sys
+for name in ("torch", "trio", "transformers"):
+    sys.modules[name] = None
+import oobleck.planner as planner
+assert "numpy" not in sys.modules, "values need the standard library alone"
+profile = planner.estimate_profile(
+    planner.model_shape("gpt2"), planner.device_sheet("A40"), microbatch_size=1, sequence_length=64
+)
+made = planner.Planner(profile, planner.PlannerSettings(num_microbatches=8))
+plan = made.initial_plan(["a", "b", "c"]).plan
+made.reconfigure(plan, lost=["b"])
+assert "scipy" not in sys.modules, "small clusters do not wait for scipy"
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Plannr'"):
+        oobleck.planner.Plannr  # noqa: B018
