@@ -38,8 +38,8 @@ class DataSpec:
 
     paths: tuple[str, ...] = ()
     """Text files or directories; none means the sources of Python's own standard library."""
-    sequence_length: int = 128
-    vocab_size: int = 8192
+    sequence_length: int = 64
+    vocab_size: int = 4096
     """Size of the BPE tokenizer that is trained on the text."""
     max_bytes: int = 8_000_000
     """How much of the text is used."""
@@ -95,18 +95,23 @@ class ControlSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A training job, complete: what every worker needs to know beside the plan."""
+    """A training job, complete: what every worker needs to know beside the plan.
+
+    The defaults are a GPT-2 of 11 million parameters, small enough to train on a laptop's processor.
+    """
 
     tag: str = "gpt2-demo"
     """Names the run: its directory is `<base_dir>/<tag>`."""
-    model: ModelSpec = field(default_factory=ModelSpec)
+    model: ModelSpec = field(
+        default_factory=lambda: ModelSpec(type="gpt2", config={"n_embd": 320, "n_layer": 8, "n_head": 5})
+    )
     data: DataSpec = field(default_factory=DataSpec)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     control: ControlSpec = field(default_factory=ControlSpec)
     max_steps: int = 120
-    global_batch_size: int = 16
+    global_batch_size: int = 8
     """Samples in one step."""
-    microbatch_size: int = 2
+    microbatch_size: int = 1
     """Samples in one microbatch; divides the global batch size."""
     dtype: Literal["float32", "float64"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"

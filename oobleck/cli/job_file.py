@@ -46,9 +46,12 @@ class Override:
     """As the user wrote it."""
 
 
-def default_job() -> JobSpec:
-    """The job that is trained when none is named."""
-    return JobSpec()
+def default_job(num_nodes: int) -> JobSpec:
+    """The job that is trained when none is named: on two nodes and more, two pipelines.
+
+    The planner would make every node a pipeline of its own, since the model is so small; two show more.
+    """
+    return JobSpec(num_pipelines=2 if num_nodes > 1 else None)
 
 
 def load_job(text: str, *, source: str) -> JobSpec:

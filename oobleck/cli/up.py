@@ -62,10 +62,10 @@ def up(
 
     Training goes on when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
     """
-    job = _read_job(job_file, settings or [])
-    job = _with_options(job, steps=steps, dtype=dtype, seed=seed, f=fault_threshold, pipelines=pipelines, tag=tag)
     nodes = _read_nodes(hostfile, local)
     names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
+    job = _read_job(job_file, settings or [], num_nodes=len(names))
+    job = _with_options(job, steps=steps, dtype=dtype, seed=seed, f=fault_threshold, pipelines=pipelines, tag=tag)
     if job.num_pipelines is not None and job.num_pipelines > len(names):
         raise ConfigError(
             f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {len(names)} nodes; "
@@ -89,8 +89,8 @@ def up(
     raise SystemExit(run_job(run))
 
 
-def _read_job(path: Path | None, settings: list[str]) -> JobSpec:
-    job = default_job() if path is None else load_job(_read(path, "job file"), source=str(path))
+def _read_job(path: Path | None, settings: list[str], *, num_nodes: int) -> JobSpec:
+    job = default_job(num_nodes) if path is None else load_job(_read(path, "job file"), source=str(path))
     return apply_overrides(job, [parse_override(text) for text in settings])
 
 

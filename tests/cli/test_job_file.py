@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,12 @@ def change(*settings: str, job: JobSpec | None = None) -> JobSpec:
     "text", ["", "# nothing\n", "---\n", "{}", "optimizer:\n  # learning_rate: 1\ndata:\nmodel:\n"]
 )
 def test_a_file_that_says_nothing_is_the_default_job(text):
-    assert load(text) == JobSpec() == default_job()
+    assert load(text) == JobSpec()
+
+
+def test_the_default_job_shows_two_pipelines_where_there_are_nodes_for_them():
+    assert default_job(1) == JobSpec()
+    assert default_job(4) == JobSpec(num_pipelines=2)
 
 
 def test_keys_of_all_kinds():
@@ -318,3 +324,8 @@ def test_any_override_gives_a_job_or_a_usage_error(text):
         assert isinstance(job, JobSpec)
         return
     assert said.startswith(f"--set {text}: ")
+
+
+def test_the_example_spells_the_default_job_out():
+    path = Path(__file__).parents[2] / "examples" / "gpt2.yaml"
+    assert load_job(path.read_text(), source=str(path)) == default_job(4)
