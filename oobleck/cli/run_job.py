@@ -112,6 +112,7 @@ async def _run(run: Run, directory: RunDirectory, journal: JournalWriter, consol
         session = _Session(run, master, known, nursery)
         master.observe(entries.append)
         master.observe(session.view.apply)
+        master.listen(session.view.heard)
         master.observe(session.kill_when_due)
         await nursery.start(serve_control, directory.control_socket, session.answer)
         nursery.start_soon(session.watch_signals)

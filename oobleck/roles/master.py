@@ -64,6 +64,7 @@ class Master:
         self._tunnels: dict[str, _Tunnel] = {}
         self._started_s = 0.0
         self._observers: list[Callable[[JournalEntry], None]] = []
+        self._listeners: list[Callable[[str, float], None]] = []
         self._outcome: End | None = None
 
     @property
@@ -79,6 +80,10 @@ class Master:
     def observe(self, observer: Callable[[JournalEntry], None]) -> None:
         """Have every journal entry handed to `observer`, after it is written."""
         self._observers.append(observer)
+
+    def listen(self, listener: Callable[[str, float], None]) -> None:
+        """Have `listener` called with (node, seconds since the start) whenever a node is heard of."""
+        self._listeners.append(listener)
 
     def submit(self, event: Event) -> None:
         """Feed an event. Raises trio.WouldBlock when the master is hopelessly behind."""
@@ -108,6 +113,9 @@ class Master:
         at = math.inf if math.isinf(deadline_s) else self._started_s + deadline_s
         with trio.move_on_at(at):
             event = await self._inbox.receive()
+            if isinstance(event, Said):
+                for listener in self._listeners:
+                    listener(event.node, self.now_s)
             return self._coordinator.handle(self.now_s, event)
         return self._coordinator.handle_deadline(self.now_s)
 
