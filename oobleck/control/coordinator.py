@@ -15,7 +15,7 @@ real master, in the simulator and in a replay.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import assert_never
 
@@ -86,6 +86,8 @@ _SETTLE_S = 0.01
 """Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
 _STARTUP_SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
+_SUSPICION_S = 0.2
+"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -143,10 +145,12 @@ class Coordinator:
         self._stop: StopRequested | None = None
         self._generation = 0
         self._ordered: dict[int, _Adopted] = {}
-        self._last_step = 0
+        self._last_record: CommitRecord | None = None
         self._finished: set[Place] = set()
         self._regroups = 0
         self._recovery: _Recovery | None = None
+        self._forgot = 0
+        """The newest generation whose order has workers forget the step in flight."""
         self._segments_for: tuple[int, int] = (0, 0)
         self._segments: tuple[Segment, ...] = ()
         self._next_segment = 0
@@ -268,8 +272,9 @@ class Coordinator:
             case Resumed():
                 self._resumed(Place(node=node, device=message.device), message)
             case Finished():
-                self._finished.add(Place(node=node, device=message.device))
-                self._end_when_finished()
+                if self._phase is Phase.TRAINING:  # one that was said before a fence is said again after it
+                    self._finished.add(Place(node=node, device=message.device))
+                    self._end_when_finished()
             case PeerFailed():
                 self._suspect(message)
             case WorkerStarted():
@@ -342,7 +347,7 @@ class Coordinator:
             case Phase.FENCING:
                 self._decide_when_answered()
             case Phase.TRAINING:
-                self._begin_recovery([], Cause.PEER_FAILED, detect_s=self._job.control.lease_s)
+                self._begin_recovery([], Cause.PEER_FAILED, detect_s=_SUSPICION_S)
             case Phase.ENDED:
                 pass
 
@@ -351,7 +356,7 @@ class Coordinator:
     def _step_committed(self, record: CommitRecord) -> None:
         if record.step <= self._last_step:
             return  # another reporter of the same step
-        self._last_step = record.step
+        self._last_record = record
         self._regroups = 0
         tokens = record.num_samples * self._job.data.sequence_length
         self._record(StepDone(t_s=self._now_s, record=record, tokens=tokens))
@@ -359,7 +364,7 @@ class Coordinator:
     def _suspect(self, message: PeerFailed) -> None:
         """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
         if self._phase is Phase.TRAINING and message.generation == self._generation:
-            self._deadline_s = min(self._deadline_s, self._now_s + self._job.control.lease_s)
+            self._deadline_s = min(self._deadline_s, self._now_s + _SUSPICION_S)
 
     def _stop_requested(self, event: StopRequested) -> None:
         if event.now or self._phase is Phase.PREPARING:
@@ -426,8 +431,6 @@ class Coordinator:
             return
         assert self._recovery is not None
         self._recovery.statuses[place] = status
-        if status.last_record is not None:
-            self._step_committed(status.last_record)
         self._decide_when_answered()
 
     def _decide_when_answered(self) -> None:
@@ -445,13 +448,18 @@ class Coordinator:
         """All survivors have answered: find what is committed, a plan for those who are left, and order it."""
         assert self._planner is not None
         assert self._recovery is not None
-        verdict = judge(statuses)
+        # Only now: all that reporters said before they answered is known, so that no step is told out of turn.
+        records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
+        for _, record in sorted(records.items()):
+            self._step_committed(record)
+        plans = {generation: adopted.plan for generation, adopted in self._ordered.items()}
+        verdict = judge(statuses, self._last_record, plans)
         living = [member.spec.name for member in self._members.ready]
         base = self._ordered[self._generation_in_force(verdict)].plan
         finish = self._step_to_finish(verdict, statuses)
         try:
             if verdict.applied == 0 and finish is None:
-                decision = self._planner.initial_plan(living)
+                decision = self._plan_from_the_start(living)
             else:
                 known = (*base.nodes, *base.spares)
                 decision = self._planner.reconfigure(
@@ -470,17 +478,25 @@ class Coordinator:
 
     def _generation_in_force(self, verdict: Verdict) -> int:
         """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
-        if verdict.adopted is not None and verdict.adopted in self._ordered:
-            return verdict.adopted
-        return max(self._ordered)
+        return max(self._ordered) if verdict.adopted is None else verdict.adopted
+
+    def _plan_from_the_start(self, nodes: list[str]) -> Decision:
+        """Plan for survivors that have applied no step; fewer pipelines than asked for when nodes are too few."""
+        assert self._planner is not None
+        wanted = self._planner.settings.num_pipelines
+        if wanted is None or wanted <= len(nodes):
+            return self._planner.initial_plan(nodes)
+        settings = replace(self._planner.settings, num_pipelines=len(nodes))
+        return Planner(self._planner.profile, settings).initial_plan(nodes)
 
     def _step_to_finish(self, verdict: Verdict, statuses: dict[Place, Status]) -> int | None:
         """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
 
-        It can when all survivors have the same plan in force, at least one of its pipelines is whole, and none
-        of the whole ones failed half-way. Returns the step, or None: then it is forgotten and run again.
+        It can when all survivors have the same plan in force, nobody was told to forget the step, at least one
+        pipeline is whole, and none of the whole ones failed half-way. Returns the step, or None: then it is
+        forgotten and run again.
         """
-        if verdict.adopted is None or verdict.adopted not in self._ordered or verdict.applied >= self._job.max_steps:
+        if verdict.adopted is None or verdict.adopted < self._forgot or verdict.applied >= self._job.max_steps:
             return None
         plan = self._ordered[verdict.adopted].plan
         lost = [node for node in plan.nodes if self._members[node].state is not NodeState.READY]
@@ -524,6 +540,8 @@ class Coordinator:
                 )
                 self._send(member.spec.name, order)
         self._ordered[self._generation] = adopted
+        if finish is None:
+            self._forgot = self._generation
         self._phase = Phase.TRAINING
         self._deadline_s = math.inf
         self._record_plan(decision)
@@ -620,6 +638,11 @@ class Coordinator:
             )
 
     # --- small things ------------------------------------------------------------------------------------------
+
+    @property
+    def _last_step(self) -> int:
+        """The newest step that is known to be committed."""
+        return 0 if self._last_record is None else self._last_record.step
 
     @property
     def _plan(self) -> ExecutionPlan:
