@@ -95,6 +95,8 @@ _STARTUP_SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
 _MAX_RESTARTS = 3
 """How often a node's worker is started again before the node is taken for broken."""
+_SUSPICION_S = 0.2
+"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -152,10 +154,12 @@ class Coordinator:
         self._stop: StopRequested | None = None
         self._generation = 0
         self._ordered: dict[int, _Adopted] = {}
-        self._last_step = 0
+        self._last_record: CommitRecord | None = None
         self._finished: set[Place] = set()
         self._regroups = 0
         self._recovery: _Recovery | None = None
+        self._forgot = 0
+        """The newest generation whose order has workers forget the step in flight."""
         self._segments_for: tuple[int, int] = (0, 0)
         self._segments: tuple[Segment, ...] = ()
         self._next_segment = 0
@@ -301,8 +305,9 @@ class Coordinator:
             case Resumed():
                 self._resumed(Place(node=node, device=message.device), message)
             case Finished():
-                self._finished.add(Place(node=node, device=message.device))
-                self._end_when_finished()
+                if self._phase is Phase.TRAINING:  # one that was said before a fence is said again after it
+                    self._finished.add(Place(node=node, device=message.device))
+                    self._end_when_finished()
             case PeerFailed():
                 self._suspect(message)
             case WorkerStarted():
@@ -404,7 +409,7 @@ class Coordinator:
             case Phase.FENCING:
                 self._decide_when_answered()
             case Phase.TRAINING:
-                self._begin_recovery([], Cause.PEER_FAILED, detect_s=self._job.control.lease_s)
+                self._begin_recovery([], Cause.PEER_FAILED, detect_s=_SUSPICION_S)
             case Phase.ENDED:
                 pass
 
@@ -413,7 +418,7 @@ class Coordinator:
     def _step_committed(self, record: CommitRecord) -> None:
         if record.step <= self._last_step:
             return  # another reporter of the same step
-        self._last_step = record.step
+        self._last_record = record
         self._regroups = 0
         tokens = record.num_samples * self._job.data.sequence_length
         self._record(StepDone(t_s=self._now_s, record=record, tokens=tokens))
@@ -421,7 +426,7 @@ class Coordinator:
     def _suspect(self, message: PeerFailed) -> None:
         """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
         if self._phase is Phase.TRAINING and message.generation == self._generation:
-            self._deadline_s = min(self._deadline_s, self._now_s + self._job.control.lease_s)
+            self._deadline_s = min(self._deadline_s, self._now_s + _SUSPICION_S)
 
     def _stop_requested(self, event: StopRequested) -> None:
         if event.now or self._phase is Phase.PREPARING:
@@ -488,8 +493,6 @@ class Coordinator:
             return
         assert self._recovery is not None
         self._recovery.statuses[place] = status
-        if status.last_record is not None:
-            self._step_committed(status.last_record)
         self._decide_when_answered()
 
     def _decide_when_answered(self) -> None:
@@ -507,7 +510,15 @@ class Coordinator:
         """All survivors have answered: find what is committed, a plan for those who are left, and order it."""
         assert self._planner is not None
         assert self._recovery is not None
-        verdict = judge(statuses)
+        # Only now: all that reporters said before they answered is known, so that no step is told out of turn.
+        records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
+        for _, record in sorted(records.items()):
+            self._step_committed(record)
+        plans = {generation: adopted.plan for generation, adopted in self._ordered.items()}
+        newest = max(self._ordered)
+        # Workers that were started since have no part in what is in flight, under whatever name.
+        old = {place: said for place, said in statuses.items() if self._members.took_part(place.node, newest)}
+        verdict = judge(old, self._last_record, plans)
         staying = [member.spec.name for member in self._members.ready if not member.is_draining]
         in_force = self._generation_in_force(verdict)
         base = self._ordered[in_force].plan
@@ -537,17 +548,16 @@ class Coordinator:
 
     def _generation_in_force(self, verdict: Verdict) -> int:
         """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
-        if verdict.adopted is not None and verdict.adopted in self._ordered:
-            return verdict.adopted
-        return max(self._ordered)
+        return max(self._ordered) if verdict.adopted is None else verdict.adopted
 
     def _step_to_finish(self, verdict: Verdict, statuses: dict[Place, Status]) -> int | None:
         """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
 
-        It can when all survivors have the same plan in force, at least one of its pipelines is whole, and none
-        of the whole ones failed half-way. Returns the step, or None: then it is forgotten and run again.
+        It can when all survivors have the same plan in force, nobody was told to forget the step, at least one
+        pipeline is whole, and none of the whole ones failed half-way. Returns the step, or None: then it is
+        forgotten and run again.
         """
-        if verdict.adopted is None or verdict.adopted not in self._ordered or verdict.applied >= self._job.max_steps:
+        if verdict.adopted is None or verdict.adopted < self._forgot or verdict.applied >= self._job.max_steps:
             return None
         plan = self._ordered[verdict.adopted].plan
         lost = [node for node in plan.nodes if node in self._lost_for(verdict.adopted)]
@@ -593,6 +603,8 @@ class Coordinator:
                 )
                 self._send(member.spec.name, order)
         self._ordered[self._generation] = adopted
+        if finish is None:
+            self._forgot = self._generation
         self._phase = Phase.TRAINING
         self._deadline_s = math.inf
         self._record_plan(decision)
@@ -712,6 +724,11 @@ class Coordinator:
             )
 
     # --- small things ------------------------------------------------------------------------------------------
+
+    @property
+    def _last_step(self) -> int:
+        """The newest step that is known to be committed."""
+        return 0 if self._last_record is None else self._last_record.step
 
     @property
     def _plan(self) -> ExecutionPlan:

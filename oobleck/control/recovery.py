@@ -6,6 +6,13 @@ took part, each with its gradients of k fully reduced. Hence, once all survivors
     applied k, all          -> k is committed
     applied k, some         -> k is committed; the others hold its reduced gradients, and catch up
     applied k - 1, all      -> k is not committed; it is finished by the whole pipelines, or forgotten
+
+The dead may have told of a step that no survivor has applied: it is committed all the same. And a worker that
+was left out of the plan in force, but has not come to hear of it, still holds the layers of the plan before; it
+took no part in what was committed since, which its lack of reduced gradients tells.
+
+Until the first step under a plan is committed, workers keep what they sent away for it. A worker that has still
+to apply that step keeps those layers at the version before, so they do not count.
 """
 
 from __future__ import annotations
@@ -29,35 +36,56 @@ class Verdict:
     catch_up: CommitRecord | None
     """Set when some survivor has still to apply that step."""
     adopted: int | None
-    """The generation whose plan all survivors have in force; None when they differ."""
+    """The generation whose plan all of its survivors have in force; None when they differ."""
     held: Mapping[Place, frozenset[int]]
-    """The layers that each survivor holds whole."""
+    """The layers that each survivor holds whole, at the version of `applied`."""
 
 
-def judge(statuses: Mapping[Place, Status]) -> Verdict:
+def judge(
+    statuses: Mapping[Place, Status], committed: CommitRecord | None, plans: Mapping[int, ExecutionPlan]
+) -> Verdict:
     """Read the survivors' answers; O(workers).
 
+    `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation.
     Spares and newcomers hold no layers: they count for nothing here.
     """
-    holders = {place: status for place, status in statuses.items() if status.layers}
-    applied = max((status.applied for status in holders.values()), default=0)
-    behind = [place for place, status in sorted(holders.items()) if status.applied < applied]
-    record: CommitRecord | None = None
-    if behind:
-        record = next(
-            status.last_record
-            for status in holders.values()
-            if status.applied == applied and status.last_record is not None
-        )
-        for place in behind:
-            assert holders[place].reduced == applied == holders[place].applied + 1, (place, holders[place])
-    generations = {status.adopted for status in holders.values()}
+    holders = {place: status for place, status in sorted(statuses.items()) if status.layers}
+    records = [status.last_record for status in holders.values() if status.last_record is not None]
+    newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
+    applied = max([newest.step if newest else 0, *(status.applied for status in holders.values())])
+    behind = [place for place, status in holders.items() if status.reduced == applied]
+    current = {place: status for place, status in holders.items() if status.applied == applied or place in behind}
+    assert not behind or (newest is not None and newest.step == applied), (newest, applied)
     return Verdict(
         applied=applied,
-        catch_up=record,
-        adopted=generations.pop() if len(generations) == 1 else None,
-        held={place: frozenset(status.layers) for place, status in sorted(holders.items())},
+        catch_up=newest if behind else None,
+        adopted=_plan_in_force(current, statuses, plans),
+        held={
+            place: frozenset(status.layers) & _planned(plans[status.adopted], place)
+            if place in behind
+            else frozenset(status.layers)
+            for place, status in current.items()
+        },
     )
+
+
+def _planned(plan: ExecutionPlan, place: Place) -> frozenset[int]:
+    """The layers that a plan gives a worker."""
+    located = plan.locate(place)
+    assert located is not None, f"{place} reduced gradients under a plan that it is not in"
+    pipeline, stage = located
+    return frozenset(plan.pipelines[pipeline].stages[stage].layers)
+
+
+def _plan_in_force(
+    current: Mapping[Place, Status], statuses: Mapping[Place, Status], plans: Mapping[int, ExecutionPlan]
+) -> int | None:
+    generations = {status.adopted for status in current.values()}
+    generation = generations.pop() if len(generations) == 1 else 0
+    if generation not in plans:
+        return None
+    survivors = [statuses[place] for place in plans[generation].places if place in statuses]
+    return generation if all(status.adopted == generation for status in survivors) else None
 
 
 def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:

@@ -95,6 +95,7 @@ class Engine:
         self._base_done = False
         self._segments_done: set[int] = set()
         self._reduced: dict[str, torch.Tensor] = {}
+        self._kept: dict[int, torch.Tensor] = {}
         self._step_ended_s = time.monotonic()
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
@@ -104,12 +105,11 @@ class Engine:
 
     def follow(self, order: Order) -> None:
         """Carry an order out up to the point where its plan is in force. Raises Interrupted or PeerLost."""
-        if order.catch_up is not None and self._standing.applied < order.catch_up.step:
-            self._standing.catch_up(order.catch_up)
+        if order.catch_up is not None and self._standing.catch_up(order.catch_up):
             self._apply(order.catch_up)
         if order.finish is None:
             self._forget_step()
-        elif self._standing.applied < order.finish:
+        elif self._standing.applied == order.finish - 1:
             self._finish(order, order.finish)
         self._adopt(order)
 
@@ -158,6 +158,10 @@ class Engine:
         schedule = compile_schedule(
             self._schedule, num_stages=lane.num_stages, num_microbatches=len(microbatches), commits=commits
         )
+        if self._standing.is_broken:
+            # It failed after the fence was answered, so the coordinator counts on this pipeline. Say it again, now
+            # under the order's generation; what was computed cannot be continued.
+            raise PeerLost("a program of this step failed half-way before")
         self._say_resumed()
         began_s = time.monotonic()
         try:
@@ -233,6 +237,7 @@ class Engine:
         self._optimizer.step(record.step, self._reduced, clip)
         self._step_ended_s = time.monotonic()
         self._busy_s.extend(self._busy_in_step)
+        self._kept = {}
         self._forget_step()
         if self._lane is not None and self._lane.is_first:
             self._report(StepCommitted(device=self._place.device, record=record))
@@ -301,13 +306,17 @@ class Engine:
         )
         self._transfer_s = time.monotonic() - began_s
         self._received_bytes = sum(state.nbytes for state in states.values())
+        layers = tuple(place.layers) if place else ()
+        states = {layer: state for layer, state in self._kept.items() if layer in layers} | states
+        kept = self._states_to_keep(order, layers)
+        self._standing.adopt(order, layers, tuple(kept))
+        self._kept = kept
         self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_group, None
         if place is not None:
             self._take_layers(place.layers, states, initial=order.initial)
             group = self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None
             self._lane = Lane(stage=place.stage, num_stages=place.num_stages, group=group)
         self._groups.keep_only(keys)
-        self._standing.adopt(order, tuple(place.layers) if place else ())
         self._resumed_generation = order.generation
 
     def _reduction_keys(
@@ -317,7 +326,17 @@ class Engine:
         buckets = make_buckets(plan, self._place, self._structure, generation=generation, lost=lost)
         return buckets, commit_key(plan, generation=generation, lost=lost)
 
+    def _states_to_keep(self, order: Order, layers: Collection[int]) -> dict[int, torch.Tensor]:
+        """The layers that this worker sends away and holds no longer.
+
+        What was sent may not have arrived: if a target is interrupted, a later plan has them read from here again.
+        """
+        sent = {item.layer for item in order.transfers if item.source == self._place}
+        return {layer: self._layer_state(layer) for layer in sorted(sent.difference(layers))}
+
     def _layer_state(self, layer: int) -> torch.Tensor:
+        if layer in self._kept:
+            return self._kept[layer]
         return self._optimizer.layer_state(self._structure.layer_parameters(layer))
 
     def _layer_state_size(self, layer: int) -> int:

@@ -20,6 +20,8 @@ import socket
 import struct
 import sys
 
+from .imports import quick_imports
+
 ANSWER = struct.Struct(">II")
 FORKED = 0
 """The first integer of the answer to a request; no process has this id."""
@@ -140,7 +142,8 @@ def main() -> None:
 
 def _warm_up() -> None:
     """Import what a worker imports, without running a torch operation."""
-    import oobleck.training.worker  # noqa: F401
+    with quick_imports():
+        import oobleck.training.worker  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Where a worker stands: the state that its two threads share, and the moments that decide a commit.
 
-The control thread answers fences from it; the training thread moves it on. One moment matters above all:
-`begin_apply`. Before it, a fence keeps the step from being applied here; after it, the answer to the fence
-says that it was. So the coordinator's view of all answers is never half of a step.
+The control thread answers fences from it; the training thread moves it on. Three moments matter: `note_reduced`
+(the worker joins the commit), `begin_apply` (the step counts) and `adopt` (the plan is in force). Each is passed
+before a fence, and then the answer says so, or not at all. So what a worker answers stays true until its next
+order, and the coordinator's view of all answers is never half of a step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Standing:
         self._plan: ExecutionPlan | None = None
         self._adopted = 0
         self._layers: tuple[int, ...] = ()
+        self._kept: tuple[int, ...] = ()
         self._applied = 0
         self._last_record: CommitRecord | None = None
         self._reduced: int | None = None
@@ -42,9 +44,14 @@ class Standing:
     # --- control thread ------------------------------------------------------------------------------------
 
     def answer(self, fence: Fence) -> Status:
-        """Raise the fence and say where this worker stands; from now on nothing older is applied."""
+        """Raise the fence and say where this worker stands; from now on nothing older is applied.
+
+        An older order that the training thread has not taken yet is not worth following any more.
+        """
         with self._lock:
             self._fence = max(self._fence, fence.generation)
+            if self._order is not None and self._order.generation < self._fence:
+                self._order = None
             located = self._plan.locate(self._place) if self._plan else None
             if self._plan is not None and located is not None:
                 nodes = self._plan.pipelines[located[0]].nodes
@@ -56,7 +63,7 @@ class Standing:
                 last_record=self._last_record,
                 reduced=self._reduced,
                 adopted=self._adopted,
-                layers=self._layers,
+                layers=tuple(sorted({*self._layers, *self._kept})),
                 microbatches_done=self._microbatches_done,
                 broken=self._broken,
             )
@@ -92,6 +99,10 @@ class Standing:
     @property
     def adopted(self) -> int:
         return self._adopted
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken
 
     def is_fenced(self) -> bool:
         """Reductions, commits and transfers of an older generation are not waited for."""
@@ -131,8 +142,13 @@ class Standing:
             self._broken = True
 
     def note_reduced(self, step: int) -> None:
-        """Note that the fully reduced gradients of `step` are here."""
+        """Note that the fully reduced gradients of `step` are here: the caller joins the step's commit next.
+
+        Raises Interrupted when a fence came first: the answer to it said that they are not here, so no peer may
+        come to apply the step because of this worker.
+        """
         with self._lock:
+            self._check_fence()
             self._reduced = step
 
     def begin_apply(self, record: CommitRecord) -> None:
@@ -141,28 +157,43 @@ class Standing:
         Raises Interrupted when a fence came first.
         """
         with self._lock:
-            if self._fence > self._generation:
-                raise Interrupted
+            self._check_fence()
             self._move_to(record)
 
-    def catch_up(self, record: CommitRecord) -> None:
-        """Like `begin_apply`, by order: some survivor has applied the step, so it counts whatever happens."""
-        with self._lock:
-            assert record.step == self._applied + 1 == self._reduced, (record.step, self._applied, self._reduced)
-            self._move_to(record)
+    def catch_up(self, record: CommitRecord) -> bool:
+        """Like `begin_apply`, by order: some worker has applied the step, so it counts whatever happens.
 
-    def adopt(self, order: Order, layers: tuple[int, ...]) -> None:
-        """Note that the order's plan is in force here and the layers are held, at its boundary's version."""
+        Returns False for one that took no part in the step, or has applied it: it has nothing to apply.
+        """
         with self._lock:
+            if self._reduced != record.step:
+                return False
+            assert record.step == self._applied + 1, (record.step, self._applied)
+            self._move_to(record)
+            return True
+
+    def adopt(self, order: Order, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
+        """Put the order's plan in force: from here on nothing stops the caller from taking the layers.
+
+        They count as held, at the boundary's version. So do those `kept` for others, until the next step is
+        applied: by then all have adopted the plan. Raises Interrupted when a fence came first.
+        """
+        with self._lock:
+            self._check_fence()
             self._plan = order.plan
             self._adopted = order.generation
             self._applied = order.boundary
             self._layers = layers
+            self._kept = kept
             self._reduced = None
-            if self._fence <= order.generation:
-                self._pipeline_lost = False
+            self._pipeline_lost = False
+
+    def _check_fence(self) -> None:
+        if self._fence > self._generation:
+            raise Interrupted
 
     def _move_to(self, record: CommitRecord) -> None:
         self._applied = record.step
+        self._kept = ()
         self._last_record = record
         self._reduced = None

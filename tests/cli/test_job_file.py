@@ -172,7 +172,11 @@ def test_every_job_that_can_be_written_is_read_back(job):
         (f"tag: 1\nseed: {'x' * 99}", 1, "tag: expected text"),
         (f"seed: {'x' * 99}", 1, f"got '{'x' * 60}…'"),
         ("\nmax_steps: 0", 2, "max_steps: 0 is not possible; it must be at least 1"),
-        ("microbatch_size: 2\nglobal_batch_size: 7", 2, "global_batch_size: 7 is not possible; it must be a multiple of"),
+        (
+            "microbatch_size: 2\nglobal_batch_size: 7",
+            2,
+            "global_batch_size: 7 is not possible; it must be a multiple of",
+        ),
         ("seed: 1\nmicrobatch_size: 7", 1, "global_batch_size: 8 is not possible; it must be a multiple of"),
         ("seed: 1\ndata:\n  vocab_size: 3", 3, "data.vocab_size: 3 is not possible; it must be at least 257"),
         ("\ncontrol:\n  heartbeat_interval_s: 2", 2, "control.lease_s: 3.0 is not possible; it must be at least two"),

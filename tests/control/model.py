@@ -131,6 +131,8 @@ class VirtualNode:
     down: deque[object] = field(default_factory=deque)
     is_dead: bool = False
     is_frozen: bool = False
+    is_hung: bool = False
+    """Frozen for good."""
     is_cut: bool = False
     """The tunnel is gone; the workers go on, and reach their peers."""
     is_dropped: bool = False
@@ -186,9 +188,7 @@ class World:
                     found.append(f"work {worker.place}")
                 elif worker.wait.can_fail():
                     found.append(f"fail {worker.place}")
-        if self._next_deadline() is not None:
-            found.append("time")
-        return found
+        return [*found, "time"]
 
     def make(self, move: str) -> None:
         """Let a move happen, or a fault: kill, cut, crash, freeze, thaw, blip, stop."""
@@ -214,9 +214,10 @@ class World:
                 self.nodes[subject].up.pop()
             case "crash":
                 self._crash(self._worker(subject).place)
-            case "freeze" | "thaw":
-                self.nodes[subject].is_frozen = kind == "freeze"
+            case "freeze" | "hang" | "thaw":
                 self._beat()
+                self.nodes[subject].is_frozen = kind != "thaw"
+                self.nodes[subject].is_hung = kind == "hang"
             case "stop":
                 self._feed(StopRequested(now=False, exit_code=130, reason="interrupted"))
             case _:
@@ -263,19 +264,12 @@ class World:
         for device in targets:
             node.workers[device].take(message)  # type: ignore[arg-type]
 
-    def _next_deadline(self) -> float | None:
-        """When the coordinator has to act next although all healthy nodes say their heartbeats; None for never."""
-        if self.now_s >= self._beaten_s + self.job.control.heartbeat_interval_s:
-            self._beat()
-        deadline_s = self.coordinator.next_deadline()
-        return None if deadline_s >= self._beaten_s + self.job.control.lease_s - 1e-9 else deadline_s
-
     def _pass_time(self) -> None:
-        deadline_s = self._next_deadline()
-        assert deadline_s is not None
-        while self.now_s < deadline_s:
-            self.now_s = min(deadline_s, self.now_s + self.job.control.heartbeat_interval_s)
+        """Go to the coordinator's next deadline, or where healthy nodes say their next heartbeats before."""
+        interval_s = self.job.control.heartbeat_interval_s
+        if self.now_s >= self._beaten_s + interval_s:
             self._beat()
+        self.now_s = max(self.now_s, min(self._beaten_s + interval_s, self.coordinator.next_deadline()))
         self._carry_out(self.coordinator.handle_deadline(self.now_s))
 
     def _beat(self) -> None:
@@ -412,20 +406,20 @@ class World:
         longest: tuple[Applied, ...] = ()
         copied: set[int] = set()
         for worker in workers.values():
-            for layer, history in worker.layers.items():
+            for layer, history in (worker.kept | worker.layers).items():
                 longest = max(longest, history, key=len)
-                if history:
-                    copied.add(layer)
-        if self._copied - copied and move.startswith("work"):
+                copied.add(layer)
+        if self._copied - copied and move.startswith("work") and longest:
             raise Violation(f"{move} drops the last living copy of layers {sorted(self._copied - copied)}")
         self._copied = frozenset(copied)
         if not move.startswith("work"):
             return
+        newest = max((worker.standing.adopted for worker in workers.values()), default=0)
         for worker in workers.values():
             for layer, history in worker.layers.items():
                 if history != longest[: len(history)]:
                     raise Violation(f"layer {layer} on {worker.place} went through {history}, elsewhere {longest}")
-                if len(history) < len(longest) - 1:
+                if len(history) < len(longest) - 1 and worker.standing.adopted == newest:
                     raise Violation(f"layer {layer} on {worker.place} is {len(longest) - len(history)} steps behind")
                 if [applied.step for applied in history] != list(range(1, len(history) + 1)):
                     raise Violation(f"layer {layer} on {worker.place} went through {history}")
@@ -444,8 +438,19 @@ class World:
                             f"step {record.step} is journaled as of generation {record.generation}, "
                             f"but layer {layer} on {worker.place} has it of {applied.generation}"
                         )
-        if "no living node holds" in self.ended.reason and len(self._copied) == self.shape.num_layers:
+        if "no living node holds" in self.ended.reason and len(self._current_copies()) == self.shape.num_layers:
             raise Violation(f"all layers live, yet: {self.ended.reason}")
+
+    def _current_copies(self) -> set[int]:
+        """The layers of which a living worker has the newest version, or what makes it."""
+        workers = self._workers().values()
+        newest = max((len(history) for worker in workers for history in worker.layers.values()), default=0)
+        return {
+            layer
+            for worker in workers
+            for layer, history in (worker.kept | worker.layers).items()
+            if len(history) == newest or (len(history) == newest - 1 and worker.holds_reduced)
+        }
 
     @property
     def num_lost(self) -> int:

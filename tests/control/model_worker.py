@@ -67,6 +67,8 @@ class VirtualWorker:
     def __init__(self, place: Place, job: JobSpec, fabric: Fabric, say: Callable[[AgentMessage], None]) -> None:
         self.place = place
         self.layers: dict[int, tuple[Applied, ...]] = {}
+        self.kept: dict[int, tuple[Applied, ...]] = {}
+        """Layers of the plan before, until all have adopted the new one."""
         self.standing = Standing(place, lambda: None)
         self._job = job
         self._fabric = fabric
@@ -105,6 +107,11 @@ class VirtualWorker:
                 raise Violation(f"{self.place} was told {message}")
 
     @property
+    def holds_reduced(self) -> bool:
+        """It can still apply the step that its peers may have applied."""
+        return bool(self._reduced)
+
+    @property
     def can_step(self) -> bool:
         return self.wait.ready() or self.wait.interrupted()
 
@@ -135,12 +142,11 @@ class VirtualWorker:
 
     def _follow(self, order: Order) -> Moves:
         yield from _pause("took an order")
-        if order.catch_up is not None and self.standing.applied < order.catch_up.step:
-            self.standing.catch_up(order.catch_up)
+        if order.catch_up is not None and self.standing.catch_up(order.catch_up):
             yield from self._apply(order.catch_up)
         if order.finish is None:
             self._forget_step()
-        elif self.standing.applied < order.finish:
+        elif self.standing.applied == order.finish - 1:
             yield from self._finish(order, order.finish)
         yield from self._adopt(order)
 
@@ -177,9 +183,9 @@ class VirtualWorker:
         schedule = compile_schedule(
             ScheduleKind.ONE_F_ONE_B, num_stages=len(lane.places), num_microbatches=len(microbatches), commits=False
         )
+        if self.standing.is_broken:
+            raise PeerLost("a program of this step failed half-way before")
         self._say_resumed()
-        if lane.key in self._spoiled:
-            raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")
         try:
             for instruction in schedule.programs[lane.stage]:
                 assert instruction.microbatch is not None
@@ -207,6 +213,8 @@ class VirtualWorker:
                 self._fabric.send(lane.key, self.place, target, tag, (work.step, microbatch))
             case Op.BACKWARD:
                 yield Wait("backward", lambda: not stopped(), stopped)
+                if lane.key in self._spoiled:
+                    raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")
                 self.standing.note_microbatch()
                 work.microbatches.append(microbatch)
 
@@ -234,8 +242,8 @@ class VirtualWorker:
                     generation=generation,
                     transfer_s=0.0,
                     received_bytes=0,
-                    idle_from_s=0.0,
-                    idle_to_s=0.0,
+                    resumed_s=0.0,
+                    busy_s=(),
                 )
             )
 
@@ -301,6 +309,7 @@ class VirtualWorker:
             if summed != whole:
                 raise Violation(f"step {record.step}: layer {layer} on {self.place} sums microbatches {summed}")
             self.layers[layer] = (*history, Applied(record.step, record.generation, summed))
+        self.kept = {}
         self._forget_step()
         if self._lane is not None and self._lane.stage == 0:
             self._say(StepCommitted(device=self.place.device, record=record))
@@ -352,19 +361,21 @@ class VirtualWorker:
         received = yield from self._exchange(order, moving)
         yield from _pause("about to adopt")
         wanted = () if located is None else tuple(plan.pipelines[located[0]].stages[located[1]].layers)
-        self._take_layers(wanted, received, initial=order.initial)
-        self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_key, lane
-        self._groups &= set(keys)
+        received = {layer: state for layer, state in self.kept.items() if layer in wanted} | received
+        sent = {item.layer for item in order.transfers if item.source == self.place}
+        kept = {layer: self._state(layer) for layer in sorted(sent.difference(wanted))}
+        self.standing.adopt(order, wanted, tuple(kept))
         yield from _pause("adopting")
-        self.standing.adopt(order, wanted)
+        self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_key, lane
+        self._take_layers(wanted, received, initial=order.initial)
+        self.kept = kept
+        self._groups &= set(keys)
         self._resumed_generation = order.generation
 
     def _exchange(self, order: Order, key: GroupKey) -> Generator[Wait, None, dict[int, tuple[Applied, ...]]]:
         for tag, item in enumerate(order.transfers):
             if item.source == self.place:
-                if item.layer not in self.layers:
-                    raise Violation(f"{self.place} is to send layer {item.layer}, which it does not hold")
-                self._fabric.send(key, self.place, item.target, tag, self.layers[item.layer])
+                self._fabric.send(key, self.place, item.target, tag, self._state(item.layer))
         yield from _pause("sent layers")
         received: dict[int, tuple[Applied, ...]] = {}
         for tag, item in enumerate(order.transfers):
@@ -380,6 +391,11 @@ class VirtualWorker:
                 if received.setdefault(item.layer, state) != state:
                     raise Violation(f"{self.place} receives layer {item.layer} in parts of different versions")
         return received
+
+    def _state(self, layer: int) -> tuple[Applied, ...]:
+        if layer not in self.layers and layer not in self.kept:
+            raise Violation(f"{self.place} is to send layer {layer}, which it does not hold")
+        return self.kept[layer] if layer in self.kept else self.layers[layer]
 
     def _take_layers(self, wanted: Collection[int], received: dict[int, tuple[Applied, ...]], *, initial: bool) -> None:
         if initial:

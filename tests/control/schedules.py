@@ -20,6 +20,8 @@ Choose = Callable[[list[str]], str]
 
 _LIMIT = 20_000
 """Moves in which any run has to end."""
+_PATIENCE = 40
+"""Moves of time alone, each a heartbeat's interval or less, in which something has to happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +127,14 @@ def _run(world: World, choose: Choose, limit: int) -> None:
 
 def _finish(world: World) -> None:
     for name, node in world.nodes.items():
-        if node.is_frozen and not node.is_dropped and world.ended is None:
+        if node.is_frozen and not node.is_hung and world.ended is None:
             world.make(f"thaw {name}")
-    choose = in_turn()
+    choose, idle = in_turn(), 0
     for _ in range(_LIMIT):
         moves = world.moves()
-        if not moves:
+        if not moves or idle > _PATIENCE:
             break
+        idle = idle + 1 if moves == ["time"] else 0
         world.make(choose(moves))
     if world.ended is None:
         raise Violation(f"the run stands still: {world.standing_still()}")
@@ -169,7 +172,7 @@ def _name(world: World, fault: Fault) -> str | None:
 def _is_possible_fault(world: World, move: str) -> bool:
     kind, _, subject = move.partition(" ")
     match kind:
-        case "kill" | "cut" | "freeze" | "thaw" | "lose":
+        case "kill" | "cut" | "freeze" | "hang" | "lose":
             return world.nodes[subject].is_counted and (kind != "lose" or bool(world.nodes[subject].up))
         case "crash":
             return any(str(place) == subject for node in world.nodes.values() for place in node.places)
@@ -179,5 +182,7 @@ def _is_possible_fault(world: World, move: str) -> bool:
                 for node in world.nodes.values()
                 for place in node.places
             )
+        case "thaw":
+            return world.nodes[subject].is_frozen
         case _:
             return kind == "stop"

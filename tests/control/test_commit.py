@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.control.model import Shape
@@ -43,7 +43,25 @@ def test_an_undisturbed_run_commits_every_step_in_turn():
         assert world.ended.exit_code == 0
 
 
-@settings(max_examples=150, deadline=None)
+# The moves of a failure are in its message; explaining it by coverage costs more than it tells.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+
+
+@settings(max_examples=150, deadline=None, phases=PHASES)
 @given(scenario=scenarios(("kill",)))
 def test_killed_nodes_break_no_promise(scenario: Scenario):
     play(scenario)
+
+
+@settings(max_examples=300, deadline=None, phases=PHASES)
+@given(scenario=scenarios(("kill", "cut", "crash", "freeze", "hang", "blip", "stop")))
+def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
+    play(scenario)
+
+
+@settings(max_examples=100, deadline=None, phases=PHASES)
+@given(scenario=scenarios(("kill", "cut", "crash", "hang"), max_faults=1))
+def test_losing_f_nodes_never_ends_a_run(scenario: Scenario):
+    world = play(scenario)
+    assert world.ended is not None
+    assert world.ended.exit_code == 0, world.ended.reason
