@@ -278,7 +278,7 @@ def main() -> None:
             times = [measure_torchrun(directory) for _ in range(arguments.runs)]
             median_s = statistics.median(times)
             print(
-                f"torchrun restart, killed worker, to the next step: {median_s:.2f} s, {median_s / killed_s:.0f} times ours"
+                f"torchrun, killed worker, to the next step: {median_s:.2f} s, {median_s / killed_s:.0f} times ours"
             )
 
 
