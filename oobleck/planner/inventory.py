@@ -62,10 +62,11 @@ class Inventory:
 
     def holders(self, layer: int) -> list[Place]:
         """Return the places that hold a layer, sorted."""
-        return sorted(
-            Place(node=node, device=device)
+        found = sorted(
+            (node, device)
             for holding, nodes in self.kinds.items()
             for device, layers in enumerate(holding)
             if layer in layers
             for node in nodes
         )
+        return [Place(node=node, device=device) for node, device in found]
