@@ -81,13 +81,14 @@ class Capacity:
         self, answer: Callable[[Floats], Counter[int] | None], least_s: float, limit_s: float
     ) -> Filled | None:
         """Bisect for the least time within which `answer` finds pipelines for what they take."""
+        if limit_s < least_s:
+            return None
+        if (best := answer(self._taken_within(least_s))) is not None:
+            return self._settled(best, least_s), least_s
         # One smallest pipeline could take everything while the others take one each.
         surely_s = float(self._first_s[0] + self.num_microbatches * self._next_s[0])
-        high_s, best = min(limit_s, surely_s), answer(self._taken_within(least_s))
-        if best is not None:
-            return (self._settled(best, least_s), least_s) if least_s <= limit_s else None
-        best = answer(self._taken_within(high_s))
-        if best is None:
+        high_s = min(limit_s, surely_s)
+        if not self._more_taken(least_s, high_s).any() or (best := answer(self._taken_within(high_s))) is None:
             return None
         low_s, step = least_s, _GALLOP
         while (target_s := least_s * (1 + step)) < high_s:
@@ -112,14 +113,20 @@ class Capacity:
         taken: Floats = self._taken(np.array([step_s]))[0]
         return taken
 
+    def _more_taken(self, low_s: float, high_s: float) -> Floats:
+        """Return by how many microbatches pipelines take more within `high_s` than within `low_s`."""
+        taken = np.maximum(self._taken(np.array([low_s, high_s])), 0.0)
+        more: Floats = taken[1] - taken[0]
+        return more
+
     def _middle_candidate(self, low_s: float, high_s: float) -> float | None:
         """Return the median of the times that pipelines can take, strictly between two times; None for none."""
-        taken = np.maximum(self._taken(np.array([low_s, math.nextafter(high_s, 0.0)])), 0.0)
-        numbers = (taken[1] - taken[0]).astype(np.int64)
+        numbers = self._more_taken(low_s, math.nextafter(high_s, 0.0)).astype(np.int64)
         if not numbers.any():
             return None
+        below = np.maximum(self._taken_within(low_s), 0.0)
         which = np.repeat(np.arange(len(numbers)), numbers)
-        following = np.arange(len(which)) - np.repeat(np.cumsum(numbers) - numbers, numbers) + taken[0][which]
+        following = np.arange(len(which)) - np.repeat(np.cumsum(numbers) - numbers, numbers) + below[which]
         times_s = self._first_s[which] + following * self._next_s[which]
         return float(np.partition(times_s, len(times_s) // 2)[len(times_s) // 2])
 
