@@ -83,13 +83,17 @@ class Capacity:
         """Bisect for the least time within which `answer` finds pipelines for what they take."""
         if limit_s < least_s:
             return None
+        # One smallest pipeline could take everything while the others take one each.
+        high_s = float(self._first_s[0] + self.num_microbatches * self._next_s[0])
+        if limit_s < high_s:
+            # Most limits cannot be met, so they are tried first.
+            high_s = limit_s
+            if answer(self._taken_within(high_s)) is None:
+                return None
         if (best := answer(self._taken_within(least_s))) is not None:
             return self._settled(best, least_s), least_s
-        # One smallest pipeline could take everything while the others take one each.
-        surely_s = float(self._first_s[0] + self.num_microbatches * self._next_s[0])
-        high_s = min(limit_s, surely_s)
-        if not self._more_taken(least_s, high_s).any() or (best := answer(self._taken_within(high_s))) is None:
-            return None
+        best = answer(self._taken_within(high_s))
+        assert best is not None, "enough time has an answer"
         low_s, step = least_s, _GALLOP
         while (target_s := least_s * (1 + step)) < high_s:
             if (found := answer(self._taken_within(target_s))) is not None:

@@ -44,14 +44,15 @@ def match_nodes(
     assert len(holdings) >= len(positions), "every position gets a node"
     chosen = _exact_pairs(positions, holdings, origins)
     taken = set(chosen.values())
-    nodes: dict[Holding, list[str]] = defaultdict(list)
+    # Dictionaries stand for ordered sets.
+    nodes: dict[Holding, dict[str, None]] = defaultdict(dict)
     for node, holding in holdings.items():
         if node not in taken:
-            nodes[holding].append(node)
-    waiting: dict[Holding, list[int]] = defaultdict(list)
+            nodes[holding][node] = None
+    waiting: dict[Holding, dict[int, None]] = defaultdict(dict)
     for index, position in enumerate(positions):
         if index not in chosen:
-            waiting[position.needed].append(index)
+            waiting[position.needed][index] = None
     if waiting:
         costs = np.array([[float(missing_bytes(needed, held, layer_bytes)) for held in nodes] for needed in waiting])
         flows = transport(costs, list(map(len, waiting.values())), list(map(len, nodes.values())))
@@ -63,14 +64,16 @@ def match_nodes(
 
 def _pair(
     number: int,
-    indices: list[int],
-    nodes: list[str],
+    indices: dict[int, None],
+    nodes: dict[str, None],
     positions: Sequence[Position],
     origins: Mapping[str, int],
     chosen: dict[int, str],
 ) -> None:
-    """Take so many positions and nodes from the lists and match them, those of one pipeline first."""
+    """Take so many of the positions and nodes and match them, those of one pipeline first."""
     for stay in (True, False):
+        if not number:
+            return
         by_origin: dict[int | None, list[str]] = defaultdict(list)
         for node in reversed(nodes):
             by_origin[origins.get(node) if stay else None].append(node)
@@ -79,8 +82,7 @@ def _pair(
             if number and alike:
                 number -= 1
                 chosen[index] = node = alike.pop()
-                nodes.remove(node)
-                indices.remove(index)
+                del nodes[node], indices[index]
 
 
 def _exact_pairs(
