@@ -22,7 +22,9 @@ __all__ = ["Capacity", "Filled", "share_s"]
 Filled = tuple[tuple[int, ...], float]
 """Sizes of pipelines, largest first, and the seconds of the slowest."""
 
-_GALLOP = 1 / 64
+_NEVER_S = 1e300
+_GALLOP = 1 / 256
+"""The first step up from a time that is too short, as a share of it; each further one doubles."""
 
 
 def share_s(size: int, timing: Timing, *, num_nodes: int, num_microbatches: int) -> float:
@@ -38,7 +40,7 @@ class Capacity:
         self._smallest, self._largest = min(timings), max(timings)
         self._sizes = np.arange(self._smallest, self._largest + 1)
         # A size without a template takes no microbatch, so it is used as a smaller one with idle nodes.
-        self._first_s, self._next_s = np.full(len(self._sizes), np.inf), np.ones(len(self._sizes))
+        self._first_s, self._next_s = np.full(len(self._sizes), _NEVER_S), np.ones(len(self._sizes))
         for size, timing in timings.items():
             self._first_s[size - self._smallest] = timing.first_s
             self._next_s[size - self._smallest] = timing.next_s
@@ -50,11 +52,14 @@ class Capacity:
 
     def any_number(self, limit_s: float) -> Filled | None:
         """Return the fastest pipelines, whatever their number, or None where none is within the limit."""
-        return self._fastest(self._fill, limit_s)
+        return self._fastest(self._fill, self.least_s, limit_s)
 
-    def exactly(self, num_pipelines: int, limit_s: float) -> Filled | None:
-        """Return the fastest `num_pipelines` pipelines, or None where none is within the limit."""
-        return self._fastest(lambda taken: self._choose(taken, num_pipelines), limit_s)
+    def exactly(self, num_pipelines: int, least_s: float, limit_s: float) -> Filled | None:
+        """Return the fastest `num_pipelines` pipelines, or None where none is within the limit.
+
+        `least_s` is known to be beaten by none, such as the time of the fastest in any number.
+        """
+        return self._fastest(lambda taken: self._choose(taken, num_pipelines), least_s, limit_s)
 
     def most_taken(self, numbers: Ints, limits_s: Floats) -> Floats:
         """Return bounds on what so many pipelines take within each limit."""
@@ -65,45 +70,67 @@ class Capacity:
     def _taken(self, limits_s: Floats) -> Floats:
         """Return the microbatches that pipelines take within given seconds: [limit, size]; -inf for none."""
         limits_s = limits_s[:, None]
-        with np.errstate(invalid="ignore"):
-            taken: Floats = np.floor((limits_s - self._first_s) / self._next_s) + 1
-            # Corrected to agree with Timing.step_s to the last bit.
-            taken += self._first_s + taken * self._next_s <= limits_s
-            taken -= self._first_s + (taken - 1) * self._next_s > limits_s
-        taken[~(taken >= 1)] = -np.inf
+        taken: Floats = np.floor((limits_s - self._first_s) / self._next_s) + 1
+        # Corrected to agree with Timing.step_s to the last bit.
+        taken += self._first_s + taken * self._next_s <= limits_s
+        taken -= self._first_s + (taken - 1) * self._next_s > limits_s
+        taken[taken < 1] = -np.inf
         return taken
 
-    def _fastest(self, answer: Callable[[Floats], Counter[int] | None], limit_s: float) -> Filled | None:
+    def _fastest(
+        self, answer: Callable[[Floats], Counter[int] | None], least_s: float, limit_s: float
+    ) -> Filled | None:
         """Bisect for the least time within which `answer` finds pipelines for what they take."""
-        # One smallest pipeline could take everything while the others take one each.
-        surely_s = float(self._first_s[0] + self.num_microbatches * self._next_s[0])
-        high_s = min(limit_s, surely_s)
-        best = answer(self._taken(np.array([high_s]))[0])
-        if best is None:
+        if limit_s < least_s:
             return None
-        low_s, target_s, step = math.nextafter(self.least_s, 0.0), self.least_s, _GALLOP
-        while target_s < high_s:
-            if (found := answer(self._taken(np.array([target_s]))[0])) is not None:
+        # One smallest pipeline could take everything while the others take one each.
+        high_s = float(self._first_s[0] + self.num_microbatches * self._next_s[0])
+        if limit_s < high_s:
+            # Most limits cannot be met, so they are tried first.
+            high_s = limit_s
+            if answer(self._taken_within(high_s)) is None:
+                return None
+        if (best := answer(self._taken_within(least_s))) is not None:
+            return self._settled(best, least_s), least_s
+        best = answer(self._taken_within(high_s))
+        assert best is not None, "enough time has an answer"
+        low_s, step = least_s, _GALLOP
+        while (target_s := least_s * (1 + step)) < high_s:
+            if (found := answer(self._taken_within(target_s))) is not None:
                 best, high_s = found, target_s
             else:
-                low_s, target_s, step = target_s, self.least_s * (1 + step), 2 * step
+                low_s, step = target_s, 2 * step
         while (middle_s := self._middle_candidate(low_s, high_s)) is not None:
-            if (found := answer(self._taken(np.array([middle_s]))[0])) is not None:
+            if (found := answer(self._taken_within(middle_s))) is not None:
                 best, high_s = found, middle_s
             else:
                 low_s = middle_s
-        taken = self._taken(np.array([high_s]))[0]
-        even = self._even(taken, sum(best.values()))
-        return self._without_idle(taken, best if even is None else even), high_s
+        return self._settled(best, high_s), high_s
+
+    def _settled(self, items: Counter[int], step_s: float) -> tuple[int, ...]:
+        """Return the sizes, as even as they can be in that number within that time, none with idle nodes."""
+        taken = self._taken_within(step_s)
+        even = self._even(taken, sum(items.values()))
+        return self._without_idle(taken, items if even is None else even)
+
+    def _taken_within(self, step_s: float) -> Floats:
+        taken: Floats = self._taken(np.array([step_s]))[0]
+        return taken
+
+    def _more_taken(self, low_s: float, high_s: float) -> Floats:
+        """Return by how many microbatches pipelines take more within `high_s` than within `low_s`."""
+        taken = np.maximum(self._taken(np.array([low_s, high_s])), 0.0)
+        more: Floats = taken[1] - taken[0]
+        return more
 
     def _middle_candidate(self, low_s: float, high_s: float) -> float | None:
         """Return the median of the times that pipelines can take, strictly between two times; None for none."""
-        taken = np.maximum(self._taken(np.array([low_s, math.nextafter(high_s, 0.0)])), 0.0)
-        numbers = (taken[1] - taken[0]).astype(np.int64)
+        numbers = self._more_taken(low_s, math.nextafter(high_s, 0.0)).astype(np.int64)
         if not numbers.any():
             return None
+        below = np.maximum(self._taken_within(low_s), 0.0)
         which = np.repeat(np.arange(len(numbers)), numbers)
-        following = np.arange(len(which)) - np.repeat(np.cumsum(numbers) - numbers, numbers) + taken[0][which]
+        following = np.arange(len(which)) - np.repeat(np.cumsum(numbers) - numbers, numbers) + below[which]
         times_s = self._first_s[which] + following * self._next_s[which]
         return float(np.partition(times_s, len(times_s) // 2)[len(times_s) // 2])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from oobleck.errors import Unrecoverable
 
@@ -60,12 +61,14 @@ class Inventory:
         if lost := tuple(layer for layer, number in enumerate(self.num_holders) if not number):
             raise Unrecoverable(lost)
 
+    @cached_property
+    def _places(self) -> list[tuple[Place, frozenset[int]]]:
+        return [
+            (Place(node=node, device=device), layers)
+            for node in sorted(self.holdings)
+            for device, layers in enumerate(self.holdings[node])
+        ]
+
     def holders(self, layer: int) -> list[Place]:
         """Return the places that hold a layer, sorted."""
-        return sorted(
-            Place(node=node, device=device)
-            for holding, nodes in self.kinds.items()
-            for device, layers in enumerate(holding)
-            if layer in layers
-            for node in nodes
-        )
+        return [place for place, layers in self._places if layer in layers]

@@ -2,20 +2,20 @@
 
 An assignment problem. Most nodes already hold exactly what some position needs; such pairs may be fixed
 beforehand, because the bytes to make one set of layers into another obey the triangle inequality: if an optimal
-matching separates an exact pair, swapping the partners costs no more. What remains is small after a failure,
-and is solved exactly (see `assignment`).
+matching separates an exact pair, swapping the partners costs no more. What remains has few kinds of nodes and
+positions, and is solved exactly (see `transport`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .assignment import assign
-from .costs import Floats
-from .inventory import Holding
+from .inventory import Holding, missing_bytes
+from .transport import transport
 
 __all__ = ["Position", "match_nodes"]
 
@@ -38,21 +38,51 @@ def match_nodes(
     """Return the node for each position, with the fewest bytes to move in all.
 
     `holdings` names the candidates, at least as many as positions, and what they hold; `origins` the old
-    pipelines of those that had one. Equal costs are settled by staying in the pipeline, then by the order of
-    `holdings`. O(p) for what stays, plus O(r³) for the r positions that change.
+    pipelines of those that had one. Of equal choices, nodes stay in their pipelines as far as possible, then the
+    order of `holdings` decides. O(p + n) beside the transport of what changes.
     """
     assert len(holdings) >= len(positions), "every position gets a node"
     chosen = _exact_pairs(positions, holdings, origins)
     taken = set(chosen.values())
-    nodes = [node for node in holdings if node not in taken]
-    rest = [index for index in range(len(positions)) if index not in chosen]
-    if rest:
-        costs = _costs([positions[index] for index in rest], [holdings[node] for node in nodes], layer_bytes)
-        came_from = np.array([origins.get(node, -2) for node in nodes])
-        costs += came_from[None, :] != np.array([positions[index].origin for index in rest])[:, None]
-        for index, column in zip(rest, assign(costs), strict=True):
-            chosen[index] = nodes[column]
+    # Dictionaries stand for ordered sets.
+    nodes: dict[Holding, dict[str, None]] = defaultdict(dict)
+    for node, holding in holdings.items():
+        if node not in taken:
+            nodes[holding][node] = None
+    waiting: dict[Holding, dict[int, None]] = defaultdict(dict)
+    for index, position in enumerate(positions):
+        if index not in chosen:
+            waiting[position.needed][index] = None
+    if waiting:
+        costs = np.array([[float(missing_bytes(needed, held, layer_bytes)) for held in nodes] for needed in waiting])
+        flows = transport(costs, list(map(len, waiting.values())), list(map(len, nodes.values())))
+        for row, indices in enumerate(waiting.values()):
+            for column, alike in enumerate(nodes.values()):
+                _pair(int(flows[row, column]), indices, alike, positions, origins, chosen)
     return tuple(chosen[index] for index in range(len(positions)))
+
+
+def _pair(
+    number: int,
+    indices: dict[int, None],
+    nodes: dict[str, None],
+    positions: Sequence[Position],
+    origins: Mapping[str, int],
+    chosen: dict[int, str],
+) -> None:
+    """Take so many of the positions and nodes and match them, those of one pipeline first."""
+    for stay in (True, False):
+        if not number:
+            return
+        by_origin: dict[int | None, list[str]] = defaultdict(list)
+        for node in reversed(nodes):
+            by_origin[origins.get(node) if stay else None].append(node)
+        for index in list(indices):
+            alike = by_origin[positions[index].origin if stay else None]
+            if number and alike:
+                number -= 1
+                chosen[index] = node = alike.pop()
+                del nodes[node], indices[index]
 
 
 def _exact_pairs(
@@ -72,23 +102,3 @@ def _exact_pairs(
                 chosen[index] = node = nodes.pop()
                 taken.add(node)
     return chosen
-
-
-def _costs(positions: Sequence[Position], holdings: Sequence[Holding], layer_bytes: Sequence[int]) -> Floats:
-    """Return the bytes to move, scaled so that all ties together weigh less than one byte: [position, node]."""
-    num_devices = max(len(position.needed) for position in positions)
-    weights = 2.0 * len(positions) * np.tile(np.asarray(layer_bytes, dtype=np.float64), num_devices)
-    needed = _indicator([position.needed for position in positions], num_devices, len(layer_bytes))
-    held = _indicator(holdings, num_devices, len(layer_bytes))
-    costs: Floats = (needed * weights) @ (1 - held).T
-    return costs
-
-
-def _indicator(holdings: Sequence[Holding], num_devices: int, num_layers: int) -> Floats:
-    rows: dict[Holding, int] = {}
-    which = [rows.setdefault(holding, len(rows)) for holding in holdings]
-    table = np.zeros((len(rows), num_devices * num_layers))
-    for holding, row in rows.items():
-        for device, layers in enumerate(holding[:num_devices]):
-            table[row, [device * num_layers + layer for layer in sorted(layers)]] = 1
-    return table[which]

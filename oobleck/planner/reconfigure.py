@@ -7,7 +7,7 @@ that: redundancy is not for sale.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +31,16 @@ _TOLERANCE = 1e-9
 
 _Score = tuple[int, float]
 """Pipelines too few or too many, then the weighed seconds of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proposal:
+    """A move, without the nodes that it sets aside."""
+
+    move: Move
+    set_aside: frozenset[str]
+    least: _Score
+    """No way to carry it out scores better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +76,7 @@ def reconfigure(
         devices_per_node=catalog.settings.devices_per_node,
     )
     world.inventory.check_complete()
-    catalog.num_pipelines(world.num_nodes)  # Raises PlanningError where no plan exists.
-    best: _Outcome | None = None
-    for set_aside in _variants(world):
-        situation = _situation(catalog, world, set_aside)
-        moves = all_moves(situation, partial(_choose, catalog, situation)) if situation.sizes else []
-        for move in moves:
-            best = _better(catalog, world, set_aside, move, best)
-    assert best is not None, "a rebuild with all nodes is possible"
+    best = _decide(catalog, world)
     transfers = plan_transfers(best.arrivals, world.inventory, max_sources=catalog.settings.max_sources)
     return Decision(
         plan=best.plan,
@@ -85,6 +88,28 @@ def reconfigure(
     )
 
 
+def _decide(catalog: Catalog, world: World) -> _Outcome:
+    """Return the best outcome. Raises PlanningError where the nodes left cannot hold the model."""
+    fewest, most = catalog.num_pipelines(world.num_nodes)
+    proposals = [
+        proposal for set_aside in _variants(world) for proposal in _proposals(catalog, world, set_aside, fewest, most)
+    ]
+    intact = _intact(catalog, world)
+    best: _Outcome | None = None
+    # Gentler moves come first among those of equal promise, and stay unless a later one is truly better.
+    for proposal in sorted(proposals, key=lambda proposal: proposal.least):
+        if best is None or _beats(proposal.least, best.score):
+            outcome = _carry_out(catalog, world, intact, proposal)
+            if best is None or _beats(outcome.score, best.score):
+                best = outcome
+    assert best is not None, "a rebuild with all nodes is possible"
+    return best
+
+
+def _beats(score: _Score, other: _Score) -> bool:
+    return score < (other[0], other[1] * (1 - _TOLERANCE))
+
+
 def _variants(world: World) -> list[frozenset[str]]:
     """Return the sets of slow nodes to try without: none, then all up to each of the lowest speeds."""
     slow = sorted({speed for node, speed in world.speeds.items() if speed < 1.0 and node in world.holdings})
@@ -92,18 +117,32 @@ def _variants(world: World) -> list[frozenset[str]]:
     return [frozenset(node for node in world.speeds if world.speeds[node] <= limit) for limit in limits]
 
 
-def _situation(catalog: Catalog, world: World, set_aside: frozenset[str]) -> Situation:
+def _proposals(
+    catalog: Catalog, world: World, set_aside: frozenset[str], fewest: int, most: int
+) -> Iterator[_Proposal]:
+    """Yield the moves without some nodes, when `fewest` to `most` pipelines are wanted."""
     alive = tuple(
         sum(node in world.origins and node not in set_aside for node in pipeline.nodes)
         for pipeline in world.plan.pipelines
     )
     num_free = sum(node not in set_aside for node in world.free)
-    return Situation(
+    situation = Situation(
         before=tuple(len(pipeline.nodes) for pipeline in world.plan.pipelines),
         alive=alive,
         num_free=num_free,
         sizes=tuple(catalog.options(sum(alive) + num_free)),
     )
+    if not situation.sizes:
+        return
+    num_microbatches = catalog.settings.num_microbatches
+    quickest = max([1.0, *world.speeds.values()])
+    for move in all_moves(situation, partial(_choose, catalog, situation)):
+        number = len(move.pipelines)
+        if number > num_microbatches:
+            continue
+        astray = max(fewest - number, number - most if catalog.settings.num_pipelines is not None else 0, 0)
+        nominal = sizing_of(catalog.options(world.num_nodes), move.sizes, num_microbatches, catalog.profile.network)
+        yield _Proposal(move=move, set_aside=set_aside, least=(astray, nominal.step_s / quickest))
 
 
 def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: int) -> tuple[int, ...]:
@@ -118,29 +157,9 @@ def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: in
     return catalog.choose(num_nodes, num_microbatches, fewest, most).sizes if most >= 1 else ()
 
 
-def _better(
-    catalog: Catalog, world: World, set_aside: frozenset[str], move: Move, best: _Outcome | None
-) -> _Outcome | None:
-    """Return the move's outcome if it beats `best`, else `best`."""
-    number, num_microbatches = len(move.pipelines), catalog.settings.num_microbatches
-    if number > num_microbatches:
-        return best
-    fewest, most = catalog.num_pipelines(world.num_nodes)
-    astray = max(fewest - number, 0, number - most if catalog.settings.num_pipelines is not None else 0)
-    quickest = max([1.0, *world.speeds.values()])
-    nominal = sizing_of(catalog.options(world.num_nodes), move.sizes, num_microbatches, catalog.profile.network)
-    if best is not None and not _beats((astray, nominal.step_s / quickest), best.score):
-        return best
-    outcome = _carry_out(catalog, world, set_aside, move, astray)
-    return outcome if best is None or _beats(outcome.score, best.score) else best
-
-
-def _beats(score: _Score, other: _Score) -> bool:
-    return score < (other[0], other[1] * (1 - _TOLERANCE))
-
-
-def _carry_out(catalog: Catalog, world: World, set_aside: frozenset[str], move: Move, astray: int) -> _Outcome:
-    nodes = _assign_nodes(catalog, world, set_aside, move)
+def _carry_out(catalog: Catalog, world: World, intact: frozenset[int], proposal: _Proposal) -> _Outcome:
+    nodes = _assign_nodes(catalog, world, intact, proposal)
+    move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
     used = {node for chosen in nodes for node in chosen}
     idle = tuple(node for node in (*world.free, *sorted(world.origins)) if node not in used)
@@ -153,45 +172,42 @@ def _carry_out(catalog: Catalog, world: World, set_aside: frozenset[str], move: 
     )
     transition_s = _transition_s(catalog, world, arrivals)
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
-    return _Outcome(move=move, plan=plan, step_s=step_s, score=(astray, weighed_s), arrivals=arrivals)
+    return _Outcome(move=move, plan=plan, step_s=step_s, score=(proposal.least[0], weighed_s), arrivals=arrivals)
 
 
-def _assign_nodes(catalog: Catalog, world: World, set_aside: frozenset[str], move: Move) -> list[tuple[str, ...]]:
+def _assign_nodes(catalog: Catalog, world: World, intact: frozenset[int], proposal: _Proposal) -> list[tuple[str, ...]]:
     """Return the nodes of each new pipeline. Pipelines that continue whole keep theirs, as exact pairs may."""
-    nodes: list[tuple[str, ...] | None] = [
-        _kept(catalog, world, set_aside, origin, size) for origin, size in move.pipelines
-    ]
-    kept = {node for chosen in nodes if chosen is not None for node in chosen}
-    candidates = {
-        node: holding for node, holding in world.holdings.items() if node not in kept and node not in set_aside
-    }
+    nodes: list[tuple[str, ...] | None] = []
+    for origin, size in proposal.move.pipelines:
+        old = world.plan.pipelines[origin].nodes if origin is not None and origin in intact else ()
+        nodes.append(old if len(old) == size and proposal.set_aside.isdisjoint(old) else None)
+    kept = {node for chosen in nodes if chosen is not None for node in chosen} | proposal.set_aside
+    candidates = {node: holding for node, holding in world.holdings.items() if node not in kept}
     positions = [
         Position(needed=needed, origin=-1 if origin is None else origin)
-        for (origin, size), chosen in zip(move.pipelines, nodes, strict=True)
+        for (origin, size), chosen in zip(proposal.move.pipelines, nodes, strict=True)
         if chosen is None
         for needed in catalog.needed(size)
     ]
     matched = iter(match_nodes(positions, candidates, world.origins, catalog.layer_bytes))
     return [
         tuple(next(matched) for _ in range(size)) if chosen is None else chosen
-        for (_, size), chosen in zip(move.pipelines, nodes, strict=True)
+        for (_, size), chosen in zip(proposal.move.pipelines, nodes, strict=True)
     ]
 
 
-def _kept(
-    catalog: Catalog, world: World, set_aside: frozenset[str], origin: int | None, size: int
-) -> tuple[str, ...] | None:
-    """Return the nodes of an old pipeline that goes on as it was, None if it does not."""
-    if origin is None:
-        return None
-    nodes = world.plan.pipelines[origin].nodes
-    if len(nodes) != size or not set_aside.isdisjoint(nodes):
-        return None
-    whole = all(
-        world.origins.get(node) == origin and world.holdings[node] == needed
-        for node, needed in zip(nodes, catalog.needed(size), strict=True)
+def _intact(catalog: Catalog, world: World) -> frozenset[int]:
+    """Return the old pipelines that are as their template wants them: all alive, and holding what they need."""
+    sizes = catalog.options(world.num_nodes)
+    return frozenset(
+        index
+        for index, pipeline in enumerate(world.plan.pipelines)
+        if len(pipeline.nodes) in sizes
+        and all(
+            world.origins.get(node) == index and world.holdings[node] == needed
+            for node, needed in zip(pipeline.nodes, catalog.needed(len(pipeline.nodes)), strict=True)
+        )
     )
-    return nodes if whole else None
 
 
 def _transition_s(catalog: Catalog, world: World, arrivals: Sequence[tuple[str, Holding]]) -> float:

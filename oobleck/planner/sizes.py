@@ -133,20 +133,21 @@ class _Search:
     def improve(self, best: _Found | None, fewest: int, most: int) -> _Found | None:
         """Return the best within the limit, or `best` where that is not beaten."""
         limit_s = self._limit_s(best, fewest)
-        numbers = range(fewest, most + 1)
+        numbers, least_s = range(fewest, most + 1), self._capacity.least_s
         if fewest < most:
             free = self._capacity.any_number(limit_s)
             if free is None:
                 return best
+            least_s = free[1]
             if len(free[0]) in numbers:
                 best = self._better(best, free)
                 numbers = range(fewest, min(len(free[0]), _MANY))
-        return self._try(best, np.array(numbers, dtype=np.int64))
+        return self._try(best, np.array(numbers, dtype=np.int64), least_s)
 
-    def _try(self, best: _Found | None, numbers: Ints) -> _Found | None:
+    def _try(self, best: _Found | None, numbers: Ints, least_s: float) -> _Found | None:
         """Search exact numbers of pipelines, from the one that reduces fastest, where they can still be better."""
         if best is None:
-            best = self._better(None, self._capacity.exactly(int(numbers[0]), math.inf))
+            best = self._better(None, self._capacity.exactly(int(numbers[0]), least_s, math.inf))
             numbers = numbers[1:]
         before = None
         while len(numbers):
@@ -155,7 +156,7 @@ class _Search:
                 numbers = numbers[self._capacity.most_taken(numbers, limits_s) >= self._capacity.num_microbatches]
                 before = best
             for number in numbers[:1].tolist():
-                best = self._better(best, self._capacity.exactly(number, self._limit_s(best, number)))
+                best = self._better(best, self._capacity.exactly(number, least_s, self._limit_s(best, number)))
             numbers = numbers[1:]
         return best
 

@@ -28,9 +28,9 @@ def plan_transfers(
 ) -> tuple[LayerTransfer, ...]:
     """Return the transfers that bring nodes, given with what they have to hold, what they do not hold yet.
 
-    A layer is read in equal parts from all its holders. Where it has more than `max_sources`, each reader takes
-    the next ones in turn, and different layers start at different holders, so that the load stays even.
-    O(transfers + holders · log holders).
+    A layer is read in equal parts from all its holders. Where it has more than `max_sources`, they are shared out
+    among the readers in turn, at most `max_sources` to each, and different layers start at different holders, so
+    that the load stays even. O(transfers + holders · log holders).
     """
     wanted: dict[int, list[Place]] = defaultdict(list)
     for node, needed in arrivals:
@@ -41,7 +41,9 @@ def plan_transfers(
     transfers: list[LayerTransfer] = []
     for layer, targets in sorted(wanted.items()):
         holders = inventory.holders(layer)
-        num_parts = min(len(holders), max_sources)
+        num_parts = len(holders)
+        if num_parts > max_sources:
+            num_parts = max(1, min(max_sources, num_parts // len(targets)))
         turn = layer * num_parts
         for target in sorted(targets):
             for part in range(num_parts):

@@ -23,16 +23,17 @@ def test_a_layer_is_read_in_equal_parts_from_all_its_holders() -> None:
     ]
 
 
-def test_more_holders_than_a_reader_takes_are_used_in_turn() -> None:
+def test_more_holders_than_a_reader_takes_are_shared_out_in_turn() -> None:
     holdings: dict[str, Holding] = {f"h{index}": (frozenset({0}),) for index in range(8)}
     holdings |= {f"t{index}": (NONE,) for index in range(6)}
     inventory = Inventory(holdings, 1)
-    arrivals = [(f"t{index}", (frozenset({0}),)) for index in range(6)]
-    transfers = plan_transfers(arrivals, inventory, max_sources=4)
-    assert {t.num_parts for t in transfers} == {4}
-    assert set(Counter(t.source for t in transfers).values()) == {3}
-    for target in {t.target for t in transfers}:
-        assert sorted(t.part for t in transfers if t.target == target) == [0, 1, 2, 3]
+    for num_targets, num_parts, most_sent in ((1, 4, 1), (2, 4, 1), (4, 2, 1), (6, 1, 1)):
+        arrivals = [(f"t{index}", (frozenset({0}),)) for index in range(num_targets)]
+        transfers = plan_transfers(arrivals, inventory, max_sources=4)
+        assert {t.num_parts for t in transfers} == {num_parts}
+        assert max(Counter(t.source for t in transfers).values()) == most_sent
+        for target in {t.target for t in transfers}:
+            assert sorted(t.part for t in transfers if t.target == target) == list(range(num_parts))
 
 
 def test_several_devices_of_a_node_each_get_what_they_lack() -> None:
