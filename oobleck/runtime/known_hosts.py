@@ -54,7 +54,11 @@ async def find_known_hosts(host: str, asked: Mapping[str, Any]) -> KnownHosts:
     user_files = config.get("UserKnownHostsFile", _USER_FILES)
     global_files = config.get("GlobalKnownHostsFile", _GLOBAL_FILES)
     return KnownHosts(
-        files=tuple(Path(os.path.expanduser(str(name))) for name in (*user_files, *global_files)),
+        files=_expanded(*user_files, *global_files),
         host=str(options.host_key_alias or options.host),
         port=int(options.port),
     )
+
+
+def _expanded(*names: str) -> tuple[Path, ...]:
+    return tuple(Path(name).expanduser() for name in names)

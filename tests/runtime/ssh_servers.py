@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -69,3 +69,10 @@ async def _serve(server: str, directory: Path) -> AsyncIterator[tuple[NodeSpec, 
             config = directory / "ssh_config"
             config.write_text(openssh.host_config(["alpha"]))
             yield NodeSpec(name="alpha", host="alpha"), SSHOptions(config=config)
+
+
+async def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
+    """Wait for something that other processes do, and that no event tells of."""
+    with trio.fail_after(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.02)

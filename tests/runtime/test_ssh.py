@@ -21,7 +21,7 @@ from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.ssh import SSHOptions, connect, open_ssh_loop
 from tests.openssh import OpenSSH, free_port, make_key, needs_openssh, serve_openssh
 
-from .ssh_servers import SERVERS, reach
+from .ssh_servers import SERVERS, reach, until
 
 NOTICED_S = 0.5
 """A killed server is noticed within milliseconds; the machine may be busy."""
@@ -120,15 +120,12 @@ async def test_a_slow_command_is_ended_and_leaves_no_channel(server, tmp_path):
             async with trio.open_nursery() as nursery:
                 command = f"touch {begun}; {' '.join(slow)}; true"
                 nursery.start_soon(partial(reachable.connection.run, command, timeout_s=30))
-                while not begun.exists():
-                    await trio.sleep(0.02)
+                await until(begun.exists)
                 nursery.cancel_scope.cancel()
         assert not reachable.connection.is_lost
         with pytest.raises(trio.TooSlowError):
             await reachable.connection.run(f"{' '.join(slow)}; true", timeout_s=0.5)
-        with trio.fail_after(5):
-            while with_words(*slow):
-                await trio.sleep(0.05)
+        await until(lambda: not with_words(*slow))
 
 
 @pytest.mark.parametrize("server", SERVERS)

@@ -9,7 +9,8 @@ import trio.testing
 from .ssh_servers import SERVERS, reach
 
 _CLOGGED_AFTER_S = 0.35
-"""A sender that could send nothing for so long is taken for clogged; buffers move within milliseconds on an idle machine."""
+"""A sender that could send nothing for so long is taken for clogged; buffers move within milliseconds, where the
+machine is not busy."""
 
 _PIECE = b"\0" * (1 << 18)
 
