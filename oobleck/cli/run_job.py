@@ -63,6 +63,8 @@ class Run:
     kills: tuple[tuple[str, int], ...]
     """(node, step): kill the node once the step is committed."""
     python: str | None
+    ssh_config: Path | None
+    """Read in place of the user's own."""
     plain: bool
     as_json: bool
     summary: Path | None
@@ -136,7 +138,7 @@ async def _nodes(run: Run) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptio
         async with serve_local_nodes(run.num_local + _SPARE_NODES) as (nodes, options):
             yield nodes, options
     else:
-        yield run.nodes, SSHOptions(connect_timeout_s=timeout_s)
+        yield run.nodes, SSHOptions(connect_timeout_s=timeout_s, config=run.ssh_config)
 
 
 def _remote_paths(run: Run, directory: RunDirectory) -> RemotePaths:

@@ -51,6 +51,14 @@ def up(
     python: Annotated[
         str | None, typer.Option("--python", help="Interpreter on the nodes; by default the path of this one.")
     ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            metavar="FILE",
+            help="Read this ssh config in place of ~/.ssh/config, as `ssh -F` does: Host, User, Port, IdentityFile, …",
+        ),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the dashboard.")] = False,
     as_json: JsonOption = False,
     summary: Annotated[
@@ -71,6 +79,8 @@ def up(
             f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {len(names)} nodes; "
             "a pipeline needs at least one node of its own"
         )
+    if ssh_config is not None and local is not None:
+        raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
     kills = tuple(_parse_kill(text, names, job.max_steps) for text in kill or [])
 
     from .run_job import Run, run_job
@@ -81,6 +91,7 @@ def up(
         num_local=local or 0,
         kills=kills,
         python=python,
+        ssh_config=_readable(ssh_config, "ssh config") if ssh_config is not None else None,
         plain=plain,
         as_json=as_json,
         summary=summary,
@@ -141,6 +152,12 @@ def _read(path: Path, what: str) -> str:
         raise UsageError(f"{what} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} {path}: not a text file ({error.reason} at byte {error.start})") from error
+
+
+def _readable(path: Path, what: str) -> Path:
+    """A file that others will read, from anywhere. Raises UsageError where it cannot be read."""
+    _read(path, what)
+    return path.expanduser().absolute()
 
 
 def _parse_kill(text: str, nodes: list[str], max_steps: int) -> tuple[str, int]:

@@ -11,6 +11,7 @@ this.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -93,8 +94,8 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """Wait for bytes; b"" at the end. Raises BrokenResourceError when the connection is lost before it."""
-        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 1):
-            raise ValueError(f"max_bytes is {max_bytes!r}; it must be at least 1")
+        if max_bytes is not None and operator.index(max_bytes) < 1:  # a TypeError for what is no whole number
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
         with self._alone("_is_receiving", "another task is receiving"):
             await trio.lowlevel.checkpoint()
             while not self._unread:

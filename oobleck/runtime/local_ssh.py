@@ -6,6 +6,8 @@ kept in memory, and die with it. It listens on loopback only, one port for each 
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -100,13 +102,14 @@ async def _run_command(session: Any) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=True,  # the terminal's Ctrl-C is for the master alone
     )
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_feed, session.stdin, process.stdin)
+            nursery.start_soon(_feed, session.stdin, process)
             async with trio.open_nursery() as outputs:
                 outputs.start_soon(_pump, process.stdout, session.stdout)
                 outputs.start_soon(_pump, process.stderr, session.stderr)
@@ -122,11 +125,27 @@ async def _run_command(session: Any) -> None:
             await trio.aclose_forcefully(stream)
 
 
-async def _feed(source: Any, target: trio.abc.SendStream) -> None:
+async def _feed(source: Any, process: trio.Process) -> None:
+    """Copy input until its end, and pass signals on to all that the command has started, as sshd does."""
+    assert process.stdin is not None
     with suppress(trio.BrokenResourceError, asyncssh.Error):
-        while data := await await_asyncio(source.read, _READ_BYTES):
-            await target.send_all(data)
-        await target.aclose()
+        while True:
+            try:
+                data = await await_asyncio(source.read, _READ_BYTES)
+            except asyncssh.SignalReceived as received:
+                _signal_group(process.pid, received.signal)
+                continue
+            if not data:
+                break
+            await process.stdin.send_all(data)
+        await process.stdin.aclose()
+
+
+def _signal_group(pid: int, name: str) -> None:
+    number = getattr(signal, f"SIG{name}", None)
+    if isinstance(number, signal.Signals):
+        with suppress(ProcessLookupError):
+            os.killpg(pid, number)
 
 
 async def _pump(source: trio.abc.ReceiveStream, target: Any) -> None:

@@ -7,8 +7,11 @@ wrong becomes a NodeUnreachable that says what to change.
 from __future__ import annotations
 
 import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import asyncssh
 import trio
@@ -17,8 +20,11 @@ from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import SSHStream, await_asyncio, open_ssh_loop
+from .known_hosts import KnownHosts, find_known_hosts
 
 __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_ssh_loop"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +34,8 @@ class SSHOptions:
     client_keys: tuple[asyncssh.SSHKey | Path, ...] | None = None
     host_keys: tuple[asyncssh.SSHKey, ...] | None = None
     """Pinned host keys, in place of a known_hosts file."""
-    known_hosts: Path | None = None
     config: Path | None = None
+    """Read in place of the user's own config, as by `ssh -F`."""
     use_defaults: bool = True
     """Whether the user's own config, keys and agent are looked at where nothing is given."""
     connect_timeout_s: float = 10.0
@@ -50,8 +56,6 @@ class SSHOptions:
             options["client_keys"] = list(self.client_keys)
         if self.host_keys is not None:
             options["known_hosts"] = (list(self.host_keys), [], [])
-        elif self.known_hosts is not None:
-            options["known_hosts"] = str(self.known_hosts)
         if self.config is not None:
             options["config"] = [str(self.config)]
         elif not self.use_defaults:
@@ -63,7 +67,7 @@ class SSHOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedCommand:
-    """A command that ended on a node; `exit_status` is -1 when a signal ended it."""
+    """A command that ended on a node; `exit_status` is -1 when the shell was ended by a signal."""
 
     exit_status: int
     stdout: bytes
@@ -87,25 +91,47 @@ class SSHConnection:
         return bool(self._connection.is_closed())
 
     async def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CompletedCommand:
-        """Run a shell command. Raises trio.TooSlowError, or trio.BrokenResourceError when the connection is lost."""
+        """Run a shell command. Raises trio.TooSlowError, or trio.BrokenResourceError when the connection is lost.
+
+        A command that is cancelled, or runs out of time, is sent SIGTERM (which OpenSSH passes on to all users'
+        commands but root's); cancelled before it has begun, it costs the connection.
+        """
         try:
             with trio.fail_after(timeout_s):
-                result = await await_asyncio(self._connection.run, command, input=stdin, encoding=None)
+                process = await self._open(self._connection.create_process, command, input=stdin, encoding=None)
+                try:
+                    result = await await_asyncio(process.wait)
+                finally:
+                    _end(process)
         except (asyncssh.Error, OSError) as error:
             raise trio.BrokenResourceError(f"{self._node}: {error}") from error
-        status = result.exit_status
+        if result.exit_status is None:
+            raise trio.BrokenResourceError(f"{self._node}: the connection was lost before the command ended")
         return CompletedCommand(
-            exit_status=-1 if status is None else status, stdout=_bytes(result.stdout), stderr=_bytes(result.stderr)
+            exit_status=result.exit_status, stdout=_bytes(result.stdout), stderr=_bytes(result.stderr)
         )
 
     async def open_unix(self, path: str) -> trio.abc.HalfCloseableStream:
         """Connect to a UNIX socket on the node. Raises trio.BrokenResourceError."""
         try:
-            _, stream = await await_asyncio(self._connection.create_unix_connection, SSHStream, path)
+            _, stream = await self._open(self._connection.create_unix_connection, SSHStream, path)
+        except asyncssh.ChannelOpenError as error:
+            raise trio.BrokenResourceError(
+                f"{self._node}: its SSH server does not forward to {path} ({error}); the socket must exist there, and "
+                "AllowStreamLocalForwarding and AllowTcpForwarding must be yes or local in its sshd_config"
+            ) from error
         except (asyncssh.Error, OSError) as error:
             raise trio.BrokenResourceError(f"{self._node}: socket {path}: {error}") from error
         assert isinstance(stream, SSHStream)
         return stream
+
+    async def _open(self, function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:
+        """Open a channel. A cancelled attempt costs the connection: asyncssh would leave the channel half-open."""
+        try:
+            return await await_asyncio(function, *arguments, **options)
+        except trio.Cancelled:
+            self._connection.abort()
+            raise
 
     async def wait_lost(self) -> None:
         """Wait until the connection is closed, by whomever."""
@@ -121,39 +147,77 @@ def _bytes(output: str | bytes | None) -> bytes:
     return output if isinstance(output, bytes) else b""
 
 
+def _end(process: asyncssh.SSHClientProcess[bytes]) -> None:
+    """End a command that nobody waits for any more; asyncssh would leave it to itself, and its channel open."""
+    if process.exit_status is None:
+        with suppress(OSError):  # the connection is gone, and no signal reaches the command
+            process.terminate()
+    process.close()
+
+
 async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
     """Connect and authenticate. Raises NodeUnreachable, in words that say what to change."""
-    target = f"{node.host}:{node.port}" if node.port is not None else node.host
+    asked = options.for_node(node)
+    known_hosts: KnownHosts | None = None
     try:
         with trio.fail_after(options.connect_timeout_s):
-            connection = await await_asyncio(asyncssh.connect, node.host, **options.for_node(node))
+            if "known_hosts" not in asked:
+                known_hosts = await await_asyncio(find_known_hosts, node.host, asked)
+                asked["known_hosts"] = known_hosts.as_option()
+            connection = await await_asyncio(asyncssh.connect, node.host, **asked)
     except trio.TooSlowError as error:
+        target = _target(node)
         reason = f"{target} did not answer SSH within {options.connect_timeout_s:g} s; check host, port and firewall"
         raise NodeUnreachable(node.name, reason) from error
-    except (asyncssh.Error, OSError) as error:
-        raise NodeUnreachable(node.name, _explain(node, target, error, options)) from error
+    except asyncssh.HostKeyNotVerifiable as error:
+        raise NodeUnreachable(node.name, _explain_host_key(node, error, options, known_hosts)) from error
+    except (asyncssh.Error, OSError, ValueError) as error:  # ValueError is what asyncssh finds wrong in files
+        raise NodeUnreachable(node.name, _explain(node, error)) from error
     return SSHConnection(node.name, connection)
 
 
-def _explain(node: NodeSpec, target: str, error: Exception, options: SSHOptions) -> str:
+def _target(node: NodeSpec) -> str:
+    return f"{node.host}:{node.port}" if node.port is not None else node.host
+
+
+def _explain_host_key(
+    node: NodeSpec, error: asyncssh.HostKeyNotVerifiable, options: SSHOptions, known_hosts: KnownHosts | None
+) -> str:
+    """What to do about a host key; one that has changed may be somebody else's."""
+    if known_hosts is None:
+        return f"the host key of {_target(node)} is not the pinned one ({error})"
+    files = " and ".join(str(path) for path in known_hosts.readable) or str(known_hosts.files[0])
+    if known_hosts.knows_host:
+        return (
+            f"{_target(node)} shows another host key than {files} has for it: it was installed anew, or somebody else "
+            f"answers in its place; if you know that it is the right one, `ssh-keygen -R` removes the old key"
+        )
+    words = [
+        "ssh",
+        *(["-F", str(options.config)] if options.config is not None else []),
+        *(["-p", str(node.port)] if node.port is not None else []),
+        f"{node.user}@{node.host}" if node.user is not None else node.host,
+    ]
+    return (
+        f"the host key of {_target(node)} is not in {files}; connect once by `{' '.join(words)}`, compare its "
+        "fingerprint, and let ssh add it"
+    )
+
+
+def _explain(node: NodeSpec, error: Exception) -> str:
+    target = _target(node)
     match error:
-        case asyncssh.HostKeyNotVerifiable():
-            file = options.known_hosts or Path("~/.ssh/known_hosts")
-            port = f"-p {node.port} " if node.port is not None else ""
-            return (
-                f"the host key of {target} is not the one in {file}, or is not there ({error}); connect once by "
-                f"`ssh {port}{node.host}`, compare its fingerprint, and let ssh add it"
-            )
         case asyncssh.PermissionDenied():
             user = f"user {node.user}" if node.user else "your user"
             return f"{target} lets {user} in with none of the keys tried; add a public key to authorized_keys there"
-        case asyncssh.KeyImportError() | asyncssh.ConfigParseError():
+        case ValueError():
             return f"ssh's own files cannot be used: {error}"
         case ConnectionRefusedError():
             return f"{target} refused the connection; is sshd running there, and is the port right?"
         case socket.gaierror():
             return f"the host name {node.host!r} cannot be resolved ({error.strerror}); check the hostfile"
         case OSError():
-            return f"{target} cannot be reached: {error.strerror or error}"
+            file = f" ({error.filename})" if error.filename else ""
+            return f"{target} cannot be reached: {error.strerror or error}{file}"
         case _:
             return f"SSH to {target} failed: {error}"

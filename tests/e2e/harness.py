@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oobleck.runtime.agent_dir import AgentDir
+import psutil
 
 TAG = "e2e"
 """All runs here share it, and so a fork server that has imported torch already."""
@@ -98,6 +100,8 @@ class Runner:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.base_dir = directory / "base"
+        # In a place of its own, so that runs on one machine do not meet; short, for sockets' paths are.
+        self.temporary = Path(tempfile.mkdtemp(prefix="ob"))
         self._text = directory / "text.txt"
         self._text.write_text(_text(), encoding="utf-8")
         self._count = 0
@@ -122,6 +126,7 @@ class Runner:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            env=self.environment,
         )
         warming = threading.Thread(target=self._keep_warm, args=(process,))
         warming.start()
@@ -135,6 +140,11 @@ class Runner:
             process.stdout.close()
             warming.join()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What runs see; their agents and workers inherit it, which is how they are told from others'."""
+        return {**os.environ, "TMPDIR": str(self.temporary)}
+
     def run(self, *options: str, nodes: Sequence[str] = ("--local", "4")) -> Outcome:
         """Run to the end."""
         with self.up(*options, nodes=nodes) as up:
@@ -142,7 +152,7 @@ class Runner:
 
     def _keep_warm(self, process: subprocess.Popen[str]) -> None:
         """Become a client of the run's fork server, so that the next run need not import torch again."""
-        path = str(AgentDir(TAG, "warm").fork_server_socket)
+        path = str(self._fork_server)
         while self._warm is None and process.poll() is None:
             client = socket.socket(socket.AF_UNIX)
             try:
@@ -152,9 +162,40 @@ class Runner:
                 client.close()
                 time.sleep(0.2)
 
+    @property
+    def _fork_server(self) -> Path:
+        return self.temporary / f"oobleck-{os.getuid()}" / TAG / "fork.sock"
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes of runs: masters, agents, workers and fork servers, but for the warm one."""
+        found = processes_with(f"TMPDIR={self.temporary}")
+        servers = [process for process in found if "oobleck.training.fork_server" in _command_line(process)]
+        # Workers are forked from the server, and bear its command line.
+        warm = [process for process in servers if process.ppid() not in {server.pid for server in servers}]
+        if self._warm is not None and warm:
+            found.remove(warm[0])
+        return found
+
+    def files(self) -> list[str]:
+        """What runs have left in the temporary directory, but for the warm fork server's socket."""
+        warm = {path for path in (self._fork_server, *self._fork_server.parents)} if self._warm is not None else set()
+        return sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*") if path not in warm)
+
+    def left_over(self, *, timeout_s: float = 5.0) -> list[str]:
+        """Processes and files that runs have left behind, after some time for ends that are under way."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s and (self.processes() or self.files()):
+            time.sleep(0.05)
+        return [*map(_command_line, self.processes()), *self.files()]
+
     def close(self) -> None:
+        """End the warm fork server, and see that nothing is left then."""
         if self._warm is not None:
             self._warm.close()
+            self._warm = None
+        left = self.left_over(timeout_s=30.0)
+        assert not left, left
+        self.temporary.rmdir()
 
 
 def oobleck(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -191,6 +232,23 @@ def processes_of(tag: str) -> list[str]:
             if "oobleck.runtime.agent_process" in words and tag in words:
                 found.append(" ".join(words))
     return found
+
+
+def processes_with(variable: str) -> list[psutil.Process]:
+    """Living processes in whose environment `variable` (NAME=value) was set when they began."""
+    name, _, value = variable.partition("=")
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _command_line(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def _text() -> str:

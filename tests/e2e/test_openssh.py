@@ -1,0 +1,59 @@
+"""A hostfile, and real OpenSSH servers: the same job on the same code path as virtual nodes, and the same losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.openssh import OpenSSH, needs_openssh, serve_openssh
+
+from .harness import Outcome, Runner
+
+pytestmark = needs_openssh
+
+TOLERANCE = 1e-9
+
+NODES = ("alpha", "beta", "gamma", "delta")
+
+
+@pytest.fixture(scope="module")
+def servers(runner: Runner) -> Iterator[list[OpenSSH]]:
+    """Two machines, as far as SSH can tell: each with its port and its host key."""
+    environment = {"TMPDIR": str(runner.temporary)}
+    with (
+        serve_openssh(runner.directory / "one", environment=environment) as one,
+        serve_openssh(runner.directory / "two", environment=environment) as two,
+    ):
+        yield [one, two]
+
+
+@pytest.fixture(scope="module")
+def hosts(runner: Runner, servers: list[OpenSSH]) -> tuple[str, ...]:
+    """The command line's part that names four nodes, two on each machine."""
+    hostfile, config = runner.directory / "hosts.txt", runner.directory / "ssh_config"
+    hostfile.write_text("".join(f"{node}\n" for node in NODES))
+    config.write_text(servers[0].host_config(NODES[:2]) + servers[1].host_config(NODES[2:]))
+    return (str(hostfile), "--ssh-config", str(config))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory without keys and known hosts, so that the config file alone says how nodes are reached."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    return tmp_path
+
+
+def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
+    runner: Runner, undisturbed: Outcome, hosts: tuple[str, ...], servers: list[OpenSSH], home: Path
+) -> None:
+    outcome = runner.run("--job", str(runner.job_file()), "--kill", "gamma@8", nodes=hosts)
+    assert outcome.exit_code == 0, outcome.output
+    assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [["gamma"]]
+    assert outcome.summary["steps_lost"] == outcome.summary["samples_missing"] == 0
+    gaps = [abs(one - other) for one, other in zip(outcome.losses, undisturbed.losses, strict=True)]
+    assert max(gaps) < TOLERANCE
+    assert all("Accepted publickey" in server.log for server in servers)
+    assert runner.left_over() == []

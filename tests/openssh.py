@@ -1,0 +1,165 @@
+"""A real OpenSSH server on a loopback port, with host keys, users' keys and files of its own.
+
+It changes nothing outside its directory, and `oobleck` reaches it by an ssh config file, as it would a cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+SSHD = "/usr/sbin/sshd"
+
+REPOSITORY = Path(__file__).parents[1]
+
+_START_TIMEOUT_S = 10.0
+
+_SERVER_CONFIG = """\
+ListenAddress 127.0.0.1:{port}
+HostKey {directory}/host_key
+AuthorizedKeysFile {directory}/authorized_keys
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+AllowStreamLocalForwarding yes
+SetEnv {environment}
+{more}
+"""
+
+_HOST_CONFIG = """\
+Host {names}
+  HostName 127.0.0.1
+  Port {port}
+  IdentityFile {directory}/client_key
+  UserKnownHostsFile {directory}/known_hosts
+"""
+
+
+def why_not() -> str | None:
+    """Why no OpenSSH server can be started here; None when one can."""
+    if not Path(SSHD).exists():
+        return f"there is no {SSHD}"
+    if shutil.which("ssh-keygen") is None:
+        return "there is no ssh-keygen"
+    if os.getuid() == 0 and not Path("/run/sshd").is_dir():
+        return "there is no /run/sshd, which sshd needs when it is started by root"
+    return None
+
+
+needs_openssh = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@dataclass(frozen=True)
+class OpenSSH:
+    """A server under way."""
+
+    directory: Path
+    port: int
+    process: psutil.Process
+
+    @property
+    def client_key(self) -> Path:
+        return self.directory / "client_key"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.directory / "known_hosts"
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "log").read_text()
+
+    def host_config(self, names: Sequence[str]) -> str:
+        """The part of an ssh config file by which these names reach the server."""
+        return _HOST_CONFIG.format(names=" ".join(names), port=self.port, directory=self.directory)
+
+    def kill_sessions(self) -> None:
+        """Kill the processes that serve open connections; what they have started lives on."""
+        for session in self.process.children(recursive=True):
+            if session.name().startswith("sshd"):
+                _end(session)
+
+    def kill(self) -> None:
+        """Kill the server with its sessions."""
+        self.kill_sessions()
+        _end(self.process)
+
+
+@contextmanager
+def serve_openssh(
+    directory: Path, *, environment: Mapping[str, str] | None = None, more_config: str = ""
+) -> Iterator[OpenSSH]:
+    """Serve on a free port until the context ends; `environment` is that of every session."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    _make_keys(directory)
+    sessions = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **(environment or {})}
+    server = _start(directory, " ".join(f"{name}={value}" for name, value in sessions.items()), more_config)
+    key = (directory / "host_key.pub").read_text()
+    server.known_hosts.write_text(f"[127.0.0.1]:{server.port} {key}")
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def make_key(path: Path) -> None:
+    """Make a key pair without a passphrase: `path` and `path`.pub."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _make_keys(directory: Path) -> None:
+    for name in ("host_key", "client_key"):
+        make_key(directory / name)
+    shutil.copy(directory / "client_key.pub", directory / "authorized_keys")
+
+
+def _start(directory: Path, environment: str, more: str) -> OpenSSH:
+    """Start the server; the port is tried again where somebody else was quicker to take it."""
+    for _ in range(3):
+        port = free_port()
+        config = directory / "sshd_config"
+        text = _SERVER_CONFIG.format(port=port, directory=directory, environment=environment, more=more)
+        config.write_text(text)
+        command = [SSHD, "-D", "-f", str(config), "-E", str(directory / "log")]
+        process = psutil.Popen(command, stdin=subprocess.DEVNULL)
+        if _answers(port, process):
+            return OpenSSH(directory, port, process)
+        _end(process)
+    raise AssertionError(f"sshd does not start: {(directory / 'log').read_text()}")
+
+
+def _answers(port: int, process: psutil.Process) -> bool:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return probe.recv(4) == b"SSH-"
+        time.sleep(0.02)
+    return False
+
+
+def _end(process: psutil.Process) -> None:
+    """Kill a process and wait for its end."""
+    if process.is_running():
+        process.kill()
+    process.wait(5)
