@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import assert_never
 
@@ -515,10 +515,7 @@ class Coordinator:
         for _, record in sorted(records.items()):
             self._step_committed(record)
         plans = {generation: adopted.plan for generation, adopted in self._ordered.items()}
-        newest = max(self._ordered)
-        # Workers that were started since have no part in what is in flight, under whatever name.
-        old = {place: said for place, said in statuses.items() if self._members.took_part(place.node, newest)}
-        verdict = judge(old, self._last_record, plans)
+        verdict = self._confirm(judge(statuses, self._last_record, plans), statuses)
         staying = [member.spec.name for member in self._members.ready if not member.is_draining]
         in_force = self._generation_in_force(verdict)
         base = self._ordered[in_force].plan
@@ -549,6 +546,16 @@ class Coordinator:
     def _generation_in_force(self, verdict: Verdict) -> int:
         """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
         return max(self._ordered) if verdict.adopted is None else verdict.adopted
+
+    def _confirm(self, verdict: Verdict, statuses: dict[Place, Status]) -> Verdict:
+        """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
+        if verdict.adopted is None:
+            return verdict
+        plan, lost = self._ordered[verdict.adopted].plan, self._lost_for(verdict.adopted)
+        members = [statuses[place] for place in plan.places if place.node not in lost]
+        return (
+            verdict if all(status.adopted == verdict.adopted for status in members) else replace(verdict, adopted=None)
+        )
 
     def _step_to_finish(self, verdict: Verdict, statuses: dict[Place, Status]) -> int | None:
         """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
