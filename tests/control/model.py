@@ -441,7 +441,8 @@ class World:
             for layer, history in worker.layers.items():
                 if history != longest[: len(history)]:
                     raise Violation(f"layer {layer} on {worker.place} went through {history}, elsewhere {longest}")
-                if len(history) < len(longest) - 1 and worker.standing.adopted == newest:
+                is_settled = worker.standing.adopted == newest and not worker.is_adopting
+                if len(history) < len(longest) - 1 and is_settled:
                     raise Violation(f"layer {layer} on {worker.place} is {len(longest) - len(history)} steps behind")
                 if [applied.step for applied in history] != list(range(1, len(history) + 1)):
                     raise Violation(f"layer {layer} on {worker.place} went through {history}")
