@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import assert_never
 
@@ -272,11 +272,11 @@ class Coordinator:
 
     def _drain(self, node: str) -> None:
         """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
-        member = self._members[node]
-        if member.state is not NodeState.READY or member.is_draining:
-            return
-        member.is_draining = True
-        if self._phase in (Phase.TRAINING, Phase.FENCING):
+        if self._phase is Phase.PREPARING or node not in self._members or not self._members[node].is_ready:
+            text = f"{node} is not training, so it cannot be drained"
+            self._record(Notice(t_s=self._now_s, level="warning", text=text))
+        elif not self._members[node].is_draining:
+            self._members[node].is_draining = True
             self._begin_recovery([node], Cause.DRAINED, detect_s=0.0)
 
     def _said(self, node: str, message: AgentMessage) -> None:
@@ -344,13 +344,14 @@ class Coordinator:
             self._begin_recovery([member.spec.name], Cause.JOINED, detect_s=0.0)
 
     def _worker_exited(self, member: Member, message: WorkerExited) -> None:
-        if member.is_draining:
+        if member.is_dismissed:
             return
         place = Place(node=member.spec.name, device=message.device)
         if message.traceback is not None:
             self._tracebacks[place] = message.traceback
         evidence = f"worker process {message.pid} ended: {message.reason}"
-        if self._phase is Phase.PREPARING or member.spec.num_devices > 1 or member.restarts >= _MAX_RESTARTS:
+        is_stable = member.spec.num_devices == 1 and member.restarts < _MAX_RESTARTS and not member.is_draining
+        if self._phase is Phase.PREPARING or not is_stable:
             self._node_failed(member.spec.name, Cause.WORKER_EXITED, evidence)
         else:
             self._restart_worker(member, place, message)
@@ -515,10 +516,7 @@ class Coordinator:
         for _, record in sorted(records.items()):
             self._step_committed(record)
         plans = {generation: adopted.plan for generation, adopted in self._ordered.items()}
-        newest = max(self._ordered)
-        # Workers that were started since have no part in what is in flight, under whatever name.
-        old = {place: said for place, said in statuses.items() if self._members.took_part(place.node, newest)}
-        verdict = judge(old, self._last_record, plans)
+        verdict = self._confirm(judge(statuses, self._last_record, plans), statuses)
         staying = [member.spec.name for member in self._members.ready if not member.is_draining]
         in_force = self._generation_in_force(verdict)
         base = self._ordered[in_force].plan
@@ -539,16 +537,38 @@ class Coordinator:
                 held=held,
             )
         except (PlanningError, Unrecoverable) as error:
-            self._cannot_go_on(error)
+            if self._keep_draining_nodes():
+                self._decide(statuses)
+            else:
+                self._cannot_go_on(error)
             return
         lost = [node for node in base.nodes if node in self._lost_for(in_force)]
         redone = microbatches_redone(base, lost, statuses) if verdict.adopted is not None else 0
         self._recovery.microbatches_redone += redone
         self._order(decision, verdict, finish=finish)
 
+    def _keep_draining_nodes(self) -> bool:
+        """Let no node go after all: the run cannot go on without them. Returns whether there were any."""
+        draining = [member for member in self._members.ready if member.is_draining]
+        for member in draining:
+            member.is_draining = False
+            text = f"{member.spec.name} stays: the job cannot go on without it"
+            self._record(Notice(t_s=self._now_s, level="warning", text=text))
+        return bool(draining)
+
     def _generation_in_force(self, verdict: Verdict) -> int:
         """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
         return max(self._ordered) if verdict.adopted is None else verdict.adopted
+
+    def _confirm(self, verdict: Verdict, statuses: dict[Place, Status]) -> Verdict:
+        """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
+        if verdict.adopted is None:
+            return verdict
+        plan, lost = self._ordered[verdict.adopted].plan, self._lost_for(verdict.adopted)
+        members = [statuses[place] for place in plan.places if place.node not in lost]
+        return (
+            verdict if all(status.adopted == verdict.adopted for status in members) else replace(verdict, adopted=None)
+        )
 
     def _step_to_finish(self, verdict: Verdict, statuses: dict[Place, Status]) -> int | None:
         """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
@@ -663,6 +683,8 @@ class Coordinator:
         """Drained nodes hold nothing any more that the plan in force needs: end their agents."""
         for member in self._members.ready:
             if member.is_draining:
+                member.is_dismissed = True
+                member.move_to(NodeState.CONNECTED)  # its agent is there until it says goodbye; its workers are not
                 self._send(member.spec.name, StopAgent(reason="drained"))
 
     def _close_recovery(self) -> None:

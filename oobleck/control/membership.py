@@ -52,8 +52,14 @@ class Member:
     ready_since: int = 0
     """The generation in force when it became ready: it has no part in plans up to that one."""
     is_draining: bool = False
+    is_dismissed: bool = False
+    """Drained, and told to end."""
     restarts: int = 0
     """How often its worker was started again."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is NodeState.READY
 
     @property
     def places(self) -> tuple[Place, ...]:

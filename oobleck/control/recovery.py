@@ -36,7 +36,7 @@ class Verdict:
     catch_up: CommitRecord | None
     """Set when some survivor has still to apply that step."""
     adopted: int | None
-    """The generation whose plan all of its survivors have in force; None when they differ."""
+    """The generation whose plan all who hold layers have in force; None when they differ."""
     held: Mapping[Place, frozenset[int]]
     """The layers that each survivor holds whole, at the version of `applied`."""
 
@@ -55,11 +55,12 @@ def judge(
     applied = max([newest.step if newest else 0, *(status.applied for status in holders.values())])
     behind = [place for place, status in holders.items() if status.reduced == applied]
     current = {place: status for place, status in holders.items() if status.applied == applied or place in behind}
+    generations = {status.adopted for status in current.values()}
     assert not behind or (newest is not None and newest.step == applied), (newest, applied)
     return Verdict(
         applied=applied,
         catch_up=newest if behind else None,
-        adopted=_plan_in_force(current, statuses, plans),
+        adopted=generations.pop() if len(generations) == 1 else None,
         held={
             place: frozenset(status.layers) & _planned(plans[status.adopted], place)
             if place in behind
@@ -75,17 +76,6 @@ def _planned(plan: ExecutionPlan, place: Place) -> frozenset[int]:
     assert located is not None, f"{place} reduced gradients under a plan that it is not in"
     pipeline, stage = located
     return frozenset(plan.pipelines[pipeline].stages[stage].layers)
-
-
-def _plan_in_force(
-    current: Mapping[Place, Status], statuses: Mapping[Place, Status], plans: Mapping[int, ExecutionPlan]
-) -> int | None:
-    generations = {status.adopted for status in current.values()}
-    generation = generations.pop() if len(generations) == 1 else 0
-    if generation not in plans:
-        return None
-    survivors = [statuses[place] for place in plans[generation].places if place in statuses]
-    return generation if all(status.adopted == generation for status in survivors) else None
 
 
 def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:

@@ -8,16 +8,19 @@ The real Coordinator, Planner and Standing run; the training threads follow the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from oobleck import __version__
-from oobleck.control.coordinator import Coordinator
+from oobleck.control.coordinator import Coordinator, Phase
 from oobleck.control.events import (
+    AddRequested,
     Command,
+    Connect,
     Disconnect,
+    DrainRequested,
     End,
     Event,
+    LookUpProfile,
     NodeFailed,
     NodeUp,
     ProfileFound,
@@ -30,6 +33,7 @@ from oobleck.control.journal import Cause, JobEnded, JournalEntry, PlanAdopted, 
 from oobleck.control.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
+    AgentStopped,
     Configure,
     Heartbeat,
     Hello,
@@ -127,7 +131,7 @@ class VirtualNode:
 
     spec: NodeSpec
     workers: dict[int, VirtualWorker] = field(default_factory=dict)
-    up: deque[AgentMessage | NodeFailed] = field(default_factory=deque)
+    up: deque[AgentMessage | NodeUp | NodeFailed] = field(default_factory=deque)
     down: deque[object] = field(default_factory=deque)
     is_dead: bool = False
     is_frozen: bool = False
@@ -161,8 +165,8 @@ class World:
         self.made: list[str] = []
         self._orders: dict[int, Order] = {}
         self._copied: frozenset[int] = frozenset()
-        self.nodes = {spec.name: VirtualNode(spec) for spec in shape.nodes}
-        self._fabric = Fabric(self._is_alive)
+        self.nodes: dict[str, VirtualNode] = {}
+        self._fabric = Fabric()
         self.coordinator = Coordinator(
             self.job, shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0"
         )
@@ -191,7 +195,7 @@ class World:
         return [*found, "time"]
 
     def make(self, move: str) -> None:
-        """Let a move happen, or a fault: kill, cut, crash, freeze, thaw, blip, stop."""
+        """Let a move happen, or a fault: kill, lose, cut, crash, freeze, hang, thaw, blip, join, drain, stop."""
         self.made.append(move)
         self.now_s += _MOVE_S
         kind, _, subject = move.partition(" ")
@@ -218,6 +222,11 @@ class World:
                 self._beat()
                 self.nodes[subject].is_frozen = kind != "thaw"
                 self.nodes[subject].is_hung = kind == "hang"
+            case "join":
+                name = f"n{len(self.nodes)}"
+                self._feed(AddRequested(spec=NodeSpec(name=name, host=name, devices=self.shape.nodes[0].devices)))
+            case "drain":
+                self._feed(DrainRequested(node=subject))
             case "stop":
                 self._feed(StopRequested(now=False, exit_code=130, reason="interrupted"))
             case _:
@@ -233,6 +242,7 @@ class World:
 
     def _kill(self, node: VirtualNode) -> None:
         """All of a node ends; what it said last may be lost as well (by `lose`)."""
+        self._end_workers(node)
         node.is_dead = True
         node.up.append(NodeFailed(node=node.spec.name, cause=Cause.CONNECTION_LOST, evidence="its connection was lost"))
 
@@ -245,24 +255,36 @@ class World:
     def _crash(self, place: Place) -> None:
         node = self.nodes[place.node]
         del node.workers[place.device]
+        self._fabric.end(place, max(self._orders))
         node.up.append(WorkerExited(device=place.device, pid=1, signal=9))
+
+    def _end_workers(self, node: VirtualNode) -> None:
+        for place in node.places:
+            self._fabric.end(place, max(self._orders))
 
     # --- moves -------------------------------------------------------------------------------------------------
 
     def _deliver_up(self, node: VirtualNode) -> None:
         said = node.up.popleft()
-        self._feed(said if isinstance(said, NodeFailed) else Said(node=node.spec.name, message=said))
+        self._feed(said if isinstance(said, NodeUp | NodeFailed) else Said(node=node.spec.name, message=said))
 
     def _deliver_down(self, node: VirtualNode) -> None:
         message = node.down.popleft()
-        if isinstance(message, Configure | StartWorker | StopAgent):
-            return
-        if isinstance(message, StorePut):
-            targets: Collection[int] = node.workers
-        else:
-            targets = [message.device] if message.device in node.workers else []  # type: ignore[attr-defined]
-        for device in targets:
-            node.workers[device].take(message)  # type: ignore[arg-type]
+        match message:
+            case Configure() | Heartbeat():
+                pass
+            case StartWorker(device=device):
+                self._start_worker(node, device)
+            case StopAgent(reason=reason):
+                node.up.append(AgentStopped(reason=reason))
+                self._end_workers(node)
+                node.is_dead = True
+            case StorePut():
+                for worker in node.workers.values():
+                    worker.take(message)
+            case _:
+                if message.device in node.workers:
+                    node.workers[message.device].take(message)
 
     def _pass_time(self) -> None:
         """Go to the coordinator's next deadline, or where healthy nodes say their next heartbeats before."""
@@ -289,6 +311,10 @@ class World:
                     node = self.nodes[name]
                     if not (node.is_dead or node.is_cut):
                         node.down.append(message)
+                case Connect(node=spec):
+                    self._connect(spec)
+                case LookUpProfile():
+                    self._feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
                 case Record(entry=entry):
                     self._note(entry)
                 case Disconnect(node=name):
@@ -302,43 +328,43 @@ class World:
                     pass
 
     def _prepare(self) -> None:
-        """Bring all nodes up; nothing is interleaved here."""
-        for name, node in self.nodes.items():
-            hello = Hello(
-                protocol=PROTOCOL_VERSION,
-                oobleck_version=__version__,
-                python_version="3.11.0",
-                node=name,
-                pid=1,
-                generation=0,
-                num_cores=1,
-                memory_bytes=1 << 30,
-                clock_s=0.0,
-            )
-            self._feed(NodeUp(node=name, hello=hello, address="127.0.0.1"))
-            for device in range(self.shape.devices):
-                place = Place(node=name, device=device)
-                node.workers[device] = VirtualWorker(
-                    place, self.job, self._fabric, lambda message, place=place: self._say(place, message)
-                )
-                self._say(place, WorkerStarted(device=device, pid=1))
-                ready = WorkerReady(
-                    device=device,
-                    pid=1,
-                    data_digest="d",
-                    num_samples=1000,
-                    layer_names=tuple(layer.name for layer in self.shape.profile.layers),
-                    parameters=1,
-                    torch_version="2.9",
-                )
-                self._say(place, ready)
-        self._feed_all()
-        self._feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
+        """Bring all nodes up; nothing is interleaved here, and it is no part of a schedule."""
+        while self.coordinator.phase is Phase.PREPARING:
+            for node in list(self.nodes.values()):
+                while node.up:
+                    self._deliver_up(node)
+                while node.down and not isinstance(node.down[0], Order):
+                    self._deliver_down(node)
 
-    def _feed_all(self) -> None:
-        for node in self.nodes.values():
-            while node.up:
-                self._deliver_up(node)
+    def _connect(self, spec: NodeSpec) -> None:
+        self.nodes[spec.name] = node = VirtualNode(spec)
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            oobleck_version=__version__,
+            python_version="3.11.0",
+            node=spec.name,
+            pid=1,
+            generation=0,
+            num_cores=1,
+            memory_bytes=1 << 30,
+            clock_s=0.0,
+        )
+        node.up.append(NodeUp(node=spec.name, hello=hello, address="127.0.0.1"))
+
+    def _start_worker(self, node: VirtualNode, device: int) -> None:
+        place = Place(node=node.spec.name, device=device)
+        node.workers[device] = VirtualWorker(place, self.job, self._fabric, lambda message: self._say(place, message))
+        self._say(place, WorkerStarted(device=device, pid=1))
+        ready = WorkerReady(
+            device=device,
+            pid=1,
+            data_digest="d",
+            num_samples=1000,
+            layer_names=tuple(layer.name for layer in self.shape.profile.layers),
+            parameters=1,
+            torch_version="2.9",
+        )
+        self._say(place, ready)
 
     def _say(self, place: Place, message: AgentMessage) -> None:
         node = self.nodes[place.node]
@@ -360,10 +386,6 @@ class World:
         return {
             worker.place: worker for node in self.nodes.values() if node.is_counted for worker in node.workers.values()
         }
-
-    def _is_alive(self, place: Place) -> bool:
-        node = self.nodes[place.node]
-        return not node.is_dead and place.device in node.workers
 
     @property
     def plan_places(self) -> tuple[Place, ...]:
@@ -419,7 +441,8 @@ class World:
             for layer, history in worker.layers.items():
                 if history != longest[: len(history)]:
                     raise Violation(f"layer {layer} on {worker.place} went through {history}, elsewhere {longest}")
-                if len(history) < len(longest) - 1 and worker.standing.adopted == newest:
+                is_settled = worker.standing.adopted == newest and not worker.is_adopting
+                if len(history) < len(longest) - 1 and is_settled:
                     raise Violation(f"layer {layer} on {worker.place} is {len(longest) - len(history)} steps behind")
                 if [applied.step for applied in history] != list(range(1, len(history) + 1)):
                     raise Violation(f"layer {layer} on {worker.place} went through {history}")

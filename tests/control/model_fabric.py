@@ -52,13 +52,18 @@ class Wait:
 class Fabric:
     """Mail between the stages of pipelines and between holders of layers, and all-reduces."""
 
-    def __init__(self, is_alive: Callable[[Place], bool]) -> None:
-        self._is_alive = is_alive
+    def __init__(self) -> None:
+        self._ended: dict[Place, int] = {}
+        """The newest generation in which an ended worker of a place may have been in a group."""
         self._mail: defaultdict[tuple[GroupKey, Place, Place, int], deque[object]] = defaultdict(deque)
         self._reductions: defaultdict[tuple[GroupKey, int], dict[Place, object]] = defaultdict(dict)
 
     def lacks_a_member(self, key: GroupKey) -> bool:
-        return not all(map(self._is_alive, key.members))
+        return any(self._ended.get(member, 0) >= key.generation for member in key.members)
+
+    def end(self, place: Place, generation: int) -> None:
+        """The worker of a place is no more; one that comes after it is in groups of newer generations."""
+        self._ended[place] = generation
 
     def send(self, key: GroupKey, source: Place, target: Place, tag: int, value: object) -> None:
         self._mail[key, source, target, tag].append(value)

@@ -112,6 +112,11 @@ class VirtualWorker:
         return bool(self._reduced)
 
     @property
+    def is_adopting(self) -> bool:
+        """The plan is in force, and its layers are about to be taken."""
+        return self.wait.what == "adopting"
+
+    @property
     def can_step(self) -> bool:
         return self.wait.ready() or self.wait.interrupted()
 

@@ -156,8 +156,8 @@ def _name(world: World, fault: Fault) -> str | None:
     counted = [name for name, node in world.nodes.items() if node.is_counted]
     places = [place for name in counted for place in world.nodes[name].places]
     match fault.kind:
-        case "stop":
-            return "stop"
+        case "stop" | "join":
+            return fault.kind
         case "crash":
             place = places[fault.target % len(places)] if places else None
             return f"crash {place}" if place else None
@@ -172,8 +172,12 @@ def _name(world: World, fault: Fault) -> str | None:
 def _is_possible_fault(world: World, move: str) -> bool:
     kind, _, subject = move.partition(" ")
     match kind:
-        case "kill" | "cut" | "freeze" | "hang" | "lose":
-            return world.nodes[subject].is_counted and (kind != "lose" or bool(world.nodes[subject].up))
+        case "kill" | "cut" | "freeze" | "hang" | "lose" | "drain":
+            return (
+                subject in world.nodes
+                and world.nodes[subject].is_counted
+                and (kind != "lose" or bool(world.nodes[subject].up))
+            )
         case "crash":
             return any(str(place) == subject for node in world.nodes.values() for place in node.places)
         case "blip":
@@ -183,6 +187,6 @@ def _is_possible_fault(world: World, move: str) -> bool:
                 for place in node.places
             )
         case "thaw":
-            return world.nodes[subject].is_frozen
+            return subject in world.nodes and world.nodes[subject].is_frozen
         case _:
-            return kind == "stop"
+            return kind in ("stop", "join")

@@ -54,7 +54,7 @@ def test_killed_nodes_break_no_promise(scenario: Scenario):
 
 
 @settings(max_examples=300, deadline=None, phases=PHASES)
-@given(scenario=scenarios(("kill", "cut", "crash", "freeze", "hang", "blip", "stop")))
+@given(scenario=scenarios(("kill", "cut", "crash", "freeze", "hang", "blip", "join", "drain", "stop")))
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
     play(scenario)
 
