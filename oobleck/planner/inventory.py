@@ -46,8 +46,9 @@ class Inventory:
         self, holdings: Mapping[str, Holding], num_layers: int, *, leaving: Mapping[str, Holding] | None = None
     ) -> None:
         self.holdings = holdings
+        self._sources = {**(leaving or {}), **holdings}
         self.kinds: dict[Holding, list[str]] = defaultdict(list)
-        for node, holding in (*holdings.items(), *(leaving or {}).items()):
+        for node, holding in self._sources.items():
             self.kinds[holding].append(node)
         counts: Counter[int] = Counter()
         for holding, nodes in self.kinds.items():
@@ -65,8 +66,8 @@ class Inventory:
     def _places(self) -> list[tuple[Place, frozenset[int]]]:
         return [
             (Place(node=node, device=device), layers)
-            for node in sorted(self.holdings)
-            for device, layers in enumerate(self.holdings[node])
+            for node in sorted(self._sources)
+            for device, layers in enumerate(self._sources[node])
         ]
 
     def holders(self, layer: int) -> list[Place]:

@@ -306,14 +306,14 @@ class Engine:
         )
         self._transfer_s = time.monotonic() - began_s
         self._received_bytes = sum(state.nbytes for state in states.values())
-        layers = tuple(place.layers) if place else ()
+        layers = place.layers if place is not None else range(0)
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | states
         kept = self._states_to_keep(order, layers)
-        self._standing.adopt(order, layers, tuple(kept))
+        self._standing.adopt(order, tuple(layers), tuple(kept))
         self._kept = kept
         self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_group, None
+        self._take_layers(layers, states, initial=order.initial)
         if place is not None:
-            self._take_layers(place.layers, states, initial=order.initial)
             group = self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None
             self._lane = Lane(stage=place.stage, num_stages=place.num_stages, group=group)
         self._groups.keep_only(keys)
@@ -327,12 +327,15 @@ class Engine:
         return buckets, commit_key(plan, generation=generation, lost=lost)
 
     def _states_to_keep(self, order: Order, layers: Collection[int]) -> dict[int, torch.Tensor]:
-        """The layers that this worker sends away and holds no longer.
+        """The layers that others are to receive, and that this worker holds no longer.
 
-        What was sent may not have arrived: if a target is interrupted, a later plan has them read from here again.
+        They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
+        has them read from here.
         """
-        sent = {item.layer for item in order.transfers if item.source == self._place}
-        return {layer: self._layer_state(layer) for layer in sorted(sent.difference(layers))}
+        moving = {item.layer for item in order.transfers}.difference(layers)
+        held = moving.intersection(self._model.layers)
+        kept = {layer: state for layer, state in self._kept.items() if layer in moving}
+        return kept | {layer: self._layer_state(layer) for layer in sorted(held)}
 
     def _layer_state(self, layer: int) -> torch.Tensor:
         if layer in self._kept:

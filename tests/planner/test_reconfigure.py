@@ -337,3 +337,26 @@ def test_many_nodes_are_counted_rather_than_named() -> None:
     planner = Planner(uniform_profile(4), PlannerSettings(num_microbatches=40))
     plan = planner.initial_plan(nodes(20)).plan
     assert planner.reconfigure(plan, lost=plan.nodes[:9]).reason.startswith("9 nodes lost; ")
+
+
+def test_a_node_that_leaves_gets_no_place_and_is_read_from() -> None:
+    planner = two_node_planner(num_pipelines=1, fault_threshold=0)
+    plan = planner.initial_plan(nodes(4)).plan
+    last = plan.pipelines[0].nodes[-1]
+    decision = planner.reconfigure(plan, leaving=[last])
+    assert last not in (*decision.plan.nodes, *decision.plan.spares)
+    only_there = [layer for layer in range(plan.num_layers) if {p.node for p in plan.owners_of(layer)} == {last}]
+    sources = {item.source.node for item in decision.transfers if item.layer in only_there}
+    assert only_there
+    assert sources == {last}
+
+
+def test_a_node_that_leaves_shares_the_reading_with_the_other_holders() -> None:
+    planner = two_node_planner(num_pipelines=2)
+    plan = planner.initial_plan(nodes(6)).plan
+    leaver = plan.pipelines[0].nodes[0]
+    decision = planner.reconfigure(plan, leaving=[leaver])
+    held = [layer for layer in range(plan.num_layers) if leaver in {p.node for p in plan.owners_of(layer)}]
+    moved = {item.layer for item in decision.transfers}.intersection(held)
+    assert moved
+    assert {item.layer for item in decision.transfers if item.source.node == leaver} == moved

@@ -277,9 +277,7 @@ def main() -> None:
         if not arguments.no_torchrun:
             times = [measure_torchrun(directory) for _ in range(arguments.runs)]
             median_s = statistics.median(times)
-            print(
-                f"torchrun, killed worker, to the next step: {median_s:.2f} s, {median_s / killed_s:.0f} times ours"
-            )
+            print(f"torchrun, killed worker, to the next step: {median_s:.2f} s, {median_s / killed_s:.0f} times ours")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,130 @@
+"""A seeded storm of faults on real processes, beside a run that nothing disturbs.
+
+Whatever happens, and in whatever order, every step is committed once, with the losses of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.job_file import load_job
+
+from .harness import TAG, Runner, Up, oobleck
+from .reference import reference_losses
+
+TOLERANCE = 1e-9
+NUM_NODES = 6
+KEPT_SAFE = frozenset({"node0", "node1", "node2"})
+"""Nobody harms these: with two pipelines, one copy of each layer always lives among three nodes of six or fewer."""
+
+
+@dataclass
+class Storm:
+    """Does one fault after the other to a run, drawn from a seed; knows who is in the job."""
+
+    runner: Runner
+    seed: int
+    living: set[str] = field(default_factory=lambda: {f"node{index}" for index in range(NUM_NODES)})
+    done: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def strike(self) -> None:
+        """Do something that the members of the job allow."""
+        candidates = sorted(self.living - KEPT_SAFE)
+        away = sorted({f"node{index}" for index in range(NUM_NODES)} - self.living)
+        acts = [self.add] if away else []
+        if candidates:
+            acts += [self.kill, self.kill_worker, self.freeze, self.drain]
+        if len(candidates) > 1:
+            acts += [self.kill_two]
+        self.random.choice(acts)()
+
+    def kill(self) -> None:
+        self._end([self.random.choice(sorted(self.living - KEPT_SAFE))], signal.SIGKILL)
+
+    def kill_two(self) -> None:
+        self._end(self.random.sample(sorted(self.living - KEPT_SAFE), 2), signal.SIGKILL)
+
+    def freeze(self) -> None:
+        self._end([self.random.choice(sorted(self.living - KEPT_SAFE))], signal.SIGSTOP)
+
+    def kill_worker(self) -> None:
+        node = self.random.choice(sorted(self.living))
+        self.done.append(f"kill the worker of {node}")
+        self._signal(node, "worker*.pid", signal.SIGKILL)
+
+    def drain(self) -> None:
+        node = self.random.choice(sorted(self.living - KEPT_SAFE))
+        self._command("drain", node)
+        self.living.discard(node)
+
+    def add(self) -> None:
+        node = self.random.choice(sorted({f"node{index}" for index in range(NUM_NODES)} - self.living))
+        if self._command("add", node):
+            self.living.add(node)
+
+    def _end(self, nodes: list[str], number: signal.Signals) -> None:
+        self.done.append(f"{number.name} {', '.join(nodes)}")
+        for node in nodes:
+            self._signal(node, "*.pid", number)
+            self.living.discard(node)
+
+    def _signal(self, node: str, pattern: str, number: signal.Signals) -> None:
+        for path in self._directory(node).glob(pattern):
+            with suppress(ProcessLookupError, FileNotFoundError, ValueError):
+                os.kill(int(path.read_text()), number)
+
+    def _directory(self, node: str) -> Path:
+        return self.runner.temporary / f"oobleck-{os.getuid()}" / TAG / node
+
+    def _command(self, command: str, node: str) -> bool:
+        """A command that comes too early or too late is refused; that is an answer, too."""
+        self.done.append(f"{command} {node}")
+        return oobleck(command, node, "--tag", TAG, "--base-dir", str(self.runner.base_dir)).returncode == 0
+
+
+def weather(runner: Runner, up: Up, *, seed: int, faults: int, steps: int) -> Storm:
+    """Let a storm strike at random steps."""
+    storm = Storm(runner, seed)
+    when = sorted(storm.random.sample(range(3, steps - 4), faults))
+    for step in when:
+        up.wait_for_step(step)
+        storm.strike()
+    return storm
+
+
+def ride_out(runner: Runner, *, seed: int, faults: int, steps: int) -> None:
+    path = runner.job_file()
+    job = replace(load_job(path.read_text(), source=str(path)), max_steps=steps)
+    options = ("--job", str(path), "--steps", str(steps), "--set", "control.lease_s=1.5")
+    with runner.up(*options, nodes=("--local", str(NUM_NODES))) as up:
+        storm = weather(runner, up, seed=seed, faults=faults, steps=steps)
+        outcome = up.finish()
+    story = f"seed {seed}: {storm.done}\n{outcome.output}"
+    assert outcome.exit_code == 0, story
+    assert outcome.summary["steps_committed"] == steps, story
+    assert (outcome.summary["samples_repeated"], outcome.summary["samples_missing"]) == (0, 0), story
+    reference = reference_losses(job, runner.directory / "cache")
+    gaps = [abs(one - other) for one, other in zip(outcome.losses, reference, strict=True)]
+    assert max(gaps) < TOLERANCE, f"step {gaps.index(max(gaps)) + 1} differs by {max(gaps)}; {story}"
+    assert runner.left_over() == [], story
+
+
+def test_a_short_storm_changes_no_loss(runner: Runner) -> None:
+    ride_out(runner, seed=1, faults=6, steps=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_storm_changes_no_loss(runner: Runner, seed: int) -> None:
+    ride_out(runner, seed=seed, faults=30, steps=300)
