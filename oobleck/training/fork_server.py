@@ -135,9 +135,10 @@ def main() -> None:
     try:
         _ForkServer(listener).serve()
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a directory that another agent or job still uses stays
             os.unlink(path)
-            os.rmdir(os.path.dirname(path))  # the job's directory, unless another agent came meanwhile
+            os.rmdir(os.path.dirname(path))
+            os.rmdir(os.path.dirname(os.path.dirname(path)))
 
 
 def _warm_up() -> None:
