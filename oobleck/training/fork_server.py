@@ -137,7 +137,9 @@ def main() -> None:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
-            os.rmdir(os.path.dirname(path))  # the job's directory, unless another agent came meanwhile
+            job = os.path.dirname(path)
+            os.rmdir(job)  # unless another agent came meanwhile
+            os.rmdir(os.path.dirname(job))  # unless there are other jobs
 
 
 def _warm_up() -> None:
