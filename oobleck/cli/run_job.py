@@ -102,7 +102,7 @@ async def _run(run: Run, directory: RunDirectory, journal: JournalWriter, consol
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
             python_version=platform.python_version(),
         )
-        cluster = SSHCluster(run.job.tag, options=options, paths=_remote_paths(run, directory))
+        cluster = SSHCluster(run.job.tag, known, options=options, paths=_remote_paths(run, directory))
         master = Master(
             coordinator,
             tag=run.job.tag,
@@ -143,7 +143,7 @@ async def _nodes(run: Run) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptio
 
 def _remote_paths(run: Run, directory: RunDirectory) -> RemotePaths:
     """Virtual nodes share this machine's directories; real ones have their own, under the user's home."""
-    base = directory.path.parent if run.num_local else PurePosixPath(".oobleck")
+    base = directory.path.parent if run.num_local else PurePosixPath("~/.oobleck")
     return RemotePaths(
         python=run.python or sys.executable, base_dir=PurePosixPath(base), cache_dir=PurePosixPath(base) / "cache"
     )

@@ -6,6 +6,7 @@ short and the home directory may be shared between nodes.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import tempfile
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["AgentDir", "clean_command", "kill_command"]
+
+_MAX_NAME_CHARS = 24
+"""Of a node in a path: with the longest tag and user id, sockets in /tmp stay below the limit of 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class AgentDir:
 
     @property
     def path(self) -> Path:
-        return self.job_path / self.node
+        return self.job_path / _directory_name(self.node)
 
     @property
     def socket(self) -> Path:
@@ -57,19 +61,31 @@ class AgentDir:
 
 
 def kill_command(tag: str, node: str) -> str:
-    """A shell command that kills the agent and the workers of a node at once."""
-    directory = f'"{_base()}"/{shlex.quote(tag)}/{shlex.quote(node)}'
-    return f"(cd {directory} && kill -KILL $(cat ./*.pid)) 2>/dev/null; true"
+    """A shell command that kills the agent and the workers of a node at once.
+
+    Ids that were noted before a reboot may be others' now, so only processes of ours are killed.
+    """
+    directory = f'"{_base()}"/{shlex.quote(tag)}/{shlex.quote(_directory_name(node))}'
+    ours = 'for p in $(cat ./*.pid); do grep -qsa oobleck "/proc/$p/cmdline" && echo "$p"; done'
+    return f"(cd {directory} && kill -KILL $({ours})) 2>/dev/null; true"
 
 
 def clean_command(tag: str, node: str) -> str:
     """A shell command that ends what is left of a node's processes, and removes its directory."""
     job = f'"{_base()}"/{shlex.quote(tag)}'
     return (
-        f"{kill_command(tag, node)}; rm -rf {job}/{shlex.quote(node)}; "
+        f"{kill_command(tag, node)}; rm -rf {job}/{shlex.quote(_directory_name(node))}; "
         f'rm -f {job}/fork.lock; rmdir {job} "{_base()}" 2>/dev/null; true'
     )
 
 
 def _base() -> str:
     return "${TMPDIR:-/tmp}/oobleck-$(id -u)"
+
+
+def _directory_name(node: str) -> str:
+    """A node's name, cut where it is too long to be part of a socket's path."""
+    if len(node) <= _MAX_NAME_CHARS:
+        return node
+    digest = hashlib.sha256(node.encode()).hexdigest()[:8]
+    return f"{node[: _MAX_NAME_CHARS - 9]}-{digest}"

@@ -23,12 +23,14 @@ import trio
 
 from oobleck import __version__
 from oobleck.control.messages import PROTOCOL_VERSION, Hello, MasterMessage
+from oobleck.errors import ConfigError
 from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import MasterConnection
 from oobleck.wire import FrameDecoder
 
 from .agent_dir import AgentDir
+from .run_dir import MAX_SOCKET_PATH_BYTES, private_directory
 from .workers import ForkingWorkerHost
 
 __all__ = ["main"]
@@ -44,20 +46,16 @@ def main() -> None:
     if _answers(directory.socket):
         print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
         return
-    with suppress(FileNotFoundError):
-        directory.socket.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(directory.socket))
-    directory.socket.chmod(0o600)
-    listener.listen(4)
+    log = _open_log(Path(arguments.log).expanduser())
+    listener = _listen(directory.socket)
     sys.stdout.flush()
     if os.fork() > 0:
         print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
         sys.stdout.flush()
         os._exit(0)
-    _detach(Path(arguments.log))
+    _detach(log)
     directory.pid_file("agent").write_text(f"{os.getpid()}\n")
-    trio.run(_serve, arguments.node, directory, listener, Path(arguments.cache))
+    trio.run(_serve, arguments.node, directory, listener, Path(arguments.cache).expanduser())
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -79,16 +77,36 @@ def _answers(path: Path) -> bool:
         return True
 
 
-def _detach(log: Path) -> None:
+def _open_log(path: Path) -> int:
+    """Open the log for appending; it and its directories are for its user alone."""
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    for directory in (path.parent.parent, path.parent):
+        private_directory(directory)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def _listen(path: Path) -> socket.socket:
+    """Listen at a path; a dead agent's socket is replaced. Raises ConfigError when the path is too long."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"{path} is too long for a socket's path; set TMPDIR there to a shorter directory")
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(4)
+    return listener
+
+
+def _detach(log: int) -> None:
     """Leave the SSH session: a session of our own, and output that goes to the log."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(null)
+    os.close(log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import shlex
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -39,7 +40,7 @@ class RemotePaths:
     python: str
     """The interpreter that has this package."""
     base_dir: PurePosixPath
-    """Runs' directories; a relative one is relative to the user's home."""
+    """Runs' directories; `~` is the home directory there."""
     cache_dir: PurePosixPath
 
 
@@ -58,9 +59,10 @@ class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
 class SSHCluster:
     """The nodes of a job, reached by SSH. Connections are kept: what comes later needs no new handshake."""
 
-    def __init__(self, tag: str, *, options: SSHOptions, paths: RemotePaths) -> None:
+    def __init__(self, tag: str, nodes: Sequence[NodeSpec], *, options: SSHOptions, paths: RemotePaths) -> None:
+        """`nodes` are those known at the start; others may join them."""
         self._tag = tag
-        self._index: dict[str, int] = {}
+        self._index = {spec.name: index for index, spec in enumerate(nodes)}
         self._options = options
         self._paths = paths
         self._connections: dict[str, SSHConnection] = {}

@@ -118,7 +118,7 @@ async def _run_command(session: Any) -> None:
         session.exit(status if status >= 0 else 128 - status)
     finally:
         if process.returncode is None:
-            process.kill()
+            _signal_group(process.pid, "KILL")
             with trio.CancelScope(shield=True):
                 await process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -177,9 +178,10 @@ class Runner:
         return found
 
     def files(self) -> list[str]:
-        """What runs have left in the temporary directory, but for the warm fork server's socket."""
-        warm = {path for path in (self._fork_server, *self._fork_server.parents)} if self._warm is not None else set()
-        return sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*") if path not in warm)
+        """What runs have left in the temporary directory, but for the warm fork server's socket and torch's cache."""
+        warm = {self._fork_server, *self._fork_server.parents} if self._warm is not None else set()
+        left = [path.relative_to(self.temporary) for path in self.temporary.rglob("*") if path not in warm]
+        return sorted(str(path) for path in left if not path.parts[0].startswith("torchinductor_"))
 
     def left_over(self, *, timeout_s: float = 5.0) -> list[str]:
         """Processes and files that runs have left behind, after some time for ends that are under way."""
@@ -195,7 +197,7 @@ class Runner:
             self._warm = None
         left = self.left_over(timeout_s=30.0)
         assert not left, left
-        self.temporary.rmdir()
+        shutil.rmtree(self.temporary)
 
 
 def oobleck(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 
-from .harness import Outcome, Runner
+from .harness import TAG, Outcome, Runner
 
 pytestmark = needs_openssh
 
@@ -21,7 +22,7 @@ NODES = ("alpha", "beta", "gamma", "delta")
 @pytest.fixture(scope="module")
 def servers(runner: Runner) -> Iterator[list[OpenSSH]]:
     """Two machines, as far as SSH can tell: each with its port and its host key."""
-    environment = {"TMPDIR": str(runner.temporary)}
+    environment = {"TMPDIR": str(runner.temporary), "HOME": str(runner.directory)}
     with (
         serve_openssh(runner.directory / "one", environment=environment) as one,
         serve_openssh(runner.directory / "two", environment=environment) as two,
@@ -57,3 +58,11 @@ def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
     assert max(gaps) < TOLERANCE
     assert all("Accepted publickey" in server.log for server in servers)
     assert runner.left_over() == []
+    assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]
+
+
+def agent_logs(runner: Runner) -> list[str]:
+    """The logs that agents keep in the home directory of their nodes, where nobody else can read them."""
+    logs = sorted((runner.directory / ".oobleck" / TAG).iterdir())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in logs} == {0o600}
+    return [path.name for path in logs]
