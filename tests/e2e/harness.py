@@ -87,6 +87,11 @@ class Up:
             if int(line.split("] step ")[1].split("/")[0]) >= step:
                 return
 
+    def wait_for_steps(self, count: int) -> None:
+        """Read output up to a line that tells of `count` steps more than the last line about steps did."""
+        told = [int(line.split("] step ")[1].split("/")[0]) for line in self.output if "] step " in line]
+        self.wait_for_step(count + (told[-1] if told else 0))
+
     def finish(self, *, timeout_s: float = RUN_TIMEOUT_S) -> Outcome:
         """Wait for the end."""
         rest, _ = self.process.communicate(timeout=timeout_s)
@@ -165,7 +170,11 @@ class Runner:
 
     @property
     def _fork_server(self) -> Path:
-        return self.temporary / f"oobleck-{os.getuid()}" / TAG / "fork.sock"
+        return self.agent_directory("any").with_name("fork.sock")
+
+    def agent_directory(self, node: str) -> Path:
+        """Where a node's agent keeps its socket and the ids of its processes."""
+        return self.temporary / f"oobleck-{os.getuid()}" / TAG / node
 
     def processes(self) -> list[psutil.Process]:
         """Living processes of runs: masters, agents, workers and fork servers, but for the warm one."""
@@ -189,6 +198,11 @@ class Runner:
         while time.monotonic() < deadline_s and (self.processes() or self.files()):
             time.sleep(0.05)
         return [*map(_command_line, self.processes()), *self.files()]
+
+    def journal(self) -> list[dict[str, Any]]:
+        """The entries of the newest run, as they stand in its file."""
+        path = self.base_dir / TAG / "journal.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def close(self) -> None:
         """End the warm fork server, and see that nothing is left then."""

@@ -7,7 +7,7 @@ ours, everything else is torch's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from oobleck.training.data import prepare_dataset
 from oobleck.training.models import MicrobatchKey, ModelStructure, StageModel
 from oobleck.training.sampling import samples_of_step
 
-__all__ = ["reference_losses"]
+__all__ = ["each_reference_loss", "reference_losses"]
 
 
 def reference_losses(
@@ -28,6 +28,17 @@ def reference_losses(
     doubled: Collection[tuple[int, int]] = (),
 ) -> list[float]:
     """Losses of all steps. `dropped` and `doubled` name (step, microbatch) that are left out or counted twice."""
+    return list(each_reference_loss(job, cache_dir, dropped=dropped, doubled=doubled))
+
+
+def each_reference_loss(
+    job: JobSpec,
+    cache_dir: Path,
+    *,
+    dropped: Collection[tuple[int, int]] = (),
+    doubled: Collection[tuple[int, int]] = (),
+) -> Iterator[float]:
+    """The same, step by step as they are asked for: for runs that are stopped before their last step."""
     dataset = prepare_dataset(job.data, cache_dir=cache_dir)
     structure = ModelStructure.from_spec(
         job.model, vocab_size=dataset.vocab_size, sequence_length=job.data.sequence_length
@@ -40,7 +51,6 @@ def reference_losses(
         betas=(job.optimizer.adam_beta1, job.optimizer.adam_beta2),
         eps=job.optimizer.adam_epsilon,
     )
-    losses = []
     for step in range(1, job.max_steps + 1):
         samples = samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples)
         num_items = len(samples) * (job.data.sequence_length - 1)
@@ -59,8 +69,7 @@ def reference_losses(
             group["lr"] = _learning_rate(job, step)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total)
-    return losses
+        yield total
 
 
 def _parameter_groups(parameters: Mapping[str, torch.nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

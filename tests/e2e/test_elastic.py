@@ -1,0 +1,222 @@
+"""Nodes and workers come and go in many ways; what training computes stays the same.
+
+Each run goes on until everything has happened to it that should, and is stopped then, so that no test depends on how
+many steps this machine makes in a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from oobleck.cli.job_file import load_job
+
+from .harness import TAG, Outcome, Runner, Up, oobleck, started_at, worker_pids
+from .reference import each_reference_loss
+
+TOLERANCE = 1e-9
+ENDLESS = 5000
+"""Steps that no run here makes; each is stopped before."""
+SLACK_S = 0.5
+"""What two busy cores may add to a time that is bounded by a timer."""
+
+Reference = Callable[[int], list[float]]
+
+
+@pytest.fixture(scope="module")
+def reference(runner: Runner) -> Reference:
+    """The first losses of the job in one process; as many as are asked for, each computed once."""
+    path = runner.job_file()
+    job = replace(load_job(path.read_text(), source=str(path)), max_steps=ENDLESS)
+    coming = each_reference_loss(job, runner.directory / "cache")
+    known: list[float] = []
+
+    def first(count: int) -> list[float]:
+        known.extend(islice(coming, max(0, count - len(known))))
+        return known[:count]
+
+    return first
+
+
+class Elastic:
+    """A run under way, what can be done to it, and how it must have ended."""
+
+    def __init__(self, runner: Runner, up: Up) -> None:
+        self.up = up
+        self._runner = runner
+        self.outcome: Outcome | None = None
+
+    def command(self, *words: str) -> None:
+        done = oobleck(*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir))
+        assert done.returncode == 0, done.stderr
+
+    def refused(self, *words: str) -> str:
+        """What a command says that cannot be carried out."""
+        done = oobleck(*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir))
+        assert done.returncode == 2, (done.returncode, done.stderr)
+        assert done.stdout == ""
+        return done.stderr
+
+    def stop(self) -> Outcome:
+        self.command_stop()
+        self.outcome = self.up.finish()
+        return self.outcome
+
+    def command_stop(self) -> None:
+        done = oobleck("stop", TAG, "--base-dir", str(self._runner.base_dir))
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def start(runner: Runner, reference: Reference) -> Callable[..., Any]:
+    @contextmanager
+    def start(*options: str, nodes: int = 4) -> Iterator[Elastic]:
+        """Start a run; when the test has ended it, all that it computed must be right, and nothing be left."""
+        given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *options)
+        with runner.up(*given, nodes=("--local", str(nodes))) as up:
+            run = Elastic(runner, up)
+            up.wait_for_step(5)
+            yield run
+        assert run.outcome is not None, "the test must end the run"
+        assert_all_is_right(run.outcome, reference)
+        assert runner.left_over() == []
+
+    return start
+
+
+def assert_all_is_right(outcome: Outcome, reference: Reference) -> None:
+    assert outcome.exit_code == 0, outcome.output
+    summary = outcome.summary
+    assert summary["reason"].startswith("stopped on request")
+    assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
+    assert len(outcome.losses) == summary["steps_committed"] < ENDLESS
+    expected = reference(len(outcome.losses))
+    assert max(abs(one - other) for one, other in zip(outcome.losses, expected, strict=True)) < TOLERANCE
+
+
+def recoveries(outcome: Outcome) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(each["cause"], each["action"], tuple(each["nodes"])) for each in outcome.summary["recoveries"]]
+
+
+def nodes_of(outcome: Outcome) -> list[str]:
+    """The nodes that train under the last plan."""
+    plan = outcome.summary["plan"]
+    return sorted({stage["node"] for pipeline in plan["pipelines"] for stage in pipeline["stages"]})
+
+
+def freeze(runner: Runner, node: str) -> None:
+    """Have a node's agent and worker do nothing any more, while their connections stay open."""
+    for path in (runner.agent_directory(node) / "agent.pid", runner.agent_directory(node) / "worker0.pid"):
+        os.kill(int(path.read_text()), signal.SIGSTOP)
+
+
+def test_a_killed_node_joins_again_and_is_no_stranger(start: Callable[..., Any]) -> None:
+    with start() as run:
+        run.command("kill", "node2")
+        run.up.wait_for("node2 lost; ")
+        run.command("add", "node2")
+        run.up.wait_for("node2 taken in; absorb")
+        run.up.wait_for_steps(5)
+        run.command("kill", "node2")
+        run.up.wait_for("node2 lost; ")
+        run.up.wait_for_steps(5)
+        outcome = run.stop()
+    assert [each[1:] for each in recoveries(outcome)][1] == ("absorb", ("node2",))
+    assert [each[0] for each in recoveries(outcome)] == ["connection_lost", "joined", "connection_lost"]
+    assert nodes_of(outcome) == ["node0", "node1", "node3"]
+
+
+def test_a_node_is_drained_and_a_spare_takes_its_place(start: Callable[..., Any]) -> None:
+    with start() as run:
+        run.command("drain", "node1")
+        run.up.wait_for("node1 has left")
+        run.command("add", "node4")
+        run.up.wait_for("node4 taken in; absorb")
+        run.up.wait_for_steps(5)
+        outcome = run.stop()
+    assert [each[0] for each in recoveries(outcome)] == ["drained", "joined"]
+    assert nodes_of(outcome) == ["node0", "node2", "node3", "node4"]
+
+
+def test_the_only_holder_of_a_layer_hands_it_over_before_it_leaves(start: Callable[..., Any]) -> None:
+    with start("--pipelines", "1", "-f", "0", nodes=2) as run:
+        run.command("drain", "node1")
+        run.up.wait_for("node1 has left")
+        run.up.wait_for_steps(5)
+        outcome = run.stop()
+    assert nodes_of(outcome) == ["node0"]
+    (recovery,) = outcome.summary["recoveries"]
+    assert recovery["cause"] == "drained"
+    assert recovery["bytes_moved"] > 0
+
+
+def test_a_worker_that_ends_by_itself_is_started_again_in_place(start: Callable[..., Any], runner: Runner) -> None:
+    with start() as run:
+        for number in (signal.SIGKILL, signal.SIGSEGV):
+            before = worker_pids(runner)
+            os.kill(before["node1"], number)
+            run.up.wait_for(f"the worker of node1 ended (killed by signal {number.value}")
+            run.up.wait_for("node1 taken in; restart_worker")
+            run.up.wait_for_steps(3)
+            after = worker_pids(runner)
+            assert after.pop("node1") != before.pop("node1")
+            assert after == before, "all others keep their processes"
+            assert all(started_at(pid) for pid in after.values())
+        outcome = run.stop()
+    assert [each[:2] for each in recoveries(outcome)][1::2] == [("joined", "restart_worker")] * 2
+    assert [each[0] for each in recoveries(outcome)][::2] == ["worker_exited"] * 2
+    assert nodes_of(outcome) == ["node0", "node1", "node2", "node3"]
+    assert "NodeLost" not in {entry["@type"] for entry in runner.journal()}
+
+
+def test_a_node_whose_worker_ends_again_and_again_is_given_up(start: Callable[..., Any], runner: Runner) -> None:
+    with start() as run:
+        for _ in range(3):
+            os.kill(worker_pids(runner)["node3"], signal.SIGKILL)
+            run.up.wait_for("node3 taken in; restart_worker")
+            run.up.wait_for_steps(2)
+        os.kill(worker_pids(runner)["node3"], signal.SIGKILL)
+        run.up.wait_for("node3 lost: worker process")
+        run.up.wait_for("node3 lost; ")
+        run.up.wait_for_steps(3)
+        outcome = run.stop()
+    assert nodes_of(outcome) == ["node0", "node1", "node2"]
+
+
+def test_a_frozen_node_costs_its_lease_and_is_ended(start: Callable[..., Any], runner: Runner) -> None:
+    interval_s, lease_s = 0.25, 1.5
+    settings = (f"control.heartbeat_interval_s={interval_s}", f"control.lease_s={lease_s}")
+    with start(*(word for setting in settings for word in ("--set", setting))) as run:
+        frozen = {pid: started_at(pid) for pid in (worker_pids(runner)["node2"],)}
+        freeze(runner, "node2")
+        run.up.wait_for("node2 lost: not heard of for")
+        run.up.wait_for("node2 lost; ")
+        run.up.wait_for_steps(5)
+        for pid, ticks in frozen.items():
+            assert started_at(pid) != ticks, "its worker was ended"
+        outcome = run.stop()
+    ((cause, _, nodes),) = recoveries(outcome)
+    assert (cause, nodes) == ("lease_expired", ("node2",))
+    (recovery,) = outcome.summary["recoveries"]
+    assert lease_s <= recovery["detect_s"] <= lease_s + SLACK_S
+    assert lease_s - interval_s <= recovery["stall_s"] <= lease_s + 0.5 + SLACK_S
+
+
+def test_what_cannot_be_added_or_drained_is_refused_with_a_reason(start: Callable[..., Any]) -> None:
+    with start(nodes=2) as run:
+        assert "node1 is in the run already" in run.refused("add", "node1")
+        assert "no virtual node 'node9'" in run.refused("add", "node9")
+        assert "there is no node 'node9'; the nodes are node0, node1" in run.refused("drain", "node9")
+        assert "there is no node 'node9'" in run.refused("kill", "node9")
+        run.command("kill", "node1")
+        run.up.wait_for("node1 lost; ")
+        assert "node1 is lost, or has left, already" in run.refused("drain", "node1")
+        run.up.wait_for_steps(2)
+        run.stop()
