@@ -102,7 +102,9 @@ async def _run(run: Run, directory: RunDirectory, journal: JournalWriter, consol
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
             python_version=platform.python_version(),
         )
-        cluster = SSHCluster(run.job.tag, known, options=options, paths=_remote_paths(run, directory))
+        cluster = SSHCluster(
+            run.job.tag, known, run_id=directory.run_id, options=options, paths=_remote_paths(run, directory)
+        )
         master = Master(
             coordinator,
             tag=run.job.tag,

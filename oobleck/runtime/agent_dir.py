@@ -21,15 +21,18 @@ _MAX_NAME_CHARS = 24
 
 @dataclass(frozen=True, slots=True)
 class AgentDir:
-    """The directory of the agent of `node` in the job `tag`."""
+    """The directory of the agent of `node` in a run.
 
-    tag: str
+    `run_id` tells apart the runs of a tag that other masters, or other base directories, may have on this machine.
+    """
+
+    run_id: str
     node: str
 
     @property
     def job_path(self) -> Path:
-        """What all agents of the job on this machine share."""
-        return Path(tempfile.gettempdir()) / f"oobleck-{os.getuid()}" / self.tag
+        """What all agents of the run on this machine share."""
+        return Path(tempfile.gettempdir()) / f"oobleck-{os.getuid()}" / self.run_id
 
     @property
     def path(self) -> Path:
@@ -60,21 +63,21 @@ class AgentDir:
             path.chmod(0o700)
 
 
-def kill_command(tag: str, node: str) -> str:
+def kill_command(run_id: str, node: str) -> str:
     """A shell command that kills the agent and the workers of a node at once.
 
     Ids that were noted before a reboot may be others' now, so only processes of ours are killed.
     """
-    directory = f'"{_base()}"/{shlex.quote(tag)}/{shlex.quote(_directory_name(node))}'
+    directory = f'"{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
     ours = 'for p in $(cat ./*.pid); do grep -qsa oobleck "/proc/$p/cmdline" && echo "$p"; done'
     return f"(cd {directory} && kill -KILL $({ours})) 2>/dev/null; true"
 
 
-def clean_command(tag: str, node: str) -> str:
+def clean_command(run_id: str, node: str) -> str:
     """A shell command that ends what is left of a node's processes, and removes its directory."""
-    job = f'"{_base()}"/{shlex.quote(tag)}'
+    job = f'"{_base()}"/{shlex.quote(run_id)}'
     return (
-        f"{kill_command(tag, node)}; rm -rf {job}/{shlex.quote(_directory_name(node))}; "
+        f"{kill_command(run_id, node)}; rm -rf {job}/{shlex.quote(_directory_name(node))}; "
         f'rm -f {job}/fork.lock; rmdir {job} "{_base()}" 2>/dev/null; true'
     )
 

@@ -41,7 +41,7 @@ _log = logging.getLogger("oobleck.agent")
 def main() -> None:
     """Become the agent of a node, in the background; the foreground process says where and leaves."""
     arguments = _parse_arguments()
-    directory = AgentDir(arguments.tag, arguments.node)
+    directory = AgentDir(arguments.run, arguments.node)
     directory.create()
     if _answers(directory.socket):
         print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
@@ -55,12 +55,13 @@ def main() -> None:
         os._exit(0)
     _detach(log)
     directory.pid_file("agent").write_text(f"{os.getpid()}\n")
-    trio.run(_serve, arguments.node, directory, listener, Path(arguments.cache).expanduser())
+    trio.run(_serve, arguments.tag, arguments.node, directory, listener, Path(arguments.cache).expanduser())
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run the agent of one node in the background.")
     parser.add_argument("--tag", required=True, help="the job's name")
+    parser.add_argument("--run", required=True, help="what tells this run from others of the same name")
     parser.add_argument("--node", required=True, help="the node's name in the job")
     parser.add_argument("--log", required=True, help="file to log to")
     parser.add_argument("--cache", required=True, help="directory for tokenizers and tokenised text")
@@ -110,7 +111,7 @@ def _detach(log: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-async def _serve(node: str, directory: AgentDir, listener: socket.socket, cache_dir: Path) -> None:
+async def _serve(tag: str, node: str, directory: AgentDir, listener: socket.socket, cache_dir: Path) -> None:
     listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
 
     async def accept() -> MasterConnection:
@@ -130,7 +131,7 @@ async def _serve(node: str, directory: AgentDir, listener: socket.socket, cache_
         )
 
     workers = ForkingWorkerHost(directory)
-    agent = Agent(tag=directory.tag, accept=accept, workers=workers, hello=hello, cache_dir=cache_dir)
+    agent = Agent(tag=tag, accept=accept, workers=workers, hello=hello, cache_dir=cache_dir)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(workers.run)
         reason = await agent.run()

@@ -59,9 +59,12 @@ class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
 class SSHCluster:
     """The nodes of a job, reached by SSH. Connections are kept: what comes later needs no new handshake."""
 
-    def __init__(self, tag: str, nodes: Sequence[NodeSpec], *, options: SSHOptions, paths: RemotePaths) -> None:
+    def __init__(
+        self, tag: str, nodes: Sequence[NodeSpec], *, run_id: str, options: SSHOptions, paths: RemotePaths
+    ) -> None:
         """`nodes` are those known at the start; others may join them."""
         self._tag = tag
+        self._run_id = run_id
         self._index = {spec.name: index for index, spec in enumerate(nodes)}
         self._options = options
         self._paths = paths
@@ -80,12 +83,12 @@ class SSHCluster:
 
     async def kill(self, node: NodeSpec) -> None:
         """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
-        await self._run(node, kill_command(self._tag, node.name))
+        await self._run(node, kill_command(self._run_id, node.name))
 
     async def clean(self, node: NodeSpec) -> None:
         """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
         try:
-            await self._run(node, clean_command(self._tag, node.name))
+            await self._run(node, clean_command(self._run_id, node.name))
         except NodeUnreachable as error:
             _log.info("%s is not cleaned up: %s", node.name, error.reason)
 
@@ -114,7 +117,13 @@ class SSHCluster:
     def _agent_command(self, node: NodeSpec) -> str:
         index = self._index.setdefault(node.name, len(self._index))
         log = self._paths.base_dir / self._tag / f"agent{index}.log"
-        arguments = {"--tag": self._tag, "--node": node.name, "--log": log, "--cache": self._paths.cache_dir}
+        arguments = {
+            "--tag": self._tag,
+            "--run": self._run_id,
+            "--node": node.name,
+            "--log": log,
+            "--cache": self._paths.cache_dir,
+        }
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
         return f"exec {shlex.quote(self._paths.python)} -m oobleck.runtime.agent_process {options}"
 

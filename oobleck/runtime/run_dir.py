@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ class RunDirectory:
     @property
     def path(self) -> Path:
         return self.base_dir.absolute() / self.tag
+
+    @property
+    def run_id(self) -> str:
+        """A name for this run's files on the nodes: other machines and base directories may use the same tag."""
+        digest = hashlib.sha256(f"{socket.gethostname()}:{self.path}".encode()).hexdigest()[:8]
+        return f"{self.tag}-{digest}"
 
     @property
     def journal(self) -> Path:

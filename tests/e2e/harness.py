@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from oobleck.runtime.run_dir import RunDirectory
+
 TAG = "e2e"
 """All runs here share it, and so a fork server that has imported torch already."""
 
@@ -174,7 +176,8 @@ class Runner:
 
     def agent_directory(self, node: str) -> Path:
         """Where a node's agent keeps its socket and the ids of its processes."""
-        return self.temporary / f"oobleck-{os.getuid()}" / TAG / node
+        run_id = RunDirectory(base_dir=self.base_dir, tag=TAG).run_id
+        return self.temporary / f"oobleck-{os.getuid()}" / run_id / node
 
     def processes(self) -> list[psutil.Process]:
         """Living processes of runs: masters, agents, workers and fork servers, but for the warm one."""
@@ -235,19 +238,6 @@ def started_at(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else fields[19]
-
-
-def processes_of(tag: str) -> list[str]:
-    """Command lines of living processes that belong to runs with a tag: agents, and their workers' server."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with suppress(OSError):
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if "oobleck.runtime.agent_process" in words and tag in words:
-                found.append(" ".join(words))
-    return found
 
 
 def processes_with(variable: str) -> list[psutil.Process]:

@@ -9,7 +9,7 @@ import pytest
 from oobleck.cli.job_file import load_job
 from oobleck.job import JobSpec
 
-from .harness import LLAMA, TAG, Outcome, Runner, oobleck, processes_of, started_at, worker_pids
+from .harness import LLAMA, TAG, Outcome, Runner, oobleck, started_at, worker_pids
 from .reference import reference_losses
 
 TOLERANCE = 1e-9
@@ -72,7 +72,7 @@ def test_killed_nodes_cost_no_step_and_change_no_loss(
     assert largest_gap(outcome.losses, undisturbed.losses) < TOLERANCE
     lost = sorted(node for recovery in outcome.summary["recoveries"] for node in recovery["nodes"])
     assert lost == sorted(nodes)
-    assert processes_of(TAG) == []
+    assert runner.left_over() == []
 
 
 def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
@@ -93,7 +93,7 @@ def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
     assert outcome.summary["samples_missing"] == 0
-    assert processes_of(TAG) == []
+    assert runner.left_over() == []
 
 
 def test_a_llama_survives_a_kill_by_another_job_file_alone(runner: Runner) -> None:

@@ -10,7 +10,6 @@ import random
 import signal
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 
@@ -79,12 +78,9 @@ class Storm:
             self.living.discard(node)
 
     def _signal(self, node: str, pattern: str, number: signal.Signals) -> None:
-        for path in self._directory(node).glob(pattern):
+        for path in self.runner.agent_directory(node).glob(pattern):
             with suppress(ProcessLookupError, FileNotFoundError, ValueError):
                 os.kill(int(path.read_text()), number)
-
-    def _directory(self, node: str) -> Path:
-        return self.runner.temporary / f"oobleck-{os.getuid()}" / TAG / node
 
     def _command(self, command: str, node: str) -> bool:
         """A command that comes too early or too late is refused; that is an answer, too."""

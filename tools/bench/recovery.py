@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.runtime.agent_dir import AgentDir
+from oobleck.runtime.run_dir import RunDirectory
 
 _TAG = "bench-recovery"
 _FAULT_STEP = 20
@@ -129,8 +130,9 @@ def _step(entry: dict[str, object]) -> int:
     return int(record["step"])
 
 
-def _pids(node: str, pattern: str = "*.pid") -> list[int]:
-    return [int(path.read_text()) for path in AgentDir(_TAG, node).path.glob(pattern)]
+def _pids(run: Run, node: str, pattern: str = "*.pid") -> list[int]:
+    run_id = RunDirectory(base_dir=run.base_dir, tag=_TAG).run_id
+    return [int(path.read_text()) for path in AgentDir(run_id, node).path.glob(pattern)]
 
 
 def _signal(pids: list[int], number: int) -> None:
@@ -139,21 +141,21 @@ def _signal(pids: list[int], number: int) -> None:
 
 
 def _kill_node(run: Run) -> float:
-    pids = _pids("node2")
+    pids = _pids(run, "node2")
     at_s = time.monotonic()
     _signal(pids, signal.SIGKILL)
     return at_s
 
 
 def _freeze_node(run: Run) -> float:
-    pids = _pids("node2")
+    pids = _pids(run, "node2")
     at_s = time.monotonic()
     _signal(pids, signal.SIGSTOP)
     return at_s
 
 
 def _kill_worker(run: Run) -> float:
-    pids = _pids("node2", "worker*.pid")
+    pids = _pids(run, "node2", "worker*.pid")
     at_s = time.monotonic()
     _signal(pids, signal.SIGKILL)
     return at_s
