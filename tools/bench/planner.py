@@ -1,4 +1,6 @@
-"""Measure the planner: medians of seconds for templates, instantiation and reconfiguration.
+"""Measure the planner: the time of templates, instantiation and reconfiguration, as median and quickest run.
+
+On a machine with other work the quickest run tells more of the planner, the median more of the machine.
 
     python tools/bench/planner.py            all of it, a minute or two
     python tools/bench/planner.py --paper    predictions for the models of the Oobleck paper instead
@@ -195,15 +197,19 @@ def make_profile(kind: str, num_layers: int, seed: int, *, smallest: int = 1) ->
     )
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of a call, after one that warms up."""
+def measure(run: Callable[[], object], repeats: int) -> str:
+    """Milliseconds of a call after one that warms up: the median, and the quickest in brackets."""
     run()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times)
+    return show(times)
+
+
+def show(times: list[float]) -> str:
+    return f"{1000 * statistics.median(times):7.1f} ({1000 * min(times):.1f})"
 
 
 def nodes(count: int) -> list[str]:
@@ -215,8 +221,8 @@ def find_all(profile: Profile, settings: PlannerSettings, num_nodes: int) -> Non
 
 
 def bench_templates(repeats: int) -> None:
-    print("all templates for 1 to N nodes, one device each, milliseconds (median)")
-    print(f"{'profile':>10} {'layers':>7} " + " ".join(f"{'N=' + str(count):>8}" for count in (16, 32, 64)))
+    print("all templates for 1 to N nodes, one device each, milliseconds: median (quickest)")
+    print(f"{'profile':>10} {'layers':>7} " + " ".join(f"{'N=' + str(count):>15}" for count in (16, 32, 64)))
     for kind in KINDS:
         for num_layers in (26, 50, 98):
             row = []
@@ -224,12 +230,12 @@ def bench_templates(repeats: int) -> None:
                 profile = make_profile(kind, num_layers, seed=num_layers)
                 settings = PlannerSettings(num_microbatches=1024)
 
-                row.append(median_ms(partial(find_all, profile, settings, count), repeats))
-            print(f"{kind:>10} {num_layers:>7} " + " ".join(f"{value:8.1f}" for value in row))
+                row.append(measure(partial(find_all, profile, settings, count), repeats))
+            print(f"{kind:>10} {num_layers:>7} " + " ".join(f"{value:>15}" for value in row))
 
 
 def bench_devices(repeats: int) -> None:
-    print("\nall templates for 1 to 8 nodes of g devices, stages of 1 to g, 34 GPT-like layers, milliseconds (median)")
+    print("\nall templates for 1 to 8 nodes of g devices, stages of 1 to g, 34 layers, milliseconds: median (quickest)")
     for per_node in (1, 2, 4, 8):
         profile = estimate_profile(
             model_shape("gpt3-6.7b"),
@@ -240,13 +246,13 @@ def bench_devices(repeats: int) -> None:
         )
         settings = PlannerSettings(num_microbatches=1024, devices_per_node=per_node, max_devices_per_stage=per_node)
 
-        milliseconds = median_ms(partial(find_all, profile, settings, 8), repeats)
-        print(f"{'g=' + str(per_node):>10} {milliseconds:8.1f}")
+        milliseconds = measure(partial(find_all, profile, settings, 8), repeats)
+        print(f"{'g=' + str(per_node):>10} {milliseconds}")
 
 
 def bench_instantiation(repeats: int) -> None:
-    print("\ninstantiation with batches, 50 layers, the model needs 4 nodes, milliseconds (median)")
-    print(f"{'profile':>10} {'batch':>10} " + " ".join(f"{'N=' + str(count):>8}" for count in (64, 512, 4096)))
+    print("\ninstantiation with batches, 50 layers, the model needs 4 nodes, milliseconds: median (quickest)")
+    print(f"{'profile':>10} {'batch':>10} " + " ".join(f"{'N=' + str(count):>15}" for count in (64, 512, 4096)))
     for kind in KINDS:
         for share in (4, 16):
             row = []
@@ -263,12 +269,12 @@ def bench_instantiation(repeats: int) -> None:
                     fewest=fewest,
                     most=most,
                 )
-                row.append(median_ms(choose, repeats))
-            print(f"{kind:>10} {f'{share} a node':>10} " + " ".join(f"{value:8.1f}" for value in row))
+                row.append(measure(choose, repeats))
+            print(f"{kind:>10} {f'{share} a node':>10} " + " ".join(f"{value:>15}" for value in row))
 
 
 def bench_reconfiguration(repeats: int) -> None:
-    print("\na decision with 8 of 1,024 nodes lost at once, milliseconds (median over losses)")
+    print("\na decision with 8 of 1,024 nodes lost at once, milliseconds: median (quickest) over losses")
     for kind in KINDS:
         planner = Planner(make_profile(kind, 50, seed=1, smallest=4), PlannerSettings(num_microbatches=4096))
         plan = planner.initial_plan(nodes(1024)).plan
@@ -280,7 +286,7 @@ def bench_reconfiguration(repeats: int) -> None:
             start = time.perf_counter()
             actions.append(planner.reconfigure(plan, lost=lost).action)
             times.append(time.perf_counter() - start)
-        print(f"{kind:>10} {1000 * statistics.median(times):8.1f}   {', '.join(sorted(set(actions)))}")
+        print(f"{kind:>10} {show(times)}   {', '.join(sorted(set(actions)))}")
 
 
 def predict(model: str, num_nodes: int) -> float:
