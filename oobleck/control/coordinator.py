@@ -15,6 +15,7 @@ real master, in the simulator and in a replay.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -85,7 +86,15 @@ from .messages import (
     WorkerStarted,
 )
 from .preparation import Preparation
-from .recovery import Verdict, broken_pipelines, deal_microbatches, judge, microbatches_redone, uncovered
+from .recovery import (
+    Verdict,
+    broken_pipelines,
+    deal_microbatches,
+    judge,
+    microbatches_redone,
+    planned_layers,
+    uncovered,
+)
 
 __all__ = ["Coordinator", "Phase"]
 
@@ -99,6 +108,10 @@ _SUSPICION_S = 0.2
 """How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
+_HANG_FACTOR = 10
+"""It is a hang when no step is committed for this many times as long as the slowest of the latest took."""
+_HANG_FLOOR_S = 10.0
+_STEPS_TIMED = 20
 
 
 class Phase(StrEnum):
@@ -157,6 +170,11 @@ class Coordinator:
         self._last_record: CommitRecord | None = None
         self._finished: set[Place] = set()
         self._regroups = 0
+        self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
+        self._progressed_s = 0.0
+        """When a step was committed, or a plan ordered, last."""
+        self._hangs_s = math.inf
+        """When the lack of another step becomes a hang."""
         self._recovery: _Recovery | None = None
         self._forgot = 0
         """The newest generation whose order has workers forget the step in flight."""
@@ -210,7 +228,9 @@ class Coordinator:
         if self._phase is Phase.ENDED:
             return math.inf
         lease_s = self._job.control.lease_s
-        return min([self._deadline_s, *(member.last_heard_s + lease_s for member in self._members.living)])
+        return min(
+            [self._deadline_s, self._hangs_s, *(member.last_heard_s + lease_s for member in self._members.living)]
+        )
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         """Act on what has not happened in time. Early calls do nothing."""
@@ -222,6 +242,8 @@ class Coordinator:
             # We ourselves were held up: what nodes said meanwhile waits to be read, so no lease has lapsed.
             for member in self._members.living:
                 member.last_heard_s = now_s
+            soon_s = now_s + self._job.control.heartbeat_interval_s
+            self._deadline_s, self._hangs_s = max(self._deadline_s, soon_s), max(self._hangs_s, soon_s)
         for member in self._members.living:
             silent_s = now_s - member.last_heard_s
             if silent_s >= self._job.control.lease_s:
@@ -229,6 +251,8 @@ class Coordinator:
         if now_s >= self._deadline_s:
             self._deadline_s = math.inf
             self._phase_deadline()
+        if now_s >= self._hangs_s:
+            self._begin_recovery([], Cause.HANG, detect_s=now_s - self._progressed_s)
         return self._take_commands()
 
     # --- nodes come and go -----------------------------------------------------------------------------------
@@ -293,6 +317,7 @@ class Coordinator:
 
     def _understand(self, member: Member, message: AgentMessage) -> None:
         node = member.spec.name
+        _check_device(member, message)
         match message:
             case Heartbeat():
                 self._send(node, message)
@@ -408,6 +433,7 @@ class Coordinator:
                 limit_s = self._job.control.start_timeout_s
                 self._end(1, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}")
             case Phase.FENCING:
+                self._fail_silent_workers()
                 self._decide_when_answered()
             case Phase.TRAINING:
                 self._begin_recovery([], Cause.PEER_FAILED, detect_s=_SUSPICION_S)
@@ -421,8 +447,17 @@ class Coordinator:
             return  # another reporter of the same step
         self._last_record = record
         self._regroups = 0
+        self._tracebacks.clear()
+        self._step_times_s.append(record.duration_s)
+        if self._phase is Phase.TRAINING:
+            self._expect_progress(_HANG_FLOOR_S)
         tokens = record.num_samples * self._job.data.sequence_length
         self._record(StepDone(t_s=self._now_s, record=record, tokens=tokens))
+
+    def _expect_progress(self, least_s: float) -> None:
+        """Take it for a hang when no step is committed in so many seconds, or many times the usual time."""
+        self._progressed_s = self._now_s
+        self._hangs_s = self._now_s + max([least_s, *(_HANG_FACTOR * step_s for step_s in self._step_times_s)])
 
     def _suspect(self, message: PeerFailed) -> None:
         """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
@@ -453,10 +488,11 @@ class Coordinator:
     def _end(self, exit_code: int, reason: str) -> None:
         for member in self._members.living:
             self._send(member.spec.name, StopAgent(reason=reason))
+        self._close_recovery()
         self._record(JobEnded(t_s=self._now_s, exit_code=exit_code, reason=reason))
         self._commands.append(End(exit_code=exit_code, reason=reason))
         self._phase = Phase.ENDED
-        self._deadline_s = math.inf
+        self._deadline_s = self._hangs_s = math.inf
 
     # --- recovering --------------------------------------------------------------------------------------------
 
@@ -470,11 +506,12 @@ class Coordinator:
         recovery.nodes.extend(nodes)
         recovery.statuses.clear()
         recovery.settles_s = self._now_s + _SETTLE_S
-        self._regroups += cause is Cause.PEER_FAILED
+        self._regroups += cause in (Cause.PEER_FAILED, Cause.HANG)
         self._phase = Phase.FENCING
         self._generation += 1
         self._finished.clear()
-        self._deadline_s = math.inf
+        self._deadline_s = self._now_s + self._job.control.lease_s
+        self._hangs_s = math.inf
         self._record(
             RecoveryStarted(
                 t_s=self._now_s, generation=self._generation, nodes=tuple(recovery.nodes), cause=recovery.cause
@@ -496,9 +533,19 @@ class Coordinator:
         self._recovery.statuses[place] = status
         self._decide_when_answered()
 
+    def _fail_silent_workers(self) -> None:
+        """Workers answer a fence at once, whatever they compute; one that does not is frozen, if its agent is not."""
+        assert self._recovery is not None
+        answered = self._recovery.statuses.keys()
+        silent = [member.spec.name for member in self._members.ready if not answered >= set(member.places)]
+        for node in silent:
+            evidence = f"its worker did not answer for {self._job.control.lease_s:g} s"
+            self._node_failed(node, Cause.LEASE_EXPIRED, evidence)
+
     def _decide_when_answered(self) -> None:
         recovery = self._recovery
-        assert recovery is not None
+        if self._phase is not Phase.FENCING or recovery is None:
+            return
         places = [place for member in self._members.ready for place in member.places]
         if not recovery.statuses.keys() >= set(places):
             return
@@ -523,7 +570,10 @@ class Coordinator:
         finish = self._step_to_finish(verdict, statuses)
         try:
             held = verdict.held
-            if verdict.applied == 0 and finish is None:
+            if finish is not None:
+                # What was kept of the plan before is a step behind once this one is finished.
+                held = {place: layers & planned_layers(base, place) for place, layers in held.items()}
+            elif verdict.applied == 0:
                 # Nothing is trained yet: everybody can make the initial values of any layer.
                 held = {place: frozenset(range(base.num_layers)) for place in statuses}
             known = (*base.nodes, *base.spares)
@@ -627,6 +677,7 @@ class Coordinator:
             self._forgot = self._generation
         self._phase = Phase.TRAINING
         self._deadline_s = math.inf
+        self._expect_progress(self._job.control.start_timeout_s)
         self._record_plan(decision)
         if self._recovery is not None:
             self._recovery.ordered_s = self._now_s
@@ -731,7 +782,7 @@ class Coordinator:
     def _give_up(self) -> None:
         if self._tracebacks:
             place, text = next(iter(self._tracebacks.items()))
-            self._end(1, f"the same error ended every worker; {place} said:\n{text}")
+            self._end(1, f"an error ended the workers; {place} said:\n{text}")
         elif not self._members.ready:
             self._end(1, "all nodes are lost")
         else:
@@ -771,3 +822,22 @@ class Coordinator:
     def _take_commands(self) -> list[Command]:
         commands, self._commands = self._commands, []
         return commands
+
+
+def _check_device(member: Member, message: AgentMessage) -> None:
+    """Raise PeerError for words of a worker that the node does not have."""
+    match message:
+        case (
+            WorkerStarted(device=device)
+            | WorkerReady(device=device)
+            | WorkerExited(device=device)
+            | Profiled(device=device)
+            | StepCommitted(device=device)
+            | Status(device=device)
+            | Resumed(device=device)
+            | PeerFailed(device=device)
+            | Finished(device=device)
+        ) if device not in range(member.spec.num_devices):
+            raise PeerError(f"speaks for device {device}; it has {member.spec.num_devices}")
+        case _:
+            pass

@@ -43,6 +43,8 @@ class Cause(StrEnum):
     WORKER_EXITED = "worker_exited"
     PEER_FAILED = "peer_failed"
     """A collective failed under a survivor, and nobody was lost."""
+    HANG = "hang"
+    """No step was committed for many times as long as one takes, and nobody was lost."""
     USER = "user"
     JOINED = "joined"
     """Nothing was lost: a node came, or a worker came back."""

@@ -6,7 +6,7 @@ A part of the coordinator's machine, with its rules: it returns commands and is 
 from __future__ import annotations
 
 from oobleck import __version__
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, PeerError
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, profile_from_json
 
@@ -99,12 +99,15 @@ class Preparation:
                 pass  # torn or of an older version: measured again, and overwritten
             else:
                 return []
-        member = next(member for member in self._members.living if member.ready)
+        member = next((member for member in self._members.living if member.ready), None)
+        if member is None:
+            return []  # lost since it asked; a failure to start ends the run
         return [Send(node=member.spec.name, message=ProfileRequest(device=min(member.ready)))]
 
     def take_measurement(self, message: Profiled) -> list[Command]:
-        """Use a measured profile, and have it cached."""
-        assert self._key is not None
+        """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""
+        if self._key is None or self.profile is not None:
+            raise PeerError("sent a profile that nobody asked for")
         self.profile = profile_from_json(message.profile_json, source="measured profile")
         return [StoreProfile(key=self._key, profile_json=message.profile_json)]
 

@@ -24,7 +24,15 @@ from oobleck.planner import ExecutionPlan, Place
 
 from .messages import CommitRecord, Segment, Status
 
-__all__ = ["Verdict", "broken_pipelines", "deal_microbatches", "judge", "microbatches_redone", "uncovered"]
+__all__ = [
+    "Verdict",
+    "broken_pipelines",
+    "deal_microbatches",
+    "judge",
+    "microbatches_redone",
+    "planned_layers",
+    "uncovered",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,7 @@ def judge(
         catch_up=newest if behind else None,
         adopted=generations.pop() if len(generations) == 1 else None,
         held={
-            place: frozenset(status.layers) & _planned(plans[status.adopted], place)
+            place: frozenset(status.layers) & planned_layers(plans[status.adopted], place)
             if place in behind
             else frozenset(status.layers)
             for place, status in current.items()
@@ -70,12 +78,10 @@ def judge(
     )
 
 
-def _planned(plan: ExecutionPlan, place: Place) -> frozenset[int]:
-    """The layers that a plan gives a worker."""
+def planned_layers(plan: ExecutionPlan, place: Place) -> frozenset[int]:
+    """The layers that a plan gives a worker; none for a spare."""
     located = plan.locate(place)
-    assert located is not None, f"{place} reduced gradients under a plan that it is not in"
-    pipeline, stage = located
-    return frozenset(plan.pipelines[pipeline].stages[stage].layers)
+    return frozenset(plan.pipelines[located[0]].stages[located[1]].layers) if located else frozenset()
 
 
 def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:

@@ -190,12 +190,12 @@ class World:
             for worker in node.workers.values():
                 if worker.can_step:
                     found.append(f"work {worker.place}")
-                elif worker.wait.can_fail():
+                elif worker.wait.can_fail() and not worker.is_stuck:
                     found.append(f"fail {worker.place}")
         return [*found, "time"]
 
     def make(self, move: str) -> None:
-        """Let a move happen, or a fault: kill, lose, cut, crash, freeze, hang, thaw, blip, join, drain, stop."""
+        """Let a move happen, or a fault: kill, lose, cut, crash, freeze, hang, thaw, stick, blip, join, drain, stop."""
         self.made.append(move)
         self.now_s += _MOVE_S
         kind, _, subject = move.partition(" ")
@@ -222,6 +222,8 @@ class World:
                 self._beat()
                 self.nodes[subject].is_frozen = kind != "thaw"
                 self.nodes[subject].is_hung = kind == "hang"
+            case "stick":
+                self._worker(subject).is_stuck = True
             case "join":
                 name = f"n{len(self.nodes)}"
                 self._feed(AddRequested(spec=NodeSpec(name=name, host=name, devices=self.shape.nodes[0].devices)))
@@ -236,7 +238,7 @@ class World:
     def can_blip(self, place: Place) -> bool:
         """The network may fail under this worker, although nobody is gone."""
         worker = self._workers().get(place)
-        return worker is not None and worker.wait.touches_network and not worker.can_step
+        return worker is not None and not worker.is_stuck and worker.wait.touches_network and not worker.can_step
 
     # --- faults ------------------------------------------------------------------------------------------------
 
@@ -404,7 +406,7 @@ class World:
         match entry:
             case StepDone(record=record):
                 steps = sum(isinstance(old, StepDone) for old in self.journal)
-                if record.step != steps + 1:
+                if record.step <= steps:
                     raise Violation(f"the journal goes from step {steps} to step {record.step}")
             case PlanAdopted(generation=generation, plan=plan):
                 if any(isinstance(old, PlanAdopted) and old.generation >= generation for old in self.journal):
@@ -451,12 +453,15 @@ class World:
         """What must hold when the run is over."""
         assert self.ended is not None
         done = [entry.record for entry in self.journal if isinstance(entry, StepDone)]
-        if self.ended.exit_code == 0 and len(done) != self.shape.max_steps:
-            raise Violation(f"the run ends well after {len(done)} of {self.shape.max_steps} steps")
+        steps = [record.step for record in done]
+        if self.ended.exit_code == 0 and steps != list(range(1, self.shape.max_steps + 1)):
+            raise Violation(f"the run ends well after steps {steps}")
+        if self.ended.exit_code == 130 and steps != list(range(1, len(steps) + 1)):
+            raise Violation(f"the run stops after steps {steps}")
         for worker in self._workers().values():
             for layer, history in worker.layers.items():
                 for applied, record in zip(history, done, strict=False):
-                    if applied.generation != record.generation:
+                    if applied.step == record.step and applied.generation != record.generation:
                         raise Violation(
                             f"step {record.step} is journaled as of generation {record.generation}, "
                             f"but layer {layer} on {worker.place} has it of {applied.generation}"

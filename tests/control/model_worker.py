@@ -70,6 +70,8 @@ class VirtualWorker:
         self.kept: dict[int, tuple[Applied, ...]] = {}
         """Layers of the plan before, until all have adopted the new one."""
         self.standing = Standing(place, lambda: None)
+        self.is_stuck = False
+        """The process is stopped: neither of its threads does anything, and nobody notices by its connection."""
         self._job = job
         self._fabric = fabric
         self._say = say
@@ -94,6 +96,8 @@ class VirtualWorker:
 
     def take(self, message: WorkerBound) -> None:
         """Handle one message, as the control thread does."""
+        if self.is_stuck:
+            return
         match message:
             case StorePut(key=key):
                 self._board.add(key)
@@ -118,7 +122,7 @@ class VirtualWorker:
 
     @property
     def can_step(self) -> bool:
-        return self.wait.ready() or self.wait.interrupted()
+        return not self.is_stuck and (self.wait.ready() or self.wait.interrupted())
 
     def step(self) -> None:
         """Go on to the next point where the training thread may be preempted or has to wait."""

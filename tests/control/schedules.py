@@ -20,7 +20,7 @@ Choose = Callable[[list[str]], str]
 
 _LIMIT = 20_000
 """Moves in which any run has to end."""
-_PATIENCE = 40
+_PATIENCE = 400
 """Moves of time alone, each a heartbeat's interval or less, in which something has to happen."""
 
 
@@ -45,6 +45,8 @@ class Scenario:
     seed: int
     calm: int = 200
     """Moves after the last fault that are still chosen unkindly."""
+    is_timely: bool = False
+    """Nothing that can happen waits so long that the coordinator takes anybody for dead."""
 
 
 def uniform(rng: random.Random) -> Choose:
@@ -93,10 +95,10 @@ def play(scenario: Scenario) -> World:
     choose = uniform(rng) if rng.random() < 0.3 else by_priority(rng, rng.choice((0.01, 0.05, 0.2)))
     try:
         for fault in scenario.faults:
-            _run(world, choose, fault.after)
+            _run(world, choose, fault.after, is_timely=scenario.is_timely)
             if world.ended is None:
                 _strike(world, fault)
-        _run(world, choose, scenario.calm)
+        _run(world, choose, scenario.calm, is_timely=scenario.is_timely)
         _finish(world)
     except Violation as violation:
         raise Violation(str(violation), tuple(world.made)) from violation
@@ -117,11 +119,13 @@ def replay(shape: Shape, moves: tuple[str, ...] | list[str]) -> World:
     return world
 
 
-def _run(world: World, choose: Choose, limit: int) -> None:
+def _run(world: World, choose: Choose, limit: int, *, is_timely: bool) -> None:
     for _ in range(limit):
         moves = world.moves()
         if not moves:
             break
+        if is_timely and len(moves) > 1:
+            moves.remove("time")
         world.make(choose(moves))
 
 
@@ -158,9 +162,9 @@ def _name(world: World, fault: Fault) -> str | None:
     match fault.kind:
         case "stop" | "join":
             return fault.kind
-        case "crash":
+        case "crash" | "stick":
             place = places[fault.target % len(places)] if places else None
-            return f"crash {place}" if place else None
+            return f"{fault.kind} {place}" if place else None
         case "blip":
             able = [place for place in places if world.can_blip(place)]
             return f"blip {able[fault.target % len(able)]}" if able else None
@@ -178,7 +182,7 @@ def _is_possible_fault(world: World, move: str) -> bool:
                 and world.nodes[subject].is_counted
                 and (kind != "lose" or bool(world.nodes[subject].up))
             )
-        case "crash":
+        case "crash" | "stick":
             return any(str(place) == subject for node in world.nodes.values() for place in node.places)
         case "blip":
             return any(

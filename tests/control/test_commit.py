@@ -22,7 +22,7 @@ SHAPES = (
 )
 
 
-def scenarios(kinds: tuple[str, ...], max_faults: int = 3) -> st.SearchStrategy[Scenario]:
+def scenarios(kinds: tuple[str, ...], max_faults: int = 3, is_timely: bool = False) -> st.SearchStrategy[Scenario]:
     after = st.one_of(st.integers(0, 20), st.integers(0, 250), st.integers(0, 900))
     faults = st.builds(
         Fault, after=after, kind=st.sampled_from(kinds), target=st.integers(0, 9), last_words=st.integers(0, 3)
@@ -33,6 +33,7 @@ def scenarios(kinds: tuple[str, ...], max_faults: int = 3) -> st.SearchStrategy[
         faults=st.lists(faults, max_size=max_faults).map(tuple),
         seed=st.integers(0, 2**32),
         calm=st.sampled_from((0, 50, 300)),
+        is_timely=st.just(True) if is_timely else st.booleans(),
     )
 
 
@@ -54,13 +55,13 @@ def test_killed_nodes_break_no_promise(scenario: Scenario):
 
 
 @settings(max_examples=300, deadline=None, phases=PHASES)
-@given(scenario=scenarios(("kill", "cut", "crash", "freeze", "hang", "blip", "join", "drain", "stop")))
+@given(scenario=scenarios(("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop")))
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
 @settings(max_examples=100, deadline=None, phases=PHASES)
-@given(scenario=scenarios(("kill", "cut", "crash", "hang"), max_faults=1))
+@given(scenario=scenarios(("kill", "cut", "crash", "hang", "stick"), max_faults=1, is_timely=True))
 def test_losing_f_nodes_never_ends_a_run(scenario: Scenario):
     world = play(scenario)
     assert world.ended is not None
