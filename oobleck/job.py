@@ -165,6 +165,9 @@ class NodeSpec:
     port: int | None = None
     """None leaves it to ~/.ssh/config."""
     user: str | None = None
+    address: str | None = None
+    """Where process groups listen: an address of the node, its name, or one of its network interfaces. None is the
+    address that SSH reached it by."""
 
     @property
     def num_devices(self) -> int:

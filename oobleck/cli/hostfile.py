@@ -5,9 +5,16 @@
     user@node[2-3] slots=4 port=2222
     30.207.99.20 devices=0-3
 
-A line is a host, then `key=value` words: `slots` (how many devices), `devices` (which ones), `port`. Brackets
-hold numbers and ranges, kept as wide as they are written: node[08-11,20]. A host may appear again with other
-devices; without `devices=` it goes on after those that are taken.
+A line is a host, then `key=value` words: `slots` (how many devices), `devices` (which ones), `port` (of SSH), and
+`address` (where training's own traffic goes, see below). Brackets hold numbers and ranges, kept as wide as they are
+written: node[08-11,20]. A host may appear again with other devices; without `devices=` it goes on after those that
+are taken.
+
+Tensors do not go through SSH. Process groups listen at the address that SSH reached the node by, unless `address=`
+names another of the node's addresses, or one of its network interfaces:
+
+    node[1-4] address=10.0.0.[1-4]
+    node[5-8] address=ib0
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ MAX_NODES = 16_384
 MAX_DEVICES = 256
 """The most devices of one machine."""
 
-_KEYS = ("slots", "devices", "port")
+_KEYS = ("slots", "devices", "port", "address")
 _SSH_PORT = 22
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -57,7 +64,8 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
                 continue
             if len(nodes) + len(entry.hosts) > MAX_NODES:
                 raise ConfigError(f"names more than {MAX_NODES} nodes; check the ranges in brackets")
-            nodes.extend(taken.place(host, entry, line=number) for host in entry.hosts)
+            for host, address in zip(entry.hosts, entry.addresses, strict=True):
+                nodes.append(taken.place(host, entry, address=address, line=number))
         except ConfigError as error:
             raise ConfigError(f"{source}:{number}: {error}") from error
     return tuple(nodes)
@@ -73,6 +81,8 @@ class _Entry:
     num_devices: int
     devices: tuple[int, ...] | None
     """None takes the next `num_devices` that are free."""
+    addresses: tuple[str | None, ...]
+    """For each host."""
 
 
 class _Taken:
@@ -83,7 +93,7 @@ class _Taken:
         """For each machine, the devices that are taken and the lines that took them."""
         self._times_named: dict[str, int] = {}
 
-    def place(self, host: str, entry: _Entry, *, line: int) -> NodeSpec:
+    def place(self, host: str, entry: _Entry, *, address: str | None, line: int) -> NodeSpec:
         """Make a node of one host of a line, and take its devices. Raises ConfigError if one is taken already."""
         # Behind one address, another port is another machine: a container, or a forwarded port. Host names
         # do not tell capital letters from small ones.
@@ -100,7 +110,9 @@ class _Taken:
             if device >= MAX_DEVICES:
                 raise ConfigError(f"device {device} of {host} is not possible; it must be less than {MAX_DEVICES}")
         lines.update(dict.fromkeys(devices, line))
-        return NodeSpec(name=self._name(host), host=host, devices=devices, port=entry.port, user=entry.user)
+        return NodeSpec(
+            name=self._name(host), host=host, devices=devices, port=entry.port, user=entry.user, address=address
+        )
 
     def _name(self, host: str) -> str:
         times = self._times_named[host.lower()] = self._times_named.get(host.lower(), 0) + 1
@@ -126,12 +138,14 @@ def _parse_line(line: str) -> _Entry | None:
             f"slots={num_devices}, but devices={settings['devices']} names {len(devices)}; make them agree, or leave "
             "slots out"
         )
+    hosts = _hosts(pattern)
     return _Entry(
-        hosts=_hosts(pattern),
+        hosts=hosts,
         user=user or None,
         port=_number("port", settings["port"], least=1, most=65_535) if "port" in settings else None,
         num_devices=num_devices,
         devices=devices,
+        addresses=_addresses(settings["address"], len(hosts)) if "address" in settings else (None,) * len(hosts),
     )
 
 
@@ -203,6 +217,30 @@ def _hosts(pattern: str) -> tuple[str, ...]:
     if times > 1:
         raise ConfigError(f"{pattern} names {host} twice; name each host once, and its devices by slots=")
     return hosts
+
+
+def _addresses(text: str, num_hosts: int) -> tuple[str, ...]:
+    """Read one address for each host; the name of an interface may be the same for all of them."""
+    try:
+        addresses = _hosts(text)
+    except ConfigError as error:
+        raise ConfigError(f"address={text}: {error}") from error
+    if len(addresses) == 1 and not _is_ip_address(addresses[0]):
+        return addresses * num_hosts
+    if len(addresses) != num_hosts:
+        raise ConfigError(
+            f"address={text} names {len(addresses)} address{'es' if len(addresses) != 1 else ''} for {num_hosts} "
+            f"host{'s' if num_hosts != 1 else ''}; name one for each, as in node[1-4] address=10.0.0.[1-4]"
+        )
+    return addresses
+
+
+def _is_ip_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _numbers(first: str, last: int) -> Iterator[str]:

@@ -257,7 +257,7 @@ class Configure:
     node: str
     devices: tuple[int, ...]
     address: str
-    """The address that the node's peers reach it by."""
+    """Where the node's peers reach it: an address, a host name, or a network interface there."""
     torch_threads: int
     """Threads that each worker of this node computes with."""
     device_memory_bytes: int
@@ -356,7 +356,7 @@ class SetUpWorker:
     job: JobSpec
     place: Place
     address: str
-    """The address that this node's peers reach it by: process groups listen there."""
+    """Where this node's peers reach it: process groups listen at this address, host name or network interface."""
     torch_threads: int
     cache_dir: str
     device_memory_bytes: int

@@ -47,7 +47,7 @@ class Preparation:
         member = self._members[event.node]
         member.move_to(NodeState.CONNECTED)
         member.hello = event.hello
-        member.address = event.address
+        member.address = member.spec.address or event.address
         member.clock_offset_s = now_s - event.hello.clock_s
         configure = Configure(
             protocol=PROTOCOL_VERSION,
@@ -55,7 +55,7 @@ class Preparation:
             job=self._job,
             node=event.node,
             devices=member.spec.devices,
-            address=event.address,
+            address=member.address,
             torch_threads=self._threads(member),
             device_memory_bytes=self._memory(member),
         )

@@ -8,6 +8,7 @@ blocks): it is kept aside, and a new one is formed beside it.
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
+from oobleck.errors import ConfigError
 from oobleck.planner import Place
 
 from .rendezvous import Board, BoardStore
@@ -106,7 +108,7 @@ class GroupTable:
         self._signals = signals
         self._groups: dict[GroupKey, Group] = {}
         self._abandoned: list[Group] = []
-        self._device = ProcessGroupGloo.create_device(hostname=address)
+        self._device = _open_device(address)
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
@@ -149,3 +151,19 @@ class GroupTable:
         group = ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
         group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
         return Group(key, self._place, group, store)
+
+
+def _open_device(address: str) -> object:
+    """Open the network device of an address, a host name or a network interface of this machine.
+
+    Raises ConfigError where nobody can listen there.
+    """
+    try:
+        if address in (name for _, name in socket.if_nameindex()):
+            return ProcessGroupGloo.create_device(interface=address)
+        return ProcessGroupGloo.create_device(hostname=address)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"process groups cannot listen at {address}: it is no address, name or network interface of this machine; "
+            "name one by address= in the hostfile"
+        ) from error

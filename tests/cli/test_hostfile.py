@@ -118,7 +118,7 @@ def test_users_of_all_kinds(user):
         ("a slot=4", "unknown key 'slot'; did you mean slots?"),
         ("a device=4", "unknown key 'device'; did you mean devices?"),
         ("a Port=4", "unknown key 'Port'; did you mean port?"),
-        ("a gpus=4", "unknown key 'gpus'; known are devices, port, slots"),
+        ("a gpus=4", "unknown key 'gpus'; known are address, devices, port, slots"),
         ("a slots=0", "slots=0 is not possible; it must be a whole number from 1 to 256"),
         ("a slots=-1", "slots=-1 is not possible"),
         ("a slots=4.0", "slots=4.0 is not possible"),
@@ -222,6 +222,36 @@ def test_any_text_gives_sound_nodes_or_a_config_error_that_names_a_line(text):
         assert node.devices
         taken[node.host.lower(), node.port or 22].extend(node.devices)
     assert all(len(set(devices)) == len(devices) for devices in taken.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("node1", [None]),
+        ("node1 address=10.0.0.7", ["10.0.0.7"]),
+        ("node1 address=fe80::1%eth1", ["fe80::1%eth1"]),
+        ("node[1-3] address=10.0.0.[1-3]", ["10.0.0.1", "10.0.0.2", "10.0.0.3"]),
+        ("node[1-2] address=node[1-2]-ib", ["node1-ib", "node2-ib"]),
+        ("node[1-2] address=ib0", ["ib0", "ib0"]),
+    ],
+)
+def test_an_address_for_training_belongs_to_each_host(text, addresses):
+    assert [node.address for node in parse(text)] == addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("node[1-2] address=10.0.0.1", "names 1 address for 2 hosts; name one for each"),
+        ("node[1-3] address=10.0.0.[1-2]", "names 2 addresses for 3 hosts"),
+        ("node1 address=10.0.0.[1-2]", "names 2 addresses for 1 host;"),
+        ("node1 address=10.0.0.1,10.0.0.2", "address=10.0.0.1,10.0.0.2: .*is not a host"),
+        ("node1 address=a address=b", "address is given twice"),
+    ],
+)
+def test_addresses_that_do_not_fit_their_hosts_are_refused(text, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse(text)
 
 
 HOSTS = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)

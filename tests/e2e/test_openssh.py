@@ -6,17 +6,21 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 
-from .harness import TAG, Outcome, Runner
+from .harness import TAG, Outcome, Runner, worker_pids
 
 pytestmark = needs_openssh
 
 TOLERANCE = 1e-9
 
 NODES = ("alpha", "beta", "gamma", "delta")
+
+ADDRESSES = {"gamma": "127.0.0.2"}
+"""Where training's own traffic goes, where it is not the address of SSH."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def servers(runner: Runner) -> Iterator[list[OpenSSH]]:
 def hosts(runner: Runner, servers: list[OpenSSH]) -> tuple[str, ...]:
     """The command line's part that names four nodes, two on each machine."""
     hostfile, config = runner.directory / "hosts.txt", runner.directory / "ssh_config"
-    hostfile.write_text("".join(f"{node}\n" for node in NODES))
+    hostfile.write_text("alpha\nbeta\ngamma address=127.0.0.2\ndelta address=lo\n")
     config.write_text(servers[0].host_config(NODES[:2]) + servers[1].host_config(NODES[2:]))
     return (str(hostfile), "--ssh-config", str(config))
 
@@ -50,7 +54,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
     runner: Runner, undisturbed: Outcome, hosts: tuple[str, ...], servers: list[OpenSSH], home: Path
 ) -> None:
-    outcome = runner.run("--job", str(runner.job_file()), "--kill", "gamma@8", nodes=hosts)
+    with runner.up("--job", str(runner.job_file()), "--kill", "gamma@8", nodes=hosts) as up:
+        up.wait_for("step 1/")
+        assert listening_addresses(runner) == {node: ADDRESSES.get(node, "127.0.0.1") for node in NODES}
+        outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
     assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [["gamma"]]
     assert outcome.summary["steps_lost"] == outcome.summary["samples_missing"] == 0
@@ -59,6 +66,15 @@ def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
     assert all("Accepted publickey" in server.log for server in servers)
     assert runner.left_over() == []
     assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]
+
+
+def listening_addresses(runner: Runner) -> dict[str, str]:
+    """The one address that each node's worker listens at."""
+    found = {}
+    for node, pid in worker_pids(runner).items():
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+        (found[node],) = {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
+    return found
 
 
 def agent_logs(runner: Runner) -> list[str]:
