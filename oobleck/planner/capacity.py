@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from .costs import Floats, Timing
-from .knapsack import Ints, best_filling, best_items, value_bounds
+from .knapsack import best_filling, best_items, best_values
 
 __all__ = ["Capacity", "Filled", "share_s"]
 
@@ -61,11 +61,10 @@ class Capacity:
         """
         return self._fastest(lambda taken: self._choose(taken, num_pipelines), least_s, limit_s)
 
-    def most_taken(self, numbers: Ints, limits_s: Floats) -> Floats:
-        """Return bounds on what so many pipelines take within each limit."""
-        values = np.maximum.accumulate(self._taken(limits_s), axis=1)
-        totals = np.minimum(self._num_nodes, numbers * self._largest)
-        return value_bounds(self._smallest, values, counts=numbers, totals=totals)
+    def most_taken(self, most_pipelines: int, limit_s: float) -> Floats:
+        """Return, at [p], the most microbatches that p pipelines take within the limit, for p up to a few."""
+        values = np.maximum.accumulate(self._taken_within(limit_s))
+        return best_values(self._smallest, values, most=most_pipelines, total=self._num_nodes)
 
     def _taken(self, limits_s: Floats) -> Floats:
         """Return the microbatches that pipelines take within given seconds: [limit, size]; -inf for none."""

@@ -10,18 +10,16 @@ the sizes: O(r² log N) for sizes up to r and a total of N, or O(r² log p) for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .costs import Floats
 
-__all__ = ["Ints", "best_filling", "best_items", "value_bounds"]
+__all__ = ["Ints", "best_filling", "best_items", "best_values"]
 
 Ints = NDArray[np.int64]
 
-_DUAL_ROUNDS = 8
 _BASE = 4
 """Totals up to this many times the largest size are not halved any more."""
 
@@ -186,25 +184,20 @@ def best_items(smallest: int, values: Floats, *, count: int, total: int, enough:
     return windows.items(count, total) if np.isfinite(best) and best >= enough else None
 
 
-def value_bounds(
-    smallest: int, values: Floats, *, counts: Sequence[int] | Ints, totals: Sequence[int] | Ints
-) -> Floats:
-    """Return, for each row of `values`, a sum that no choice of counts[row] items of totals[row] exceeds.
+def best_values(smallest: int, values: Floats, *, most: int, total: int) -> Floats:
+    """Return, at [p], the largest sum of values of exactly p items, p up to `most`, that sum to at most `total`.
 
-    The Lagrangian bound, min over λ of count · max(value - λ · size) + λ · total, by bisection of its slope;
-    every λ tried is a valid bound. O(rows · sizes).
+    For few items: O(most · total · sizes).
     """
-    number, total = np.asarray(counts, dtype=np.float64), np.asarray(totals, dtype=np.float64)
-    sizes = np.arange(smallest, smallest + values.shape[1], dtype=np.float64)
-    low = np.zeros(len(number))
-    high = 2 * np.maximum((values / sizes).max(axis=1), 0.0)
-    bounds = np.full(len(number), np.inf)
-    rows = np.arange(len(number))
-    for _ in range(_DUAL_ROUNDS):
-        price = (low + high) / 2
-        reduced = values - price[:, None] * sizes[None, :]
-        chosen = reduced.argmax(axis=1)
-        bounds = np.minimum(bounds, number * reduced[rows, chosen] + price * total)
-        too_cheap = number * sizes[chosen] > total
-        low, high = np.where(too_cheap, price, low), np.where(too_cheap, high, price)
-    return bounds
+    length = len(values)
+    reach = smallest + length - 1
+    total = min(total, most * reach)
+    sums, found = np.full(reach + total + 1, -np.inf), np.zeros(most + 1)
+    sums[reach] = 0.0
+    backwards = values[::-1]
+    for number in range(1, most + 1):
+        windows = np.ndarray((total + 1, length), np.float64, sums, 0, (8, 8))
+        sums[reach:] = (windows + backwards).max(axis=1)
+        sums[:reach] = -np.inf
+        found[number] = sums[reach:].max()
+    return found

@@ -13,12 +13,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from .batches import deal_microbatches
 from .capacity import Capacity, Filled, share_s
 from .costs import Timing
-from .knapsack import Ints
 from .profile import NetworkProfile
 
 __all__ = ["SizeOption", "Sizing", "choose_sizes", "reduction_s", "sizing_of"]
@@ -142,22 +139,17 @@ class _Search:
             if len(free[0]) in numbers:
                 best = self._better(best, free)
                 numbers = range(fewest, min(len(free[0]), _MANY))
-        return self._try(best, np.array(numbers, dtype=np.int64), least_s)
+        return self._try(best, list(numbers), least_s)
 
-    def _try(self, best: _Found | None, numbers: Ints, least_s: float) -> _Found | None:
+    def _try(self, best: _Found | None, numbers: list[int], least_s: float) -> _Found | None:
         """Search exact numbers of pipelines, from the one that reduces fastest, where they can still be better."""
         if best is None:
-            best = self._better(None, self._capacity.exactly(int(numbers[0]), least_s, math.inf))
-            numbers = numbers[1:]
-        before = None
-        while len(numbers):
-            if best is not before:
-                limits_s = np.array([self._limit_s(best, int(number)) for number in numbers])
-                numbers = numbers[self._capacity.most_taken(numbers, limits_s) >= self._capacity.num_microbatches]
-                before = best
-            for number in numbers[:1].tolist():
-                best = self._better(best, self._capacity.exactly(number, least_s, self._limit_s(best, number)))
-            numbers = numbers[1:]
+            best = self._better(None, self._capacity.exactly(numbers.pop(0), least_s, math.inf))
+        if len(numbers) > 1:
+            taken = self._capacity.most_taken(numbers[-1], self._limit_s(best, numbers[0]))
+            numbers = [number for number in numbers if taken[number] >= self._capacity.num_microbatches]
+        for number in numbers:
+            best = self._better(best, self._capacity.exactly(number, least_s, self._limit_s(best, number)))
         return best
 
     def _limit_s(self, best: _Found | None, num_pipelines: int) -> float:

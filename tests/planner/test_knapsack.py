@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oobleck.planner.knapsack import best_filling, best_items, value_bounds
+from oobleck.planner.knapsack import best_filling, best_items, best_values
 
 values_of_sizes = st.lists(st.sampled_from((-math.inf, 1.0, 2.0, 3.0, 5.0, 8.0)), min_size=1, max_size=5)
 
@@ -67,10 +67,11 @@ def test_fillings_of_any_number_of_items_are_best(smallest: int, values: list[fl
 
 @settings(deadline=None)
 @given(smallest=st.integers(1, 4), values=values_of_sizes, count=st.integers(1, 6), extra=st.integers(0, 20))
-def test_no_choice_exceeds_its_bound(smallest: int, values: list[float], count: int, extra: int) -> None:
+def test_each_number_of_items_up_to_a_few_is_best(smallest: int, values: list[float], count: int, extra: int) -> None:
     total = smallest * count + extra
-    bounds = value_bounds(smallest, np.array([values]), counts=[count], totals=[total])
-    assert brute_exact(smallest, values, count, total) <= bounds[0] + 1e-9
+    found = best_values(smallest, np.array(values), most=count, total=total)
+    for number in range(1, count + 1):
+        assert found[number] == max(brute_exact(smallest, values, number, amount) for amount in range(total + 1))
 
 
 def test_many_items_of_two_sizes() -> None:
