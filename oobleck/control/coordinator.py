@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import assert_never
 
 from oobleck import __version__
 from oobleck.errors import ConfigError, OobleckError, PeerError, PlanningError, Unrecoverable, UsageError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Decision, ExecutionPlan, Place, Planner, PlannerSettings
+from oobleck.planner import Decision, Place, Planner, PlannerSettings
 
+from .account import RecoveryAccount
 from .events import (
     AddRequested,
     Command,
@@ -42,6 +42,7 @@ from .events import (
     Send,
     StopRequested,
 )
+from .generations import Generations
 from .journal import (
     Action,
     Cause,
@@ -54,7 +55,6 @@ from .journal import (
     NodeLost,
     Notice,
     PlanAdopted,
-    RecoveryDone,
     RecoveryStarted,
     StepDone,
     WorkerDown,
@@ -75,7 +75,6 @@ from .messages import (
     PeerFailed,
     Profiled,
     Resumed,
-    Segment,
     StartWorker,
     Status,
     StepCommitted,
@@ -88,12 +87,9 @@ from .messages import (
 from .preparation import Preparation
 from .recovery import (
     Verdict,
-    broken_pipelines,
-    deal_microbatches,
     judge,
     microbatches_redone,
     planned_layers,
-    uncovered,
 )
 
 __all__ = ["Coordinator", "Phase"]
@@ -123,31 +119,6 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(slots=True)
-class _Adopted:
-    """A plan that was ordered, and the groups that link its pipelines."""
-
-    plan: ExecutionPlan
-    pipeline_generations: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Recovery:
-    """What is known of a recovery under way, for its journal entry."""
-
-    began_s: float
-    detect_s: float
-    cause: Cause
-    nodes: list[str] = field(default_factory=list)
-    settles_s: float = 0.0
-    statuses: dict[Place, Status] = field(default_factory=dict)
-    ordered_s: float = 0.0
-    action: Action = Action.REINSTANTIATE
-    layers_moved: int = 0
-    microbatches_redone: int = 0
-    resumed: dict[Place, Resumed] = field(default_factory=dict)
-
-
 class Coordinator:
     """Decides everything of one run. Mutable; changes through `start`, `handle` and `handle_deadline` alone."""
 
@@ -165,8 +136,7 @@ class Coordinator:
         self._startup_failures: dict[str, str] = {}
         self._tracebacks: dict[Place, str] = {}
         self._stop: StopRequested | None = None
-        self._generation = 0
-        self._ordered: dict[int, _Adopted] = {}
+        self._generations = Generations(max_steps=job.max_steps)
         self._last_record: CommitRecord | None = None
         self._finished: set[Place] = set()
         self._regroups = 0
@@ -175,12 +145,7 @@ class Coordinator:
         """When a step was committed, or a plan ordered, last."""
         self._hangs_s = math.inf
         """When the lack of another step becomes a hang."""
-        self._recovery: _Recovery | None = None
-        self._forgot = 0
-        """The newest generation whose order has workers forget the step in flight."""
-        self._segments_for: tuple[int, int] = (0, 0)
-        self._segments: tuple[Segment, ...] = ()
-        self._next_segment = 0
+        self._recovery: RecoveryAccount | None = None
 
     @property
     def phase(self) -> Phase:
@@ -353,7 +318,7 @@ class Coordinator:
 
     def _agent_stopped(self, member: Member, reason: str) -> None:
         node = member.spec.name
-        if not member.is_draining or node in self._plan.nodes:
+        if not member.is_draining or node in self._generations.plan.nodes:
             self._node_failed(node, Cause.USER, f"its agent stopped: {reason}")
             return
         member.move_to(NodeState.LEFT)
@@ -362,7 +327,7 @@ class Coordinator:
 
     def _worker_ready(self, member: Member, message: WorkerReady) -> None:
         self._record(WorkerUp(t_s=self._now_s, node=member.spec.name, device=message.device, pid=message.pid))
-        self._commands.extend(self._preparation.note_ready(member, message, generation=self._generation))
+        self._commands.extend(self._preparation.note_ready(member, message, generation=self._generations.current))
         if self._phase is Phase.PREPARING:
             self._train_when_prepared()
         elif member.state is NodeState.READY:
@@ -461,7 +426,7 @@ class Coordinator:
 
     def _suspect(self, message: PeerFailed) -> None:
         """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
-        if self._phase is Phase.TRAINING and message.generation == self._generation:
+        if self._phase is Phase.TRAINING and message.generation == self._generations.current:
             self._deadline_s = min(self._deadline_s, self._now_s + _SUSPICION_S)
 
     def _stop_requested(self, event: StopRequested) -> None:
@@ -473,12 +438,12 @@ class Coordinator:
         self._ask_to_finish()
 
     def _ask_to_finish(self) -> None:
-        for place in self._plan.places:
+        for place in self._generations.plan.places:
             if self._members[place.node].state is NodeState.READY:
                 self._send(place.node, FinishStep(device=place.device))
 
     def _end_when_finished(self) -> None:
-        if self._phase is not Phase.TRAINING or not self._finished.issuperset(self._plan.places):
+        if self._phase is not Phase.TRAINING or not self._finished.issuperset(self._generations.plan.places):
             return
         if self._stop is not None and self._last_step < self._job.max_steps:
             self._end(self._stop.exit_code, f"{self._stop.reason}; {self._last_step} steps are committed")
@@ -501,33 +466,35 @@ class Coordinator:
         recovery = self._recovery
         if recovery is None or recovery.ordered_s:
             self._close_recovery()
-            recovery = _Recovery(began_s=self._now_s, detect_s=detect_s, cause=cause)
+            recovery = RecoveryAccount(began_s=self._now_s, detect_s=detect_s, cause=cause)
             self._recovery = recovery
         recovery.nodes.extend(nodes)
         recovery.statuses.clear()
         recovery.settles_s = self._now_s + _SETTLE_S
         self._regroups += cause in (Cause.PEER_FAILED, Cause.HANG)
         self._phase = Phase.FENCING
-        self._generation += 1
+        self._generations.begin()
         self._finished.clear()
         self._deadline_s = self._now_s + self._job.control.lease_s
         self._hangs_s = math.inf
         self._record(
             RecoveryStarted(
-                t_s=self._now_s, generation=self._generation, nodes=tuple(recovery.nodes), cause=recovery.cause
+                t_s=self._now_s, generation=self._generations.current, nodes=tuple(recovery.nodes), cause=recovery.cause
             )
         )
         survivors = self._members.ready
         if not survivors or self._regroups > _MAX_REGROUPS:
             self._give_up()
             return
-        lost = self._lost_for(max(self._ordered))
+        lost = self._lost_for(self._generations.newest)
         for member in survivors:
             for place in member.places:
-                self._send(member.spec.name, Fence(device=place.device, generation=self._generation, lost=lost))
+                self._send(
+                    member.spec.name, Fence(device=place.device, generation=self._generations.current, lost=lost)
+                )
 
     def _status(self, place: Place, status: Status) -> None:
-        if self._phase is not Phase.FENCING or status.generation != self._generation:
+        if self._phase is not Phase.FENCING or status.generation != self._generations.current:
             return
         assert self._recovery is not None
         self._recovery.statuses[place] = status
@@ -562,12 +529,11 @@ class Coordinator:
         records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
         for _, record in sorted(records.items()):
             self._step_committed(record)
-        plans = {generation: adopted.plan for generation, adopted in self._ordered.items()}
-        verdict = self._confirm(judge(statuses, self._last_record, plans), statuses)
+        verdict = self._confirm(judge(statuses, self._last_record, self._generations.plans), statuses)
         staying = [member.spec.name for member in self._members.ready if not member.is_draining]
-        in_force = self._generation_in_force(verdict)
-        base = self._ordered[in_force].plan
-        finish = self._step_to_finish(verdict, statuses)
+        in_force = self._generations.in_force(verdict)
+        base = self._generations.plans[in_force]
+        finish = self._generations.step_to_finish(verdict, statuses, self._lost_for(in_force))
         try:
             held = verdict.held
             if finish is not None:
@@ -594,6 +560,7 @@ class Coordinator:
             return
         lost = [node for node in base.nodes if node in self._lost_for(in_force)]
         redone = microbatches_redone(base, lost, statuses) if verdict.adopted is not None else 0
+        self._recovery.steps_lost += max(0, self._last_step - verdict.applied)
         self._recovery.microbatches_redone += redone
         self._order(decision, verdict, finish=finish)
 
@@ -606,108 +573,46 @@ class Coordinator:
             self._record(Notice(t_s=self._now_s, level="warning", text=text))
         return bool(draining)
 
-    def _generation_in_force(self, verdict: Verdict) -> int:
-        """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
-        return max(self._ordered) if verdict.adopted is None else verdict.adopted
-
     def _confirm(self, verdict: Verdict, statuses: dict[Place, Status]) -> Verdict:
         """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
         if verdict.adopted is None:
             return verdict
-        plan, lost = self._ordered[verdict.adopted].plan, self._lost_for(verdict.adopted)
+        plan, lost = self._generations.plans[verdict.adopted], self._lost_for(verdict.adopted)
         members = [statuses[place] for place in plan.places if place.node not in lost]
         return (
             verdict if all(status.adopted == verdict.adopted for status in members) else replace(verdict, adopted=None)
         )
 
-    def _step_to_finish(self, verdict: Verdict, statuses: dict[Place, Status]) -> int | None:
-        """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
-
-        It can when all survivors have the same plan in force, nobody was told to forget the step, at least one
-        pipeline is whole, and none of the whole ones failed half-way. Returns the step, or None: then it is
-        forgotten and run again.
-        """
-        if verdict.adopted is None or verdict.adopted < self._forgot or verdict.applied >= self._job.max_steps:
-            return None
-        plan = self._ordered[verdict.adopted].plan
-        lost = [node for node in plan.nodes if node in self._lost_for(verdict.adopted)]
-        broken = broken_pipelines(plan, lost)
-        for index, pipeline in enumerate(plan.pipelines):
-            if index not in broken and any(statuses[place].broken for place in pipeline.places):
-                return None
-        step = verdict.applied + 1
-        if self._segments_for != (verdict.adopted, step):
-            self._segments_for, self._segments = (verdict.adopted, step), ()
-        dealt = deal_microbatches(plan, lost, self._segments, next_segment=self._next_segment)
-        if dealt is None:
-            return None
-        self._segments = dealt
-        self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in dealt)])
-        return step
-
     def _order(self, decision: Decision, verdict: Verdict, *, finish: int | None) -> None:
         """Send everyone the orders of a new generation, and train."""
         if self._phase is Phase.PREPARING:
-            self._generation += 1
-        plan = decision.plan
-        old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
-        initial = verdict.applied == 0 and finish is None
-        lost: tuple[str, ...] = ()
-        if old is not None and verdict.adopted is not None:
-            lost = tuple(node for node in old.plan.nodes if node in self._lost_for(verdict.adopted))
-        adopted = _Adopted(plan, self._pipeline_generations(plan, old, lost))
+            self._generations.begin()
+        lost = () if verdict.adopted is None else self._lost_for(verdict.adopted)
+        order = self._generations.order(decision, verdict, finish=finish, lost=lost)
         for member in self._members.ready:
             for place in member.places:
-                order = Order(
-                    device=place.device,
-                    generation=self._generation,
-                    catch_up=verdict.catch_up,
-                    finish=finish,
-                    segments=() if finish is None else self._segments,
-                    lost=lost,
-                    plan=plan,
-                    pipeline_generations=adopted.pipeline_generations,
-                    boundary=verdict.applied if finish is None else finish,
-                    initial=initial,
-                    transfers=() if initial else decision.transfers,
-                )
-                self._send(member.spec.name, order)
-        self._ordered[self._generation] = adopted
-        if finish is None:
-            self._forgot = self._generation
+                self._send(member.spec.name, replace(order, device=place.device))
         self._phase = Phase.TRAINING
         self._deadline_s = math.inf
         self._expect_progress(self._job.control.start_timeout_s)
         self._record_plan(decision)
         if self._recovery is not None:
-            self._recovery.ordered_s = self._now_s
-            self._recovery.action = Action(decision.action)
-            restarted = [node for node in self._recovery.nodes if self._members[node].restarts]
-            if self._recovery.cause is Cause.JOINED and restarted:
-                self._recovery.action = Action.RESTART_WORKER
-            moved = {(item.layer, item.target) for item in decision.transfers}
-            self._recovery.layers_moved = 0 if initial else len(moved)
+            self._note_orders(self._recovery, decision, order)
         if self._stop is not None:
             self._ask_to_finish()
 
-    def _pipeline_generations(
-        self, plan: ExecutionPlan, old: _Adopted | None, lost: Collection[str]
-    ) -> tuple[int, ...]:
-        """Keep the groups of pipelines that lost nobody and were not stopped half-way; form the others anew."""
-        kept = {}
-        if old is not None:
-            kept = {
-                pipeline.places: generation
-                for pipeline, generation in zip(old.plan.pipelines, old.pipeline_generations, strict=True)
-                if not any(node in lost for node in pipeline.nodes)
-            }
-        return tuple(kept.get(pipeline.places, self._generation) for pipeline in plan.pipelines)
+    def _note_orders(self, recovery: RecoveryAccount, decision: Decision, order: Order) -> None:
+        recovery.ordered_s = self._now_s
+        recovery.action = Action(decision.action)
+        if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
+            recovery.action = Action.RESTART_WORKER
+        recovery.layers_moved = len({(item.layer, item.target) for item in order.transfers})
 
     def _record_plan(self, decision: Decision) -> None:
         self._record(
             PlanAdopted(
                 t_s=self._now_s,
-                generation=self._generation,
+                generation=self._generations.current,
                 plan=decision.plan,
                 action=Action(decision.action),
                 reason=decision.reason,
@@ -723,10 +628,10 @@ class Coordinator:
 
     def _resumed(self, place: Place, message: Resumed) -> None:
         recovery = self._recovery
-        if recovery is None or not recovery.ordered_s or message.generation != self._generation:
+        if recovery is None or not recovery.ordered_s or message.generation != self._generations.current:
             return
         recovery.resumed[place] = message
-        if recovery.resumed.keys() >= set(self._plan.places):
+        if recovery.resumed.keys() >= set(self._generations.plan.places):
             self._close_recovery()
             self._dismiss_drained()
 
@@ -741,40 +646,8 @@ class Coordinator:
     def _close_recovery(self) -> None:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
         recovery, self._recovery = self._recovery, None
-        if recovery is None:
-            return
-        resumed = recovery.resumed.items()
-        self._record(
-            RecoveryDone(
-                t_s=self._now_s,
-                began_s=recovery.began_s,
-                generation=self._generation,
-                nodes=tuple(recovery.nodes),
-                cause=recovery.cause,
-                action=recovery.action,
-                detect_s=recovery.detect_s,
-                decide_s=recovery.ordered_s - recovery.began_s,
-                transfer_s=max((said.transfer_s for _, said in resumed), default=0.0),
-                stall_s=self._stall_s(recovery),
-                bytes_moved=sum(said.received_bytes for _, said in resumed),
-                layers_moved=recovery.layers_moved,
-                microbatches_redone=recovery.microbatches_redone,
-                steps_lost=0,
-            )
-        )
-
-    def _stall_s(self, recovery: _Recovery) -> float:
-        """How long nobody computed for a step that was committed, from the loss to the new plan's first computation."""
-        if not recovery.resumed:
-            return 0.0
-        began_s = recovery.began_s - recovery.detect_s
-        ended_s = min(self._our_time(place, said.resumed_s) for place, said in recovery.resumed.items())
-        busy_s = sorted(
-            (self._our_time(place, start_s), self._our_time(place, stop_s))
-            for place, said in recovery.resumed.items()
-            for start_s, stop_s in said.busy_s
-        )
-        return uncovered(began_s, ended_s, busy_s)
+        if recovery is not None:
+            self._record(recovery.close(self._now_s, self._generations.current, self._our_time))
 
     def _our_time(self, place: Place, theirs_s: float) -> float:
         return theirs_s + self._members[place.node].clock_offset_s
@@ -802,11 +675,6 @@ class Coordinator:
     def _last_step(self) -> int:
         """The newest step that is known to be committed."""
         return 0 if self._last_record is None else self._last_record.step
-
-    @property
-    def _plan(self) -> ExecutionPlan:
-        """The newest plan that was ordered."""
-        return self._ordered[max(self._ordered)].plan
 
     def _lost_for(self, generation: int) -> tuple[str, ...]:
         """The nodes that have no part, or no part any more, in the plan that was ordered in `generation`."""

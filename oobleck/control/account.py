@@ -1,0 +1,69 @@
+"""What a recovery costs, while it is under way and once it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from oobleck.planner import Place
+
+from .journal import Action, Cause, RecoveryDone
+from .messages import Resumed, Status
+from .recovery import uncovered
+
+__all__ = ["RecoveryAccount"]
+
+
+@dataclass(slots=True)
+class RecoveryAccount:
+    """One recovery, from the loss that began it; losses that come before its orders belong to it."""
+
+    began_s: float
+    detect_s: float
+    cause: Cause
+    nodes: list[str] = field(default_factory=list)
+    settles_s: float = 0.0
+    """Until then, answers may be complete and are waited with: losses that belong together come together."""
+    statuses: dict[Place, Status] = field(default_factory=dict)
+    ordered_s: float = 0.0
+    """0 until there are orders."""
+    action: Action = Action.REINSTANTIATE
+    layers_moved: int = 0
+    microbatches_redone: int = 0
+    steps_lost: int = 0
+    resumed: dict[Place, Resumed] = field(default_factory=dict)
+
+    def close(self, now_s: float, generation: int, our_time: Callable[[Place, float], float]) -> RecoveryDone:
+        """Tell what it cost; of one that another loss overtook, what is known.
+
+        `our_time(place, seconds)` turns a worker's clock into ours.
+        """
+        resumed = self.resumed.values()
+        return RecoveryDone(
+            t_s=now_s,
+            began_s=self.began_s,
+            generation=generation,
+            nodes=tuple(self.nodes),
+            cause=self.cause,
+            action=self.action,
+            detect_s=self.detect_s,
+            decide_s=max(0.0, self.ordered_s - self.began_s),
+            transfer_s=max((said.transfer_s for said in resumed), default=0.0),
+            stall_s=self._stall_s(our_time),
+            bytes_moved=sum(said.received_bytes for said in resumed),
+            layers_moved=self.layers_moved,
+            microbatches_redone=self.microbatches_redone,
+            steps_lost=self.steps_lost,
+        )
+
+    def _stall_s(self, our_time: Callable[[Place, float], float]) -> float:
+        """How long nobody computed for a step that was committed, from the loss to the new plan's first computation."""
+        if not self.resumed:
+            return 0.0
+        ended_s = min(our_time(place, said.resumed_s) for place, said in self.resumed.items())
+        busy_s = sorted(
+            (our_time(place, start_s), our_time(place, stop_s))
+            for place, said in self.resumed.items()
+            for start_s, stop_s in said.busy_s
+        )
+        return uncovered(self.began_s - self.detect_s, ended_s, busy_s)

@@ -1,0 +1,121 @@
+"""The generations of a run: the plan that was ordered in each, and what was dealt of the step in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from oobleck.planner import Decision, ExecutionPlan, Place
+
+from .messages import Order, Segment, Status
+from .recovery import Verdict, broken_pipelines, deal_microbatches
+
+__all__ = ["Generations"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """A plan that was ordered, and the groups that link its pipelines."""
+
+    plan: ExecutionPlan
+    pipeline_generations: tuple[int, ...]
+
+
+class Generations:
+    """Mutable: grows by one with every `begin`, and notes what each `order` says."""
+
+    def __init__(self, *, max_steps: int) -> None:
+        self.current = 0
+        """The newest generation, ordered or only fenced; 0 before the first."""
+        self._max_steps = max_steps
+        self._ordered: dict[int, _Ordered] = {}
+        self._forgot = 0  # the newest generation whose order has workers forget the step in flight
+        self._segments_for = (0, 0)  # (generation in force, step)
+        self._segments: tuple[Segment, ...] = ()
+        self._next_segment = 0
+
+    def begin(self) -> None:
+        """A new generation begins; nothing of older ones is committed from here on."""
+        self.current += 1
+
+    @property
+    def newest(self) -> int:
+        """The newest generation that was ordered."""
+        return max(self._ordered)
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The newest plan that was ordered."""
+        return self._ordered[self.newest].plan
+
+    @property
+    def plans(self) -> Mapping[int, ExecutionPlan]:
+        """All plans that were ordered, by generation."""
+        return {generation: ordered.plan for generation, ordered in self._ordered.items()}
+
+    def in_force(self, verdict: Verdict) -> int:
+        """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
+        return self.newest if verdict.adopted is None else verdict.adopted
+
+    def step_to_finish(self, verdict: Verdict, statuses: Mapping[Place, Status], lost: Collection[str]) -> int | None:
+        """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
+
+        It can when all survivors have the same plan in force, nobody was told to forget the step, at least one
+        pipeline is whole, and none of the whole ones failed half-way. `lost` are the nodes that have no part in that
+        plan any more. Returns the step, or None: then it is forgotten and run again.
+        """
+        if verdict.adopted is None or verdict.adopted < self._forgot or verdict.applied >= self._max_steps:
+            return None
+        plan = self._ordered[verdict.adopted].plan
+        broken = broken_pipelines(plan, lost)
+        for index, pipeline in enumerate(plan.pipelines):
+            if index not in broken and any(statuses[place].broken for place in pipeline.places):
+                return None
+        step = verdict.applied + 1
+        if self._segments_for != (verdict.adopted, step):
+            self._segments_for, self._segments = (verdict.adopted, step), ()
+        dealt = deal_microbatches(plan, lost, self._segments, next_segment=self._next_segment)
+        if dealt is None:
+            return None
+        self._segments = dealt
+        self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in dealt)])
+        return step
+
+    def order(self, decision: Decision, verdict: Verdict, *, finish: int | None, lost: Collection[str]) -> Order:
+        """Note the current generation's plan; return its order, for device 0 of any node.
+
+        `lost` are the nodes that have no part any more in the plan under which the step is finished.
+        """
+        old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
+        absent = tuple(node for node in old.plan.nodes if node in lost) if old is not None else ()
+        initial = verdict.applied == 0 and finish is None
+        ordered = _Ordered(decision.plan, self._pipeline_generations(decision.plan, old, absent))
+        self._ordered[self.current] = ordered
+        if finish is None:
+            self._forgot = self.current
+        return Order(
+            device=0,
+            generation=self.current,
+            catch_up=verdict.catch_up,
+            finish=finish,
+            segments=() if finish is None else self._segments,
+            lost=absent,
+            plan=decision.plan,
+            pipeline_generations=ordered.pipeline_generations,
+            boundary=verdict.applied if finish is None else finish,
+            initial=initial,
+            transfers=() if initial else decision.transfers,
+        )
+
+    def _pipeline_generations(
+        self, plan: ExecutionPlan, old: _Ordered | None, lost: Collection[str]
+    ) -> tuple[int, ...]:
+        """Keep the groups of pipelines that lost nobody and were not stopped half-way; form the others anew."""
+        kept = {}
+        if old is not None:
+            kept = {
+                pipeline.places: generation
+                for pipeline, generation in zip(old.plan.pipelines, old.pipeline_generations, strict=True)
+                if not any(node in lost for node in pipeline.nodes)
+            }
+        return tuple(kept.get(pipeline.places, self.current) for pipeline in plan.pipelines)
