@@ -330,8 +330,10 @@ class Engine:
         """The layers that others are to receive, and that this worker holds no longer.
 
         They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
-        has them read from here.
+        has them read from here. A worker that was left out, and missed steps since, has nothing worth keeping.
         """
+        if self._standing.applied != order.boundary:
+            return {}
         moving = {item.layer for item in order.transfers}.difference(layers)
         held = moving.intersection(self._model.layers)
         kept = {layer: state for layer, state in self._kept.items() if layer in moving}

@@ -440,11 +440,13 @@ class World:
             return
         newest = max((worker.standing.adopted for worker in workers.values()), default=0)
         for worker in workers.values():
-            for layer, history in worker.layers.items():
+            for layer, history in (worker.kept | worker.layers).items():
+                if worker.is_settled and len(history) != worker.standing.applied:
+                    raise Violation(f"{worker.place} claims layer {layer} at {worker.standing.applied}: {history}")
                 if history != longest[: len(history)]:
                     raise Violation(f"layer {layer} on {worker.place} went through {history}, elsewhere {longest}")
-                is_settled = worker.standing.adopted == newest and not worker.is_adopting
-                if len(history) < len(longest) - 1 and is_settled:
+                is_settled = worker.standing.adopted == newest and worker.is_settled
+                if layer in worker.layers and len(history) < len(longest) - 1 and is_settled:
                     raise Violation(f"layer {layer} on {worker.place} is {len(longest) - len(history)} steps behind")
                 if [applied.step for applied in history] != list(range(1, len(history) + 1)):
                     raise Violation(f"layer {layer} on {worker.place} went through {history}")

@@ -116,9 +116,9 @@ class VirtualWorker:
         return bool(self._reduced)
 
     @property
-    def is_adopting(self) -> bool:
-        """The plan is in force, and its layers are about to be taken."""
-        return self.wait.what == "adopting"
+    def is_settled(self) -> bool:
+        """Its layers are what it answers that they are, not about to become so."""
+        return self.wait.what not in ("adopting", "applying")
 
     @property
     def can_step(self) -> bool:
@@ -371,8 +371,7 @@ class VirtualWorker:
         yield from _pause("about to adopt")
         wanted = () if located is None else tuple(plan.pipelines[located[0]].stages[located[1]].layers)
         received = {layer: state for layer, state in self.kept.items() if layer in wanted} | received
-        sent = {item.layer for item in order.transfers if item.source == self.place}
-        kept = {layer: self._state(layer) for layer in sorted(sent.difference(wanted))}
+        kept = self._states_to_keep(order, wanted)
         self.standing.adopt(order, wanted, tuple(kept))
         yield from _pause("adopting")
         self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_key, lane
@@ -400,6 +399,12 @@ class VirtualWorker:
                 if received.setdefault(item.layer, state) != state:
                     raise Violation(f"{self.place} receives layer {item.layer} in parts of different versions")
         return received
+
+    def _states_to_keep(self, order: Order, wanted: Collection[int]) -> dict[int, tuple[Applied, ...]]:
+        if self.standing.applied != order.boundary:
+            return {}
+        moving = {item.layer for item in order.transfers}.difference(wanted)
+        return {layer: self._state(layer) for layer in sorted(moving & (self.kept.keys() | self.layers.keys()))}
 
     def _state(self, layer: int) -> tuple[Applied, ...]:
         if layer not in self.layers and layer not in self.kept:
