@@ -26,6 +26,8 @@ __all__ = ["Cut", "StageSearch"]
 
 _EVENNESS = 1e-9
 """Of equal sums the most even stages win: a stage costs w · (1 + 1e-9 · w / sum), so sums are exact to 1e-9."""
+_LEFTMOST = 1e-13
+"""Of these, the longest stages come first: what a slow stage keeps waiting is the warm-up and drain of those before."""
 _CHUNK = 32
 """Bounds evaluated together."""
 
@@ -78,12 +80,13 @@ class StageSearch:
             float(costs.seconds(count, left_same_node=False, right_same_node=False)[0, -1])
             for count in costs.device_counts
         ]
+        self._scale_s = max(whole) or 1.0
         neighbours = (False, True) if costs.devices_per_node > 1 else (False,)
         self._tables: dict[_Key, _Table] = {
             (count, left, right): _Table(
                 costs.seconds(count, left_same_node=left, right_same_node=right),
                 costs.most_in_flight(count),
-                max(whole) or 1.0,
+                self._scale_s,
             )
             for count in costs.device_counts
             for left in neighbours
@@ -114,7 +117,9 @@ class StageSearch:
     def _run(self, bounds: Floats, num_devices: int, combine: np.ufunc) -> _Run:
         allowed = np.nonzero(self._quickest <= bounds.max())[0]
         width = int(allowed[-1]) + 1 if len(allowed) else 1
-        return _Run(self._costs, self._tables, bounds, num_devices, width, combine, counted=self._counted)
+        return _Run(
+            self._costs, self._tables, bounds, num_devices, width, combine, scale_s=self._scale_s, counted=self._counted
+        )
 
 
 def _chunks(devices: NDArray[np.int64]) -> list[list[int]]:
@@ -143,6 +148,7 @@ class _Run:
         width: int,
         combine: np.ufunc,
         *,
+        scale_s: float,
         counted: bool,
     ) -> None:
         self._costs, self._width, self._combine, self._counted = costs, width, combine, counted
@@ -162,6 +168,7 @@ class _Run:
         self.best[0, :, 0, size] = 0.0
         # Which kind of stage, times the width, plus its layers less one.
         self._choice = np.zeros((num_devices + 1, len(bounds), depth, size), dtype=np.int32)
+        self._bias = -_LEFTMOST * scale_s * np.arange(width, dtype=np.float64)[:, None, None]
         self._keys = list(tables)
         self._seconds = [table.seconds for table in tables.values()]
         for total in range(1, num_devices + 1):
@@ -214,6 +221,7 @@ class _Run:
             np.minimum(best, found, out=best)
             return
         choice = self._choice[target[0], :, target[1], firsts]
+        sums += self._bias
         if len(self._keys) == 1:
             best[...], choice[...] = found, sums.argmin(axis=0)
             return

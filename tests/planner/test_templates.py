@@ -11,7 +11,7 @@ from oobleck.errors import PlanningError
 from oobleck.planner import PipelineTemplate, Profile
 from oobleck.planner.costs import StageCosts, Timing
 from oobleck.planner.templates import find_templates
-from tests.planner.drawing import make_layer, make_profile, profiles, uniform_profile
+from tests.planner.drawing import make_layer, make_network, make_profile, profiles, uniform_profile
 
 
 def splits_of_node(per_node: int, largest: int) -> list[tuple[int, ...]]:
@@ -182,3 +182,9 @@ def test_no_devices_is_a_planning_error(per_node: int, per_stage: int) -> None:
 def test_a_layer_without_any_cost_can_be_planned() -> None:
     costs = StageCosts(make_profile([make_layer(0.0), make_layer(0.0)]), max_in_flight=1)
     assert find_templates(costs, [1, 2])[2].num_stages == 2
+
+
+def test_of_equally_even_cuts_the_longest_stages_come_first() -> None:
+    profile = make_profile([make_layer() for _ in range(26)], network=make_network(latency_s=0.0))
+    template = find_templates(StageCosts(profile, max_in_flight=64), [4])[4]
+    assert [len(stage.layers) for stage in template.stages] == [7, 7, 6, 6]
