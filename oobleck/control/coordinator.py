@@ -233,7 +233,7 @@ class Coordinator:
 
     def _node_failed(self, node: str, cause: Cause, evidence: str) -> None:
         member = self._members[node]
-        if member.state in (NodeState.LOST, NodeState.LEFT):
+        if member.state in (NodeState.LOST, NodeState.LEFT) or self._phase is Phase.ENDED:
             return
         silent_s = self._now_s - member.last_heard_s
         trained = member.state is NodeState.READY
@@ -252,12 +252,18 @@ class Coordinator:
     def _add(self, spec: NodeSpec) -> None:
         """Take another node in. Training goes on; it joins once its workers are ready."""
         try:
+            self._check_devices(spec)
             self._members.add(spec)
         except UsageError as error:
             self._record(Notice(t_s=self._now_s, level="warning", text=str(error)))
             return
         self._record(NodeAdded(t_s=self._now_s, node=spec))
         self._commands.append(Connect(node=spec))
+
+    def _check_devices(self, spec: NodeSpec) -> None:
+        wanted = self._nodes[0].num_devices
+        if spec.num_devices != wanted:
+            raise UsageError(f"{spec.name} has {spec.num_devices} devices; all nodes of the job have {wanted}")
 
     def _drain(self, node: str) -> None:
         """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
@@ -278,7 +284,10 @@ class Coordinator:
         except PeerError as error:
             self._node_failed(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
         except ConfigError as error:
-            self._end(78, str(error))
+            if self._phase is Phase.PREPARING:
+                self._end(78, str(error))
+            else:  # whoever comes later must fit; those who train are not to suffer
+                self._node_failed(node, Cause.UNREACHABLE, str(error))
 
     def _understand(self, member: Member, message: AgentMessage) -> None:
         node = member.spec.name
@@ -402,8 +411,6 @@ class Coordinator:
                 self._decide_when_answered()
             case Phase.TRAINING:
                 self._begin_recovery([], Cause.PEER_FAILED, detect_s=_SUSPICION_S)
-            case Phase.ENDED:
-                pass
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -529,6 +536,7 @@ class Coordinator:
         records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
         for _, record in sorted(records.items()):
             self._step_committed(record)
+        self._generations.forget_before(min([said.adopted for said in statuses.values() if said.adopted], default=0))
         verdict = self._confirm(judge(statuses, self._last_record, self._generations.plans), statuses)
         staying = [member.spec.name for member in self._members.ready if not member.is_draining]
         in_force = self._generations.in_force(verdict)

@@ -38,6 +38,11 @@ class Generations:
         """A new generation begins; nothing of older ones is committed from here on."""
         self.current += 1
 
+    def forget_before(self, generation: int) -> None:
+        """Nobody who lives has an older plan in force any more."""
+        kept = {number: ordered for number, ordered in self._ordered.items() if number >= generation}
+        self._ordered = kept or self._ordered
+
     @property
     def newest(self) -> int:
         """The newest generation that was ordered."""

@@ -1,0 +1,165 @@
+"""A coordinator on the bench: events in by hand, commands out by kind, for what a whole world is too much for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from oobleck import __version__
+from oobleck.control.coordinator import Coordinator
+from oobleck.control.events import Command, End, Event, NodeFailed, NodeUp, ProfileFound, Record, Said, Send
+from oobleck.control.journal import Cause, JournalEntry
+from oobleck.control.messages import (
+    PROTOCOL_VERSION,
+    AgentMessage,
+    Heartbeat,
+    Hello,
+    MasterMessage,
+    Order,
+    Resumed,
+    Status,
+    StepCommitted,
+    WorkerReady,
+)
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import profile_to_json
+from tests.control.model import Shape
+from tests.control.test_recovery import record
+
+__all__ = ["Bench", "hello", "ready"]
+
+T = TypeVar("T")
+
+
+def hello(node: str, **fields) -> Hello:
+    defaults = {
+        "protocol": PROTOCOL_VERSION,
+        "oobleck_version": __version__,
+        "python_version": "3.11.4",
+        "node": node,
+        "pid": 7,
+        "generation": 0,
+        "num_cores": 4,
+        "memory_bytes": 1 << 30,
+        "clock_s": 100.0,
+    }
+    return Hello(**(defaults | fields))
+
+
+def ready(device: int = 0, **fields) -> WorkerReady:
+    defaults = {
+        "device": device,
+        "pid": 8,
+        "data_digest": "text",
+        "num_samples": 1000,
+        "layer_names": ("a", "b", "c", "d"),
+        "parameters": 10,
+        "torch_version": "2.9",
+    }
+    return WorkerReady(**(defaults | fields))
+
+
+class Bench:
+    """A coordinator, the time, and all that it ever commanded."""
+
+    def __init__(
+        self, shape: Shape | None = None, *, nodes: tuple[NodeSpec, ...] | None = None, job: JobSpec | None = None
+    ) -> None:
+        self.shape = shape or Shape()
+        self.job = job or self.shape.job
+        self.nodes = nodes or self.shape.nodes
+        self.now_s = 0.0
+        self.commands: list[Command] = []
+        self.coordinator = Coordinator(self.job, self.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0")
+        self.commands += self.coordinator.start(0.0)
+
+    def feed(self, *events: Event) -> list[Command]:
+        commands: list[Command] = []
+        for event in events:
+            commands += self.coordinator.handle(self.now_s, event)
+        self.commands += commands
+        return commands
+
+    def say(self, node: str, *messages: AgentMessage) -> list[Command]:
+        return self.feed(*(Said(node=node, message=message) for message in messages))
+
+    def wait(self, seconds: float) -> list[Command]:
+        self.now_s += seconds
+        commands = self.coordinator.handle_deadline(self.now_s)
+        self.commands += commands
+        return commands
+
+    def beat_until(self, end_s: float, *nodes: str) -> None:
+        """Let time pass in which these nodes say their heartbeats, and nothing else."""
+        while self.now_s < end_s and self.ended is None:
+            self.say_all(*nodes)
+            self.wait(min(self.job.control.heartbeat_interval_s, end_s - self.now_s))
+
+    def say_all(self, *nodes: str) -> None:
+        for node in nodes:
+            self.say(node, Heartbeat(sequence=0))
+
+    def up(self, node: str, **fields) -> list[Command]:
+        return self.feed(NodeUp(node=node, hello=hello(node, **fields), address="10.0.0.1"))
+
+    def fail(self, node: str, evidence: str = "its connection was lost") -> list[Command]:
+        return self.feed(NodeFailed(node=node, cause=Cause.CONNECTION_LOST, evidence=evidence))
+
+    def prepare(self) -> None:
+        """Bring everybody up, and training under way."""
+        for spec in self.nodes:
+            self.up(spec.name)
+            self.say(spec.name, *(ready(device) for device in range(spec.num_devices)))
+        self.feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
+
+    def commit(self, node: str, step: int, **fields) -> list[Command]:
+        return self.say(node, StepCommitted(device=0, record=record(step, **fields)))
+
+    def answer(self, node: str, **fields) -> list[Command]:
+        defaults = {
+            "device": 0,
+            "generation": self.generation,
+            "applied": 0,
+            "last_record": None,
+            "reduced": None,
+            "adopted": 0,
+            "layers": (),
+            "microbatches_done": 0,
+            "broken": False,
+        }
+        return self.say(node, Status(**(defaults | fields)))
+
+    def resume(self, *nodes: str) -> list[Command]:
+        said = Resumed(
+            device=0,
+            generation=self.generation,
+            transfer_s=0.1,
+            received_bytes=5,
+            resumed_s=100.0,
+            busy_s=((99.0, 100.0),),
+        )
+        return [command for node in nodes for command in self.say(node, said)]
+
+    @property
+    def generation(self) -> int:
+        """The newest that anybody was told of."""
+        return max(getattr(message, "generation", 0) for message in self.messages(self.commands))
+
+    @property
+    def orders(self) -> list[Order]:
+        return [message for message in self.messages(self.commands) if isinstance(message, Order)]
+
+    @property
+    def ended(self) -> End | None:
+        return next((command for command in self.commands if isinstance(command, End)), None)
+
+    def journal(self, kind: type[T]) -> list[T]:
+        return [entry for entry in self.entries(self.commands) if isinstance(entry, kind)]
+
+    @staticmethod
+    def entries(commands: Iterable[Command]) -> list[JournalEntry]:
+        return [command.entry for command in commands if isinstance(command, Record)]
+
+    @staticmethod
+    def messages(commands: Iterable[Command], node: str | None = None) -> list[MasterMessage]:
+        return [command.message for command in commands if isinstance(command, Send) and node in (None, command.node)]

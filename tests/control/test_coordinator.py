@@ -1,0 +1,679 @@
+"""The coordinator's machine: what each event leads to, phase by phase. What races may do is `test_commit`'s."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from oobleck.control.coordinator import Phase
+from oobleck.control.events import (
+    AddRequested,
+    Connect,
+    Disconnect,
+    DrainRequested,
+    ProfileFound,
+    Send,
+    StopRequested,
+)
+from oobleck.control.journal import (
+    Action,
+    Cause,
+    JobEnded,
+    NodeAdded,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    Notice,
+    PlanAdopted,
+    RecoveryDone,
+    RecoveryStarted,
+    StepDone,
+    WorkerDown,
+)
+from oobleck.control.messages import (
+    AgentStopped,
+    Fence,
+    Finished,
+    FinishStep,
+    Heartbeat,
+    PeerFailed,
+    StartWorker,
+    StopAgent,
+    StorePut,
+    WorkerExited,
+    WorkerStarted,
+)
+from oobleck.job import NodeSpec
+from oobleck.planner import Place, profile_to_json
+from tests.control.bench import Bench, hello, ready
+from tests.control.model import Shape
+from tests.control.test_recovery import record
+
+PAIRS = Shape(layers_per_device=2)
+"""Four nodes in two pipelines of two."""
+SINGLES = Shape(num_nodes=3, num_pipelines=3)
+"""Three nodes, each a pipeline."""
+CRASH = WorkerExited(device=0, pid=8, signal=9)
+
+
+def training(shape: Shape = SINGLES) -> Bench:
+    """A run in which everybody has adopted the first plan."""
+    bench = Bench(shape)
+    bench.prepare()
+    return bench
+
+
+def held(bench: Bench, node: str, generation: int | None = None) -> tuple[int, ...]:
+    """The layers that a plan gives a node."""
+    order = next(order for order in bench.orders if generation in (None, order.generation))
+    located = order.plan.locate(Place(node=node, device=0))
+    return tuple(order.plan.pipelines[located[0]].stages[located[1]].layers) if located else ()
+
+
+def answer_all(bench: Bench, *nodes: str, **fields) -> None:
+    """Everybody answers, with the first plan in force, and losses have settled."""
+    for node in nodes:
+        bench.answer(node, **({"adopted": 1, "layers": held(bench, node, 1)} | fields))
+    bench.wait(0.01)
+
+
+def stop(*, now: bool = False) -> StopRequested:
+    return StopRequested(now=now, exit_code=130, reason="interrupted")
+
+
+# --- preparing -----------------------------------------------------------------------------------------------
+
+
+def test_all_nodes_are_reached_at_once():
+    bench = Bench(PAIRS)
+    assert [command.node for command in bench.commands if isinstance(command, Connect)] == list(PAIRS.nodes)
+
+
+def test_failures_to_start_are_told_together():
+    bench = Bench(PAIRS)
+    bench.fail("n0", "no route")
+    bench.wait(0.5)
+    bench.fail("n2", "no python")
+    assert bench.ended is None
+    bench.wait(0.5)
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 1
+    assert bench.ended.reason == "cannot start:\nn0: no route\nn2: no python"
+
+
+def test_a_worker_that_dies_before_training_ends_the_start():
+    bench = Bench(SINGLES)
+    bench.up("n0")
+    bench.say("n0", CRASH)
+    assert bench.journal(NodeLost)[0].cause is Cause.WORKER_EXITED
+
+
+def test_a_stop_before_training_is_immediate():
+    bench = Bench(PAIRS)
+    bench.up("n0")
+    commands = bench.feed(stop())
+    assert Send(node="n0", message=StopAgent(reason="interrupted")) in commands
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 130
+
+
+def test_nodes_with_different_numbers_of_devices_cannot_train_together():
+    bench = Bench(nodes=(NodeSpec(name="a", host="a", devices=(0, 1)), NodeSpec(name="b", host="b")))
+    bench.prepare()
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 78
+    assert "a has 2, b has 1" in bench.ended.reason
+
+
+def test_a_model_that_no_plan_fits_is_the_users_to_change():
+    bench = Bench(Shape(num_nodes=2, layers_per_device=1))
+    bench.prepare()
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 78
+    assert "needs at least" in bench.ended.reason
+
+
+def test_a_node_may_be_added_before_training():
+    bench = Bench(SINGLES)
+    for spec in bench.nodes:
+        bench.up(spec.name)
+        bench.say(spec.name, ready())
+    bench.feed(AddRequested(spec=NodeSpec(name="late", host="late")))
+    bench.feed(ProfileFound(profile_json=profile_to_json(SINGLES.profile)))
+    assert not bench.orders
+    bench.up("late")
+    bench.say("late", ready())
+    assert "late" in bench.orders[0].plan.nodes
+
+
+# --- training ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_recorded_once_whoever_tells_of_it():
+    bench = training()
+    for node in ("n0", "n1", "n2"):
+        bench.commit(node, 1)
+    assert [entry.record.step for entry in bench.journal(StepDone)] == [1]
+    assert bench.journal(StepDone)[0].tokens == bench.job.data.sequence_length
+
+
+def test_the_run_ends_when_all_have_finished():
+    bench = training()
+    for step in range(1, 4):
+        bench.commit("n0", step)
+    bench.say("n0", Finished(device=0, applied=3))
+    bench.say("n1", Finished(device=0, applied=3))
+    assert bench.ended is None
+    bench.say("n2", Finished(device=0, applied=3))
+    assert bench.ended is not None
+    assert (bench.ended.exit_code, bench.ended.reason) == (0, "all 3 steps are committed")
+    assert bench.coordinator.phase is Phase.ENDED
+    assert bench.coordinator.next_deadline() == math.inf
+    assert bench.commit("n0", 4) == []
+    assert bench.wait(100) == []
+
+
+def test_finished_before_a_fence_is_not_finished_after_it():
+    bench = training()
+    bench.say("n0", Finished(device=0, applied=1))
+    bench.fail("n2")
+    bench.say("n1", Finished(device=0, applied=1))
+    answer_all(bench, "n0", "n1", applied=1, last_record=record(1))
+    assert bench.coordinator.phase is Phase.TRAINING
+    bench.say("n0", Finished(device=0, applied=3))
+    assert bench.ended is None
+    bench.say("n1", Finished(device=0, applied=3))
+    assert bench.ended is not None
+
+
+def test_a_stop_lets_the_step_in_flight_be_committed():
+    bench = training()
+    asked = bench.messages(bench.feed(stop()))
+    assert asked == [FinishStep(device=0)] * 3
+    bench.commit("n0", 1)
+    for node in ("n0", "n1", "n2"):
+        bench.say(node, Finished(device=0, applied=1))
+    assert bench.ended is not None
+    assert (bench.ended.exit_code, bench.ended.reason) == (130, "interrupted; 1 steps are committed")
+
+
+def test_a_stop_now_is_now():
+    bench = training()
+    bench.feed(stop(now=True))
+    assert bench.ended is not None
+    assert bench.journal(JobEnded)[0].exit_code == 130
+
+
+def test_a_stop_outlives_a_recovery():
+    bench = training()
+    bench.feed(stop())
+    bench.fail("n2")
+    asked = bench.feed(stop())
+    assert {command.node for command in asked if isinstance(command, Send)} == {"n0", "n1"}
+    answer_all(bench, "n0", "n1")
+    assert bench.messages(bench.commands)[-2:] == [FinishStep(device=0)] * 2
+
+
+def test_heartbeats_are_answered():
+    bench = training()
+    assert bench.messages(bench.say("n0", Heartbeat(sequence=5)), "n0") == [Heartbeat(sequence=5)]
+
+
+def test_rendezvous_keys_go_to_those_who_want_them():
+    bench = training()
+    put = StorePut(key="k", value=b"v", nodes=("n0", "n1", "nowhere"))
+    assert bench.say("n0", put) == [Send(node="n1", message=put)]
+    bench.fail("n1")
+    assert bench.say("n0", put) == []
+
+
+# --- losses --------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_fences_all_survivors():
+    bench = training()
+    commands = bench.fail("n1")
+    assert Disconnect(node="n1") in commands
+    assert bench.messages(commands) == [Fence(device=0, generation=2, lost=("n1",))] * 2
+    assert bench.coordinator.phase is Phase.FENCING
+    assert bench.fail("n1") == [], "it is lost already"
+
+
+def test_orders_wait_for_every_answer_and_for_losses_to_settle():
+    bench = training()
+    bench.fail("n2")
+    bench.answer("n0", adopted=1, layers=held(bench, "n0"))
+    bench.answer("n1", adopted=1, layers=held(bench, "n1"))
+    assert [order.generation for order in bench.orders] == [1, 1, 1]
+    bench.wait(0.005)
+    bench.fail("n1")
+    bench.answer("n0", generation=3, adopted=1, layers=held(bench, "n0"))
+    bench.wait(0.01)
+    assert [order.generation for order in bench.orders] == [1, 1, 1, 3]
+    (started, again) = bench.journal(RecoveryStarted)
+    assert (started.nodes, again.nodes) == (("n2",), ("n2", "n1"))
+
+
+def test_answers_to_an_older_fence_count_for_nothing():
+    bench = training()
+    bench.fail("n2")
+    bench.fail("n1")
+    bench.answer("n0", generation=2, adopted=1, layers=(0, 1, 2, 3))
+    bench.wait(0.01)
+    assert bench.coordinator.phase is Phase.FENCING
+
+
+def test_the_step_in_flight_is_finished_by_the_whole_pipelines():
+    bench = training()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1", microbatches_done=1)
+    order = bench.orders[-1]
+    assert (order.finish, order.boundary, order.lost, order.initial) == (1, 1, ("n2",), False)
+    first = bench.orders[0].plan
+    broken = next(index for index, pipeline in enumerate(first.pipelines) if "n2" in pipeline.nodes)
+    dealt = sorted(microbatch for segment in order.segments for microbatch in segment.microbatches)
+    assert dealt == list(first.microbatches_of(broken))
+    assert bench.journal(RecoveryStarted)[-1].generation == order.generation
+
+
+def test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished():
+    bench = training()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1", applied=1, last_record=record(1), broken=True)
+    assert bench.orders[-1].finish is None
+    bench.fail("n1")
+    answer_all(bench, "n0", applied=1, last_record=record(1))
+    assert bench.orders[-1].finish is None, "some may have forgotten it"
+
+
+def test_a_worker_that_has_not_adopted_the_plan_cannot_finish_its_step():
+    bench = training()
+    bench.fail("n2")
+    bench.answer("n0", adopted=1, layers=held(bench, "n0"))
+    bench.answer("n1")
+    bench.wait(0.01)
+    order = bench.orders[-1]
+    assert (order.finish, order.initial, order.transfers) == (None, True, ())
+
+
+def test_steps_told_by_answers_are_recorded_in_turn():
+    bench = training()
+    bench.fail("n2")
+    bench.answer("n1", applied=2, last_record=record(2), adopted=1, layers=held(bench, "n1"))
+    bench.commit("n0", 1)
+    bench.answer("n0", applied=1, last_record=record(1), reduced=2, adopted=1, layers=held(bench, "n0"))
+    bench.wait(0.01)
+    assert [entry.record.step for entry in bench.journal(StepDone)] == [1, 2]
+    assert bench.orders[-1].catch_up == record(2)
+
+
+def test_losing_everybody_ends_the_run():
+    bench = training()
+    for node in ("n0", "n1", "n2"):
+        bench.fail(node)
+    assert bench.ended is not None
+    assert bench.ended.reason == "all nodes are lost"
+
+
+def test_losing_the_last_copy_of_a_layer_ends_the_run_with_its_name():
+    bench = training(PAIRS)
+    stages = {node: held(bench, node) for node in ("n0", "n1", "n2", "n3")}
+    bench.commit("n0", 1)
+    gone = [node for node in stages if stages[node][0] == 0]
+    left = [node for node in stages if node not in gone]
+    for node in gone:
+        bench.fail(node)
+    answer_all(bench, *left, applied=1, last_record=record(1))
+    assert bench.ended is not None
+    assert bench.ended.reason == f"cannot go on after losing {', '.join(gone)}: no living node holds layers 0, 1"
+
+
+def test_redundancy_below_f_is_told():
+    bench = training(PAIRS)
+    bench.fail("n3")
+    answer_all(bench, "n0", "n1", "n2")
+    warnings = [entry.text for entry in bench.journal(Notice) if entry.level == "warning"]
+    assert warnings == ["redundancy is below f = 1: losing 1 more nodes may cost the model's state"]
+    assert not bench.journal(PlanAdopted)[-1].redundant
+
+
+def test_a_recovery_is_told_when_all_compute_again():
+    bench = training()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    bench.resume("n0")
+    assert not bench.journal(RecoveryDone)
+    bench.resume("n1", "n1")
+    (done,) = bench.journal(RecoveryDone)
+    assert done.nodes == ("n2",)
+    assert done.cause is Cause.CONNECTION_LOST
+    assert done.bytes_moved == 10
+    assert bench.resume("n0") == []
+
+
+def test_a_recovery_that_a_loss_overtakes_or_an_end_cuts_short_is_told_as_well():
+    bench = training()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    bench.fail("n1")
+    assert len(bench.journal(RecoveryDone)) == 1
+    answer_all(bench, "n0")
+    bench.feed(stop(now=True))
+    assert [done.nodes for done in bench.journal(RecoveryDone)] == [("n2",), ("n1",)]
+
+
+# --- what nobody says ----------------------------------------------------------------------------------------
+
+
+def test_a_silent_node_is_lost_when_its_lease_ends():
+    bench = training()
+    bench.beat_until(2.9, "n0", "n1")
+    assert not bench.journal(NodeLost)
+    bench.beat_until(3.0, "n0", "n1")
+    (lost,) = bench.journal(NodeLost)
+    assert (lost.node, lost.cause, lost.evidence) == ("n2", Cause.LEASE_EXPIRED, "not heard of for 3.0 s")
+
+
+def test_early_deadlines_do_nothing():
+    bench = training()
+    assert bench.wait(2.0) == []
+
+
+def test_a_master_that_was_held_up_blames_nobody():
+    bench = training()
+    assert bench.wait(60.0) == []
+    assert not bench.journal(NodeLost)
+    bench.beat_until(bench.now_s + 2.9, "n0", "n1", "n2")
+    assert not bench.journal(NodeLost)
+
+
+def test_a_worker_that_answers_no_fence_is_frozen_though_its_agent_is_not():
+    bench = training()
+    bench.fail("n2")
+    bench.answer("n0", adopted=1, layers=held(bench, "n0"))
+    bench.beat_until(bench.now_s + 3.5, "n0", "n1")
+    assert bench.journal(NodeLost)[-1].node == "n1"
+    assert bench.journal(NodeLost)[-1].evidence == "its worker did not answer for 3 s"
+
+
+def test_a_master_that_was_held_up_waits_for_answers_once_more():
+    bench = training()
+    bench.fail("n2")
+    bench.wait(60.0)
+    assert len(bench.journal(NodeLost)) == 1
+    answer_all(bench, "n0", "n1")
+    assert bench.orders[-1].generation == 2
+
+
+def test_a_failed_collective_without_a_loss_leads_to_a_regrouping():
+    bench = training()
+    failed = PeerFailed(device=0, generation=1, detail="reset by peer")
+    bench.say("n0", failed)
+    bench.wait(0.1)
+    bench.say("n1", failed)
+    bench.wait(0.1)
+    (started,) = bench.journal(RecoveryStarted)
+    assert (started.nodes, started.cause) == ((), Cause.PEER_FAILED)
+    answer_all(bench, "n0", "n1", "n2")
+    assert bench.orders[-1].generation == 2
+
+
+@pytest.mark.parametrize("generation", [0, 2])
+def test_a_failure_in_another_generation_is_no_suspicion(generation: int):
+    bench = training()
+    bench.say("n0", PeerFailed(device=0, generation=generation, detail="late"))
+    assert bench.wait(1.0) == []
+
+
+def test_regroupings_that_lead_nowhere_end():
+    bench = training()
+    for generation in range(1, 5):
+        bench.say("n0", PeerFailed(device=0, generation=generation, detail="reset by peer"))
+        bench.wait(0.2)
+        if bench.ended is None:
+            answer_all(bench, "n0", "n1", "n2")
+    assert bench.ended is not None
+    assert bench.ended.reason == "no step was committed through 3 regroupings"
+
+
+def test_no_step_for_ten_times_as_long_as_one_takes_is_a_hang():
+    bench = training()
+    nodes = ("n0", "n1", "n2")
+    bench.commit("n0", 1)
+    bench.beat_until(9.9, *nodes)
+    assert not bench.journal(RecoveryStarted)
+    bench.beat_until(10.1, *nodes)
+    assert bench.journal(RecoveryStarted)[0].cause is Cause.HANG
+
+
+def test_the_first_step_may_take_as_long_as_a_start():
+    bench = training()
+    bench.beat_until(119.0, "n0", "n1", "n2")
+    assert not bench.journal(RecoveryStarted)
+    bench.beat_until(121.0, "n0", "n1", "n2")
+    assert bench.journal(RecoveryStarted)
+
+
+# --- workers that end, nodes that come and go ----------------------------------------------------------------
+
+
+def test_a_worker_is_started_again_in_its_place_three_times():
+    bench = training()
+    for restart in range(1, 4):
+        commands = bench.say("n2", CRASH)
+        assert Send(node="n2", message=StartWorker(device=0)) in commands
+        assert len(bench.journal(WorkerDown)) == restart
+        bench.say("n2", WorkerStarted(device=0, pid=9), ready())
+        assert bench.journal(RecoveryStarted)[-1].generation == 2 * restart + 1
+    bench.say("n2", CRASH)
+    assert bench.journal(NodeLost)[-1].node == "n2"
+
+
+def test_a_worker_that_comes_back_takes_part_again():
+    bench = training()
+    bench.commit("n0", 1)
+    bench.say("n2", CRASH)
+    answer_all(bench, "n0", "n1", applied=1, last_record=record(1))
+    bench.resume("n0", "n1")
+    bench.say("n2", ready())
+    assert bench.journal(RecoveryStarted)[-1].cause is Cause.JOINED
+    layers = bench.orders[-1].plan.owners_of(0)
+    assert Place(node="n2", device=0) not in layers
+    for node in ("n0", "n1"):
+        bench.answer(node, adopted=2, layers=(0, 1, 2, 3), applied=2, last_record=record(2))
+    bench.answer("n2")
+    bench.wait(0.01)
+    assert "n2" in bench.orders[-1].plan.nodes
+    bench.resume("n0", "n1", "n2")
+    assert bench.journal(RecoveryDone)[-1].action is Action.RESTART_WORKER
+
+
+def test_a_worker_that_dies_again_before_it_is_ready_is_started_again():
+    bench = training()
+    bench.say("n2", CRASH)
+    commands = bench.say("n2", CRASH)
+    assert Send(node="n2", message=StartWorker(device=0)) in commands
+    assert len(bench.journal(RecoveryStarted)) == 1
+
+
+def test_the_error_that_ends_every_worker_ends_the_run_with_its_traceback():
+    bench = training()
+    error = WorkerExited(device=0, pid=8, exit_code=1, traceback="Traceback\nValueError: bad sample")
+    for node in ("n0", "n1", "n2"):
+        bench.say(node, error)
+    assert bench.ended is not None
+    assert "ValueError: bad sample" in bench.ended.reason
+    assert bench.journal(WorkerDown)[0].reason == "ValueError: bad sample"
+
+
+def test_an_error_that_cost_the_last_copy_is_told_instead_of_the_layers():
+    bench = training(PAIRS)
+    bench.commit("n0", 1)
+    first = [node for node in ("n0", "n1", "n2", "n3") if held(bench, node)[0] == 0]
+    left = [node for node in ("n0", "n1", "n2", "n3") if node not in first]
+    for node in first:
+        bench.say(node, WorkerExited(device=0, pid=8, exit_code=1, traceback="ValueError: bad sample"))
+    answer_all(bench, *left, applied=1, last_record=record(1))
+    assert bench.ended is not None
+    assert "ValueError: bad sample" in bench.ended.reason
+
+
+def test_an_error_that_training_got_over_is_not_blamed_for_the_end():
+    bench = training()
+    bench.say("n2", WorkerExited(device=0, pid=8, exit_code=1, traceback="ValueError: cosmic ray"))
+    answer_all(bench, "n0", "n1")
+    bench.commit("n0", 1)
+    for node in ("n0", "n1", "n2"):
+        bench.fail(node)
+    assert bench.ended is not None
+    assert bench.ended.reason == "all nodes are lost"
+
+
+def test_a_node_of_several_workers_is_lost_with_one_of_them():
+    bench = training(Shape(num_nodes=2, devices=2))
+    bench.say("n1", CRASH)
+    assert bench.journal(NodeLost)[0].node == "n1"
+
+
+def test_a_new_node_trains_as_soon_as_it_is_ready():
+    bench = training()
+    spec = NodeSpec(name="n9", host="n9")
+    assert Connect(node=spec) in bench.feed(AddRequested(spec=spec))
+    assert bench.journal(NodeAdded)[0].node == spec
+    bench.up("n9")
+    assert bench.coordinator.phase is Phase.TRAINING
+    bench.say("n9", ready())
+    answer_all(bench, "n0", "n1", "n2")
+    assert bench.coordinator.phase is Phase.FENCING, "the new one answers as well"
+    bench.answer("n9")
+    assert "n9" in bench.orders[-1].plan.nodes
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (NodeSpec(name="n1", host="host1"), "n1 is in the job already"),
+        (NodeSpec(name="n9", host="n9", devices=(0, 1)), "n9 has 2 devices; all nodes of the job have 1"),
+    ],
+)
+def test_a_node_that_cannot_be_added_is_told(spec: NodeSpec, words: str):
+    bench = training()
+    bench.feed(AddRequested(spec=spec))
+    assert words in bench.journal(Notice)[-1].text
+    assert not bench.journal(NodeAdded)
+
+
+def test_a_new_node_that_does_not_fit_costs_nobody_else():
+    bench = training()
+    bench.feed(AddRequested(spec=NodeSpec(name="n9", host="n9")))
+    bench.up("n9")
+    bench.say("n9", ready(data_digest="other text"))
+    assert bench.ended is None
+    assert "different text" in bench.journal(NodeLost)[0].evidence
+    assert bench.coordinator.phase is Phase.TRAINING
+
+
+def test_a_new_node_that_cannot_be_reached_disturbs_nobody():
+    bench = training()
+    bench.feed(AddRequested(spec=NodeSpec(name="n9", host="n9")))
+    bench.fail("n9", "no route to host")
+    assert bench.coordinator.phase is Phase.TRAINING
+    assert bench.journal(NodeLost)[0].node == "n9"
+
+
+def test_a_drained_node_leaves_once_all_compute_without_it():
+    bench = training()
+    bench.feed(DrainRequested(node="n2"))
+    assert bench.feed(DrainRequested(node="n2")) == [], "it leaves already"
+    answer_all(bench, "n0", "n1", "n2")
+    assert "n2" not in bench.orders[-1].plan.nodes
+    assert bench.resume("n0") == []
+    assert Send(node="n2", message=StopAgent(reason="drained")) in bench.resume("n1")
+    assert bench.say("n2", CRASH) == [], "its worker was ended"
+    bench.say("n2", AgentStopped(reason="drained"))
+    assert bench.journal(NodeLeft)[0].node == "n2"
+    assert not bench.journal(NodeLost)
+
+
+def test_a_loss_after_a_node_was_dismissed_does_not_wait_for_it():
+    bench = training()
+    bench.feed(DrainRequested(node="n2"))
+    answer_all(bench, "n0", "n1", "n2")
+    bench.resume("n0", "n1")
+    bench.fail("n1")
+    bench.answer("n0", adopted=2, layers=(0, 1, 2, 3))
+    bench.wait(0.01)
+    assert bench.orders[-1].plan.nodes == ("n0",)
+
+
+def test_a_draining_node_whose_worker_dies_is_lost():
+    bench = training()
+    bench.feed(DrainRequested(node="n2"))
+    bench.say("n2", CRASH)
+    assert bench.journal(NodeLost)[0].node == "n2"
+
+
+def test_nobody_is_let_go_whom_the_job_cannot_go_on_without():
+    bench = training(Shape(num_nodes=2, layers_per_device=2, fault_threshold=0))
+    bench.feed(DrainRequested(node="n1"))
+    answer_all(bench, "n0", "n1")
+    assert bench.ended is None
+    assert "n1 stays: the job cannot go on without it" in [entry.text for entry in bench.journal(Notice)]
+    assert "n1" in bench.orders[-1].plan.nodes
+
+
+@pytest.mark.parametrize("node", ["nobody", "n9"])
+def test_only_nodes_that_train_can_be_drained(node: str):
+    bench = training()
+    bench.feed(AddRequested(spec=NodeSpec(name="n9", host="n9")))
+    bench.feed(DrainRequested(node=node))
+    assert bench.journal(Notice)[-1].text == f"{node} is not training, so it cannot be drained"
+
+
+def test_nothing_is_drained_before_training():
+    bench = Bench(SINGLES)
+    bench.up("n0")
+    bench.say("n0", ready())
+    bench.feed(DrainRequested(node="n0"))
+    assert "cannot be drained" in bench.journal(Notice)[-1].text
+
+
+def test_an_agent_that_stops_by_itself_is_lost():
+    bench = training()
+    bench.say("n2", AgentStopped(reason="no master came"))
+    (lost,) = bench.journal(NodeLost)
+    assert (lost.cause, lost.evidence) == (Cause.USER, "its agent stopped: no master came")
+
+
+# --- nonsense ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (hello("n2"), "a second hello"),
+        (ready(), "n2 cannot become ready while it is ready"),
+        (Finished(device=1, applied=1), "speaks for device 1; it has 1"),
+        (PeerFailed(device=-1, generation=1, detail=""), "speaks for device -1"),
+    ],
+)
+def test_nonsense_costs_the_node_that_says_it(message, words: str):
+    bench = training()
+    bench.say("n2", message)
+    (lost,) = bench.journal(NodeLost)
+    assert lost.node == "n2"
+    assert words in lost.evidence
+    assert bench.coordinator.phase is Phase.FENCING
+
+
+def test_the_lost_are_not_listened_to():
+    bench = training()
+    bench.fail("n2")
+    assert bench.commit("n2", 1) == []
+    assert bench.say("n2", Heartbeat(sequence=1)) == []
+
+
+def test_every_node_that_connects_is_told():
+    bench = training()
+    assert [entry.node for entry in bench.journal(NodeConnected)] == ["n0", "n1", "n2"]
