@@ -82,13 +82,14 @@ def run_job(run: Run) -> int:
         set_aside(directory.journal)
         with JournalWriter(directory.journal) as journal:
             end, summary = trio.run(_run, run, directory, journal, console)
-    console.print(summary_table(summary))
+    if summary.generations:  # else nothing was trained, and there is nothing to tell
+        console.print(summary_table(summary))
     if run.summary is not None:
         run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
     if run.as_json:
         print(summary.to_json())  # noqa: T201  the answer
     if end.exit_code != ExitCode.DONE:
-        console.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False)
+        Console(stderr=True).print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
     return end.exit_code
 
 

@@ -72,6 +72,8 @@ def up(
     """
     nodes = _read_nodes(hostfile, local)
     names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
+    if summary is not None and not os.access(summary.expanduser().parent, os.W_OK):
+        raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
     job = _read_job(job_file, settings or [], num_nodes=len(names))
     job = _with_options(job, steps=steps, dtype=dtype, seed=seed, f=fault_threshold, pipelines=pipelines, tag=tag)
     if job.num_pipelines is not None and job.num_pipelines > len(names):

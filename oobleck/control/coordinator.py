@@ -91,6 +91,7 @@ from .recovery import (
     microbatches_redone,
     planned_layers,
 )
+from .startup_failures import StartupFailures
 
 __all__ = ["Coordinator", "Phase"]
 
@@ -133,7 +134,7 @@ class Coordinator:
         self._now_s = 0.0
         self._commands: list[Command] = []
         self._deadline_s = math.inf
-        self._startup_failures: dict[str, str] = {}
+        self._startup_failures = StartupFailures(len(nodes))
         self._tracebacks: dict[Place, str] = {}
         self._stop: StopRequested | None = None
         self._generations = Generations(max_steps=job.max_steps)
@@ -231,7 +232,7 @@ class Coordinator:
         self._record(NodeConnected(t_s=self._now_s, node=event.node, agent_pid=event.hello.pid))
         self._commands.extend(self._preparation.configure(event, self._now_s))
 
-    def _node_failed(self, node: str, cause: Cause, evidence: str) -> None:
+    def _node_failed(self, node: str, cause: Cause, evidence: str, *, is_user_error: bool = False) -> None:
         member = self._members[node]
         if member.state in (NodeState.LOST, NodeState.LEFT) or self._phase is Phase.ENDED:
             return
@@ -242,7 +243,7 @@ class Coordinator:
         self._record(NodeLost(t_s=self._now_s, node=node, cause=cause, evidence=evidence))
         match self._phase:
             case Phase.PREPARING:
-                self._startup_failures[node] = evidence
+                self._startup_failures.note(node, evidence, is_user_error=is_user_error)
                 self._deadline_s = min(self._deadline_s, self._now_s + _STARTUP_SETTLE_S)
             case Phase.TRAINING | Phase.FENCING if trained:
                 self._begin_recovery([node], cause, detect_s=silent_s)
@@ -348,10 +349,11 @@ class Coordinator:
         place = Place(node=member.spec.name, device=message.device)
         if message.traceback is not None:
             self._tracebacks[place] = message.traceback
-        evidence = f"worker process {message.pid} ended: {message.reason}"
+        evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
         is_stable = member.spec.num_devices == 1 and member.restarts < _MAX_RESTARTS and not member.is_draining
         if self._phase is Phase.PREPARING or not is_stable:
-            self._node_failed(member.spec.name, Cause.WORKER_EXITED, evidence)
+            is_user_error = message.user_error is not None
+            self._node_failed(member.spec.name, Cause.WORKER_EXITED, evidence, is_user_error=is_user_error)
         else:
             self._restart_worker(member, place, message)
 
@@ -401,8 +403,7 @@ class Coordinator:
     def _phase_deadline(self) -> None:
         match self._phase:
             case Phase.PREPARING if self._startup_failures:
-                failures = "\n".join(f"{node}: {reason}" for node, reason in self._startup_failures.items())
-                self._end(1, f"cannot start:\n{failures}")
+                self._end(self._startup_failures.exit_code, str(self._startup_failures))
             case Phase.PREPARING:
                 limit_s = self._job.control.start_timeout_s
                 self._end(1, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}")

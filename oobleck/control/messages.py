@@ -125,10 +125,14 @@ class WorkerExited:
     signal: int | None = None
     traceback: str | None = None
     """The Python exception that ended it, if one did."""
+    user_error: str | None = None
+    """What its user must change, when that is why it ended."""
 
     @property
     def reason(self) -> str:
         """The end in plain words."""
+        if self.user_error is not None:
+            return self.user_error
         if self.signal is not None:
             return f"killed by signal {self.signal}"
         if self.traceback:
@@ -235,6 +239,8 @@ class WorkerFailed:
     """A worker's last word: the Python exception that ends it. The agent reports it with the exit."""
 
     traceback: str
+    user_error: str | None = None
+    """The message of an exception that says what the user must change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ class _Worker:
     handle: WorkerHandle
     outgoing: trio.MemorySendChannel[WorkerBound]
     traceback: str | None = None
+    user_error: str | None = None
 
 
 @dataclass(slots=True)
@@ -242,6 +243,7 @@ class Agent:
                 exit_code=end.exit_code,
                 signal=end.signal,
                 traceback=worker.traceback,
+                user_error=worker.user_error,
             )
         )
 
@@ -265,8 +267,9 @@ class Agent:
             except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError):
                 return
             match message:
-                case WorkerFailed(traceback=text):
-                    worker.traceback = text
+                case WorkerFailed():
+                    worker.traceback = message.traceback
+                    worker.user_error = message.user_error
                 case StorePut():
                     for other in sorted(self._workers.keys() - {device}):
                         self._tell(other, message)

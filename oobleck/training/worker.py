@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from oobleck.errors import UserError
 from oobleck.planner import profile_to_json
 from oobleck.wire import (
     Fence,
@@ -56,8 +57,9 @@ def run_worker(sock: socket.socket) -> None:
         setup = link.receive()
         assert isinstance(setup, SetUpWorker), setup
         _Worker(link, setup).run()
-    except BaseException:  # noqa: BLE001  a process main: the agent gets the traceback, whatever it was
-        link.send(WorkerFailed(traceback=traceback.format_exc()))
+    except BaseException as error:  # noqa: BLE001  a process main: the agent gets the traceback, whatever it was
+        user_error = str(error) if isinstance(error, UserError) else None
+        link.send(WorkerFailed(traceback=traceback.format_exc(), user_error=user_error))
     # Threads that wait for lost peers cannot be joined, and destroying their groups would block.
     os._exit(_EXIT_FAILED)
 

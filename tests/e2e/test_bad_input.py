@@ -1,0 +1,209 @@
+"""Input that cannot be used: an exit code that programs understand, words that people do, and nothing left behind."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oobleck import __version__
+from oobleck.cli.main import main
+from tests.openssh import free_port, make_key, needs_openssh, serve_openssh
+
+from .harness import Outcome, Runner
+
+Refuse = Callable[..., tuple[int, str]]
+
+# --- what is refused before anything is started: in this process --------------------------------------------------
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """Give `oobleck up` a command line, in a directory with some files; returns its exit code and what it says."""
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "hosts": "node1\nnode2\n",
+        "typo": "node1\nnode2 slotz=4\n",
+        "empty": "# nobody\n",
+        "good.yaml": "max_steps: 10\n",
+        "unknown.yaml": "max_steps: 10\noptimiser:\n  learning_rate: 0.1\n",
+        "type.yaml": "max_steps: many\n",
+        "value.yaml": "microbatch_size: 2\nglobal_batch_size: 15\n",
+        "broken.yaml": "model: {type: gpt2\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(["up", *arguments, "--base-dir", "base", "--plain"])
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "Traceback" not in err
+        assert not (tmp_path / "base").exists(), "nothing was begun"
+        return code, err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nowhere"], 2, ["hostfile nowhere", "No such file"]),
+        (["typo"], 78, ["typo:2:", "unknown key 'slotz'", "slots"]),
+        (["empty"], 78, ["empty: names no node", "write one host a line"]),
+        ([], 2, ["hostfile", "--local"]),
+        (["hosts", "--local", "2"], 2, ["one of the two"]),
+        (["--local", "0"], 2, ["--local: 0 nodes", "1 to"]),
+        (["hosts", "--job", "nowhere.yaml"], 2, ["job file nowhere.yaml", "No such file"]),
+        (["hosts", "--job", "."], 2, ["job file .", "directory"]),
+        (["hosts", "--job", "unknown.yaml"], 78, ["unknown.yaml:2:", "'optimiser'", "did you mean", "optimizer"]),
+        (["hosts", "--job", "type.yaml"], 78, ["type.yaml:1:", "max_steps: expected a whole number", "'many'"]),
+        (["hosts", "--job", "value.yaml"], 78, ["value.yaml:2:", "15", "a multiple of microbatch_size (2)"]),
+        (["hosts", "--job", "broken.yaml"], 78, ["broken.yaml:"]),
+        (["hosts", "--set", "max_step=3"], 2, ["--set max_step=3", "max_steps"]),
+        (["hosts", "--set", "optimizer.learning_rate=fast"], 2, ["--set", "expected a number", "'fast'"]),
+        (["hosts", "--dtype", "float8"], 2, ["--dtype", "float32 or float64"]),
+        (["hosts", "--pipelines", "3"], 78, ["num_pipelines: 3", "2 nodes", "at least one node"]),
+        (["hosts", "--kill", "node9@5"], 2, ["--kill", "'node9'", "node1, node2"]),
+        (["hosts", "--kill", "node1"], 2, ["--kill", "NODE@STEP", "node2@20"]),
+        (["hosts", "--kill", "node1@5000"], 2, ["--kill", "between 1 and"]),
+        (["hosts", "--summary", "no/such/place.json"], 2, ["--summary", "no/such/place.json", "directory"]),
+        (["hosts", "--ssh-config", "nowhere"], 2, ["ssh config nowhere", "No such file"]),
+        (["--local", "2", "--ssh-config", "hosts"], 2, ["--ssh-config", "virtual nodes need none"]),
+        (["hosts", "--tag", "../up"], 78, ["tag", "'../up'", "letters, digits"]),
+        (["hosts", "--no-such-option"], 2, ["--no-such-option"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_it_is_refused_at_once(refuse: Refuse, arguments: list[str], code: int, words: list[str]) -> None:
+    exit_code, said = refuse(*arguments)
+    assert exit_code == code, said
+    said_in_one_line = " ".join(said.split())
+    for word in words:
+        assert word in said_in_one_line
+
+
+def test_a_base_directory_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").touch()
+    code = main(["up", "--local", "2", "--base-dir", str(tmp_path / "base" / "deep"), "--plain"])
+    assert code == 78
+    assert f"{tmp_path}/base" in capsys.readouterr().err
+
+
+# --- what only the nodes can tell: real runs -----------------------------------------------------------------------
+
+
+def assert_refused(runner: Runner, outcome: Outcome, code: int, *words: str) -> None:
+    """The run ended with this code and these words, and left nothing."""
+    assert outcome.exit_code == code, outcome.output
+    assert "Traceback" not in outcome.output, outcome.output
+    for word in words:
+        assert word in outcome.output, outcome.output
+    assert outcome.summary["steps_committed"] == 0
+    assert runner.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.type=gtp2", ["model.type: 'gtp2'", "did you mean 'gpt2'?"]),
+        ("model.n_layers=3", ["model.config.n_layers: gpt2 has no such key", "did you mean 'n_layer'?"]),
+        ("model.n_head=3", ["model.config: gpt2 cannot be built", "must be divisible"]),
+        ("data.paths=[/no/such/text]", ["data.paths: /no/such/text does not exist"]),
+        ("data.sequence_length=1000000", ["data.sequence_length"]),
+    ],
+)
+def test_a_job_that_no_worker_can_take_is_told_once(
+    runner: Runner, undisturbed: Outcome, setting: str, words: list[str]
+) -> None:
+    outcome = runner.run("--job", str(runner.job_file()), "--set", setting, nodes=("--local", "2"))
+    assert_refused(runner, outcome, 78, *words)
+    _, _, last_words = outcome.output.partition("oobleck: cannot start:\n")
+    assert last_words.count(words[0]) == 1
+
+
+def test_a_model_that_fits_on_no_number_of_nodes_names_the_layer(runner: Runner, undisturbed: Outcome) -> None:
+    job = str(runner.job_file())
+    outcome = runner.run("--job", job, "--set", "device_memory_bytes=1000", nodes=("--local", "2"))
+    assert_refused(runner, outcome, 78, "layer 0 (embedding)", "fits on no number of nodes", "1000 bytes")
+
+
+def test_an_interpreter_that_does_not_exist_is_named(runner: Runner) -> None:
+    outcome = runner.run("--job", str(runner.job_file()), "--python", "/nonexistent", nodes=("--local", "2"))
+    assert_refused(runner, outcome, 1, "there is no /nonexistent", "--python")
+
+
+def script(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(("#!/bin/sh", *lines, "")))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_an_interpreter_without_the_package_is_told_what_to_install(runner: Runner, tmp_path: Path) -> None:
+    python = shutil.which("python3", path="/usr/bin") or sys.executable
+    alone = script(tmp_path / "python", "cd /", f'exec {python} -I "$@"')
+    outcome = runner.run("--job", str(runner.job_file()), "--python", alone, nodes=("--local", "2"))
+    assert_refused(runner, outcome, 1, f"{alone} has no module", f"install oobleck {__version__} there")
+
+
+def test_another_version_there_is_told_apart(runner: Runner, tmp_path: Path) -> None:
+    """A package of the same shape that says it is another version."""
+    shutil.copytree(Path(__file__).parents[2] / "oobleck", tmp_path / "oobleck", ignore=shutil.ignore_patterns("*.pyc"))
+    init = tmp_path / "oobleck" / "__init__.py"
+    init.write_text(init.read_text().replace(__version__, "99.0"))
+    other = script(tmp_path / "python", f"cd {tmp_path}", f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"')
+    outcome = runner.run("--job", str(runner.job_file()), "--python", other, nodes=("--local", "2"))
+    assert_refused(runner, outcome, 1, f"oobleck 99.0 is installed there, {__version__} here")
+
+
+def test_a_program_that_is_no_interpreter_is_quoted(runner: Runner, tmp_path: Path) -> None:
+    nonsense = script(tmp_path / "python", "echo hello", "echo what is this >&2")
+    outcome = runner.run("--job", str(runner.job_file()), "--python", nonsense, nodes=("--local", "2"))
+    assert_refused(runner, outcome, 1, "its agent did not start", "what is this")
+
+
+def test_hosts_that_cannot_be_reached_are_all_named(runner: Runner, tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "hosts").write_text(f"127.0.0.1 port={port}\nno-such-host.invalid\n")
+    outcome = runner.run("--job", str(runner.job_file()), nodes=(str(tmp_path / "hosts"),))
+    assert_refused(
+        runner,
+        outcome,
+        1,
+        f"127.0.0.1:{port} refused the connection",
+        "'no-such-host.invalid' cannot be resolved",
+        "check the hostfile",
+    )
+
+
+@needs_openssh
+def test_a_wrong_key_and_an_unknown_host_key_say_what_to_do(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    make_key(tmp_path / "other")
+    with serve_openssh(tmp_path / "openssh") as openssh:
+        wrong = openssh.host_config(["wrong"]).replace(str(openssh.client_key), str(tmp_path / "other"))
+        unknown = openssh.host_config(["unknown"]).replace(str(openssh.known_hosts), str(tmp_path / "none"))
+        (tmp_path / "config").write_text(wrong + unknown)
+        (tmp_path / "hosts").write_text("wrong\nunknown\n")
+        nodes = (str(tmp_path / "hosts"), "--ssh-config", str(tmp_path / "config"))
+        outcome = runner.run("--job", str(runner.job_file()), nodes=nodes)
+    assert_refused(runner, outcome, 1, "wrong: wrong lets your user in with none of the keys", "authorized_keys")
+    assert f"connect once by `ssh -F {tmp_path}/config unknown`" in outcome.output
+
+
+@needs_openssh
+def test_an_address_that_is_not_the_nodes_is_named(runner: Runner, undisturbed: Outcome, tmp_path: Path) -> None:
+    """In the hostfile of an otherwise good run."""
+    with serve_openssh(tmp_path / "openssh", environment={"TMPDIR": str(runner.temporary)}) as openssh:
+        (tmp_path / "config").write_text(openssh.host_config(["alpha", "beta"]))
+        (tmp_path / "hosts").write_text("alpha\nbeta address=192.0.2.1\n")
+        nodes = (str(tmp_path / "hosts"), "--ssh-config", str(tmp_path / "config"))
+        outcome = runner.run("--job", str(runner.job_file()), nodes=nodes)
+    assert_refused(runner, outcome, 78, "beta: process groups cannot listen at 192.0.2.1", "address= in the hostfile")
