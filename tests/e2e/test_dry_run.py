@@ -14,7 +14,10 @@ def test_a_dry_run_after_a_run_shows_the_plan_that_it_began_with(runner: Runner,
     answer = json.loads(done.stdout)
     assert not answer["estimated"], "the profile that the run measured is used"
     shown = [
-        [(node, stage["first_layer"], stage["stop_layer"]) for node, stage in zip(each["nodes"], each["stages"])]
+        [
+            (node, stage["first_layer"], stage["stop_layer"])
+            for node, stage in zip(each["nodes"], each["stages"], strict=True)
+        ]
         for each in answer["plan"]["pipelines"]
     ]
     ran = [
