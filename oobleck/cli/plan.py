@@ -13,14 +13,11 @@ from oobleck.errors import ConfigError, UsageError
 from .options import JsonOption
 
 if TYPE_CHECKING:
-    from oobleck.planner import Decision, Planner, Profile
+    from oobleck.planner import Planner, Profile
     from oobleck.schedule import ScheduleKind
-    from oobleck.ui.plan_report import AfterLosing, PlanReport, TemplateRow
+    from oobleck.ui.plan_report import PlanReport
 
 __all__ = ["plan"]
-
-_MAX_CASES = 64
-"""Kinds of losses that are decided, for one node lost and for two; more are sampled."""
 
 
 def plan(
@@ -80,6 +77,7 @@ def plan(
 
     Nothing is started and no device is needed: all comes from a profile that was measured, or from an estimate.
     """
+    from .make_report import make_report, show_report
     from .plan_profile import ProfileSource, profile_of, utilisation_of
 
     writer = _plot_writer(plot)
@@ -94,6 +92,7 @@ def plan(
         devices_per_node=devices_per_node,
     )
     profile = profile_of(source)
+    lost = tuple(name.strip() for name in after_losing.split(",")) if after_losing else ()
     planner = _planner(
         profile,
         devices_per_node=devices_per_node,
@@ -101,19 +100,19 @@ def plan(
         global_batch_size=global_batch,
         num_pipelines=pipelines,
     )
-    report = _report(
+    report = make_report(
         planner,
-        num_nodes=nodes,
+        _names(nodes, lost),
         global_batch_size=global_batch,
         kind=_kind(schedule),
-        lost=tuple(name.strip() for name in after_losing.split(",")) if after_losing else (),
+        lost=lost,
         utilisation=utilisation_of(profile, source, global_batch),
     )
     if writer is not None:
         writer(report)
     if chrome_trace is not None:
         _write(chrome_trace, _trace(report).encode())
-    _show(report, as_json=as_json)
+    show_report(report, as_json=as_json)
 
 
 def _planner(
@@ -150,64 +149,11 @@ def _kind(name: str) -> ScheduleKind:
     return known[name]
 
 
-def _report(
-    planner: Planner,
-    *,
-    num_nodes: int,
-    global_batch_size: int,
-    kind: ScheduleKind,
-    lost: tuple[str, ...],
-    utilisation: tuple[float, float] | None,
-) -> PlanReport:
-    from oobleck.planner.alternatives import explain_num_pipelines, pipeline_alternatives
-    from oobleck.planner.what_if import what_if_one_is_lost, what_if_two_are_lost
-    from oobleck.schedule.forecast import forecast
-    from oobleck.ui.plan_report import PlanReport
-
-    names = [f"node{number}" for number in range(num_nodes)]
+def _names(num_nodes: int, lost: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(f"node{number}" for number in range(num_nodes))
     if unknown := sorted(set(lost) - set(names)):
         raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
-    profile, settings = planner.profile, planner.settings
-    decision = planner.initial_plan(names)
-    model_flops, peak_flops_per_s = utilisation or (None, None)
-    alternatives = pipeline_alternatives(planner, names, decision)
-    return PlanReport(
-        profile=profile,
-        num_nodes=num_nodes,
-        devices_per_node=settings.devices_per_node,
-        fault_threshold=settings.fault_threshold,
-        global_batch_size=global_batch_size,
-        decision=decision,
-        forecast=forecast(profile, decision.plan, kind=kind),
-        why=explain_num_pipelines(planner, decision, alternatives),
-        templates=_template_rows(planner, num_nodes),
-        losses=(
-            what_if_one_is_lost(planner, decision.plan, max_cases=_MAX_CASES),
-            *((what_if_two_are_lost(planner, decision.plan, max_cases=_MAX_CASES),) if num_nodes > 1 else ()),
-        ),
-        after=_after(planner, decision, kind, lost) if lost else None,
-        model_flops=model_flops,
-        peak_flops_per_s=peak_flops_per_s,
-    )
-
-
-def _after(planner: Planner, decision: Decision, kind: ScheduleKind, lost: tuple[str, ...]) -> AfterLosing:
-    from oobleck.schedule.forecast import forecast
-    from oobleck.ui.plan_report import AfterLosing
-
-    after = planner.reconfigure(decision.plan, lost=lost)
-    return AfterLosing(lost=lost, decision=after, forecast=forecast(planner.profile, after.plan, kind=kind))
-
-
-def _template_rows(planner: Planner, num_nodes: int) -> tuple[TemplateRow, ...]:
-    from oobleck.ui.plan_report import TemplateRow
-
-    rows = []
-    for size, template in planner.templates(num_nodes).items():
-        first_s = planner.template_step_s(size, 1)
-        next_s = planner.template_step_s(size, 2) - first_s
-        rows.append(TemplateRow(template=template, first_s=first_s, next_s=next_s))
-    return tuple(rows)
+    return names
 
 
 def _plot_writer(path: Path | None) -> Callable[[PlanReport], None] | None:
@@ -247,16 +193,3 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def _show(report: PlanReport, *, as_json: bool) -> None:
-    from rich.console import Console
-
-    from oobleck.ui.plan_json import plan_json
-    from oobleck.ui.plan_report import plan_report
-
-    if as_json:
-        typer.echo(plan_json(report), nl=False)
-        return
-    console = Console()
-    console.print(plan_report(report, width=console.width))

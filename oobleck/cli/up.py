@@ -59,6 +59,7 @@ def up(
             help="Read this ssh config in place of ~/.ssh/config, as `ssh -F` does: Host, User, Port, IdentityFile, …",
         ),
     ] = None,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and start nothing.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the dashboard.")] = False,
     as_json: JsonOption = False,
     summary: Annotated[
@@ -84,6 +85,13 @@ def up(
     if ssh_config is not None and local is not None:
         raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
     kills = tuple(_parse_kill(text, names, job.max_steps) for text in kill or [])
+    if dry:
+        if summary is not None:
+            raise UsageError("--summary: a dry run has none; leave it out, or take --json for the plan as JSON")
+        from .dry_run import dry_run
+
+        dry_run(job, nodes, local or 0, base_dir=base_dir_of(base_dir), as_json=as_json)
+        return
 
     from .run_job import Run, run_job
 

@@ -1,0 +1,142 @@
+"""`oobleck up --dry-run`: the plan that a run would begin with, and nothing started for it.
+
+Times come from the newest profile in the run's directory that was measured for such a job, or from an estimate: the
+model's shape and a data sheet. The sizes of layers are the model's own in either case.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import LayerProfile, Planner, PlannerSettings, Profile, profile_from_json
+from oobleck.planner.devices import device_sheet
+from oobleck.planner.estimate import estimate_profile
+from oobleck.planner.shapes import shape_from_config
+from oobleck.runtime.model_outline import LayerOutline, ModelOutline, outline_of
+from oobleck.runtime.run_dir import RunDirectory
+from oobleck.schedule import ScheduleKind
+
+from .make_report import make_report, show_report
+
+__all__ = ["dry_run"]
+
+_ITEM_BYTES = {"float32": 4, "float64": 8}
+_MOMENTS = 2
+"""Adam's, for each parameter."""
+
+
+def dry_run(job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_dir: Path, as_json: bool) -> None:
+    """Print the plan of a job on the nodes of a hostfile, or on `num_local` virtual ones.
+
+    Raises ConfigError for a model or nodes that a run would refuse as well.
+    """
+    if job.device != "cpu":
+        raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
+    names = [spec.name for spec in nodes] or [f"node{index}" for index in range(num_local)]
+    devices_per_node = _devices_per_node(nodes)
+    directory = RunDirectory(base_dir=base_dir, tag=job.tag)
+    outline = outline_of(job)
+    measured = next(_fitting(directory.profile, job, outline), None)
+    profile = measured[1] if measured else _estimate(job, outline, num_local=num_local)
+    settings = PlannerSettings(
+        num_microbatches=job.num_microbatches,
+        devices_per_node=devices_per_node,
+        max_devices_per_stage=1,
+        fault_threshold=job.fault_threshold,
+        num_pipelines=job.num_pipelines,
+    )
+    report = make_report(
+        Planner(profile, settings),
+        names,
+        global_batch_size=job.global_batch_size,
+        kind=ScheduleKind(job.schedule),
+    )
+    if not as_json:
+        source = f"measured before ({measured[0]})" if measured else "an estimate; the run itself measures first"
+        Console().print(f"dry run of {job.tag}: nothing is started. Times: {source}\n", markup=False, highlight=False)
+    show_report(report, as_json=as_json)
+
+
+def _devices_per_node(nodes: tuple[NodeSpec, ...]) -> int:
+    counts = {spec.num_devices for spec in nodes} or {1}
+    if len(counts) > 1:
+        listed = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in nodes)
+        raise ConfigError(f"all nodes need the same number of devices: {listed}; change slots= or devices=")
+    return counts.pop()
+
+
+def _fitting(directory: Path, job: JobSpec, outline: ModelOutline) -> Iterator[tuple[Path, Profile]]:
+    """Measured profiles that fit the job, newest first."""
+    paths = directory.glob("*.json") if directory.is_dir() else ()
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            profile = profile_from_json(path.read_text(encoding="utf-8"), source=str(path))
+        except (OSError, UnicodeDecodeError, ConfigError):
+            continue  # torn, or of another version: a run would measure again
+        if _fits(profile, job, outline):
+            yield path, profile
+
+
+def _fits(profile: Profile, job: JobSpec, outline: ModelOutline) -> bool:
+    """Whether a profile is of this model in these shapes: by the names and the bytes of its layers."""
+    return (
+        profile.model == outline.config["model_type"]
+        and profile.microbatch_size == job.microbatch_size
+        and profile.sequence_length == job.data.sequence_length
+        and len(profile.layers) == len(outline.layers)
+        and all(
+            _is_same_layer(layer, other, _ITEM_BYTES[job.dtype], is_end=index in (0, len(outline.layers) - 1))
+            for index, (layer, other) in enumerate(zip(profile.layers, outline.layers, strict=True))
+        )
+    )
+
+
+def _is_same_layer(layer: LayerProfile, other: LayerOutline, item_bytes: int, *, is_end: bool) -> bool:
+    expected = other.parameters * item_bytes
+    # A small text yields fewer tokens than were asked for, and the embedding and the head are as much smaller.
+    same_size = layer.param_bytes <= expected if is_end else layer.param_bytes == expected
+    return layer.name == other.name and same_size
+
+
+def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int) -> Profile:
+    """Estimate times from the data sheet of a CPU core; sizes are the model's own."""
+    profile = estimate_profile(
+        shape_from_config(outline.config),
+        device_sheet("CPU"),
+        microbatch_size=job.microbatch_size,
+        sequence_length=job.data.sequence_length,
+        precision="float32",
+    )
+    item_bytes = _ITEM_BYTES[job.dtype]
+    layers = (_scaled(layer, other, item_bytes) for layer, other in zip(profile.layers, outline.layers, strict=True))
+    device = profile.device
+    memory_bytes = job.device_memory_bytes or (_memory_bytes() // num_local if num_local else device.memory_bytes)
+    return replace(profile, layers=tuple(layers), device=replace(device, memory_bytes=memory_bytes))
+
+
+def _scaled(layer: LayerProfile, other: LayerOutline, item_bytes: int) -> LayerProfile:
+    """A layer with the model's own name and sizes; wider numbers take as much longer to move and to multiply."""
+    factor = item_bytes // _ITEM_BYTES["float32"]
+    param_bytes = other.parameters * item_bytes
+    return replace(
+        layer,
+        name=other.name,
+        forward_s={count: factor * seconds for count, seconds in layer.forward_s.items()},
+        backward_s={count: factor * seconds for count, seconds in layer.backward_s.items()},
+        param_bytes=param_bytes,
+        optimizer_bytes=_MOMENTS * param_bytes,
+        activation_bytes=factor * layer.activation_bytes,
+        output_bytes=factor * layer.output_bytes,
+    )
+
+
+def _memory_bytes() -> int:
+    """This machine's."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

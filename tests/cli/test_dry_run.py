@@ -1,0 +1,140 @@
+"""What `oobleck up --dry-run` shows, and that it starts and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.exit_codes import ExitCode
+from oobleck.cli.job_file import default_job
+from oobleck.cli.main import main
+from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
+from oobleck.runtime.model_outline import ModelOutline, outline_of
+
+JOB = default_job(4)
+
+
+@pytest.fixture(scope="module")
+def outline() -> ModelOutline:
+    return outline_of(JOB)
+
+
+def dry_run(base_dir: Path, *arguments: object) -> int:
+    return main(["up", *map(str, arguments), "--dry-run", "--base-dir", str(base_dir)])
+
+
+def measured(outline: ModelOutline, *, block_s: float) -> Profile:
+    """A profile such as a run of the default job would have measured, with blocks of this speed."""
+    layers = [
+        LayerProfile(
+            name=layer.name,
+            forward_s={1: block_s},
+            backward_s={1: 2 * block_s},
+            param_bytes=4 * layer.parameters,
+            optimizer_bytes=8 * layer.parameters,
+            activation_bytes=1000,
+            output_bytes=1000,
+        )
+        for layer in outline.layers
+    ]
+    return Profile(
+        model="gpt2",
+        microbatch_size=JOB.microbatch_size,
+        sequence_length=JOB.data.sequence_length,
+        layers=tuple(layers),
+        device=DeviceProfile(name="a processor", memory_bytes=10**10),
+        network=NetworkProfile(
+            inter_node_bytes_per_s=1e9,
+            inter_node_latency_s=1e-4,
+            intra_node_bytes_per_s=1e9,
+            intra_node_latency_s=1e-4,
+        ),
+    )
+
+
+def test_the_outline_is_the_default_model(outline):
+    config = JOB.model.config
+    width, vocabulary = config["n_embd"], JOB.data.vocab_size
+    assert [layer.name for layer in outline.layers] == [
+        "embedding",
+        *(f"transformer.h.{index}" for index in range(config["n_layer"])),
+        "head",
+    ]
+    # Attention has 4 matrices of width², the feed-forward part 8; with biases of 4, 1 + 4 + 1 and norms of 4 widths.
+    assert outline.layers[1].parameters == 12 * width**2 + 13 * width
+    assert outline.layers[-1].parameters == (vocabulary + 2) * width
+
+
+def test_without_a_profile_the_plan_is_an_estimate_and_nothing_is_written(outline, tmp_path, capsys):
+    base_dir = tmp_path / "base"
+    options = ("--pipelines", 2, "--set", "device_memory_bytes=3000000000", "-f", 0)
+    assert dry_run(base_dir, "--local", 3, *options, "--json") == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["estimated"], answer["device"], answer["nodes"], answer["fault_threshold"]) == (True, "CPU", 3, 0)
+    pipelines = answer["plan"]["pipelines"]
+    assert len(pipelines) == 2
+    assert sorted(node for each in pipelines for node in each["nodes"]) == ["node0", "node1", "node2"]
+    assert sum(each["microbatches"] for each in pipelines) == JOB.num_microbatches
+    assert {stage["available_bytes"] for each in pipelines for stage in each["stages"]} == {3000000000}
+    assert not base_dir.exists()
+
+
+def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outline, tmp_path, capsys):
+    folder = tmp_path / "base" / JOB.tag / "profile"
+    folder.mkdir(parents=True)
+    slow, fast = measured(outline, block_s=0.5), measured(outline, block_s=0.01)
+    others = {
+        "other-length": replace(slow, sequence_length=32),
+        "other-model": replace(slow, model="llama"),
+        "other-sizes": replace(
+            slow, layers=(slow.layers[0], *(replace(layer, param_bytes=4) for layer in slow.layers))
+        ),
+    }
+    texts = {"slow": profile_to_json(slow), "fast": profile_to_json(fast), "torn": "{"}
+    texts |= {name: profile_to_json(profile) for name, profile in others.items()}
+    for age, (name, text) in enumerate(texts.items()):
+        (folder / f"{name}.json").write_text(text)
+        os.utime(folder / f"{name}.json", (age, age))
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("red\ngreen port=2222\nuser@blue\n")
+    before = sorted((tmp_path / "base").rglob("*"))
+    assert dry_run(tmp_path / "base", hostfile) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "nothing is started" in shown
+    assert str(folder / "fast.json") in shown.replace("\n", "")
+    assert "gpt2 on 3 nodes of 1 × a processor" in shown
+    assert "estimated" not in shown
+    assert sorted((tmp_path / "base").rglob("*")) == before
+    assert dry_run(tmp_path / "base", hostfile, "--json") == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["estimated"]
+    assert sorted(node for each in answer["plan"]["pipelines"] for node in each["nodes"]) == ["blue", "green", "red"]
+    # Each microbatch takes a third of a second through ten layers; no plan makes eight of them faster than this.
+    assert answer["plan"]["step_s"] >= 8 * 10 * 0.03 / 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--local", 2, "--set", "model.n_layers=3"), ExitCode.CONFIG, "n_layers"),
+        (("--local", 2, "--summary", "s.json"), ExitCode.USAGE, "a dry run has none"),
+        (("--local", 2, "--set", "device=cuda"), ExitCode.USAGE, "oobleck plan --device"),
+        (("--local", 2, "--set", "device_memory_bytes=1000"), ExitCode.CONFIG, "too few"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(tmp_path, capsys, arguments, code, said):
+    assert dry_run(tmp_path, *arguments) == code
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+
+
+def test_nodes_with_different_numbers_of_devices_are_refused(tmp_path, capsys):
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("red slots=2\nblue\n")
+    assert dry_run(tmp_path, hostfile) == ExitCode.CONFIG
+    assert "red has 2, blue has 1" in capsys.readouterr().err
