@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,8 +88,9 @@ class OpenSSH:
     def kill_sessions(self) -> None:
         """Kill the processes that serve open connections; what they have started lives on."""
         for session in self.process.children(recursive=True):
-            if session.name().startswith("sshd"):
-                _end(session)
+            with suppress(psutil.NoSuchProcess):  # it ended by itself meanwhile
+                if session.name().startswith("sshd"):
+                    _end(session)
 
     def kill(self) -> None:
         """Kill the server with its sessions."""
@@ -160,6 +161,6 @@ def _answers(port: int, process: psutil.Process) -> bool:
 
 def _end(process: psutil.Process) -> None:
     """Kill a process and wait for its end."""
-    if process.is_running():
+    with suppress(psutil.NoSuchProcess):
         process.kill()
     process.wait(5)
