@@ -55,7 +55,9 @@ def main() -> None:
         os._exit(0)
     _detach(log)
     directory.pid_file("agent").write_text(f"{os.getpid()}\n")
-    trio.run(_serve, arguments.tag, arguments.node, directory, listener, Path(arguments.cache).expanduser())
+    # Absolute: the fork server of the workers may have been started by another job, in another directory.
+    cache_dir = Path(arguments.cache).expanduser().absolute()
+    trio.run(_serve, arguments.tag, arguments.node, directory, listener, cache_dir)
 
 
 def _parse_arguments() -> argparse.Namespace:
