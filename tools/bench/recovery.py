@@ -222,9 +222,9 @@ def measure_torchrun(directory: Path) -> float:
     script = Path(__file__).parent / "torchrun_job.py"
     log = directory / "torchrun.jsonl"
     log.unlink(missing_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=4", "--max-restarts=3"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=3"]
     process = subprocess.Popen(
-        [*launcher, "--master-addr=127.0.0.1", "--master-port=0", str(script), str(directory)],
+        [*launcher, str(script), str(directory)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
