@@ -59,7 +59,7 @@ class Cluster(Protocol):
     """The nodes: how the master reaches them, and what it may do there."""
 
     async def reach(self, node: NodeSpec) -> AgentConnection:
-        """Start the node's agent, unless it runs already, and connect to it. Raises NodeUnreachable."""
+        """Start the node's agent and connect to it; one that an earlier run left is ended. Raises NodeUnreachable."""
         ...
 
     async def kill(self, node: NodeSpec) -> None:

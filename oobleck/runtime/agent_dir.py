@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["AgentDir", "clean_command", "kill_command"]
+__all__ = ["AgentDir", "clean_command", "end_command", "kill_command"]
 
 _MAX_NAME_CHARS = 24
 """Of a node in a path: with the longest tag and user id, sockets in /tmp stay below the limit of 107 bytes."""
@@ -73,13 +73,20 @@ def kill_command(run_id: str, node: str) -> str:
     return f"(cd {directory} && kill -KILL $({ours})) 2>/dev/null; true"
 
 
-def clean_command(run_id: str, node: str) -> str:
-    """A shell command that ends what is left of a node's processes, and removes its directory."""
-    job = f'"{_base()}"/{shlex.quote(run_id)}'
+def end_command(run_id: str, node: str) -> str:
+    """A shell command that ends what is left of a node's processes, and removes its directory.
+
+    What nodes of this machine share stays, for others of them may just be starting.
+    """
     return (
-        f"{kill_command(run_id, node)}; rm -rf {job}/{shlex.quote(_directory_name(node))}; "
-        f'rm -f {job}/fork.lock; rmdir {job} "{_base()}" 2>/dev/null; true'
+        f'{kill_command(run_id, node)}; rm -rf "{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
     )
+
+
+def clean_command(run_id: str, node: str) -> str:
+    """Like `end_command`; removes the run's directory as well, unless others use it."""
+    job = f'"{_base()}"/{shlex.quote(run_id)}'
+    return f'{end_command(run_id, node)}; rm -f {job}/fork.lock; rmdir {job} "{_base()}" 2>/dev/null; true'
 
 
 def _base() -> str:

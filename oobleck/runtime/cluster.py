@@ -20,7 +20,7 @@ from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.wire import FrameDecoder
 
-from .agent_dir import clean_command, kill_command
+from .agent_dir import clean_command, end_command, kill_command
 from .ssh import CompletedCommand, SSHConnection, SSHOptions, connect
 
 __all__ = ["RemotePaths", "SSHCluster"]
@@ -70,16 +70,23 @@ class SSHCluster:
         self._paths = paths
         self._connections: dict[str, SSHConnection] = {}
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
+        self._tending: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
+        """Held while a node's agent is started or cleaned up after: a node may be added while it is still cleaned."""
 
     async def reach(self, node: NodeSpec) -> _Tunnel:
-        """Start the node's agent, unless it runs already, and connect to it. Raises NodeUnreachable."""
-        connection = await self._connection(node)
-        try:
-            completed = await connection.run(self._agent_command(node), timeout_s=_START_TIMEOUT_S)
-            socket = self._understand(node, completed)
-            return _Tunnel(connection, await connection.open_unix(socket))
-        except (trio.BrokenResourceError, trio.TooSlowError) as error:
-            raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
+        """Start the node's agent and connect to it. Raises NodeUnreachable.
+
+        One that a killed master has left is ended before: it would go on with the work of the run before.
+        """
+        async with self._tending[node.name]:
+            connection = await self._connection(node)
+            try:
+                await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
+                completed = await connection.run(self._agent_command(node), timeout_s=_START_TIMEOUT_S)
+                socket = self._understand(node, completed)
+                return _Tunnel(connection, await connection.open_unix(socket))
+            except (trio.BrokenResourceError, trio.TooSlowError) as error:
+                raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
 
     async def kill(self, node: NodeSpec) -> None:
         """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
@@ -88,7 +95,8 @@ class SSHCluster:
     async def clean(self, node: NodeSpec) -> None:
         """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
         try:
-            await self._run(node, clean_command(self._run_id, node.name))
+            async with self._tending[node.name]:
+                await self._run(node, clean_command(self._run_id, node.name))
         except NodeUnreachable as error:
             _log.info("%s is not cleaned up: %s", node.name, error.reason)
 
