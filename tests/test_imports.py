@@ -14,13 +14,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oobleck"
 
-_VALUES = {"errors", "job"}
+_VALUES = {"errors", "job", "json_table"}
 _PURE = _VALUES | {"planner", "schedule", "control"}
 _WORLD = _PURE | {"wire", "roles"}
 
 MAY_IMPORT = {
     "errors": set(),
     "job": {"errors"},
+    "json_table": {"errors"},
     "planner": _VALUES,
     "schedule": _VALUES | {"planner"},
     "control": _VALUES | {"planner", "schedule"},
@@ -34,7 +35,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 
-PURE_FLOORS = ("errors", "job", "planner", "schedule", "control")
+PURE_FLOORS = ("errors", "job", "json_table", "planner", "schedule", "control")
 
 # The world, as far as the standard library reaches into it.
 IMPURE = {

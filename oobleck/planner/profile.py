@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from oobleck.errors import ConfigError
+from oobleck.json_table import JsonTable
 
 __all__ = [
     "PROFILE_VERSION",
@@ -159,7 +159,7 @@ def profile_from_json(text: str, *, source: str = "profile") -> Profile:
     except ValueError as error:
         raise ConfigError(f"{source}: not JSON: {error}") from None
     try:
-        return _read_profile(_Table(document, "the file"))
+        return _read_profile(JsonTable(document, "the file"))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
 
@@ -182,65 +182,9 @@ _NETWORK_KEYS = (
 _PROFILE_KEYS = ("version", "model", "microbatch_size", "sequence_length", "layers", "device", "network")
 
 
-class _Table:
-    """A JSON object that answers with the type asked for, or with an error that names the place."""
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be an object, not {type(value).__name__}")
-        self.where = where
-        self.items: dict[str, object] = value
-
-    def check_keys(self, required: Collection[str], optional: Collection[str] = ()) -> None:
-        known = [*required, *optional]
-        for key in self.items:
-            if key not in known:
-                near = get_close_matches(key, known, n=1, cutoff=0.0)
-                raise ConfigError(f"{self.where}: unknown key {key!r}; did you mean {near[0]!r}?")
-        for key in required:
-            if key not in self.items:
-                raise ConfigError(f"{self.where}: {key} is missing")
-
-    def text(self, key: str) -> str:
-        value = self.items[key]
-        if not isinstance(value, str):
-            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be text")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.items.get(key, False)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be true or false")
-        return value
-
-    def integer(self, key: str) -> int:
-        value = self.items[key]
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be a whole number")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self.items[key]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be a number")
-        return float(value)
-
-    def table(self, key: str) -> _Table:
-        return _Table(self.items[key], f"{self.where}: {key}" if self.where != "the file" else key)
-
-    def seconds(self, key: str) -> dict[int, float]:
-        table = self.table(key)
-        for count in table.items:
-            if not (count.isascii() and count.isdigit()):
-                raise ConfigError(f"{table.where}: {count!r} is not a number of devices")
-        return {int(count): table.number(count) for count in table.items}
-
-
-def _read_profile(table: _Table) -> Profile:
+def _read_profile(table: JsonTable) -> Profile:
     table.check_keys(_PROFILE_KEYS, optional=("estimated",))
-    layers = table.items["layers"]
-    if not isinstance(layers, list):
-        raise ConfigError(f"layers must be a list, not {type(layers).__name__}")
+    layers = table.list("layers")
     device, network = table.table("device"), table.table("network")
     device.check_keys(("name", "memory_bytes"))
     network.check_keys(_NETWORK_KEYS)
@@ -257,16 +201,23 @@ def _read_profile(table: _Table) -> Profile:
 
 
 def _read_layer(value: object, index: int) -> LayerProfile:
-    table = _Table(value, f"layer {index}")
+    table = JsonTable(value, f"layer {index}")
     if isinstance(name := table.items.get("name"), str):
         table.where = f"layer {index} ({name})"
     table.check_keys(_LAYER_KEYS)
     return LayerProfile(
         name=table.text("name"),
-        forward_s=table.seconds("forward_s"),
-        backward_s=table.seconds("backward_s"),
+        forward_s=_read_seconds(table.table("forward_s")),
+        backward_s=_read_seconds(table.table("backward_s")),
         param_bytes=table.integer("param_bytes"),
         optimizer_bytes=table.integer("optimizer_bytes"),
         activation_bytes=table.integer("activation_bytes"),
         output_bytes=table.integer("output_bytes"),
     )
+
+
+def _read_seconds(table: JsonTable) -> dict[int, float]:
+    for count in table.items:
+        if not (count.isascii() and count.isdigit()):
+            raise ConfigError(f"{table.where}: {count!r} is not a number of devices")
+    return {int(count): table.number(count) for count in table.items}

@@ -1,0 +1,82 @@
+"""JSON objects of files that people write: each value is read as the type asked for, or named in an error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from difflib import get_close_matches
+
+from oobleck.errors import ConfigError
+
+__all__ = ["JsonTable"]
+
+
+class JsonTable:
+    """A JSON object that answers with the type asked for, or raises ConfigError that names the place."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} must be an object, not {type(value).__name__}")
+        self.where = where
+        self.items: dict[str, object] = value
+
+    def check_keys(self, required: Collection[str], optional: Collection[str] = ()) -> None:
+        """Raise ConfigError for a key that is missing or unknown; an unknown one suggests the nearest known."""
+        known = [*required, *optional]
+        for key in self.items:
+            if key not in known:
+                near = get_close_matches(key, known, n=1, cutoff=0.0)
+                raise ConfigError(f"{self.where}: unknown key {key!r}; did you mean {near[0]!r}?")
+        for key in required:
+            if key not in self.items:
+                raise ConfigError(f"{self.where}: {key} is missing")
+
+    def text(self, key: str) -> str:
+        value = self.items[key]
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be text")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Return a truth value; one that is missing is false."""
+        value = self.items.get(key, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be true or false")
+        return value
+
+    def integer(self, key: str) -> int:
+        value = self.items[key]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be a whole number")
+        return value
+
+    def number(self, key: str) -> float:
+        """Return a number, which may be infinite or none at all: JSON's reader knows `Infinity` and `NaN`."""
+        value = self.items[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be a number")
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+
+    def list(self, key: str) -> list[object]:
+        value = self.items[key]
+        if not isinstance(value, list):
+            raise ConfigError(f"{self._place_of(key)} must be a list, not {type(value).__name__}")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list whose members are all text."""
+        found: list[str] = []
+        for value in self.list(key):
+            if not isinstance(value, str):
+                raise ConfigError(f"{self._place_of(key)} holds {value!r}; it must be text")
+            found.append(value)
+        return tuple(found)
+
+    def table(self, key: str) -> JsonTable:
+        return JsonTable(self.items[key], self._place_of(key))
+
+    def _place_of(self, key: str) -> str:
+        return f"{self.where}: {key}" if self.where != "the file" else key

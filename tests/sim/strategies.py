@@ -1,0 +1,79 @@
+"""Failure traces drawn by hypothesis: always possible, otherwise wild."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from oobleck.sim.trace import (
+    AgentCrashed,
+    Frozen,
+    Healed,
+    Joined,
+    Lost,
+    MasterCrashed,
+    Noticed,
+    Partitioned,
+    Slowed,
+    Thawed,
+    Trace,
+    TraceEvent,
+    WorkerCrashed,
+)
+
+_ANY = (Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, Noticed, MasterCrashed, Partitioned, Healed)
+
+
+@st.composite
+def traces(
+    draw: st.DrawFn,
+    *,
+    min_nodes: int = 1,
+    max_nodes: int = 6,
+    max_events: int = 12,
+    duration_s: float = 1000.0,
+    kinds: Sequence[type[TraceEvent]] = _ANY,
+) -> Trace:
+    """A trace of `node0`, `node1`, … with events of the kinds given, each possible where it stands."""
+    nodes = tuple(f"node{number}" for number in range(draw(st.integers(min_nodes, max_nodes))))
+    start = tuple(node for node in nodes if draw(st.booleans())) or nodes[:1]
+    times = sorted(draw(st.lists(st.floats(0, duration_s), max_size=max_events)))
+    here, frozen, partitioned = set(start), set[str](), False
+    events: list[TraceEvent] = []
+    for t_s in times:
+        well, away = sorted(here - frozen), sorted(set(nodes) - here)
+        targets = {
+            Lost: sorted(here), Joined: away, Frozen: well, Thawed: sorted(frozen), Slowed: well, WorkerCrashed: well,
+            AgentCrashed: well, Noticed: well, MasterCrashed: nodes, Partitioned: nodes,
+            Healed: nodes if partitioned else (),
+        }  # fmt: skip
+        possible = [kind for kind in kinds if targets[kind]]
+        if not possible:
+            continue
+        kind = draw(st.sampled_from(possible))
+        node = draw(st.sampled_from(targets[kind]))
+        if kind is Slowed:
+            events.append(Slowed(t_s=t_s, node=node, factor=draw(st.floats(1, 10))))
+        elif kind is Noticed:
+            events.append(Noticed(t_s=t_s, node=node, grace_s=draw(st.floats(0, 120))))
+        elif kind is MasterCrashed:
+            events.append(MasterCrashed(t_s=t_s, down_s=draw(st.floats(0, 60))))
+        elif kind is Partitioned:
+            events.append(Partitioned(t_s=t_s, nodes=tuple(sorted(draw(st.sets(st.sampled_from(nodes), min_size=1))))))
+            partitioned = True
+        elif kind is Healed:
+            events.append(Healed(t_s=t_s))
+            partitioned = False
+        else:
+            events.append(kind(t_s=t_s, node=node))
+        if kind in (Lost, AgentCrashed):
+            here.discard(node)
+            frozen.discard(node)
+        elif kind is Joined:
+            here.add(node)
+        elif kind is Frozen:
+            frozen.add(node)
+        elif kind is Thawed:
+            frozen.discard(node)
+    return Trace(duration_s=duration_s, nodes=nodes, start=start, events=tuple(events), source=draw(st.text()))
