@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "control": _VALUES | {"planner", "schedule"},
     "wire": _PURE,
     "roles": _PURE | {"wire"},
-    "training": _VALUES | {"planner", "schedule", "wire"},
+    "training": _VALUES | {"planner", "schedule", "control", "wire"},
     "runtime": _WORLD,
     "sim": _WORLD,
     "ui": _PURE,

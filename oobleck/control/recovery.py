@@ -1,6 +1,6 @@
 """What the survivors' answers to a fence mean for the step in flight. Pure functions; no state.
 
-The rule of the commit (see `training.standing`): a worker applies step k only after an all-reduce in which all
+The rule of the commit (see `standing`): a worker applies step k only after an all-reduce in which all
 took part, each with its gradients of k fully reduced. Hence, once all survivors have answered:
 
     applied k, all          -> k is committed

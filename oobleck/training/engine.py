@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from oobleck.control.standing import PeerLost, Standing
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import ScheduleKind, compile_schedule
@@ -26,8 +27,7 @@ from .models import ModelStructure, StageModel
 from .optimizer import STATE_TENSORS, Optimizer
 from .reduction import Bucket, commit, commit_key, make_buckets, reduce_gradients, squared_norm
 from .sampling import samples_of_step
-from .signals import PeerLost, Signals
-from .standing import Standing
+from .signals import Signals
 from .transfer import exchange_layers, transfer_key
 
 __all__ = ["Engine"]

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch._C._distributed_c10d import Work
 
+from oobleck.control.standing import PeerLost
 from oobleck.schedule import Instruction, Op, Program
 
 from .data import Batch, Dataset
 from .groups import Group
 from .models import MicrobatchKey, StageModel
-from .signals import PeerLost, Signals
+from .signals import Signals
 
 __all__ = ["Lane", "StepWork", "execute"]
 

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
+from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.planner import Place
 
 from .rendezvous import Board, BoardStore
-from .signals import Interrupted, PeerLost, Signals
+from .signals import Signals
 
 __all__ = ["Group", "GroupKey", "GroupTable"]
 

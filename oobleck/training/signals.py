@@ -11,17 +11,11 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["Interrupted", "PeerLost", "Signals"]
+from oobleck.control.standing import Interrupted
+
+__all__ = ["Signals"]
 
 T = TypeVar("T")
-
-
-class Interrupted(Exception):
-    """The control thread wants the training thread to stop what it does and look for its next order."""
-
-
-class PeerLost(Exception):
-    """A collective or a transfer failed: most likely a peer is gone, and an order will follow."""
 
 
 class Signals:

@@ -4,7 +4,7 @@
       ^                                                                                     │
       └────────────── Interrupted (a fence) or PeerLost (reported, then a fence) ◄──────────┘
 
-The control thread answers fences at once, whatever the training thread is doing (`standing.py`).
+The control thread answers fences at once, whatever the training thread is doing (`control/standing.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import gc
 import os
 import queue
 import socket
+import threading
 import traceback
 from pathlib import Path
 
 import torch
 
+from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.errors import UserError
 from oobleck.planner import profile_to_json
 from oobleck.wire import (
@@ -42,8 +44,7 @@ from .link import AgentLink
 from .models import ModelStructure
 from .profiler import measure_profile
 from .rendezvous import Board
-from .signals import Interrupted, PeerLost, Signals
-from .standing import Standing
+from .signals import Signals
 
 __all__ = ["run_worker"]
 
@@ -73,7 +74,7 @@ class _Worker:
         self._device = setup.place.device
         self._memory_bytes = setup.device_memory_bytes
         self._signals = Signals()
-        self._standing = Standing(setup.place, self._signals.announce)
+        self._standing = Standing(setup.place, self._signals.announce, lock=threading.Lock())
         self._board = Board(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
         self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
         self._dataset = prepare_dataset(job.data, cache_dir=Path(setup.cache_dir))

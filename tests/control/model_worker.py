@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from oobleck.control.messages import (
@@ -24,11 +25,10 @@ from oobleck.control.messages import (
     StorePut,
     WorkerBound,
 )
+from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import Instruction, Op, ScheduleKind, compile_schedule
-from oobleck.training.signals import Interrupted, PeerLost
-from oobleck.training.standing import Standing
 
 from .model_fabric import Fabric, GroupKey, Violation, Wait
 
@@ -69,7 +69,7 @@ class VirtualWorker:
         self.layers: dict[int, tuple[Applied, ...]] = {}
         self.kept: dict[int, tuple[Applied, ...]] = {}
         """Layers of the plan before, until all have adopted the new one."""
-        self.standing = Standing(place, lambda: None)
+        self.standing = Standing(place, lambda: None, lock=nullcontext())
         self.is_stuck = False
         """The process is stopped: neither of its threads does anything, and nobody notices by its connection."""
         self._job = job

@@ -8,24 +8,34 @@ order, and the coordinator's view of all answers is never half of a step.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from oobleck.planner import ExecutionPlan, Place
-from oobleck.wire import CommitRecord, Fence, Order, Status
 
-from .signals import Interrupted
+from .messages import CommitRecord, Fence, Order, Status
 
-__all__ = ["Standing"]
+__all__ = ["Interrupted", "PeerLost", "Standing"]
+
+
+class Interrupted(Exception):
+    """The control thread wants the training thread to stop what it does and look for its next order."""
+
+
+class PeerLost(Exception):
+    """A collective or a transfer failed: most likely a peer is gone, and an order will follow."""
 
 
 class Standing:
-    """Thread-safe; every method is atomic. `announce` is called after each change that a wait may look for."""
+    """Every method is atomic under `lock`: real threads bring a real one, virtual ones need none.
 
-    def __init__(self, place: Place, announce: Callable[[], None]) -> None:
+    `announce` is called after each change that a wait may look for.
+    """
+
+    def __init__(self, place: Place, announce: Callable[[], None], *, lock: AbstractContextManager[object]) -> None:
         self._place = place
         self._announce = announce
-        self._lock = threading.Lock()
+        self._lock = lock
         self._fence = 0
         self._generation = 0
         self._order: Order | None = None

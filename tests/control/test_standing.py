@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from oobleck.control.messages import CommitRecord, Fence, Order, Status
+from oobleck.control.standing import Interrupted, Standing
 from oobleck.planner import ExecutionPlan, Place
-from oobleck.training.signals import Interrupted
-from oobleck.training.standing import Standing
 from tests.control.journals import plan
 
 PLACE = Place(node="a", device=0)
@@ -38,7 +39,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.announced = 0
-        self.standing = Standing(PLACE, self._announce)
+        self.standing = Standing(PLACE, self._announce, lock=nullcontext())
 
     def _announce(self) -> None:
         self.announced += 1
