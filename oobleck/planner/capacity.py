@@ -2,8 +2,10 @@
 
 A pipeline of n nodes takes floor((T - first) / next) + 1 microbatches within T. Nodes may idle, so that may be
 replaced by the best of any size up to n; then every size between the smallest and the largest may be used. The
-least T is found among the finitely many values that a pipeline's time can have, by bisection; each T asked is
-one knapsack at most (see `knapsack`), and none where a bound or a simple filling already settles it.
+least T is found from above: pipelines that take the batch within T may do so sooner, and become the next T to beat,
+until none do. Each T asked is one knapsack at most (see `knapsack`), and none where a simple filling already settles
+it. Pipelines of even sizes are timed without any search; mostly nothing beats the best of them, and one knapsack
+proves that.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from .costs import Floats, Timing
-from .knapsack import best_filling, best_items, best_values
+from .knapsack import Ints, best_filling, best_items, best_values
 
 __all__ = ["Capacity", "Filled", "share_s"]
 
@@ -23,8 +25,6 @@ Filled = tuple[tuple[int, ...], float]
 """Sizes of pipelines, largest first, and the seconds of the slowest."""
 
 _NEVER_S = 1e300
-_GALLOP = 1 / 256
-"""The first step up from a time that is too short, as a share of it; each further one doubles."""
 
 
 def share_s(size: int, timing: Timing, *, num_nodes: int, num_microbatches: int) -> float:
@@ -44,6 +44,8 @@ class Capacity:
         for size, timing in timings.items():
             self._first_s[size - self._smallest] = timing.first_s
             self._next_s[size - self._smallest] = timing.next_s
+        self._usable = np.maximum.accumulate(np.where(self._first_s < _NEVER_S, self._sizes - self._smallest, 0))
+        """Where the largest size up to each that has a template is."""
         self.least_s = min(
             share_s(size, timing, num_nodes=num_nodes, num_microbatches=num_microbatches)
             for size, timing in timings.items()
@@ -60,6 +62,21 @@ class Capacity:
         `least_s` is known to be beaten by none, such as the time of the fastest in any number.
         """
         return self._fastest(lambda taken: self._choose(taken, num_pipelines), least_s, limit_s)
+
+    def evenly(self, num_pipelines: int) -> tuple[int, ...]:
+        """Return the sizes of so many pipelines, as even as can be, largest first."""
+        sizes = self._smallest + self._usable
+        return tuple(
+            int(sizes[size - self._smallest])
+            for size, times in sorted(self._even(num_pipelines).items(), reverse=True)
+            for _ in range(times)
+        )
+
+    def evenly_s(self, numbers: Ints) -> Floats:
+        """Return the seconds within which pipelines of even sizes take the batch, for each of some numbers of them."""
+        small, num_large = np.divmod(np.minimum(self._num_nodes, numbers * self._largest), numbers)
+        kinds = self._usable[np.stack([small, np.minimum(small + 1, self._largest)]) - self._smallest]
+        return self._dealt_s(kinds, np.stack([numbers - num_large, num_large]))
 
     def most_taken(self, most_pipelines: int, limit_s: float) -> Floats:
         """Return, at [p], the most microbatches that p pipelines take within the limit, for p up to a few."""
@@ -79,59 +96,41 @@ class Capacity:
     def _fastest(
         self, answer: Callable[[Floats], Counter[int] | None], least_s: float, limit_s: float
     ) -> Filled | None:
-        """Bisect for the least time within which `answer` finds pipelines for what they take."""
-        if limit_s < least_s:
-            return None
-        # One smallest pipeline could take everything while the others take one each.
-        high_s = float(self._first_s[0] + self.num_microbatches * self._next_s[0])
-        if limit_s < high_s:
-            # Most limits cannot be met, so they are tried first.
-            high_s = limit_s
-            if answer(self._taken_within(high_s)) is None:
-                return None
-        if (best := answer(self._taken_within(least_s))) is not None:
-            return self._settled(best, least_s), least_s
-        best = answer(self._taken_within(high_s))
-        assert best is not None, "enough time has an answer"
-        low_s, step = least_s, _GALLOP
-        while (target_s := least_s * (1 + step)) < high_s:
-            if (found := answer(self._taken_within(target_s))) is not None:
-                best, high_s = found, target_s
-            else:
-                low_s, step = target_s, 2 * step
-        while (middle_s := self._middle_candidate(low_s, high_s)) is not None:
-            if (found := answer(self._taken_within(middle_s))) is not None:
-                best, high_s = found, middle_s
-            else:
-                low_s = middle_s
-        return self._settled(best, high_s), high_s
+        """Lower the limit to what the pipelines found take, until `answer` finds none that take less."""
+        best: Counter[int] | None = None
+        target_s = high_s = limit_s
+        while target_s >= least_s and (found := answer(taken := self._taken_within(target_s))) is not None:
+            sizes, counts = np.array(list(Counter(self._without_idle(taken, found)).items())).T
+            best, high_s = found, min(target_s, float(self._dealt_s(sizes - self._smallest, counts)))
+            target_s = math.nextafter(high_s, 0.0)
+        return None if best is None else (self._settled(best, high_s), high_s)
+
+    def _dealt_s(self, kinds: Ints, counts: Ints) -> Floats:
+        """Return the seconds within which `counts` pipelines of some sizes, [size, …], take the whole batch.
+
+        The microbatches that fit a continuous problem are given at once, and then one more to all pipelines of the
+        size that ends first, until the batch is dealt.
+        """
+        first_s, next_s = self._first_s[kinds], self._next_s[kinds]
+        rates = counts / next_s
+        target_s = (self.num_microbatches + (rates * first_s - counts).sum(axis=0)) / rates.sum(axis=0)
+        each = np.maximum(np.floor((target_s - first_s) / next_s), 0) + 1
+        while (short := (counts * each).sum(axis=0) < self.num_microbatches).any():
+            ends_s = np.where(counts > 0, first_s + each * next_s, np.inf)
+            each += short & (ends_s == ends_s.min(axis=0))
+        slowest_s: Floats = np.where(counts > 0, first_s + (each - 1) * next_s, 0.0).max(axis=0)
+        return slowest_s
 
     def _settled(self, items: Counter[int], step_s: float) -> tuple[int, ...]:
         """Return the sizes, as even as they can be in that number within that time, none with idle nodes."""
         taken = self._taken_within(step_s)
-        even = self._even(taken, sum(items.values()))
-        return self._without_idle(taken, items if even is None else even)
+        even = self._even(sum(items.values()))
+        enough = self._sum(np.maximum.accumulate(taken), even) >= self.num_microbatches
+        return self._without_idle(taken, even if enough else items)
 
     def _taken_within(self, step_s: float) -> Floats:
         taken: Floats = self._taken(np.array([step_s]))[0]
         return taken
-
-    def _more_taken(self, low_s: float, high_s: float) -> Floats:
-        """Return by how many microbatches pipelines take more within `high_s` than within `low_s`."""
-        taken = np.maximum(self._taken(np.array([low_s, high_s])), 0.0)
-        more: Floats = taken[1] - taken[0]
-        return more
-
-    def _middle_candidate(self, low_s: float, high_s: float) -> float | None:
-        """Return the median of the times that pipelines can take, strictly between two times; None for none."""
-        numbers = self._more_taken(low_s, math.nextafter(high_s, 0.0)).astype(np.int64)
-        if not numbers.any():
-            return None
-        below = np.maximum(self._taken_within(low_s), 0.0)
-        which = np.repeat(np.arange(len(numbers)), numbers)
-        following = np.arange(len(which)) - np.repeat(np.cumsum(numbers) - numbers, numbers) + below[which]
-        times_s = self._first_s[which] + following * self._next_s[which]
-        return float(np.partition(times_s, len(times_s) // 2)[len(times_s) // 2])
 
     def _fill(self, taken: Floats) -> Counter[int] | None:
         """Return pipelines, in any number, that take the whole batch."""
@@ -147,17 +146,14 @@ class Capacity:
 
     def _choose(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
         """Return exactly so many pipelines that take the whole batch."""
-        if (even := self._even(taken, num_pipelines)) is not None:
-            return even
         values = np.maximum.accumulate(taken)
         total = min(self._num_nodes, num_pipelines * self._largest)
         return best_items(self._smallest, values, count=num_pipelines, total=total, enough=self.num_microbatches)
 
-    def _even(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
-        """Return pipelines of sizes as even as can be, if they take the whole batch."""
+    def _even(self, num_pipelines: int) -> Counter[int]:
+        """Return pipelines of sizes as even as can be."""
         small, num_large = divmod(min(self._num_nodes, num_pipelines * self._largest), num_pipelines)
-        even = +Counter({small: num_pipelines - num_large, small + 1: num_large})
-        return even if self._sum(np.maximum.accumulate(taken), even) >= self.num_microbatches else None
+        return +Counter({small: num_pipelines - num_large, small + 1: num_large})
 
     def _sum(self, values: Floats, items: Counter[int]) -> float:
         return sum(float(values[size - self._smallest]) * times for size, times in items.items())

@@ -4,7 +4,7 @@ Within a target T a pipeline of n nodes takes m_n(T) microbatches, and whether N
 knapsack (see `capacity`). The time to reduce gradients comes on top. It depends on the pipeline with the most
 bytes a node, so the limits on these are enumerated; and it grows with the number of pipelines, so the best of
 any number, p of them, beats all larger numbers. Only smaller ones are tried besides, below the number from which
-on the reduction takes the same time.
+on the reduction takes the same time. The search starts from the best pipelines of even sizes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from .batches import deal_microbatches
 from .capacity import Capacity, Filled, share_s
@@ -85,9 +87,9 @@ def choose_sizes(
     Exact over all multisets of the options' sizes that take at most `num_nodes` nodes, with whole microbatches,
     at least one for each pipeline. Nodes left over are spares. Of equal ones the most even is preferred.
     """
-    best: _Found | None = None
+    best = _best_even(options, num_nodes, num_microbatches, network, range(fewest, most + 1))
     for least_s, reduced_bytes in _limits(options, num_nodes, num_microbatches, network, fewest):
-        if best is not None and least_s >= best.step_s * (1 - _TOLERANCE):
+        if least_s >= best.step_s * (1 - _TOLERANCE):
             break
         timings = {n: o.timing for n, o in options.items() if o.reduced_bytes <= reduced_bytes and n <= num_nodes}
         if min(timings) * fewest <= num_nodes:
@@ -96,8 +98,23 @@ def choose_sizes(
                 [reduction_s(network, reduced_bytes, max(number, 1)) for number in range(_MANY + 1)],
             )
             best = search.improve(best, fewest, min(most, num_nodes // min(timings)))
-    assert best is not None, "the callers ask for a number of pipelines that fits"
     return sizing_of(options, best.sizes, num_microbatches, network)
+
+
+def _best_even(
+    options: Mapping[int, SizeOption], num_nodes: int, num_microbatches: int, network: NetworkProfile, numbers: range
+) -> _Found:
+    """Return the best pipelines of even sizes, among few of them and the number whose slowest is the fastest."""
+    timings = {size: option.timing for size, option in options.items() if size <= num_nodes}
+    capacity = Capacity(timings, num_nodes=num_nodes, num_microbatches=num_microbatches)
+    evenly_s = capacity.evenly_s(np.array(numbers))
+    found = []
+    for number in sorted({*numbers[:_MANY], numbers[int(evenly_s.argmin())]}):
+        sizes = capacity.evenly(number)
+        reduced_bytes = max(options[size].reduced_bytes for size in {sizes[0], sizes[-1]})
+        step_s = float(evenly_s[number - numbers[0]]) + reduction_s(network, reduced_bytes, number)
+        found.append(_Found(sizes=sizes, step_s=step_s))
+    return min(found, key=lambda each: each.step_s)
 
 
 def _limits(
@@ -127,24 +144,22 @@ class _Search:
         self._capacity = capacity
         self._reductions_s = reductions_s
 
-    def improve(self, best: _Found | None, fewest: int, most: int) -> _Found | None:
+    def improve(self, best: _Found, fewest: int, most: int) -> _Found:
         """Return the best within the limit, or `best` where that is not beaten."""
-        limit_s = self._limit_s(best, fewest)
         numbers, least_s = range(fewest, most + 1), self._capacity.least_s
         if fewest < most:
-            free = self._capacity.any_number(limit_s)
-            if free is None:
-                return best
-            least_s = free[1]
-            if len(free[0]) in numbers:
+            # Nothing with more pipelines than the best of any number is better, nor with as many as beat it nowhere.
+            number = min(len(best.sizes), most)
+            limit_s = self._limit_s(best, number)
+            if (free := self._capacity.any_number(limit_s)) is None:
+                least_s, numbers = limit_s, range(fewest, min(number, _MANY))
+            elif len(free[0]) in numbers:
+                least_s, numbers = free[1], range(fewest, min(len(free[0]), _MANY))
                 best = self._better(best, free)
-                numbers = range(fewest, min(len(free[0]), _MANY))
         return self._try(best, list(numbers), least_s)
 
-    def _try(self, best: _Found | None, numbers: list[int], least_s: float) -> _Found | None:
+    def _try(self, best: _Found, numbers: list[int], least_s: float) -> _Found:
         """Search exact numbers of pipelines, from the one that reduces fastest, where they can still be better."""
-        if best is None:
-            best = self._better(None, self._capacity.exactly(numbers.pop(0), least_s, math.inf))
         if len(numbers) > 1:
             taken = self._capacity.most_taken(numbers[-1], self._limit_s(best, numbers[0]))
             numbers = [number for number in numbers if taken[number] >= self._capacity.num_microbatches]
@@ -152,15 +167,13 @@ class _Search:
             best = self._better(best, self._capacity.exactly(number, least_s, self._limit_s(best, number)))
         return best
 
-    def _limit_s(self, best: _Found | None, num_pipelines: int) -> float:
+    def _limit_s(self, best: _Found, num_pipelines: int) -> float:
         """Return what the slowest of so many pipelines may take for the step to beat the best."""
-        if best is None:
-            return math.inf
         return best.step_s * (1 - _TOLERANCE) - self._reductions_s[min(num_pipelines, _MANY)]
 
-    def _better(self, best: _Found | None, filled: Filled | None) -> _Found | None:
+    def _better(self, best: _Found, filled: Filled | None) -> _Found:
         if filled is None:
             return best
         sizes, slowest_s = filled
         step_s = slowest_s + self._reductions_s[min(len(sizes), _MANY)]
-        return _Found(sizes=sizes, step_s=step_s) if best is None or step_s < best.step_s else best
+        return _Found(sizes=sizes, step_s=step_s) if step_s < best.step_s else best
