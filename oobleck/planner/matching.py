@@ -54,12 +54,18 @@ def match_nodes(
         if index not in chosen:
             waiting[position.needed][index] = None
     if waiting:
-        costs = np.array([[float(missing_bytes(needed, held, layer_bytes)) for held in nodes] for needed in waiting])
-        flows = transport(costs, list(map(len, waiting.values())), list(map(len, nodes.values())))
-        for row, indices in enumerate(waiting.values()):
-            for column, alike in enumerate(nodes.values()):
-                _pair(int(flows[row, column]), indices, alike, positions, origins, chosen)
+        # In an order of their own, so that which pipelines they come from does not settle equal costs.
+        rows, columns = sorted(waiting, key=_by_layers), sorted(nodes, key=_by_layers)
+        costs = np.array([[float(missing_bytes(needed, held, layer_bytes)) for held in columns] for needed in rows])
+        flows = transport(costs, [len(waiting[needed]) for needed in rows], [len(nodes[held]) for held in columns])
+        for row, needed in enumerate(rows):
+            for column, held in enumerate(columns):
+                _pair(int(flows[row, column]), waiting[needed], nodes[held], positions, origins, chosen)
     return tuple(chosen[index] for index in range(len(positions)))
+
+
+def _by_layers(holding: Holding) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sorted(layers)) for layers in holding)
 
 
 def _pair(

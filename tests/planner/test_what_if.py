@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import combinations
 from math import comb
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from oobleck.errors import OobleckError
@@ -22,6 +22,7 @@ def outcome(decision: Decision | None) -> object:
 
 
 @settings(max_examples=25)
+@example(forwards_s=[1.0, 1.0, 1.0, 1.0, 1.0, 3.0], num_nodes=6, memory_layers=2)
 @given(
     forwards_s=st.lists(st.integers(1, 4).map(float), min_size=3, max_size=6),
     num_nodes=st.integers(1, 8),
