@@ -8,7 +8,8 @@
     ├── PeerError             the other side broke the protocol
     └── ResourceLost          the world took something away
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
-        └── Unrecoverable     a layer has no living copy
+        ├── Unrecoverable     a layer has no living copy
+        └── CorruptCheckpoint bytes that were saved cannot be read, or are not those that were saved
 
 Bugs of our own are assertions, not members of this tree.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigError",
+    "CorruptCheckpoint",
     "NodeUnreachable",
     "OobleckError",
     "PeerError",
@@ -72,3 +74,7 @@ class Unrecoverable(ResourceLost):
         listed = ", ".join(map(str, layers))
         super().__init__(f"no living node holds layer{'s' if len(layers) != 1 else ''} {listed}")
         self.layers = layers
+
+
+class CorruptCheckpoint(ResourceLost):
+    """Saved bytes that are missing, cut off, or not what was saved; the message names the file."""

@@ -26,12 +26,13 @@ MAY_IMPORT = {
     "schedule": _VALUES | {"planner"},
     "control": _VALUES | {"planner", "schedule"},
     "wire": _PURE,
+    "checkpoint": _PURE | {"wire"},
     "roles": _PURE | {"wire"},
-    "training": _VALUES | {"planner", "schedule", "control", "wire"},
-    "runtime": _WORLD,
+    "training": _VALUES | {"planner", "schedule", "control", "wire", "checkpoint"},
+    "runtime": _WORLD | {"checkpoint"},
     "sim": _WORLD,
     "ui": _PURE,
-    "cli": _WORLD | {"runtime", "sim", "ui"},
+    "cli": _WORLD | {"checkpoint", "runtime", "sim", "ui"},
     "__main__": {"cli"},
 }
 

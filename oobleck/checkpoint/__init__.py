@@ -1,0 +1,40 @@
+"""Checkpoints as bytes: slots of shared memory, layer files and manifests on disk. No torch, no trio, no decisions.
+
+    worker ── copies its layers ──> memory slot ── agent persists ──> layer files ── all there ──> manifest
+                                    (`memory`)                        (`layer_file`)               (`directory`)
+
+What a slot or a file holds is told by its `Layout`: tensors by name, each with a type, a shape and a place. Workers
+put tensors of torch around the same bytes (`oobleck.training.checkpoint`).
+"""
+
+from __future__ import annotations
+
+from oobleck.control.manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest
+
+from .directory import CheckpointDirectory, FileFault, FoundManifest
+from .layer_file import LayerFile, read_layer_file, write_layer_file
+from .layout import Entry, Layout, TensorSpec
+from .memory import FlashMemory, Slot, find_slots, memory_files, next_memory_file
+
+__all__ = [
+    "MANIFEST_VERSION",
+    "CheckpointDirectory",
+    "Entry",
+    "FileFault",
+    "FlashMemory",
+    "FoundManifest",
+    "LayerFile",
+    "Layout",
+    "Manifest",
+    "SavedState",
+    "Shard",
+    "Slot",
+    "TensorSpec",
+    "checkpoint_name",
+    "find_slots",
+    "memory_files",
+    "next_memory_file",
+    "read_layer_file",
+    "run_digest",
+    "write_layer_file",
+]

@@ -1,0 +1,209 @@
+"""A directory of checkpoints on disk. A checkpoint is complete when its manifest has its name, and not before.
+
+<directory>/step-00000120.5f3a9c1e.2/     step, run and generation: written once, never written over
+    layer-0000.safetensors …              each with its optimizer state
+    manifest.json                         the last to get its name; tells the SHA-256 of every file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck.control.manifest import MANIFEST_VERSION, Manifest, Shard
+from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.wire import from_builtins, to_builtins
+
+from .layer_file import fsync_directory, write_file, write_layer_file
+from .layout import Entry
+from .memory import Slot
+
+__all__ = ["MANIFEST_NAME", "CheckpointDirectory", "FileFault", "FoundManifest"]
+
+MANIFEST_NAME = "manifest.json"
+_PREFIX = "step-"
+_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFault:
+    """What is wrong with one file of a checkpoint."""
+
+    file: Path
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundManifest:
+    """A checkpoint in the directory: complete with its manifest, or what keeps it from being used."""
+
+    name: str
+    manifest: Manifest | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDirectory:
+    """Where the checkpoints of a run lie; nothing exists before the first `persist`."""
+
+    path: Path
+
+    # --- writing -------------------------------------------------------------------------------------------
+
+    def persist(self, name: str, slot: Slot) -> tuple[Shard, ...]:
+        """Write the layers of a slot, one file each. O(size). Raises OSError, or CorruptCheckpoint for a bad slot.
+
+        The slot is verified before its bytes are written, and must be the same after, so that what is broken in
+        memory never gets a checksum that says it is whole.
+        """
+        slot.verify()
+        sequence = slot.sequence
+        layout = slot.memory.layout
+        target = self.path / name
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shards = tuple(
+            self._persist_layer(target, layer, layout.entries_of(layer), slot, dict(layout.metadata))
+            for layer in layout.layers
+        )
+        if not slot.is_valid or slot.sequence != sequence:
+            raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was written over while it was read")
+        return shards
+
+    def _persist_layer(
+        self, target: Path, layer: int, entries: tuple[Entry, ...], slot: Slot, metadata: dict[str, str]
+    ) -> Shard:
+        file = layer_file_name(layer)
+        size, digest = write_layer_file(
+            target / file, entries, slot.data, metadata={**metadata, "format": "pt", "layer": str(layer)}
+        )
+        return Shard(layer=layer, file=file, size_bytes=size, sha256=digest)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Give a checkpoint its manifest: from here on it is complete. Every node may do so; they write the same."""
+        target = self.path / manifest.name
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = json.dumps(to_builtins(manifest), indent=1).encode() + b"\n"
+        write_file(target / MANIFEST_NAME, [memoryview(text)])
+        fsync_directory(self.path)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove checkpoints, manifests first, so that none is ever taken for complete when it is not.
+
+        Others may remove the same ones at the same time. Raises OSError.
+        """
+        for name in names:
+            target = self.path / name
+            if not name.startswith(_PREFIX) or "/" in name:
+                continue  # not one of ours
+            with suppress(FileNotFoundError):
+                (target / MANIFEST_NAME).unlink()
+                fsync_directory(target)
+            shutil.rmtree(target, ignore_errors=True)
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    def names(self) -> tuple[str, ...]:
+        """Everything that looks like a checkpoint, complete or not, sorted."""
+        if not self.path.is_dir():
+            return ()
+        return tuple(sorted(path.name for path in self.path.glob(f"{_PREFIX}*") if path.is_dir()))
+
+    def find(self) -> tuple[FoundManifest, ...]:
+        """All checkpoints, the newest first; reads manifests only."""
+        found = [self._found(name) for name in self.names()]
+        return tuple(sorted(found, key=_age, reverse=True))
+
+    def _found(self, name: str) -> FoundManifest:
+        try:
+            return FoundManifest(name=name, manifest=self.manifest(name))
+        except CorruptCheckpoint as error:
+            return FoundManifest(name=name, manifest=None, problem=str(error))
+
+    def manifest(self, name: str) -> Manifest:
+        """Read a checkpoint's manifest. Raises CorruptCheckpoint that names the file."""
+        path = self.path / name / MANIFEST_NAME
+        try:
+            raw = json.loads(path.read_bytes())
+            if not isinstance(raw, dict) or raw.get("version") != MANIFEST_VERSION:
+                raise CorruptCheckpoint(f"{path}: not a manifest of version {MANIFEST_VERSION}")
+            manifest = from_builtins(Manifest, raw)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{path}: missing; the checkpoint was never finished") from None
+        except (OSError, ValueError, RecursionError, PeerError) as error:
+            raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
+        if manifest.name != name:
+            raise CorruptCheckpoint(f"{path}: belongs to {manifest.name}")
+        return manifest
+
+    def layers_here(self, manifest: Manifest) -> tuple[int, ...]:
+        """The layers whose files are here and as long as they should be; their bytes are not looked at."""
+        return tuple(shard.layer for shard in manifest.shards if self._fault_in_size(manifest, shard) is None)
+
+    def faults(self, manifest: Manifest) -> Iterator[FileFault]:
+        """Read every file and tell what is missing, cut off or changed. O(size)."""
+        told = {shard.layer for shard in manifest.shards}
+        for layer in range(len(manifest.layer_names)):
+            if layer not in told:
+                yield FileFault(file=self.path / manifest.name / layer_file_name(layer), problem="not in the manifest")
+        for shard in manifest.shards:
+            fault = self.fault_of(manifest, shard)
+            if fault is not None:
+                yield fault
+
+    def fault_of(self, manifest: Manifest, shard: Shard) -> FileFault | None:
+        """Read a layer's file and compare it with the manifest; None when it is whole. O(size)."""
+        fault = self._fault_in_size(manifest, shard)
+        if fault is not None:
+            return fault
+        path = self.path / manifest.name / shard.file
+        try:
+            digest = _sha256(path)
+        except OSError as error:
+            return FileFault(file=path, problem=error.strerror or str(error))
+        if digest != shard.sha256:
+            return FileFault(file=path, problem=f"changed: its SHA-256 is {digest}, not {shard.sha256}")
+        return None
+
+    def _fault_in_size(self, manifest: Manifest, shard: Shard) -> FileFault | None:
+        path = self.path / manifest.name / shard.file
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            return FileFault(file=path, problem="missing")
+        except OSError as error:
+            return FileFault(file=path, problem=error.strerror or str(error))
+        if size != shard.size_bytes:
+            return FileFault(file=path, problem=f"{size} bytes; it should have {shard.size_bytes}")
+        return None
+
+
+def layer_file_name(layer: int) -> str:
+    """The name of a layer's file."""
+    return f"layer-{layer:04d}.safetensors"
+
+
+def _age(found: FoundManifest) -> tuple[str, int, str]:
+    """Sorts checkpoints by when they were saved; those without a manifest come first."""
+    if found.manifest is None:
+        return "", 0, found.name
+    return found.manifest.saved_at, found.manifest.step, found.name
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while piece := os.read(descriptor, _READ_BYTES):
+            digest.update(piece)
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()

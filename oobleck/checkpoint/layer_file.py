@@ -1,0 +1,141 @@
+"""Files of one layer each in the format of safetensors: https://huggingface.co/docs/safetensors (the format's section).
+
+    8 bytes    length of the header, little-endian
+    header     JSON: tensor name -> dtype, shape, data_offsets; "__metadata__" -> texts; padded with spaces
+    data       the tensors, one after the other
+
+Written here rather than by the library, since the bytes come straight from shared memory, in a process without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck.errors import CorruptCheckpoint
+
+from .layout import Entry, TensorSpec
+
+__all__ = ["LayerFile", "fsync_directory", "read_layer_file", "write_file", "write_layer_file"]
+
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit that safetensors itself has."""
+_WRITE_BYTES = 4 << 20
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFile:
+    """A layer's file, mapped."""
+
+    path: Path
+    tensors: Mapping[str, tuple[TensorSpec, memoryview]]
+    metadata: Mapping[str, str]
+
+
+def write_layer_file(
+    path: Path, entries: Sequence[Entry], data: memoryview, *, metadata: Mapping[str, str]
+) -> tuple[int, str]:
+    """Write the entries' bytes of a slot's data as one file, atomically; returns its size and its SHA-256.
+
+    The name is there only when all bytes are on the disk. O(size). Raises OSError, with nothing left behind.
+    """
+    head = _header(entries, metadata)
+    return write_file(path, [memoryview(head), *(data[entry.offset : entry.stop] for entry in entries)])
+
+
+def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
+    """Write a file under another name, force it to the disk, then rename it; returns its size and its SHA-256."""
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    digest = hashlib.sha256()
+    size = 0
+    try:
+        try:
+            for part in parts:
+                for start in range(0, len(part), _WRITE_BYTES):
+                    piece = part[start : start + _WRITE_BYTES]
+                    digest.update(piece)
+                    size += len(piece)
+                    _write_all(descriptor, piece)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync_directory(path.parent)
+    return size, digest.hexdigest()
+
+
+def fsync_directory(path: Path) -> None:
+    """Force a directory's names to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_layer_file(path: Path) -> LayerFile:
+    """Map a layer's file; its data is read when it is looked at. Raises CorruptCheckpoint that names the file.
+
+    The map is private: whoever writes to it changes nothing but its own copy (torch wants memory that can be written).
+    """
+    try:
+        with path.open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise CorruptCheckpoint(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        return _parse(path, mapped)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: not a safetensors file ({error})") from error
+
+
+def _parse(path: Path, mapped: memoryview) -> LayerFile:
+    (length,) = _LENGTH.unpack_from(mapped)
+    if length > min(_MAX_HEADER_BYTES, len(mapped) - _LENGTH.size):
+        raise ValueError(f"a header of {length} bytes in {len(mapped)}")
+    header = json.loads(bytes(mapped[_LENGTH.size : _LENGTH.size + length]))
+    metadata = {str(key): str(value) for key, value in header.pop(_METADATA, {}).items()}
+    data = mapped[_LENGTH.size + length :]
+    tensors: dict[str, tuple[TensorSpec, memoryview]] = {}
+    for name, said in header.items():
+        spec = TensorSpec(name=name, dtype=said["dtype"], shape=tuple(said["shape"]))
+        start, stop = said["data_offsets"]
+        if not 0 <= start <= stop <= len(data) or stop - start != spec.size_bytes:
+            raise ValueError(f"{name}: bytes {start} to {stop} of {len(data)}, for {spec.size_bytes}")
+        tensors[name] = (spec, data[start:stop])
+    return LayerFile(path=path, tensors=tensors, metadata=metadata)
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    told: dict[str, object] = {_METADATA: dict(metadata)}
+    offset = 0
+    for entry in entries:
+        stop = offset + entry.spec.size_bytes
+        told[entry.spec.name] = {
+            "dtype": entry.spec.dtype,
+            "shape": list(entry.spec.shape),
+            "data_offsets": [offset, stop],
+        }
+        offset = stop
+    raw = json.dumps(told, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return _LENGTH.pack(len(raw)) + raw
+
+
+def _write_all(descriptor: int, piece: memoryview) -> None:
+    while piece:
+        piece = piece[os.write(descriptor, piece) :]

@@ -1,0 +1,97 @@
+"""What the bytes of a slot are: tensors, layer by layer, each aligned to a cache line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from oobleck.errors import CorruptCheckpoint
+
+__all__ = ["ALIGNMENT_BYTES", "DTYPE_BYTES", "Entry", "Layout", "TensorSpec"]
+
+ALIGNMENT_BYTES = 64
+
+DTYPE_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+"""Bytes of one element, by the names that safetensors gives to types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor without its values."""
+
+    name: str
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES or any(size < 0 for size in self.shape):
+            raise CorruptCheckpoint(f"tensor {self.name!r}: {self.dtype} {list(self.shape)} is no type and shape")
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor at its place in a slot."""
+
+    layer: int
+    spec: TensorSpec
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.spec.size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The tensors of some layers, in order, and what every layer's file says of the model beside them."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def of(cls, layers: Mapping[int, Sequence[TensorSpec]], *, metadata: Mapping[str, str]) -> Layout:
+        """Lay out layers one after the other, tensors at multiples of `ALIGNMENT_BYTES`."""
+        entries: list[Entry] = []
+        offset = 0
+        for layer, specs in sorted(layers.items()):
+            for spec in specs:
+                entries.append(Entry(layer=layer, spec=spec, offset=offset))
+                offset += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return cls(entries=tuple(entries), metadata=dict(metadata))
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({entry.layer for entry in self.entries}))
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Of a slot's data."""
+        return max((-(-entry.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for entry in self.entries), default=0)
+
+    def entries_of(self, layer: int) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.layer == layer)
+
+    def to_json(self) -> bytes:
+        """The layout as JSON; places follow from the order, so they are not told."""
+        listed = [[entry.layer, entry.spec.name, entry.spec.dtype, list(entry.spec.shape)] for entry in self.entries]
+        return json.dumps({"metadata": dict(self.metadata), "tensors": listed}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Layout:
+        """Read what `to_json` wrote. Raises CorruptCheckpoint."""
+        try:
+            read = json.loads(raw)
+            layers: dict[int, list[TensorSpec]] = {}
+            for layer, name, dtype, shape in read["tensors"]:
+                layers.setdefault(int(layer), []).append(TensorSpec(name=name, dtype=dtype, shape=tuple(shape)))
+            return cls.of(layers, metadata=read["metadata"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpoint(f"a layout that cannot be read: {error}") from error

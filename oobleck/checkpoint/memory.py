@@ -1,0 +1,292 @@
+"""A worker's newest states in shared memory: two slots, of which a kill at any byte leaves the older one whole.
+
+The file lies in a memory file system, so it outlives the worker and its agent; only the machine's end ends it.
+
+    page 0        magic, version, sizes, a checksum of them and of the layout
+    layout        JSON, see `Layout`
+    slot headers  state, sequence, what was saved (JSON), a checksum of every chunk of data, a checksum of all that
+    slot data     two times the same size
+
+A slot is EMPTY, WRITING or VALID. The writer says WRITING before the first byte, and VALID after the last one and
+all checksums; a process that is killed has made its stores in this order. Nothing is renamed or moved, so a save
+is a copy of memory and nothing else. Readers trust no slot whose checksums disagree.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from oobleck.errors import CorruptCheckpoint
+
+from .layout import Layout
+
+__all__ = ["CHUNK_BYTES", "FlashMemory", "Slot", "SlotState", "find_slots", "memory_files", "next_memory_file"]
+
+CHUNK_BYTES = 4 << 20
+"""Data under one checksum."""
+
+_PAGE = 4096
+_MAGIC = b"OOBLECK\x00"
+_VERSION = 1
+_HEAD = struct.Struct("<8sIIQI")  # magic, version, bytes of the layout, bytes of a slot's data, checksum
+_SLOT = struct.Struct("<QQII")  # state, sequence, bytes of the note, checksum
+_NUM_SLOTS = 2
+_MAX_NOTE_BYTES = 16 << 10
+
+
+class SlotState(IntEnum):
+    """What a slot's bytes are worth."""
+
+    EMPTY = 0
+    WRITING = 1
+    VALID = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Where things lie in a file, from the sizes of its layout and its data."""
+
+    layout_bytes: int
+    data_bytes: int
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.data_bytes // CHUNK_BYTES)
+
+    @property
+    def slot_header_bytes(self) -> int:
+        return _pages(_SLOT.size + _MAX_NOTE_BYTES + 4 * self.num_chunks)
+
+    def header(self, slot: int) -> int:
+        return _PAGE + _pages(self.layout_bytes) + slot * self.slot_header_bytes
+
+    def data(self, slot: int) -> int:
+        return self.header(_NUM_SLOTS) + slot * _pages(self.data_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.data(_NUM_SLOTS)
+
+
+class FlashMemory:
+    """One file of two slots, mapped. One process writes; any may read."""
+
+    def __init__(self, path: Path, mapped: mmap.mmap, layout: Layout, sizes: _Sizes) -> None:
+        self.path = path
+        self.layout = layout
+        self._map = mapped
+        self._sizes = sizes
+
+    @classmethod
+    def create(cls, path: Path, layout: Layout) -> FlashMemory:
+        """Make a file with empty slots and all of its memory present; O(size), the page faults included.
+
+        Raises OSError where there is not enough memory: asking now keeps a later store from being killed for it.
+        """
+        raw = layout.to_json()
+        sizes = _Sizes(len(raw), layout.size_bytes)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, sizes.total_bytes)
+            mapped = mmap.mmap(descriptor, sizes.total_bytes)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+        _touch(mapped)
+        mapped[_PAGE : _PAGE + len(raw)] = raw
+        checksum = zlib.crc32(raw, zlib.crc32(_sizes_text(sizes)))
+        mapped[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(raw), sizes.data_bytes, checksum)
+        return cls(path, mapped, layout, sizes)
+
+    @classmethod
+    def open(cls, path: Path) -> FlashMemory:
+        """Map an existing file. Raises CorruptCheckpoint for one that is not whole, OSError for none."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < _PAGE:
+                raise CorruptCheckpoint(f"{path}: {size} bytes are too few")
+            mapped = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        try:
+            layout, sizes = _read_head(path, mapped, size)
+        except CorruptCheckpoint:
+            mapped.close()
+            raise
+        return cls(path, mapped, layout, sizes)
+
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(Slot(self, number) for number in range(_NUM_SLOTS))
+
+    def valid_slots(self) -> tuple[Slot, ...]:
+        """The slots that say they are valid, the newest first; data is not looked at."""
+        return tuple(sorted((slot for slot in self.slots() if slot.is_valid), key=lambda slot: -slot.sequence))
+
+    def next_slot(self) -> Slot:
+        """The slot to write next: never the newest valid one."""
+        valid = self.valid_slots()
+        return Slot(self, 1 - valid[0].number) if valid else Slot(self, 0)
+
+    def close(self) -> None:
+        """Unmap. Where tensors still look at the memory it stays mapped until they are gone."""
+        with suppress(BufferError):
+            self._map.close()
+
+    def unlink(self) -> None:
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+class Slot:
+    """One of the two copies of a state."""
+
+    def __init__(self, memory: FlashMemory, number: int) -> None:
+        self.memory = memory
+        self.number = number
+        self._start = memory._sizes.header(number)
+
+    @property
+    def state(self) -> SlotState:
+        state = self._fields()[0]
+        return SlotState(state) if state <= max(SlotState) else SlotState.EMPTY
+
+    @property
+    def sequence(self) -> int:
+        """Counts the saves of a file, from 1."""
+        return int(_SLOT.unpack_from(self.memory._map, self._start)[1])
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the slot says so and its header is whole."""
+        return self.state is SlotState.VALID and self._checksum() == self._fields()[3]
+
+    @property
+    def note(self) -> bytes:
+        """What the writer says of the state it saved."""
+        return bytes(memoryview(self.memory._map)[self._note_start : self._note_start + self._fields()[2]])
+
+    @property
+    def data(self) -> memoryview:
+        start = self.memory._sizes.data(self.number)
+        return memoryview(self.memory._map)[start : start + self.memory._sizes.data_bytes]
+
+    def begin(self) -> None:
+        """Say that the slot is being written, before its first byte is."""
+        sequence = max(slot.sequence for slot in self.memory.slots()) + 1
+        _SLOT.pack_into(self.memory._map, self._start, SlotState.WRITING, sequence, 0, 0)
+
+    def seal(self, note: bytes) -> None:
+        """Take the checksums of the data and say that the slot is valid; O(size), so not for a training thread."""
+        assert self.state is SlotState.WRITING, self.state
+        assert len(note) <= _MAX_NOTE_BYTES, len(note)
+        mapped = self.memory._map
+        mapped[self._note_start : self._note_start + len(note)] = note
+        for index, chunk in enumerate(_chunks(self.data)):
+            struct.pack_into("<I", mapped, self._checksums_start + 4 * index, zlib.crc32(chunk))
+        sequence = self.sequence
+        _SLOT.pack_into(mapped, self._start, SlotState.WRITING, sequence, len(note), 0)
+        _SLOT.pack_into(mapped, self._start, SlotState.WRITING, sequence, len(note), self._checksum())
+        struct.pack_into("<Q", mapped, self._start, SlotState.VALID)
+
+    def verify(self) -> None:
+        """Compare the data with its checksums; O(size). Raises CorruptCheckpoint."""
+        if not self.is_valid:
+            raise CorruptCheckpoint(f"{self.memory.path}: slot {self.number} is not valid")
+        for index, chunk in enumerate(_chunks(self.data)):
+            (expected,) = struct.unpack_from("<I", self.memory._map, self._checksums_start + 4 * index)
+            if zlib.crc32(chunk) != expected:
+                raise CorruptCheckpoint(
+                    f"{self.memory.path}: slot {self.number} has changed within bytes "
+                    f"{index * CHUNK_BYTES} to {index * CHUNK_BYTES + len(chunk)}"
+                )
+
+    @property
+    def _note_start(self) -> int:
+        return self._start + _SLOT.size
+
+    @property
+    def _checksums_start(self) -> int:
+        return self._note_start + _MAX_NOTE_BYTES
+
+    def _fields(self) -> tuple[int, int, int, int]:
+        state, sequence, note_bytes, checksum = _SLOT.unpack_from(self.memory._map, self._start)
+        return state, sequence, min(note_bytes, _MAX_NOTE_BYTES), checksum
+
+    def _checksum(self) -> int:
+        """Of the header: sequence, note and the chunks' checksums."""
+        _, sequence, note_bytes, _ = self._fields()
+        view = memoryview(self.memory._map)
+        stop = self._checksums_start + 4 * self.memory._sizes.num_chunks
+        checksum = zlib.crc32(struct.pack("<QI", sequence, note_bytes))
+        checksum = zlib.crc32(view[self._note_start : self._note_start + note_bytes], checksum)
+        return zlib.crc32(view[self._checksums_start : stop], checksum)
+
+
+def find_slots(directory: Path, stem: str) -> tuple[Slot, ...]:
+    """All valid slots of the files `<stem>.<n>` in a directory, newest file first; those that are broken are left out.
+
+    A writer makes a new file when what it holds changes, so that the old one stays until the new one has a state.
+    """
+    found: list[Slot] = []
+    for path in memory_files(directory, stem):
+        with suppress(CorruptCheckpoint, OSError):
+            found.extend(FlashMemory.open(path).valid_slots())
+    return tuple(found)
+
+
+def memory_files(directory: Path, stem: str) -> tuple[Path, ...]:
+    """The files `<stem>.<n>` in a directory, which need not exist, the newest first."""
+    files = [path for path in directory.glob(f"{stem}.*") if path.suffix[1:].isdecimal()]
+    return tuple(sorted(files, key=_number, reverse=True))
+
+
+def next_memory_file(directory: Path, stem: str) -> Path:
+    """A name for another file."""
+    files = memory_files(directory, stem)
+    return directory / f"{stem}.{_number(files[0]) + 1 if files else 1}"
+
+
+def _number(path: Path) -> int:
+    return int(path.suffix[1:])
+
+
+def _touch(mapped: mmap.mmap) -> None:
+    """Write to every page, so that the first save meets no page fault; in pieces, to give other threads their turn."""
+    for start in range(0, len(mapped), CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, len(mapped))
+        mapped[start:stop:_PAGE] = bytes((stop - start) // _PAGE)
+
+
+def _read_head(path: Path, mapped: mmap.mmap, size: int) -> tuple[Layout, _Sizes]:
+    magic, version, layout_bytes, data_bytes, checksum = _HEAD.unpack_from(mapped, 0)
+    sizes = _Sizes(layout_bytes, data_bytes)
+    if magic != _MAGIC or version != _VERSION or sizes.total_bytes != size:
+        raise CorruptCheckpoint(f"{path}: not a memory of this version, or not whole")
+    raw = mapped[_PAGE : _PAGE + layout_bytes]
+    if zlib.crc32(raw, zlib.crc32(_sizes_text(sizes))) != checksum:
+        raise CorruptCheckpoint(f"{path}: its layout has changed")
+    return Layout.from_json(raw), sizes
+
+
+def _sizes_text(sizes: _Sizes) -> bytes:
+    return struct.pack("<QQ", sizes.layout_bytes, sizes.data_bytes)
+
+
+def _chunks(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
+
+
+def _pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE

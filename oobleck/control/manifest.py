@@ -1,0 +1,85 @@
+"""What a checkpoint is: a value that its manifest file holds, that messages carry, and that decisions are made on.
+
+A checkpoint's name is unique: step, run and generation. Nothing is ever written twice under one name, because in one
+generation a step is committed once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from oobleck.errors import ConfigError
+
+__all__ = ["MANIFEST_VERSION", "Manifest", "SavedState", "Shard", "checkpoint_name", "run_digest"]
+
+MANIFEST_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """What a memory slot says of itself."""
+
+    name: str
+    """The checkpoint that it is a part of."""
+    step: int
+    """The newest step that it has applied."""
+    generation: int
+    """In which that step was committed."""
+    saved_at: str
+    """UTC, ISO 8601, by the machine's own clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One layer's file."""
+
+    layer: int
+    file: str
+    size_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if "/" in self.file or self.file in ("", ".", ".."):
+            raise ConfigError(f"shard file {self.file!r}: must be a name in the checkpoint's own directory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A complete checkpoint: the model's state after a step, and what says how to go on from there.
+
+    The position in the data is a function of (seed, step, global batch size), so these are all that is kept of it.
+    """
+
+    version: int
+    name: str
+    tag: str
+    run: str
+    """See `run_digest`."""
+    saved_at: str
+    """UTC, ISO 8601, by the master's clock."""
+    step: int
+    generation: int
+    loss: float
+    seed: int
+    global_batch_size: int
+    samples_seen: int
+    data_digest: str
+    layer_names: tuple[str, ...]
+    parameters: int
+    """Tied ones counted once."""
+    shards: tuple[Shard, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.size_bytes for shard in self.shards)
+
+
+def run_digest(tag: str, started_at: str) -> str:
+    """What tells a run from others of its tag: eight hexadecimal digits."""
+    return hashlib.sha256(f"{tag}:{started_at}".encode()).hexdigest()[:8]
+
+
+def checkpoint_name(run: str, *, step: int, generation: int) -> str:
+    """The name of the checkpoint after a step that was committed in a generation of a run."""
+    return f"step-{step:08d}.{run}.{generation}"

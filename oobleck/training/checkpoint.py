@@ -1,0 +1,254 @@
+"""A worker's side of checkpoints: its layers into shared memory, and back from there or from disk.
+
+    training thread    save: a copy of memory, and nothing else
+    background thread  makes the memory beforehand; after a save takes the checksums, and reports
+
+What lies in memory is on its way to the disk: the agent, which outlives this process, sees to that.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from oobleck.checkpoint import (
+    CheckpointDirectory,
+    FlashMemory,
+    Layout,
+    Manifest,
+    SavedState,
+    Slot,
+    TensorSpec,
+    find_slots,
+    memory_files,
+    next_memory_file,
+    read_layer_file,
+)
+from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.wire import decode_json, encode_json
+
+__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "layout_of"]
+
+LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
+"""For each layer, its tensors by the names that files have them under."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLayers:
+    """A save that is whole in memory, or was given up."""
+
+    state: SavedState
+    layers: tuple[int, ...]
+    size_bytes: int
+    pause_s: float
+    """How long training waited."""
+    problem: str | None = None
+    """Why there is nothing, where there is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Memory for what this worker saves, and the tensors that lie over each slot."""
+
+    memory: FlashMemory
+    over: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+
+
+class FlashSaver:
+    """Saves the layers that this worker is to save. One thread calls it; `report` is called on another."""
+
+    def __init__(
+        self, directory: Path, stem: str, *, metadata: Mapping[str, str], report: Callable[[SavedLayers], None]
+    ) -> None:
+        """Memory files are `<directory>/<stem>.<n>`; `metadata` goes into every layer's file."""
+        self._directory = directory
+        self._stem = stem
+        self._metadata = dict(metadata)
+        self._report = report
+        self._share: _Share | None = None
+        self._problem = "no memory was made"
+        self._busy = threading.Semaphore(1)
+        self._ready = threading.Event()
+        self._ready.set()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="checkpoint").start()
+
+    def prepare(self, layers: LayerTensors) -> None:
+        """Have memory made for these layers, in the background; nothing when it is there already."""
+        layout = layout_of(layers, metadata=self._metadata)
+        self._ready.wait()
+        if self._share is not None and self._share.memory.layout == layout:
+            return
+        self._ready.clear()
+        self._tasks.put(lambda: self._make(layout))
+
+    def save(self, layers: LayerTensors, *, name: str, step: int, generation: int) -> None:
+        """Copy these layers; returns when they may be changed again. What came of it is reported later."""
+        began_s = time.monotonic()
+        state = SavedState(name=name, step=step, generation=generation, saved_at=_now())
+        self.prepare(layers)
+        self._ready.wait()
+        if self._share is None:
+            self._give_up(state, self._problem)
+        elif not self._busy.acquire(blocking=False):
+            self._give_up(state, "the save before is still being checked")
+        else:
+            slot = self._share.memory.next_slot()
+            slot.begin()
+            sources = [tensor for _, tensors in sorted(layers.items()) for tensor in tensors.values()]
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._share.over[slot.number]), sources)
+            pause_s = time.monotonic() - began_s
+            self._tasks.put(lambda: self._seal(slot, state, pause_s))
+
+    # --- background thread ---------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            self._tasks.get()()
+
+    def _make(self, layout: Layout) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            memory = FlashMemory.create(next_memory_file(self._directory, self._stem), layout)
+        except OSError as error:
+            self._share, self._problem = None, f"no shared memory in {self._directory}: {error.strerror}"
+        else:
+            self._share = _Share(memory, (_tensors_over(memory.slots()[0]), _tensors_over(memory.slots()[1])))
+        self._ready.set()
+
+    def _seal(self, slot: Slot, state: SavedState, pause_s: float) -> None:
+        slot.seal(encode_json(state))
+        if len(slot.memory.valid_slots()) == len(slot.memory.slots()):
+            self._forget_older_than(slot.memory)
+        self._busy.release()
+        layout = slot.memory.layout
+        self._report(SavedLayers(state=state, layers=layout.layers, size_bytes=layout.size_bytes, pause_s=pause_s))
+
+    def _forget_older_than(self, memory: FlashMemory) -> None:
+        """Remove the files of former shares: both slots of this one hold a state by now."""
+        for path in memory_files(self._directory, self._stem):
+            if path != memory.path:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+
+    def _give_up(self, state: SavedState, problem: str) -> None:
+        self._report(SavedLayers(state=state, layers=(), size_bytes=0, pause_s=0.0, problem=problem))
+
+
+class StateReader:
+    """What a worker can restore, from its own memory and from the directory of checkpoints."""
+
+    def __init__(self, directory: Path, stem: str, checkpoints: CheckpointDirectory) -> None:
+        self._directory = directory
+        self._stem = stem
+        self._checkpoints = checkpoints
+        self._verified: set[tuple[Path, int, int]] = set()
+        """Slots, by file, number and sequence."""
+
+    def in_memory(self) -> tuple[tuple[SavedState, tuple[int, ...]], ...]:
+        """The states in this node's memory, each with the layers that are there; newest first."""
+        return tuple((state, slot.memory.layout.layers) for state, slot in self._slots())
+
+    def on_disk(self) -> tuple[tuple[Manifest, tuple[int, ...]], ...]:
+        """The complete checkpoints that this node sees, each with the layers whose files are there; newest first."""
+        found = self._checkpoints.find()
+        return tuple(
+            (said.manifest, self._checkpoints.layers_here(said.manifest)) for said in found if said.manifest is not None
+        )
+
+    def load(self, name: str, layer: int) -> dict[str, torch.Tensor]:
+        """Return a layer of a checkpoint: from memory where it is whole there, else from disk. O(size).
+
+        Every byte is compared with its checksum before. Raises CorruptCheckpoint that names what is wrong.
+        """
+        try:
+            return self._load_from_memory(name, layer)
+        except CorruptCheckpoint as in_memory:
+            try:
+                return self._load_from_disk(name, layer)
+            except CorruptCheckpoint as on_disk:
+                raise CorruptCheckpoint(f"{on_disk}; {in_memory}") from on_disk
+
+    def _load_from_memory(self, name: str, layer: int) -> dict[str, torch.Tensor]:
+        for state, slot in self._slots():
+            if state.name == name and layer in slot.memory.layout.layers:
+                self._verify(slot)
+                return {
+                    entry.spec.name: _tensor(entry.spec, slot.data[entry.offset : entry.stop]).clone()
+                    for entry in slot.memory.layout.entries_of(layer)
+                }
+        raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory")
+
+    def _load_from_disk(self, name: str, layer: int) -> dict[str, torch.Tensor]:
+        manifest = self._checkpoints.manifest(name)
+        shard = next((shard for shard in manifest.shards if shard.layer == layer), None)
+        if shard is None:
+            raise CorruptCheckpoint(f"{self._checkpoints.path / name}: its manifest has no layer {layer}")
+        fault = self._checkpoints.fault_of(manifest, shard)
+        if fault is not None:
+            raise CorruptCheckpoint(str(fault))
+        file = read_layer_file(self._checkpoints.path / name / shard.file)
+        return {key: _tensor(spec, data) for key, (spec, data) in file.tensors.items()}
+
+    def _verify(self, slot: Slot) -> None:
+        """Verify a slot once, not for every layer in it."""
+        key = (slot.memory.path, slot.number, slot.sequence)
+        if key not in self._verified:
+            slot.verify()
+            self._verified.add(key)
+
+    def _slots(self) -> list[tuple[SavedState, Slot]]:
+        found: list[tuple[SavedState, Slot]] = []
+        for slot in find_slots(self._directory, self._stem):
+            with suppress(PeerError):  # of another version
+                found.append((decode_json(SavedState, slot.note), slot))
+        return sorted(found, key=lambda pair: pair[0].saved_at, reverse=True)
+
+
+def layout_of(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout:
+    """The layout of a slot for these tensors."""
+    specs = {
+        layer: [
+            TensorSpec(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        ]
+        for layer, tensors in layers.items()
+    }
+    return Layout.of(specs, metadata=metadata)
+
+
+def _tensors_over(slot: Slot) -> tuple[torch.Tensor, ...]:
+    """Tensors whose memory is the slot's."""
+    return tuple(_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
+
+
+def _tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
+    dtype = _TORCH_DTYPES[spec.dtype]
+    if not data:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(spec.shape)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

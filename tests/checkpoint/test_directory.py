@@ -1,0 +1,148 @@
+"""Checkpoints on disk: complete or not, whole or not, and what is told of those that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from oobleck.checkpoint import (
+    CheckpointDirectory,
+    FlashMemory,
+    Layout,
+    Manifest,
+    TensorSpec,
+    checkpoint_name,
+    read_layer_file,
+)
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.training.checkpoint import FlashSaver, SavedLayers, StateReader
+
+from .saving_processes import RUN, manifest_of, state_after
+
+NUM_LAYERS = 3
+
+
+@pytest.fixture(name="directory")
+def _directory(tmp_path: Path) -> CheckpointDirectory:
+    return CheckpointDirectory(tmp_path / "checkpoints")
+
+
+def save(directory: CheckpointDirectory, step: int) -> Manifest:
+    """Save the state after a step, through memory, as a run does."""
+    reports: list[SavedLayers] = []
+    memory = directory.path.parent / "memory"
+    saver = FlashSaver(memory, "device0", metadata={"config": '{"model_type": "x"}'}, report=reports.append)
+    name = checkpoint_name(RUN, step=step, generation=1)
+    saver.save(state_after(step, NUM_LAYERS), name=name, step=step, generation=1)
+    while not reports:
+        pass
+    assert reports[0].problem is None
+    state, slot = StateReader(memory, "device0", directory)._slots()[0]
+    assert state.name == name
+    manifest = manifest_of(step, NUM_LAYERS, directory.persist(name, slot))
+    directory.commit(manifest)
+    return manifest
+
+
+def test_what_was_saved_is_found_and_read_back(directory: CheckpointDirectory) -> None:
+    manifests = [save(directory, step) for step in (10, 20)]
+    assert [found.manifest for found in directory.find()] == manifests[::-1]
+    reader = StateReader(Path("/nonexistent"), "device0", directory)
+    for manifest in manifests:
+        assert list(directory.faults(manifest)) == []
+        for layer, tensors in state_after(manifest.step, NUM_LAYERS).items():
+            loaded = reader.load(manifest.name, layer)
+            assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
+
+
+def test_the_library_reads_our_files_and_we_read_its_own(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    manifest = save(directory, 5)
+    ours = load_file(directory.path / manifest.name / manifest.shards[1].file)
+    expected = state_after(5, NUM_LAYERS)[1]
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[key], tensor) for key, tensor in expected.items())
+
+    save_file(expected, tmp_path / "theirs.safetensors", metadata={"by": "them"})
+    theirs = read_layer_file(tmp_path / "theirs.safetensors")
+    assert theirs.metadata == {"by": "them"}
+    assert bytes(theirs.tensors["bias"][1]) == bytes(expected["bias"].view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it should have"),
+        (lambda path: path.write_bytes(b""), "0 bytes"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!"), "changed: its SHA-256"),
+    ],
+    ids=["missing", "truncated", "empty", "changed"],
+)
+def test_a_harmed_file_is_named_and_not_loaded(directory: CheckpointDirectory, harm, told: str) -> None:
+    manifest = save(directory, 5)
+    path = directory.path / manifest.name / "layer-0001.safetensors"
+    harm(path)
+    (fault,) = directory.faults(manifest)
+    assert fault.file == path
+    assert told in str(fault)
+    reader = StateReader(Path("/nonexistent"), "device0", directory)
+    with pytest.raises(CorruptCheckpoint, match=r"layer-0001.safetensors: "):
+        reader.load(manifest.name, 1)
+    reader.load(manifest.name, 0)
+
+
+def test_memory_serves_where_the_disk_was_harmed(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    manifest = save(directory, 5)
+    (directory.path / manifest.name / "layer-0001.safetensors").unlink()
+    assert directory.layers_here(manifest) == (0, 2)
+    reader = StateReader(tmp_path / "memory", "device0", directory)
+    assert torch.equal(reader.load(manifest.name, 1)["weight"], state_after(5, NUM_LAYERS)[1]["weight"])
+
+
+def test_without_its_manifest_a_checkpoint_is_not_complete(directory: CheckpointDirectory) -> None:
+    manifest = save(directory, 5)
+    (directory.path / manifest.name / "manifest.json").unlink()
+    (found,) = directory.find()
+    assert found.manifest is None
+    assert found.problem is not None
+    assert "never finished" in found.problem
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 99}', '{"version": 1}', "\0", "[" * 100_000])
+def test_a_manifest_that_cannot_be_read_is_named(directory: CheckpointDirectory, text: str) -> None:
+    manifest = save(directory, 5)
+    path = directory.path / manifest.name / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(CorruptCheckpoint, match=r"manifest.json: "):
+        directory.manifest(manifest.name)
+
+
+def test_a_manifest_cannot_point_out_of_its_directory(directory: CheckpointDirectory) -> None:
+    manifest = save(directory, 5)
+    path = directory.path / manifest.name / "manifest.json"
+    path.write_text(path.read_text().replace("layer-0001.safetensors", "../../secret"))
+    with pytest.raises((CorruptCheckpoint, ConfigError), match="secret"):
+        directory.manifest(manifest.name)
+
+
+def test_removing_leaves_what_is_not_ours(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    first, second = save(directory, 5), save(directory, 6)
+    (tmp_path / "precious").mkdir()
+    directory.remove([first.name, "step-00000001.gone.1", "../precious", "memory"])
+    assert directory.names() == (second.name,)
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_a_slot_that_changed_in_memory_is_not_written(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    layout = Layout.of({0: [TensorSpec(name="w", dtype="F32", shape=(8,))]}, metadata={})
+    memory = FlashMemory.create(tmp_path / "m.1", layout)
+    slot = memory.next_slot()
+    slot.begin()
+    slot.seal(b"")
+    slot.data[3] ^= 1
+    with pytest.raises(CorruptCheckpoint, match="has changed"):
+        directory.persist("step-00000001.x.1", slot)
+    assert directory.names() == ()

@@ -1,0 +1,267 @@
+"""How long saving keeps training waiting, and how fast a state comes back: flash checkpoints beside torch's own.
+
+    python tools/bench/checkpoint.py --mib 1024 --saves 5
+
+One process, one state of float32 tensors in the shapes of a transformer with AdamW. For every way of saving: the
+pause, in which the training thread can do nothing else; how long until the state is on the disk; and how long it takes
+to load. `torch.save` and `torch.distributed.checkpoint` are forced to the disk as ours is, in their background where
+they have one. All run in turns, on the same disk; medians count. Memory is read and written once before, as memcpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed
+import torch.distributed.checkpoint as dcp
+
+from oobleck.checkpoint import MANIFEST_VERSION, CheckpointDirectory, Manifest, checkpoint_name, find_slots
+from oobleck.training.checkpoint import FlashSaver, LayerTensors, SavedLayers, StateReader
+
+_STEM = "device0"
+_RUN = "0123abcd"
+_HIDDEN = 1024
+
+
+@dataclass(slots=True)
+class Times:
+    """Of one way of saving, in seconds, in the order of the saves."""
+
+    pause_s: list[float] = field(default_factory=list)
+    on_disk_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    """Run everything in turns and print a table."""
+    options = _parse()
+    torch.set_num_threads(options.threads)
+    layers = _state(options.mib)
+    size = sum(tensor.nbytes for tensors in layers.values() for tensor in tensors.values())
+    directory = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir=options.directory))
+    shared = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir="/dev/shm"))  # noqa: S108  memory is what it is for
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        copies_s, ways = _measure(layers, directory, shared, options.saves)
+    finally:
+        torch.distributed.destroy_process_group()
+        shutil.rmtree(directory)
+        shutil.rmtree(shared)
+    _report(size, copies_s, ways)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
+    parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads")
+    parser.add_argument("--directory", default=None, help="where to save; by default the temporary directory")
+    return parser.parse_args()
+
+
+def _state(mib: int) -> LayerTensors:
+    """Transformer blocks of 12·hidden² parameters, each with two moments, until the size is reached."""
+    block_bytes = 3 * 12 * _HIDDEN**2 * 4
+    shapes = {"attn.qkv": (3, 1), "attn.out": (1, 1), "mlp.up": (4, 1), "mlp.down": (1, 4)}
+    layers: dict[int, dict[str, torch.Tensor]] = {}
+    for layer in range(max(1, round(mib * 2**20 / block_bytes))):
+        layers[layer] = {}
+        for name, (rows, columns) in shapes.items():
+            for kind in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq."):
+                layers[layer][f"{kind}h.{layer}.{name}"] = torch.randn(rows * _HIDDEN, columns * _HIDDEN)
+        layers[layer][f"h.{layer}.norm"] = torch.randn(_HIDDEN)
+    return layers
+
+
+def _measure(layers: LayerTensors, directory: Path, shared: Path, saves: int) -> tuple[list[float], dict[str, Times]]:
+    flash = _Flash(layers, directory, shared)
+    plain, distributed = _Plain(layers, directory), _Distributed(layers, directory)
+    copies_s: list[float] = []
+    flat = torch.cat([tensor.reshape(-1) for tensors in layers.values() for tensor in tensors.values()])
+    target = torch.zeros_like(flat)
+    for number in range(1, saves + 1):
+        copies_s.append(_timed(lambda: target.copy_(flat)))
+        flash.save(number)
+        plain.save()
+        distributed.save(number)
+    for _ in range(3):
+        flash.load()
+        plain.load()
+        distributed.load()
+    return copies_s, {
+        "flash": flash.times,
+        "flash, from disk": flash.disk_times,
+        "torch.save": plain.times,
+        "dcp.async_save": distributed.times,
+    }
+
+
+class _Flash:
+    """Ours: shared memory, then one file a layer."""
+
+    def __init__(self, layers: LayerTensors, directory: Path, shared: Path) -> None:
+        self.times, self.disk_times = Times(), Times()
+        self._layers = layers
+        self._shared = shared
+        self._directory = CheckpointDirectory(directory / "flash")
+        self._done = threading.Event()
+        self._name = ""
+        self._saver = FlashSaver(shared, _STEM, metadata={}, report=self._note)
+        self._saver.prepare(layers)
+
+    def save(self, step: int) -> None:
+        self._name = checkpoint_name(_RUN, step=step, generation=1)
+        self._done.clear()
+        began_s = time.monotonic()
+        self.times.pause_s.append(
+            _timed(lambda: self._saver.save(self._layers, name=self._name, step=step, generation=1))
+        )
+        self._done.wait()
+        slot = next(slot for slot in find_slots(self._shared, _STEM) if self._name.encode() in slot.note)
+        shards = self._directory.persist(self._name, slot)
+        self._directory.commit(self._manifest(step, shards))
+        self.times.on_disk_s.append(time.monotonic() - began_s)
+        self._directory.remove(name for name in self._directory.names() if name != self._name)
+
+    def load(self) -> None:
+        nowhere = self._shared / "nowhere"
+        for times, memory in ((self.times, self._shared), (self.disk_times, nowhere)):
+            _forget_pages(self._directory.path)
+            reader = StateReader(memory, _STEM, self._directory)
+            times.load_s.append(_timed(lambda reader=reader: self._restore(reader)))
+
+    def _restore(self, reader: StateReader) -> None:
+        for layer, tensors in self._layers.items():
+            loaded = reader.load(self._name, layer)
+            for name, tensor in tensors.items():
+                tensor.copy_(loaded[name])
+
+    def _note(self, saved: SavedLayers) -> None:
+        assert saved.problem is None, saved.problem
+        self._done.set()
+
+    def _manifest(self, step: int, shards: tuple) -> Manifest:
+        return Manifest(
+            version=MANIFEST_VERSION,
+            name=self._name,
+            tag="bench",
+            run=_RUN,
+            saved_at=f"{step:06d}",
+            step=step,
+            generation=1,
+            loss=0.0,
+            seed=0,
+            global_batch_size=1,
+            samples_seen=step,
+            data_digest="",
+            layer_names=tuple(f"h.{layer}" for layer in self._layers),
+            parameters=0,
+            shards=shards,
+        )
+
+
+class _Plain:
+    """torch.save to one file."""
+
+    def __init__(self, layers: LayerTensors, directory: Path) -> None:
+        self.times = Times()
+        self._layers = layers
+        self._path = directory / "plain.pt"
+
+    def save(self) -> None:
+        began_s = time.monotonic()
+        temporary = self._path.with_suffix(".tmp")
+        self.times.pause_s.append(_timed(lambda: torch.save(dict(self._layers), temporary)))
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.rename(self._path)
+        self.times.on_disk_s.append(time.monotonic() - began_s)
+
+    def load(self) -> None:
+        _forget_pages(self._path)
+        self.times.load_s.append(_timed(self._restore))
+
+    def _restore(self) -> None:
+        loaded = torch.load(self._path, weights_only=True)
+        for layer, tensors in self._layers.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(loaded[layer][name])
+
+
+class _Distributed:
+    """torch.distributed.checkpoint.async_save, which copies first and writes in a thread."""
+
+    def __init__(self, layers: LayerTensors, directory: Path) -> None:
+        self.times = Times()
+        self._state = {name: tensor for tensors in layers.values() for name, tensor in tensors.items()}
+        self._directory = directory
+        self._path = directory / "dcp"
+
+    def save(self, number: int) -> None:
+        path = self._directory / f"dcp{number}"
+        began_s = time.monotonic()
+        writer = dcp.FileSystemWriter(path)
+        futures: list = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.times.pause_s.append(
+                _timed(lambda: futures.append(dcp.async_save(self._state, storage_writer=writer)))
+            )
+        futures[0].result()
+        self.times.on_disk_s.append(time.monotonic() - began_s)
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._path = path
+
+    def load(self) -> None:
+        _forget_pages(self._path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reader = dcp.FileSystemReader(self._path)
+            self.times.load_s.append(_timed(lambda: dcp.load(self._state, storage_reader=reader)))
+
+
+def _timed(act: Callable[[], object]) -> float:
+    began_s = time.monotonic()
+    act()
+    return time.monotonic() - began_s
+
+
+def _forget_pages(path: Path) -> None:
+    """Have files read from the disk, not from the system's cache."""
+    for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _report(size: int, copies_s: list[float], ways: dict[str, Times]) -> None:
+    mib = size / 2**20
+    copy_s = statistics.median(copies_s[1:] or copies_s)
+    print(f"state of {mib:.0f} MiB; memcpy {mib / 1024 / copy_s:.2f} GiB/s")
+    print(f"{'':18}{'pause s':>10}{'first':>10}{'on disk s':>12}{'load s':>10}")
+    for name, times in ways.items():
+        pause, disk = (f"{statistics.median(part):.3f}" if part else "" for part in (times.pause_s, times.on_disk_s))
+        first = f"{times.pause_s[0]:.3f}" if times.pause_s else ""
+        print(f"{name:18}{pause:>10}{first:>10}{disk:>12}{statistics.median(times.load_s):>10.3f}")
+    flash = ways["flash"].pause_s
+    later_s = statistics.median(flash[1:] or flash)
+    print(f"copy rate against memcpy, after the first save: {copy_s / later_s:.2f} (wanted: at least 0.7)")
+    print(f"first save against later ones: {flash[0] / later_s:.2f} (wanted: at most 2)")
+    for name, wanted in (("torch.save", 0.1), ("dcp.async_save", 1.0)):
+        ratio = later_s / statistics.median(ways[name].pause_s)
+        print(f"pause against {name}: {ratio:.3f} (wanted: at most {wanted})")
+
+
+if __name__ == "__main__":
+    main()
