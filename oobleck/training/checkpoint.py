@@ -180,7 +180,8 @@ class StateReader:
     def load(self, name: str, layer: int) -> dict[str, torch.Tensor]:
         """Return a layer of a checkpoint: from memory where it is whole there, else from disk. O(size).
 
-        Every byte is compared with its checksum before. Raises CorruptCheckpoint that names what is wrong.
+        Every byte is compared with its checksum before. The tensors lie over the memory or the file itself: copy them
+        before anything is saved again. Raises CorruptCheckpoint that names what is wrong.
         """
         try:
             return self._load_from_memory(name, layer)
@@ -195,7 +196,7 @@ class StateReader:
             if state.name == name and layer in slot.memory.layout.layers:
                 self._verify(slot)
                 return {
-                    entry.spec.name: _tensor(entry.spec, slot.data[entry.offset : entry.stop]).clone()
+                    entry.spec.name: _tensor(entry.spec, slot.data[entry.offset : entry.stop])
                     for entry in slot.memory.layout.entries_of(layer)
                 }
         raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory")

@@ -50,7 +50,7 @@ def main() -> None:
     layers = _state(options.mib)
     size = sum(tensor.nbytes for tensors in layers.values() for tensor in tensors.values())
     directory = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir=options.directory))
-    shared = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir="/dev/shm"))  # noqa: S108  memory is what it is for
+    shared = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir="/dev/shm"))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         copies_s, ways = _measure(layers, directory, shared, options.saves)
