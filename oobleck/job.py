@@ -6,6 +6,7 @@ Names follow Hugging Face's `TrainingArguments` where it has one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -52,8 +53,12 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """AdamW with a learning-rate schedule and clipping by the global gradient norm."""
+    """An optimizer of torch.optim with a learning-rate schedule and clipping by the global gradient norm."""
 
+    optim: str = "adamw"
+    """The class of torch.optim in small letters; `TrainingArguments`' adamw_torch and adamw_torch_fused too."""
+    optim_args: Mapping[str, Scalar] = field(default_factory=dict)
+    """Further arguments of that class."""
     learning_rate: float = 1e-3
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
@@ -61,7 +66,19 @@ class OptimizerSpec:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     """0 turns clipping off."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_scheduler_type: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "cosine"
+    lr_scheduler_kwargs: Mapping[str, Scalar] = field(default_factory=dict)
+    """Further arguments of the schedule, by the names that transformers gives them."""
     warmup_steps: int = 10
 
     def __post_init__(self) -> None:
@@ -113,7 +130,12 @@ class JobSpec:
     """Samples in one step."""
     microbatch_size: int = 1
     """Samples in one microbatch; divides the global batch size."""
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """The last two are mixed precision: parameters stay float32; float16 scales its loss."""
+    initial_loss_scale: float = 65536.0
+    """Of float16; it is halved when gradients overflow, and doubled when they have not for long."""
+    activation_checkpointing: bool = False
+    """Blocks keep their input alone and compute what is between again in their backward pass."""
     device: Literal["cpu", "cuda"] = "cpu"
     seed: int = 0
     fault_threshold: int = 1
@@ -137,6 +159,12 @@ class JobSpec:
             "global_batch_size",
             self.global_batch_size,
             f"a multiple of microbatch_size ({self.microbatch_size})",
+        )
+        _require(
+            self.initial_loss_scale > 0 and math.frexp(self.initial_loss_scale)[0] == 0.5,
+            "initial_loss_scale",
+            self.initial_loss_scale,
+            "a power of two, as 65536.0",
         )
         _require(self.fault_threshold >= 0, "fault_threshold", self.fault_threshold, "0 or more")
         if self.num_pipelines is not None:

@@ -27,7 +27,8 @@ from .make_report import make_report, show_report
 
 __all__ = ["dry_run"]
 
-_ITEM_BYTES = {"float32": 4, "float64": 8}
+_ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
+"""Of parameters: mixed precision keeps them in float32."""
 _MOMENTS = 2
 """Adam's, for each parameter."""
 
@@ -112,7 +113,8 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int) -> Profile
         device_sheet("CPU"),
         microbatch_size=job.microbatch_size,
         sequence_length=job.data.sequence_length,
-        precision="float32",
+        precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",
+        activation_checkpointing=job.activation_checkpointing,
     )
     item_bytes = _ITEM_BYTES[job.dtype]
     layers = (_scaled(layer, other, item_bytes) for layer, other in zip(profile.layers, outline.layers, strict=True))

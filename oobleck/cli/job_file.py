@@ -149,6 +149,8 @@ def _read(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenien
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return _read_choice(arguments, value, path)
+    if origin is Mapping:
+        return {key.text: _read_any(item, (*path, key.text)) for key, item in _entries(value, path)}
     if origin is tuple:
         return _read_list(arguments[0], value, path, lenient=lenient)
     if origin in (Union, types.UnionType):

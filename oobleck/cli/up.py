@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args, get_type_hints
 
 import typer
 
@@ -17,6 +17,8 @@ from .job_file import apply_overrides, default_job, load_job, parse_override
 from .options import BaseDirOption, JsonOption, base_dir_of
 
 __all__ = ["up"]
+
+_DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
 
 
 def up(
@@ -34,7 +36,7 @@ def up(
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Train for N steps.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or float64.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of weights, samples and dropout.")] = None,
     fault_threshold: Annotated[
         int | None,
@@ -126,8 +128,8 @@ def _with_options(
     tag: str | None,
 ) -> JobSpec:
     """Apply the options that have a name of their own."""
-    if dtype not in (None, "float32", "float64"):
-        raise UsageError(f"--dtype: {dtype} is not known; it is float32 or float64")
+    if dtype not in (None, *_DTYPES):
+        raise UsageError(f"--dtype: {dtype} is not known; it is one of {', '.join(_DTYPES)}")
     changes: dict[str, object] = {
         "max_steps": steps,
         "dtype": dtype,

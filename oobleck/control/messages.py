@@ -161,6 +161,10 @@ class CommitRecord:
     samples_repeated: int
     samples_missing: int
     duration_s: float
+    loss_scale: float = 1.0
+    """What the loss was multiplied with, in float16."""
+    is_skipped: bool = False
+    """Its gradients overflowed in float16: the step counts, and left the parameters as they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ def profile_key(job: JobSpec, hello: Hello, ready: WorkerReady, *, torch_threads
         "microbatch_size": job.microbatch_size,
         "sequence_length": job.data.sequence_length,
         "dtype": job.dtype,
+        "activation_checkpointing": job.activation_checkpointing,
+        "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],
         "device": [job.device, memory_bytes, torch_threads, hello.num_cores],
         "versions": [__version__, hello.python_version, ready.torch_version],
     }

@@ -7,6 +7,7 @@ forgotten.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,8 +24,10 @@ from oobleck.wire import CommitRecord, Order, Resumed, StepCommitted
 from .data import Dataset
 from .executor import Lane, StepWork, execute
 from .groups import GroupKey, GroupTable
+from .loss_scale import LossScale
 from .models import ModelStructure, StageModel
-from .optimizer import STATE_TENSORS, Optimizer
+from .optimizer import Optimizer
+from .precision import Precision
 from .reduction import Bucket, commit, commit_key, make_buckets, reduce_gradients, squared_norm
 from .sampling import samples_of_step
 from .signals import Signals
@@ -84,7 +87,16 @@ class Engine:
         self._signals = signals
         self._standing = standing
         self._report = report
-        self._model = StageModel(structure, dtype=getattr(torch, job.dtype), device=torch.device(job.device))
+        self._precision = Precision.of(job.dtype)
+        self._loss_scale: LossScale | None = LossScale(scale=job.initial_loss_scale)
+        """None where others went on without this worker: it must be told before it takes part again."""
+        self._model = StageModel(
+            structure,
+            dtype=self._precision.parameters,
+            device=torch.device(job.device),
+            autocast=self._precision.autocast,
+            activation_checkpointing=job.activation_checkpointing,
+        )
         self._optimizer = Optimizer(job.optimizer, max_steps=job.max_steps)
         self._schedule = ScheduleKind(job.schedule)
         self._plan: ExecutionPlan | None = None
@@ -144,6 +156,7 @@ class Engine:
 
     def _begin_step(self, step: int) -> StepWork:
         self._forget_step()
+        self._model.loss_scale = self._scale
         samples = samples_of_step(self._job.seed, step, self._job.global_batch_size, self._dataset.num_samples)
         self._work = StepWork(
             step=step,
@@ -219,7 +232,9 @@ class Engine:
             step=work.step,
             generation=key.generation,
             loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
+            grad_norm=outcome.grad_norm / self._scale,
+            loss_scale=self._scale,
+            is_skipped=self._precision.scales_loss and not math.isfinite(outcome.grad_norm),
             learning_rate=self._optimizer.learning_rate(work.step),
             num_samples=sum(outcome.counts) * self._job.microbatch_size,
             samples_repeated=outcome.repeated * self._job.microbatch_size,
@@ -232,15 +247,25 @@ class Engine:
 
     def _apply(self, record: CommitRecord) -> None:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
-        limit = self._job.optimizer.max_grad_norm
-        clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
-        self._optimizer.step(record.step, self._reduced, clip)
+        scale = self._loss_scale
+        assert scale is not None
+        if not record.is_skipped:
+            limit = self._job.optimizer.max_grad_norm
+            clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
+            self._optimizer.step(record.step, self._reduced, clip / record.loss_scale, num_skipped=scale.num_skipped)
+        self._loss_scale = scale.after(is_skipped=record.is_skipped)
         self._step_ended_s = time.monotonic()
         self._busy_s.extend(self._busy_in_step)
         self._kept = {}
         self._forget_step()
         if self._lane is not None and self._lane.is_first:
             self._report(StepCommitted(device=self._place.device, record=record))
+
+    @property
+    def _scale(self) -> float:
+        """What the loss of the step in flight is multiplied with."""
+        assert self._loss_scale is not None
+        return self._loss_scale.scale if self._precision.scales_loss else 1.0
 
     def _forget_step(self) -> None:
         for parameter in self._model.parameters.values():
@@ -306,6 +331,7 @@ class Engine:
         )
         self._transfer_s = time.monotonic() - began_s
         self._received_bytes = sum(state.nbytes for state in states.values())
+        self._loss_scale = self._agreed_loss_scale(commit_group, order.boundary)
         layers = place.layers if place is not None else range(0)
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | states
         kept = self._states_to_keep(order, layers)
@@ -318,6 +344,27 @@ class Engine:
             self._lane = Lane(stage=place.stage, num_stages=place.num_stages, group=group)
         self._groups.keep_only(keys)
         self._resumed_generation = order.generation
+
+    def _agreed_loss_scale(self, key: GroupKey | None, boundary: int) -> LossScale | None:
+        """Tell newcomers the loss scale that the others have come to; None for a spare, which is not there to hear it.
+
+        Raises Interrupted or PeerLost.
+        """
+        if not self._precision.scales_loss:
+            return self._loss_scale
+        if key is None:
+            return None
+        known = self._loss_scale is not None and self._standing.applied == boundary
+        numbers = self._loss_scale.as_numbers() if known and self._loss_scale is not None else (0.0, 0.0, 0.0)
+        vector = torch.tensor([*numbers, float(known)], dtype=torch.float64)
+        if len(key.members) > 1:
+            self._groups[key].all_reduce(vector, self._signals).wait(self._standing.is_fenced)
+        *sums, count = vector.tolist()
+        return (
+            LossScale.from_numbers(*(total / count for total in sums))
+            if count
+            else LossScale(scale=self._job.initial_loss_scale)
+        )
 
     def _reduction_keys(
         self, plan: ExecutionPlan, generation: int, lost: Collection[str]
@@ -345,8 +392,8 @@ class Engine:
         return self._optimizer.layer_state(self._structure.layer_parameters(layer))
 
     def _layer_state_size(self, layer: int) -> int:
-        shapes = self._structure.shapes
-        return STATE_TENSORS * sum(shapes[name].numel() for name in self._structure.layer_parameters(layer))
+        shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
+        return sum(layout.size(shapes[name].numel()) for name in self._structure.layer_parameters(layer))
 
     def _take_layers(self, layers: range, states: Mapping[int, torch.Tensor], *, initial: bool) -> None:
         """Make the model hold exactly these layers, with their initial values or the states that were received."""

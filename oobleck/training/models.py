@@ -19,10 +19,24 @@ from .configuration import CAUSAL_LM_LOSS
 from .initialization import initialize_module, materialize_buffers, unset
 from .losses import causal_lm_loss
 from .randomness import MicrobatchKey, derive_seed, seed_device
+from .recomputation import recompute_activations
 from .stand_ins import Passthrough, ZeroEmbedding, replace_module
 from .structure import ModelStructure, Site
 
 __all__ = ["MicrobatchKey", "ModelStructure", "StageModel"]
+
+
+class _Scaled(torch.autograd.Function):
+    """A value as it is, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
 
 
 class StageModel:
@@ -31,9 +45,21 @@ class StageModel:
     Not safe for use by two threads at once. Takes the generator of its device for itself.
     """
 
-    def __init__(self, structure: ModelStructure, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    loss_scale: float = 1.0
+    """What gradients are multiplied with where they begin, at the loss; it itself is returned as it is."""
+
+    def __init__(
+        self,
+        structure: ModelStructure,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        autocast: torch.dtype | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
         self.structure = structure
         self.dtype = dtype
+        self.autocast = autocast
         self.device = torch.device(device)
         self.layers = range(0)
         self._parameters: dict[str, nn.Parameter] = {}
@@ -44,6 +70,10 @@ class StageModel:
         self._vacant = dict(self._model.named_parameters(remove_duplicate=False))
         materialize_buffers(self._model, device=self.device)
         self._modules = dict(self._model.named_modules())
+        if activation_checkpointing:
+            for layer in filter(structure.is_block, range(structure.num_layers)):
+                for module in self.modules_of(layer):
+                    recompute_activations(module, draws_at_random=structure.draws_at_random)
         self._stand_ins = {root: self._stand_in(root) for root in self._roots(range(structure.num_layers))}
         self._hook_up()
         self._received: torch.Tensor | None = None
@@ -133,14 +163,20 @@ class StageModel:
         try:
             if self.is_first:
                 self._seed_layer(0)
-            if self.is_last:
-                output = self._model(
-                    input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
-                )
-                return output.loss  # type: ignore[no-any-return]
-            return self._model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
         finally:
             self._received = self._key = None
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        hidden: torch.Tensor = self._model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        return hidden.to(self.dtype)
+
+    def _loss(self, batch: Batch, num_items: int) -> torch.Tensor:
+        loss: torch.Tensor = self._model(
+            input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
+        ).loss
+        return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
 
     # --- modules and their stand-ins -----------------------------------------------------------------------
 

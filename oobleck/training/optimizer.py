@@ -1,93 +1,136 @@
-"""AdamW over the parameters that a worker holds at the moment.
+"""An optimizer of torch.optim over the parameters that a worker holds at the moment.
 
-The state of a parameter is the parameter itself and the two moments of its gradient. The number of steps is
-no part of it: every parameter takes part in every step, so the step's own number serves. A layer's state can
-be taken out and put in as one flat tensor, which is what travels between workers and goes into checkpoints.
+The state of a parameter is the parameter itself and what the optimizer keeps for it; the count of steps is no part
+of it, since every parameter takes part in every step. A layer's state can be taken out and put in as one flat tensor,
+which is what travels between workers and goes into checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
+from oobleck.errors import ConfigError
 from oobleck.job import OptimizerSpec
 
-from .learning_rate import learning_rate
+from .learning_rate import rate_factor
+from .optimizer_state import STEP, StateLayout, flat_tensors, initial_state, layout_of, make_probe
 
-__all__ = ["STATE_TENSORS", "Optimizer"]
+__all__ = ["Optimizer", "OptimizerFactory", "optimizer_names"]
 
-STATE_TENSORS = 3
-"""Tensors of state a parameter: itself, exp_avg and exp_avg_sq."""
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""From torch's parameter groups, each with its `weight_decay`, to an optimizer over them."""
+
+_UNFIT = ("LBFGS", "SparseAdam")
+"""They evaluate the model again within a step, or want sparse gradients."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
-    """A parameter and what AdamW keeps for it."""
-
-    parameter: nn.Parameter
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    step: torch.Tensor
-    """A scalar that AdamW counts up; set before each step."""
-
-    @classmethod
-    def fresh(cls, parameter: nn.Parameter) -> _Slot:
-        return cls(
-            parameter=parameter,
-            exp_avg=torch.zeros_like(parameter, requires_grad=False),
-            exp_avg_sq=torch.zeros_like(parameter, requires_grad=False),
-            step=torch.zeros((), dtype=torch.float32, device=parameter.device),
-        )
-
-    @property
-    def state(self) -> tuple[torch.Tensor, ...]:
-        return (self.parameter.detach(), self.exp_avg, self.exp_avg_sq)
+def optimizer_names() -> tuple[str, ...]:
+    """Return the names of torch's optimizers, in small letters."""
+    return tuple(sorted(_optimizer_classes()))
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019) with a schedule.
+    """The job's optimizer with its schedule. Parameters of one dimension (norms, biases) are not decayed.
 
-    Parameters of one dimension (norms, biases) are not decayed.
+    `factory` takes the place of the class that the specification names, and `schedule`, from a step's number to a
+    factor of the learning rate, that of its schedule.
     """
 
-    def __init__(self, spec: OptimizerSpec, *, max_steps: int) -> None:
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        *,
+        max_steps: int,
+        factory: OptimizerFactory | None = None,
+        schedule: Callable[[int], float] | None = None,
+    ) -> None:
         self.spec = spec
-        self.max_steps = max_steps
-        self._slots: dict[str, _Slot] = {}
+        self._schedule = schedule or (lambda step: rate_factor(spec, step=step, max_steps=max_steps))
+        self._peak = spec.learning_rate
+        self._make = factory or _named(spec)
+        self._layouts: dict[torch.device, StateLayout] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def layout(self, device: torch.device | None = None) -> StateLayout:
+        """Return what is kept for a parameter on `device`; raises ConfigError for an optimizer that is unfit."""
+        device = device or torch.device("cpu")
+        if device not in self._layouts:
+            probe = make_probe(device)
+            optimizer = self._make(_groups({"probe": probe}, self.spec.weight_decay))
+            self._peak = optimizer.param_groups[0]["lr"]
+            self._layouts[device] = layout_of(optimizer, probe)
+        return self._layouts[device]
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Look after these parameters, by canonical name, from now on.
 
-        A parameter object that is known already keeps its moments; a new one starts with zeros, until
-        `load_layer_state` sets them. The moments of the others are let go.
+        A parameter object that is known already keeps its state; a new one starts afresh, until `load_layer_state`
+        sets it. The state of the others is let go.
         """
-        self._slots = {name: self._slot(name, parameter) for name, parameter in parameters.items()}
+        before, self._optimizer = self._optimizer, None
+        known = {id(parameter) for parameter in self._parameters.values()}
+        self._parameters = dict(parameters)
+        if not parameters:
+            return
+        self._optimizer = self._make(_groups(parameters, self.spec.weight_decay))
+        for parameter in parameters.values():
+            if before is not None and id(parameter) in known:
+                self._optimizer.state[parameter] = before.state[parameter]
+            else:
+                self._optimizer.state[parameter] = initial_state(self.layout(parameter.device), parameter)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate that a step is applied with; steps count from 1."""
-        return learning_rate(self.spec, step=step, max_steps=self.max_steps)
+        return self._peak * self._schedule(step)
 
-    def step(self, step: int, gradients: Mapping[str, torch.Tensor], clip_coefficient: float = 1.0) -> None:
+    def step(
+        self,
+        step: int,
+        gradients: Mapping[str, torch.Tensor],
+        clip_coefficient: float = 1.0,
+        *,
+        num_skipped: int = 0,
+    ) -> None:
         """Apply one step.
 
         Arguments:
             step: its number, from 1.
             gradients: one for each parameter, by canonical name, reduced over its owners. Not changed.
-            clip_coefficient: what gradients are multiplied with, at most 1.
+            clip_coefficient: what gradients are multiplied with.
+            num_skipped: how many of the steps before were skipped.
         """
-        assert gradients.keys() == self._slots.keys(), "every parameter needs its gradient"
-        for is_decayed, weight_decay in ((True, self.spec.weight_decay), (False, 0.0)):
-            names = [name for name, slot in self._slots.items() if (slot.parameter.ndim > 1) == is_decayed]
-            if names:
-                self._apply(names, gradients, step=step, clip_coefficient=clip_coefficient, weight_decay=weight_decay)
+        assert gradients.keys() == self._parameters.keys(), "every parameter needs its gradient"
+        if self._optimizer is None:
+            return
+        names = list(self._parameters)
+        scaled: Iterable[torch.Tensor] = [gradients[name] for name in names]
+        if clip_coefficient != 1.0:
+            scaled = torch._foreach_mul([*scaled], clip_coefficient)
+        for name, gradient in zip(names, scaled, strict=True):
+            parameter = self._parameters[name]
+            parameter.grad = gradient.view_as(parameter)
+            if STEP in (state := self._optimizer.state[parameter]):
+                state[STEP].fill_(step - 1 - num_skipped)
+        factor = self._schedule(step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
+        self._optimizer.step()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def layer_state(self, names: Sequence[str]) -> torch.Tensor:
-        """Return a copy of the state of these parameters: one flat tensor, for each name the parameter and moments."""
+        """Return a copy of the state of these parameters: one flat tensor, for each name the parameter and its state.
+
+        The order of a parameter's state is that of `layout`'s entries.
+        """
         return torch.cat([tensor.reshape(-1) for tensor in self._state(names)])
 
     @torch.no_grad()
@@ -100,42 +143,54 @@ class Optimizer:
             start += tensor.numel()
 
     def _state(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        assert self._optimizer is not None
         for name in names:
-            yield from self._slots[name].state
+            parameter = self._parameters[name]
+            yield from flat_tensors(self.layout(parameter.device), parameter, self._optimizer.state[parameter])
 
-    def _slot(self, name: str, parameter: nn.Parameter) -> _Slot:
-        known = self._slots.get(name)
-        return known if known is not None and known.parameter is parameter else _Slot.fresh(parameter)
 
-    def _apply(
-        self,
-        names: Sequence[str],
-        gradients: Mapping[str, torch.Tensor],
-        *,
-        step: int,
-        clip_coefficient: float,
-        weight_decay: float,
-    ) -> None:
-        slots = [self._slots[name] for name in names]
-        for slot in slots:
-            slot.step.fill_(step - 1)
-        scaled = [gradients[name].view_as(self._slots[name].parameter) for name in names]
-        if clip_coefficient != 1.0:
-            scaled = [gradient * clip_coefficient for gradient in scaled]
-        with torch.no_grad():
-            adamw(
-                [slot.parameter for slot in slots],
-                scaled,
-                [slot.exp_avg for slot in slots],
-                [slot.exp_avg_sq for slot in slots],
-                [],
-                [slot.step for slot in slots],
-                fused=True,
-                amsgrad=False,
-                beta1=self.spec.adam_beta1,
-                beta2=self.spec.adam_beta2,
-                lr=self.learning_rate(step),
-                weight_decay=weight_decay,
-                eps=self.spec.adam_epsilon,
-                maximize=False,
-            )
+def _groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    groups = (
+        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
+
+
+def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
+    return {
+        name.lower(): value
+        for name, value in found.items()
+        if issubclass(value, torch.optim.Optimizer) and name != "Optimizer" and name not in _UNFIT
+    }
+
+
+def _named(spec: OptimizerSpec) -> OptimizerFactory:
+    """The class of torch.optim that a specification names, fused where torch can."""
+    # The names of `TrainingArguments.optim`: adamw_torch, adamw_torch_fused.
+    name = spec.optim.removesuffix("_fused").removesuffix("_torch")
+    classes = _optimizer_classes()
+    if name not in classes:
+        raise ConfigError(f"optimizer.optim: {spec.optim!r} is not known; it is one of {', '.join(classes)}")
+    kind: Callable[..., torch.optim.Optimizer] = classes[name]
+    takes = inspect.signature(kind).parameters
+    arguments: dict[str, Any] = {"lr": spec.learning_rate}
+    if "betas" in takes:
+        arguments |= {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
+    arguments |= spec.optim_args
+    for key in spec.optim_args:
+        if key not in takes or key in ("lr", "params"):
+            raise ConfigError(f"optimizer.optim_args.{key}: {classes[name].__name__} takes no such argument")
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            if "fused" in takes and "fused" not in arguments:
+                with suppress(RuntimeError):  # not on this device
+                    return kind(groups, **arguments, fused=True)
+            return kind(groups, **arguments)
+        # What a class raises for arguments that it does not like is its author's choice.
+        except Exception as error:
+            raise ConfigError(f"optimizer: {classes[name].__name__} refuses its arguments: {error}") from error
+
+    return make

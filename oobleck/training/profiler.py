@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
+from oobleck.job import JobSpec
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile
 
 from .batches import Batch
 from .models import MicrobatchKey, ModelStructure, StageModel
-from .optimizer import STATE_TENSORS
+from .optimizer import Optimizer
+from .precision import Precision
 
-__all__ = ["ASSUMED_NETWORK", "measure_profile"]
+__all__ = ["ASSUMED_NETWORK", "measure_profile", "profile_of_job"]
 
 ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9, inter_node_latency_s=1e-4, intra_node_bytes_per_s=4e9, intra_node_latency_s=5e-5
@@ -49,14 +51,21 @@ def measure_profile(
     dtype: torch.dtype,
     device: torch.device | str,
     device_memory_bytes: int,
+    autocast: torch.dtype | None = None,
+    activation_checkpointing: bool = False,
+    state_tensors: int = 2,
     network: NetworkProfile = ASSUMED_NETWORK,
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: medians of five runs after two to warm up.
 
+    `state_tensors` is how many tensors of its own size an optimizer keeps for a parameter.
+
     Blocks that are alike in class, shapes and kind of attention are measured once. Memory in use at any time:
     one layer with its gradients and activations. Leaves the device's generator in another state.
     """
-    stage = StageModel(structure, dtype=dtype, device=device)
+    stage = StageModel(
+        structure, dtype=dtype, device=device, autocast=autocast, activation_checkpointing=activation_checkpointing
+    )
     batch = _batch(structure, microbatch_size, stage.device)
     measured: dict[object, _Cost] = {}
     layers = []
@@ -74,7 +83,7 @@ def measure_profile(
                 forward_s={1: cost.forward_s},
                 backward_s={1: cost.backward_s},
                 param_bytes=elements * dtype.itemsize,
-                optimizer_bytes=elements * dtype.itemsize * (STATE_TENSORS - 1),
+                optimizer_bytes=elements * dtype.itemsize * state_tensors,
                 activation_bytes=cost.activation_bytes,
                 output_bytes=0 if is_last else hidden_elements * dtype.itemsize,
             )
@@ -86,6 +95,22 @@ def measure_profile(
         layers=tuple(layers),
         device=DeviceProfile(name=_device_name(stage.device), memory_bytes=device_memory_bytes),
         network=network,
+    )
+
+
+def profile_of_job(job: JobSpec, structure: ModelStructure, *, device_memory_bytes: int) -> Profile:
+    """Measure all layers of a job's model as its workers run them."""
+    precision = Precision.of(job.dtype)
+    device = torch.device(job.device)
+    return measure_profile(
+        structure,
+        microbatch_size=job.microbatch_size,
+        dtype=precision.parameters,
+        device=device,
+        device_memory_bytes=device_memory_bytes,
+        autocast=precision.autocast,
+        activation_checkpointing=job.activation_checkpointing,
+        state_tensors=Optimizer(job.optimizer, max_steps=job.max_steps).layout(device).num_tensors,
     )
 
 
@@ -160,7 +185,10 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
 
 
 def _activation_bytes(stage: StageModel, batch: Batch) -> int:
-    """Return the bytes that autograd keeps of one microbatch, parameters left out; views count once."""
+    """Return the bytes that autograd keeps of one microbatch, parameters left out; views count once.
+
+    The received hidden states count where nothing else is kept of a block: with activation checkpointing.
+    """
     known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
     kept: dict[int, int] = {}
 
@@ -174,7 +202,8 @@ def _activation_bytes(stage: StageModel, batch: Batch) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
     output.backward(gradient)  # type: ignore[no-untyped-call]
-    return sum(kept.values())
+    received_bytes = 0 if hidden is None else hidden.nbytes
+    return max(sum(kept.values()), received_bytes)
 
 
 def _now_s(device: torch.device) -> float:

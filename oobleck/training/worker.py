@@ -42,7 +42,7 @@ from .engine import Engine
 from .groups import GroupTable
 from .link import AgentLink
 from .models import ModelStructure
-from .profiler import measure_profile
+from .profiler import profile_of_job
 from .rendezvous import Board
 from .signals import Signals
 
@@ -145,11 +145,5 @@ class _Worker:
                 return order
 
     def _profile(self) -> None:
-        profile = measure_profile(
-            self._structure,
-            microbatch_size=self._job.microbatch_size,
-            dtype=getattr(torch, self._job.dtype),
-            device=torch.device(self._job.device),
-            device_memory_bytes=self._memory_bytes,
-        )
+        profile = profile_of_job(self._job, self._structure, device_memory_bytes=self._memory_bytes)
         self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))

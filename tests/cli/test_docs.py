@@ -41,7 +41,7 @@ def keys(spec: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def as_documented(value: object) -> str:
-    if value is None or value == ():
+    if value is None or value in ((), {}):
         return "none"
     if isinstance(value, dict):
         return "`" + ", ".join(f"{key}: {item}" for key, item in value.items()) + "`"
