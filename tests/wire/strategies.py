@@ -130,6 +130,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
             fault_threshold=st.integers(0, 99),
+            initial_loss_scale=st.integers(-40, 40).map(lambda exponent: 2.0**exponent),
             num_pipelines=st.none() | st.integers(1, num_microbatches),
         )
     )
