@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .words import counted, listed
 
-__all__ = ["Move", "Situation", "all_moves", "continue_pipelines"]
+__all__ = ["Move", "Situation", "all_moves", "continue_pipelines", "described"]
 
 Choose = Callable[[int, int], tuple[int, ...]]
 
@@ -185,7 +185,7 @@ def _regroup(situation: Situation, choose: Choose) -> Move | None:
     return Move(
         action="rebuild" if situation.broken else "absorb",
         pipelines=tuple(sorted([*whole, *placed], key=_by_origin)),
-        detail=f"the other nodes form {_described(sizes)}",
+        detail=f"the other nodes form {described(sizes)}",
     )
 
 
@@ -194,7 +194,7 @@ def _rebuild(situation: Situation, choose: Choose) -> Move | None:
     if not sizes:
         return None
     placed = continue_pipelines(sizes, situation, among=range(len(situation.before)))
-    return Move(action="rebuild", pipelines=placed, detail=f"all nodes are planned anew: {_described(sizes)}")
+    return Move(action="rebuild", pipelines=placed, detail=f"all nodes are planned anew: {described(sizes)}")
 
 
 def continue_pipelines(
@@ -226,7 +226,8 @@ def _pipelines(indices: Sequence[int]) -> str:
     return f"pipeline{'s' if len(indices) != 1 else ''} {listed(map(str, indices))}"
 
 
-def _described(sizes: Sequence[int]) -> str:
+def described(sizes: Sequence[int]) -> str:
+    """Return pipelines of these sizes in words: "2 pipelines of 3 nodes"."""
     return listed(
         f"{counted(times, 'pipeline')} of {counted(size, 'node')}"
         for size, times in sorted(Counter(sizes).items(), reverse=True)

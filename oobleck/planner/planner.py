@@ -34,13 +34,14 @@ class Planner:
         """Return the seconds in which a pipeline of so many nodes takes so many microbatches."""
         return self._catalog.options(num_nodes)[num_nodes].timing.step_s(num_microbatches)
 
-    def initial_plan(self, nodes: Sequence[str], *, speeds: Mapping[str, float] | None = None) -> Decision:
+    def initial_plan(self, nodes: Sequence[str], *, slow: Mapping[str, float] | None = None) -> Decision:
         """Plan the start of a job on named nodes.
 
-        `speeds` are relative to the profile (0.5 takes twice as long); nodes not named run at 1.0. Nodes of like
-        speed come together; the slowest become the spares, if there are any. Raises PlanningError.
+        `slow` says how many times as long as in the profile a node takes to compute (2.0: twice as long); nodes not
+        named take 1.0. Nodes of like speed come together; the slowest become the spares, if there are any. Raises
+        PlanningError.
         """
-        speeds = _checked_speeds(speeds)
+        speeds = _speeds(slow)
         if len(set(nodes)) != len(nodes):
             twice = sorted({node for node in nodes if nodes.count(node) > 1})
             raise PlanningError(f"node {twice[0]} is named twice; every node has one name")
@@ -80,11 +81,15 @@ class Planner:
         lost: Collection[str] = (),
         joined: Collection[str] = (),
         leaving: Collection[str] = (),
-        speeds: Mapping[str, float] | None = None,
+        slow: Mapping[str, float] | None = None,
         held: Mapping[Place, frozenset[int]] | None = None,
     ) -> Decision:
         """Decide what follows a plan once nodes were lost, have joined, or have changed their speeds.
 
+        `slow` says how many times as long as in the profile a node takes to compute (2.0: twice as long); nodes not
+        named take 1.0, whatever they took before, so all that are still slow have to be named each time. A pipeline
+        with a slow node gets fewer microbatches, which moves no state; slow nodes are left out as spares, or gathered
+        in few pipelines, where the faster step repays what has to move.
         `held` says which layers each living worker holds whole; by default, what the plan gives it. A node both
         lost and joined holds nothing; one that is `leaving` gets no place, and is read from. Raises Unrecoverable
         with the layers that no living worker holds, and PlanningError where the nodes left cannot hold the model.
@@ -95,7 +100,7 @@ class Planner:
             lost=lost,
             joined=joined,
             leaving=leaving,
-            speeds=_checked_speeds(speeds),
+            speeds=_speeds(slow),
             held=held,
         )
 
@@ -121,8 +126,9 @@ class Planner:
         return text
 
 
-def _checked_speeds(speeds: Mapping[str, float] | None) -> Mapping[str, float]:
-    for node, speed in (speeds or {}).items():
-        if not (math.isfinite(speed) and speed > 0):
-            raise PlanningError(f"the speed of {node} is {speed}; it must be finite and above 0")
-    return speeds or {}
+def _speeds(slow: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the speeds of nodes, 0.5 for one that takes twice as long."""
+    for node, factor in (slow or {}).items():
+        if not (math.isfinite(factor) and factor > 0):
+            raise PlanningError(f"node {node} takes {factor} times as long; that must be finite and above 0")
+    return {node: 1 / factor for node, factor in (slow or {}).items()}

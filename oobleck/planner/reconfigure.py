@@ -13,9 +13,10 @@ from functools import partial
 
 from .catalog import Catalog
 from .decision import Decision
+from .gather import gather_slow_nodes
 from .inventory import Holding, missing_bytes
 from .matching import Position, match_nodes
-from .moves import Move, Situation, all_moves
+from .moves import Move, Situation, all_moves, continue_pipelines, described
 from .plan import ExecutionPlan, Place
 from .sizes import sizing_of
 from .transfers import LayerTransfer, plan_transfers
@@ -26,6 +27,8 @@ __all__ = ["reconfigure"]
 
 _SLOW_VARIANTS = 3
 """Leaving out the slowest nodes is tried for this many lowest speeds."""
+_MOST_COMPANY = 2
+"""Slow nodes' own pipelines are tried with up to this many other nodes."""
 _TOLERANCE = 1e-9
 """A move has to be better than a gentler one by more than this share."""
 
@@ -112,7 +115,7 @@ def _beats(score: _Score, other: _Score) -> bool:
 
 def _variants(world: World) -> list[frozenset[str]]:
     """Return the sets of slow nodes to try without: none, then all up to each of the lowest speeds."""
-    slow = sorted({speed for node, speed in world.speeds.items() if speed < 1.0 and node in world.holdings})
+    slow = sorted({world.speeds[node] for node in world.slow})
     limits = [0.0, *slow[:_SLOW_VARIANTS]]
     return [frozenset(node for node in world.speeds if world.speeds[node] <= limit) for limit in limits]
 
@@ -136,13 +139,37 @@ def _proposals(
         return
     num_microbatches = catalog.settings.num_microbatches
     quickest = max([1.0, *world.speeds.values()])
-    for move in all_moves(situation, partial(_choose, catalog, situation)):
+    moves = all_moves(situation, partial(_choose, catalog, situation))
+    for move in [*moves, *_separate(catalog, world, situation, set_aside)]:
         number = len(move.pipelines)
         if number > num_microbatches:
             continue
         astray = max(fewest - number, number - most if catalog.settings.num_pipelines is not None else 0, 0)
         nominal = sizing_of(catalog.options(world.num_nodes), move.sizes, num_microbatches, catalog.profile.network)
         yield _Proposal(move=move, set_aside=set_aside, least=(astray, nominal.step_s / quickest))
+
+
+def _separate(catalog: Catalog, world: World, situation: Situation, set_aside: frozenset[str]) -> Iterator[Move]:
+    """Yield moves that give slow nodes pipelines of their own, with none or a few of the other nodes."""
+    slow = [world.speeds[node] for node in sorted(world.slow - set_aside)]
+    if not slow:
+        return
+    fewest, most = catalog.num_pipelines(situation.num_nodes)
+    total, smallest = catalog.settings.num_microbatches, situation.sizes[0]
+    least = max(len(slow), smallest)
+    for number in range(least, min(least + _MOST_COMPANY, situation.num_nodes - smallest) + 1):
+        rest = situation.num_nodes - number
+        # Nodes that wait for the slowest of them are as slow.
+        share = max(1, round(total * number * min(slow) / (number * min(slow) + rest)))
+        most_apart = min(most - 1, number // smallest, share)
+        if most_apart < 1 or share == total:
+            continue
+        apart = catalog.choose(number, share, 1, most_apart).sizes
+        most_others = min(most - len(apart), rest // smallest, total - share)
+        fewest_others = max(1, min(fewest - len(apart), most_others))
+        others = catalog.choose(rest, total - share, fewest_others, most_others).sizes
+        placed = continue_pipelines((*others, *apart), situation, among=range(len(situation.before)))
+        yield Move(action="rebuild", pipelines=placed, detail=f"slow nodes form {described(apart)}")
 
 
 def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: int) -> tuple[int, ...]:
@@ -159,6 +186,22 @@ def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: in
 
 def _carry_out(catalog: Catalog, world: World, intact: frozenset[int], proposal: _Proposal) -> _Outcome:
     nodes = _assign_nodes(catalog, world, intact, proposal)
+    best = _place(catalog, world, proposal, nodes)
+    for gathered in gather_slow_nodes(
+        nodes,
+        [catalog.needed(size) for _, size in proposal.move.pipelines],
+        world.slow,
+        world.holdings,
+        catalog.layer_bytes,
+    ):
+        outcome = _place(catalog, world, proposal, gathered)
+        if _beats(outcome.score, best.score):
+            best = outcome
+    return best
+
+
+def _place(catalog: Catalog, world: World, proposal: _Proposal, nodes: Sequence[Sequence[str]]) -> _Outcome:
+    """Weigh a move whose pipelines have the given nodes."""
     move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
     used = {node for chosen in nodes for node in chosen}
@@ -236,7 +279,7 @@ def _reason(
     best: _Outcome,
     transfers: Sequence[LayerTransfer],
 ) -> str:
-    slow = [node for node, speed in sorted(world.speeds.items()) if speed < 1.0 and node in world.holdings]
+    slow = sorted(world.slow)
     back = set(lost) & set(joined)
     events = (
         (set(lost) - back, "lost"),
@@ -247,8 +290,20 @@ def _reason(
     )
     happened = [f"{named(nodes)} {verb}" for nodes, verb in events if nodes]
     parts = [", ".join(happened), best.move.detail]
+    if number := _fewer_microbatches(world.plan, best.plan):
+        parts.append(f"{counted(number, 'pipeline')} {'takes' if number == 1 else 'take'} fewer microbatches")
     if left_out := [node for node in slow if node in best.plan.spares]:
         parts.append(f"{named(left_out)} left out")
     if number := len({transfer.layer for transfer in transfers}):
         parts.append(f"{counted(number, 'layer')} to copy")
     return "; ".join(part for part in parts if part)
+
+
+def _fewer_microbatches(before: ExecutionPlan, after: ExecutionPlan) -> int:
+    """Return how many pipelines take fewer microbatches than before, where the pipelines are the same."""
+    if [pipeline.nodes for pipeline in before.pipelines] != [pipeline.nodes for pipeline in after.pipelines]:
+        return 0
+    return sum(
+        now.num_microbatches < then.num_microbatches
+        for then, now in zip(before.pipelines, after.pipelines, strict=True)
+    )

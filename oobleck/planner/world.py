@@ -31,6 +31,11 @@ class World:
         return self.inventory.holdings
 
     @property
+    def slow(self) -> frozenset[str]:
+        """The living nodes that are slower than the profile says."""
+        return frozenset(node for node, speed in self.speeds.items() if speed < 1.0 and node in self.holdings)
+
+    @property
     def num_nodes(self) -> int:
         return len(self.inventory.holdings)
 

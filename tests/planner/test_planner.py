@@ -67,16 +67,16 @@ def test_fewer_pipelines_where_microbatches_are_few() -> None:
 
 
 def test_fast_nodes_come_together_and_the_slowest_wait() -> None:
-    speeds = {"node0": 0.5, "node2": 0.5}
-    plan = planner(num_pipelines=2).initial_plan(nodes(4), speeds=speeds).plan
+    slow = {"node0": 2.0, "node2": 2.0}
+    plan = planner(num_pipelines=2).initial_plan(nodes(4), slow=slow).plan
     assert [set(pipeline.nodes) for pipeline in plan.pipelines] == [{"node1", "node3"}, {"node0", "node2"}]
     assert plan.pipelines[0].num_microbatches > plan.pipelines[1].num_microbatches
-    plan = planner(num_pipelines=1, fault_threshold=0).initial_plan(nodes(3), speeds={"node1": 0.01}).plan
+    plan = planner(num_pipelines=1, fault_threshold=0).initial_plan(nodes(3), slow={"node1": 100.0}).plan
     assert plan.spares == ("node1",)
 
 
 def test_nodes_that_are_all_slow_are_used_all_the_same() -> None:
-    plan = planner(uniform_profile(8, memory_bytes=96)).initial_plan(nodes(4), speeds=dict.fromkeys(nodes(4), 0.5)).plan
+    plan = planner(uniform_profile(8, memory_bytes=96)).initial_plan(nodes(4), slow=dict.fromkeys(nodes(4), 2.0)).plan
     assert plan.nodes == tuple(nodes(4))
 
 
@@ -134,10 +134,10 @@ def test_reserved_memory_is_not_the_models() -> None:
     assert min(planner(profile, reserved_memory_bytes=100).templates(8)) == 2
 
 
-@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
-def test_speeds_are_positive(speed: float) -> None:
-    with pytest.raises(PlanningError, match="the speed of node0"):
-        planner().initial_plan(nodes(2), speeds={"node0": speed})
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_factors_of_slow_nodes_are_positive(factor: float) -> None:
+    with pytest.raises(PlanningError, match=r"node node0 takes .* times as long"):
+        planner().initial_plan(nodes(2), slow={"node0": factor})
 
 
 @pytest.mark.parametrize(

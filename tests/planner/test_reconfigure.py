@@ -123,19 +123,19 @@ def test_any_sequence_of_losses_joins_and_slow_nodes_keeps_the_rules(
         lost = data.draw(st.lists(st.sampled_from(living), unique=True, max_size=3), label="lost")
         joined = [f"node{newest + index}" for index in range(data.draw(st.integers(0, 2), label="joined"))]
         newest += len(joined)
-        speeds = {node: data.draw(st.sampled_from((1.0, 0.5, 0.25, 2.0))) for node in living[:2]}
+        slow = {node: data.draw(st.sampled_from((1.0, 2.0, 4.0, 0.5))) for node in living[:3]}
         living = [node for node in living if node not in lost] + joined
         if missing := lost_layers(plan, lost):
             with pytest.raises(Unrecoverable) as caught:
-                planner.reconfigure(plan, lost=lost, joined=joined, speeds=speeds)
+                planner.reconfigure(plan, lost=lost, joined=joined, slow=slow)
             assert caught.value.layers == missing
             return
-        decision = planner.reconfigure(plan, lost=lost, joined=joined, speeds=speeds)
+        decision = planner.reconfigure(plan, lost=lost, joined=joined, slow=slow)
         check(decision, living, held_by(plan, lost), planner)
-        again = Planner(profile, planner.settings).reconfigure(plan, lost=lost, joined=joined, speeds=speeds)
+        again = Planner(profile, planner.settings).reconfigure(plan, lost=lost, joined=joined, slow=slow)
         assert again == decision, "another planner decides alike"
         again = planner.reconfigure(
-            plan, lost=lost, joined=joined, speeds=speeds, held=dict(reversed(held_by(plan).items()))
+            plan, lost=lost, joined=joined, slow=slow, held=dict(reversed(held_by(plan).items()))
         )
         assert again == decision, "told what the plan says, it decides alike"
 
@@ -280,16 +280,16 @@ def test_joining_again_without_a_loss_changes_nothing() -> None:
 def test_a_slow_pipeline_gets_fewer_microbatches() -> None:
     planner = Planner(uniform_profile(4), PlannerSettings(num_microbatches=30, num_pipelines=2))
     plan = planner.initial_plan(nodes(2)).plan
-    decision = planner.reconfigure(plan, speeds={"node1": 0.5})
+    decision = planner.reconfigure(plan, slow={"node1": 2.0})
     assert [pipeline.num_microbatches for pipeline in decision.plan.pipelines] == [20, 10]
-    assert decision.reason == "node1 slow; the pipelines stay as they are"
+    assert decision.reason == "node1 slow; the pipelines stay as they are; 1 pipeline takes fewer microbatches"
     assert decision.transfers == ()
 
 
 def test_a_node_too_slow_to_help_is_left_out() -> None:
     planner = Planner(uniform_profile(12), PlannerSettings(num_microbatches=24, fault_threshold=0, num_pipelines=1))
     plan = planner.initial_plan(nodes(3)).plan
-    decision = planner.reconfigure(plan, speeds={"node1": 0.05})
+    decision = planner.reconfigure(plan, slow={"node1": 20.0})
     assert decision.plan.spares == ("node1",)
     assert "node1 left out" in decision.reason
     check(decision, nodes(3), held_by(plan), planner)
