@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from .journal import JobEnded, JournalEntry, PlanAdopted, RecoveryDone, RecoveryStarted, StepDone
+from .journal import JobEnded, JournalEntry, PlanAdopted, RecoveryDone, RecoveryStarted, StepDone, StepsDone
 
 __all__ = ["TimeAccount", "TimeSplit"]
 
@@ -95,7 +95,9 @@ class TimeAccount:
         """Take the next entry into account; entries that take no time change nothing."""
         match entry:
             case StepDone():
-                self._commit(entry)
+                self._commit(entry.t_s, entry.record.step, entry.record.duration_s)
+            case StepsDone():
+                self._commit(entry.t_s, entry.record.step, entry.record.duration_s * entry.num_steps)
             case RecoveryStarted():
                 self._recovering.setdefault(entry.generation, entry.t_s)
             case RecoveryDone():
@@ -134,9 +136,10 @@ class TimeAccount:
     def _add_work(self, split: TimeSplit, length_s: float) -> TimeSplit:
         return _add(split, _Interval(length_s=length_s, redone=False, degraded_share=self._degraded_share))
 
-    def _commit(self, entry: StepDone) -> None:
-        length_s = max(0.0, entry.t_s - self._mark_s)
-        worked_s = min(length_s, entry.record.duration_s)
+    def _commit(self, t_s: float, step: int, duration_s: float) -> None:
+        """Account for one step, or for several at once, that took so long all in all."""
+        length_s = max(0.0, t_s - self._mark_s)
+        worked_s = min(length_s, duration_s)
         if not self._has_begun:
             self._settled = self._settled.plus(starting_s=length_s - worked_s)
             self._has_begun = True
@@ -149,12 +152,12 @@ class TimeAccount:
         self._open.append(
             _Interval(
                 length_s=length_s - stall_s,
-                redone=entry.record.step <= self._newest_step,
+                redone=step <= self._newest_step,
                 degraded_share=self._degraded_share,
             )
         )
-        self._newest_step = max(self._newest_step, entry.record.step)
-        self._mark_s = max(self._mark_s, entry.t_s)
+        self._newest_step = max(self._newest_step, step)
+        self._mark_s = max(self._mark_s, t_s)
         self._stall_due_s -= stall_s
         self._plan_changed = False
         self._settle()

@@ -30,6 +30,7 @@ __all__ = [
     "RecoveryDone",
     "RecoveryStarted",
     "StepDone",
+    "StepsDone",
     "WorkerDown",
     "WorkerUp",
 ]
@@ -181,6 +182,25 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepsDone:
+    """Many like steps, one after the other: what a simulation of months says in place of one entry a step."""
+
+    t_s: float
+    """When the last was committed."""
+    first_step: int
+    record: CommitRecord
+    """Of the last step."""
+    tokens_per_step: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.record.step - self.first_step + 1
+
+    def describe(self) -> str:
+        return f"steps {self.first_step} to {self.record.step} committed, {self.record.duration_s:.3f} s each"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted:
     """Nodes were lost; survivors are being fenced."""
 
@@ -263,6 +283,7 @@ JournalEntry = (
     | WorkerDown
     | PlanAdopted
     | StepDone
+    | StepsDone
     | RecoveryStarted
     | RecoveryDone
     | Notice

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from math import ceil
-from statistics import median
 
 from oobleck.planner import ExecutionPlan
 
 from .goodput import TimeAccount
-from .journal import JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone
+from .journal import JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone, StepsDone
+from .tally import StepTally
 
 __all__ = ["PipelineSummary", "PlanSummary", "RecoverySummary", "StageSummary", "StepTime", "Summary", "summarize"]
 
@@ -109,12 +108,12 @@ class Summary:
 
 
 def summarize(entries: Iterable[JournalEntry]) -> Summary:
-    """Sum up a journal, whole or cut off: O(entries + steps · log(steps))."""
+    """Sum up a journal, whole or cut off: O(entries · log(entries))."""
     account = TimeAccount()
     job: JobStarted | None = None
     end: JobEnded | None = None
     plan: PlanAdopted | None = None
-    commits: list[StepDone] = []
+    tally = StepTally()
     recoveries: list[RecoverySummary] = []
     steps_lost = 0
     elapsed_s = 0.0
@@ -126,8 +125,8 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
                 job = entry
             case PlanAdopted():
                 plan = entry
-            case StepDone():
-                commits.append(entry)
+            case StepDone() | StepsDone():
+                tally.add(entry)
             case RecoveryDone():
                 recoveries.append(_recovery(entry))
                 steps_lost += entry.steps_lost
@@ -135,24 +134,23 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
                 end = entry
             case _:
                 pass
-    steps = {commit.record.step: commit for commit in commits}  # the newest commit of a step is the one that counts
     split = account.at(elapsed_s)
     batch = job.job.global_batch_size if job else 0
-    training_s = commits[-1].t_s - split.starting_s if commits else 0.0
+    training_s = tally.last_s - split.starting_s if tally.last_s is not None else 0.0
+    step_time_s = tally.step_time_s()
     return Summary(
         tag=job.job.tag if job else "",
         exit_code=end.exit_code if end else None,
         reason=end.reason if end else "",
         max_steps=job.job.max_steps if job else 0,
-        steps_committed=len(steps),
-        samples_committed=sum(commit.record.num_samples for commit in steps.values()),
-        steps_lost=max(steps_lost, len(commits) - len(steps)),
-        samples_repeated=sum(commit.record.samples_repeated for commit in steps.values()),
-        samples_missing=sum(commit.record.samples_missing for commit in steps.values())
-        + batch * _num_missing(steps.keys()),
-        losses=tuple(steps[step].record.loss for step in sorted(steps)),
-        tokens_per_s=sum(commit.tokens for commit in steps.values()) / training_s if training_s > 0 else None,
-        step_time_s=_step_time([commit.record.duration_s for commit in commits]),
+        steps_committed=tally.num_steps,
+        samples_committed=tally.num_samples,
+        steps_lost=max(steps_lost, tally.num_committed_again),
+        samples_repeated=tally.samples_repeated,
+        samples_missing=tally.samples_missing + batch * tally.num_missing,
+        losses=tally.losses,
+        tokens_per_s=tally.tokens / training_s if training_s > 0 else None,
+        step_time_s=StepTime(median=step_time_s[0], p95=step_time_s[1]) if step_time_s else None,
         goodput=split.goodput,
         downtime_s=split.downtime_s,
         elapsed_s=elapsed_s,
@@ -161,20 +159,6 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
         seed=job.job.seed if job else 0,
         plan=_plan(plan.plan) if plan else None,
     )
-
-
-def _num_missing(steps: Iterable[int]) -> int:
-    """Steps that were never committed although a later one was. Steps count from 1."""
-    committed = set(steps)
-    return max(committed, default=0) - len(committed)
-
-
-def _step_time(seconds: list[float]) -> StepTime | None:
-    """Median and 95th percentile (nearest rank: a time that a step really took)."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    return StepTime(median=median(ordered), p95=ordered[ceil(0.95 * len(ordered)) - 1])
 
 
 def _recovery(done: RecoveryDone) -> RecoverySummary:

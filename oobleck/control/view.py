@@ -29,6 +29,7 @@ from .journal import (
     RecoveryDone,
     RecoveryStarted,
     StepDone,
+    StepsDone,
     WorkerDown,
     WorkerUp,
 )
@@ -107,7 +108,7 @@ class RunView:
                 self._recovering = {g for g in self._recovering if g > entry.generation}
                 self._num_recoveries += 1
                 self._changing = frozenset()
-            case Notice():
+            case Notice() | StepsDone():
                 pass
             case JobEnded():
                 self._ended = entry

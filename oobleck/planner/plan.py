@@ -5,6 +5,7 @@ Values only; how they are chosen is the business of the other modules of this pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -143,7 +144,17 @@ class ExecutionPlan:
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """Every worker that trains, sorted; a worker's index here is its rank."""
-        return tuple(sorted(place for pipeline in self.pipelines for place in pipeline.places))
+        # By a key, since comparing places one with another takes ten times as long.
+        return tuple(sorted((place for each in self.pipelines for place in each.places), key=_rank_of))
+
+    @cached_property
+    def _located(self) -> Mapping[Place, tuple[int, int]]:
+        return {
+            place: (pipeline_index, stage_index)
+            for pipeline_index, pipeline in enumerate(self.pipelines)
+            for stage_index, stage in enumerate(pipeline.stages)
+            for place in stage.places
+        }
 
     def microbatches_of(self, pipeline_index: int) -> range:
         """The numbers of the microbatches that a pipeline takes in each step."""
@@ -164,8 +175,8 @@ class ExecutionPlan:
 
     def locate(self, place: Place) -> tuple[int, int] | None:
         """(pipeline index, stage index) of a worker, or None for a spare."""
-        for pipeline_index, pipeline in enumerate(self.pipelines):
-            for stage_index, stage in enumerate(pipeline.stages):
-                if place in stage.places:
-                    return pipeline_index, stage_index
-        return None
+        return self._located.get(place)
+
+
+def _rank_of(place: Place) -> tuple[str, int]:
+    return place.node, place.device

@@ -6,7 +6,7 @@ names. So one case of each kind is decided, and stands for as many as there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -17,6 +17,7 @@ from .decision import Decision
 from .plan import ExecutionPlan
 from .planner import Planner
 from .profile import Profile
+from .transfers import LayerTransfer
 
 __all__ = ["LossCase", "LossReport", "moved_bytes", "transfer_s", "what_if_one_is_lost", "what_if_two_are_lost"]
 
@@ -63,16 +64,16 @@ def what_if_two_are_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: in
     return _report(planner, plan, 2, list(_pairs(_groups(plan))), max_cases)
 
 
-def moved_bytes(profile: Profile, decision: Decision) -> int:
-    """Return the bytes of layers that a decision copies between nodes or devices."""
-    return sum(profile.layers[each.layer].state_bytes // each.num_parts for each in decision.transfers)
+def moved_bytes(profile: Profile, transfers: Sequence[LayerTransfer]) -> int:
+    """Return the bytes of layers that transfers copy between nodes or devices."""
+    return sum(profile.layers[each.layer].state_bytes // each.num_parts for each in transfers)
 
 
-def transfer_s(profile: Profile, decision: Decision) -> float:
+def transfer_s(profile: Profile, transfers: Sequence[LayerTransfer]) -> float:
     """Return the least seconds that the copying takes: what the busiest node sends or receives, at full speed."""
     sent: dict[str, float] = {}
     received: dict[str, float] = {}
-    for each in decision.transfers:
+    for each in transfers:
         size = profile.layers[each.layer].state_bytes / each.num_parts
         if each.source.node != each.target.node:
             sent[each.source.node] = sent.get(each.source.node, 0.0) + size

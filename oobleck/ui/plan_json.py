@@ -72,8 +72,8 @@ def _plan(profile: Profile, decision: Decision, forecast: Forecast) -> Json:
         "planner_bound_s": decision.predicted_step_s,
         "reduce_s": forecast.reduce_s,
         "waiting_share": forecast.bubble_share,
-        "moved_bytes": moved_bytes(profile, decision),
-        "transfer_s": transfer_s(profile, decision),
+        "moved_bytes": moved_bytes(profile, decision.transfers),
+        "transfer_s": transfer_s(profile, decision.transfers),
         "pipelines": [
             {"nodes": pipeline.nodes, "microbatches": pipeline.num_microbatches, **_pipeline(kinds[index])}
             for index, pipeline in enumerate(decision.plan.pipelines)
@@ -115,8 +115,8 @@ def _losses(profile: Profile, losses: LossReport) -> Json:
                 "reason": case.decision.reason,
                 "redundant": case.decision.redundant,
                 "planner_bound_s": case.decision.predicted_step_s,
-                "moved_bytes": moved_bytes(profile, case.decision),
-                "transfer_s": transfer_s(profile, case.decision),
+                "moved_bytes": moved_bytes(profile, case.decision.transfers),
+                "transfer_s": transfer_s(profile, case.decision.transfers),
                 "pipeline_nodes": [len(pipeline.nodes) for pipeline in case.decision.plan.pipelines],
                 "spares": len(case.decision.plan.spares),
             }

@@ -291,8 +291,8 @@ def _worst(report: PlanReport, cases: Sequence[LossCase]) -> tuple[str, str, str
     return (
         " + ".join(case.lost),
         f"{100 * change:+.1f} %",
-        bytes_text(max(moved_bytes(report.profile, decision) for _, decision in decided)),
-        seconds_text(max(transfer_s(report.profile, decision) for _, decision in decided)),
+        bytes_text(max(moved_bytes(report.profile, decision.transfers) for _, decision in decided)),
+        seconds_text(max(transfer_s(report.profile, decision.transfers) for _, decision in decided)),
     )
 
 
@@ -303,8 +303,8 @@ def _after(report: PlanReport, after: AfterLosing) -> RenderableType:
     layers = len({transfer.layer for transfer in decision.transfers})
     change = after.forecast.step_s / report.forecast.step_s - 1
     text.append(
-        f"{layers} layers are copied, {bytes_text(moved_bytes(report.profile, decision))} in all, "
-        f"{seconds_text(transfer_s(report.profile, decision))} at full speed; "
+        f"{layers} layers are copied, {bytes_text(moved_bytes(report.profile, decision.transfers))} in all, "
+        f"{seconds_text(transfer_s(report.profile, decision.transfers))} at full speed; "
         f"then {seconds_text(after.forecast.step_s)} a step ({change:+.1%}).",
         "not bold",
     )

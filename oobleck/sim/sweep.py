@@ -1,0 +1,607 @@
+"""The sweep gear: a failure trace straight into the real coordinator, from one event to the next.
+
+Months of a cluster of thousands of nodes take seconds, since nothing happens between events: no heartbeat is
+sent, and steps are summed up. Decisions are the coordinator's and the planner's own; workers answer at once
+(see `crew`), and what takes time is said by `costs` and by the schedule's timeline on the profile.
+
+When the coordinator cannot go on, its job is started again from the newest checkpoint, as soon as the nodes
+that are there hold the model.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import assert_never
+
+from oobleck import __version__
+from oobleck.control.coordinator import Coordinator, Phase
+from oobleck.control.events import (
+    AddRequested,
+    Command,
+    Disconnect,
+    DrainRequested,
+    End,
+    Event,
+    NodeFailed,
+    NodeUp,
+    ProfileFound,
+    Record,
+    Said,
+    Send,
+)
+from oobleck.control.journal import (
+    Action,
+    Cause,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    NodeConnected,
+    PlanAdopted,
+    RecoveryDone,
+    RecoveryStarted,
+    StepDone,
+    StepsDone,
+    WorkerUp,
+)
+from oobleck.control.messages import (
+    PROTOCOL_VERSION,
+    AgentMessage,
+    AgentStopped,
+    Fence,
+    Hello,
+    Order,
+    StartWorker,
+    Status,
+    StepCommitted,
+    StopAgent,
+    WorkerExited,
+    WorkerReady,
+)
+from oobleck.job import ControlSpec, DataSpec, JobSpec, NodeSpec
+from oobleck.planner import ExecutionPlan, Place, Planner, PlannerSettings, Profile, profile_to_json
+from oobleck.planner.what_if import moved_bytes, transfer_s
+
+from .costs import RecoveryCosts
+from .crew import Crew, Stretch
+from .pace import Pace
+from .trace import (
+    AgentCrashed,
+    Frozen,
+    Healed,
+    Joined,
+    Lost,
+    MasterCrashed,
+    Noticed,
+    Partitioned,
+    Slowed,
+    Thawed,
+    Trace,
+    TraceEvent,
+    WorkerCrashed,
+)
+
+__all__ = ["SweepSettings", "sweep"]
+
+_PYTHON = "3.11.0"
+_LEASE_S = 1e18
+"""The coordinator's: nobody sends heartbeats here, and whose silence is noticed is the sweep's to say."""
+
+
+_SOON_S = 0.1
+"""How long a node waits that comes while the job is being started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSettings:
+    """The job whose life is simulated."""
+
+    profile: Profile
+    global_batch_size: int
+    """Samples in one step."""
+    devices_per_node: int = 1
+    fault_threshold: int = 1
+    num_pipelines: int | None = None
+    costs: RecoveryCosts = field(default_factory=RecoveryCosts)
+    checkpoint_interval_s: float = 1800.0
+    """From one checkpoint to the next; they are written while training goes on."""
+    tag: str = "sim"
+    seed: int = 0
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch_size // self.profile.microbatch_size
+
+    def job(self, max_steps: int) -> JobSpec:
+        """The job as the coordinator is given it."""
+        return JobSpec(
+            tag=self.tag,
+            data=DataSpec(sequence_length=max(2, self.profile.sequence_length)),
+            control=ControlSpec(lease_s=_LEASE_S),
+            max_steps=max_steps,
+            global_batch_size=self.global_batch_size,
+            microbatch_size=self.profile.microbatch_size,
+            seed=self.seed,
+            fault_threshold=self.fault_threshold,
+            num_pipelines=self.num_pipelines,
+            device_memory_bytes=self.profile.device.memory_bytes,
+            torch_threads=1,
+        )
+
+    def planner(self) -> Planner:
+        """A planner with the settings that the coordinator gives its own."""
+        settings = PlannerSettings(
+            num_microbatches=self.num_microbatches,
+            devices_per_node=self.devices_per_node,
+            max_devices_per_stage=1,
+            fault_threshold=self.fault_threshold,
+            num_pipelines=self.num_pipelines,
+        )
+        return Planner(self.profile, settings)
+
+
+def sweep(
+    trace: Trace, settings: SweepSettings, *, report: Callable[[float], None] = lambda _: None
+) -> tuple[JournalEntry, ...]:
+    """Play a trace and return the journal of the run, with entries of many steps in place of one a step.
+
+    `report` is called now and then with the seconds that are simulated. Raises PlanningError where not even all
+    nodes of the trace hold the model.
+    """
+    run = _Sweep(trace, settings)
+    run.play(report)
+    return tuple(run.journal)
+
+
+_Answer = tuple[tuple[Place, ...], Status]
+
+
+class _Sweep:
+    """One run; its parts are called by the events of a queue, in the order of time."""
+
+    def __init__(self, trace: Trace, settings: SweepSettings) -> None:
+        self.journal: list[JournalEntry] = []
+        self._trace = trace
+        self._settings = settings
+        self._costs = settings.costs
+        planner = settings.planner()
+        best_s = Pace(settings.profile).step_s(planner.initial_plan(trace.nodes).plan, {})
+        self._job = settings.job(max_steps=int(trace.duration_s / best_s) + 1)
+        self._fewest = min(planner.templates(len(trace.nodes)))
+        self._profile_json = profile_to_json(settings.profile)
+        self._crew = Crew(settings.profile, num_samples=settings.global_batch_size, costs=settings.costs)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self._now_s = 0.0
+        self._here = set(trace.start)
+        self._lives = dict.fromkeys(trace.nodes, 0)
+        """How often each node came: what was meant for an earlier life of it is dropped."""
+        self._members: dict[str, int] = {}
+        """The nodes that the coordinator counts on, and in which of their lives."""
+        self._silent: dict[str, int] = {}
+        """Nodes that are gone, frozen or cut off, and are not known to be; each silence has a number."""
+        self._frozen: set[str] = set()
+        self._cut: set[str] = set()
+        self._blind_until_s = 0.0
+        """Until then there is no master."""
+        self._coordinator: Coordinator | None = None
+        self._crashed: set[str] = set()
+        """Nodes with a worker that is to be started again."""
+        self._order: Order | None = None
+        self._fence = 0
+        self._past_generations = 0
+        self._generation = 0
+        self._past_steps = 0
+        self._newest_step = 0
+        self._saved_step = 0
+        self._ended_s = 0.0
+
+    def play(self, report: Callable[[float], None]) -> None:
+        self._record(
+            JobStarted(
+                t_s=0.0,
+                version=__version__,
+                job=self._job,
+                nodes=tuple(self._spec(node) for node in self._trace.nodes),
+                started_at="",
+            )
+        )
+        for event in self._trace.events:
+            self._at(event.t_s, lambda event=event: self._happen(event))  # type: ignore[misc]
+        self._start()
+        while (next_s := min(self._queue[0][0] if self._queue else inf, self._crew.next_s)) <= self._trace.duration_s:
+            self._move_to(next_s)
+            while self._queue and self._queue[0][0] <= self._now_s:
+                heapq.heappop(self._queue)[2]()
+            report(self._now_s)
+        self._move_to(self._trace.duration_s)
+        reason = f"the trace ends after {self._newest_step} steps"
+        self._record(JobEnded(t_s=self._trace.duration_s, exit_code=0, reason=reason))
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    def _at(self, t_s: float, action: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._queue, (max(t_s, self._now_s), self._sequence, action))
+
+    def _when_seen(self, t_s: float, action: Callable[[], None]) -> None:
+        """Do something that a master has to be there for."""
+
+        def act() -> None:
+            if self._now_s < self._blind_until_s:
+                self._when_seen(self._blind_until_s, action)
+            else:
+                action()
+
+        self._at(t_s, act)
+
+    def _move_to(self, t_s: float) -> None:
+        """Let time pass: commit the steps that fit, and adopt a plan whose time has come."""
+        order = self._order if self._crew.next_s <= t_s else None
+        for stretch in self._crew.advance(t_s):
+            self._committed(stretch)
+        self._now_s = t_s
+        if order is not None:
+            self._order = None
+            self._resume(order)
+            self._move_to(t_s)
+
+    def _committed(self, stretch: Stretch) -> None:
+        self._save(stretch)
+        record = self._crew.last_record
+        place = self._crew.speaker(self._absent())
+        assert record is not None
+        if place is not None and self._coordinator is not None:
+            self._now_s = max(self._now_s, stretch.end_s)
+            message = StepCommitted(device=place.device, record=record)
+            self._feed(Said(node=place.node, message=message), from_step=stretch.first_step)
+
+    def _save(self, stretch: Stretch) -> None:
+        """Note the newest step that a checkpoint holds."""
+        interval_s = self._settings.checkpoint_interval_s
+        saved_s = stretch.end_s // interval_s * interval_s
+        since = int((stretch.end_s - saved_s) / stretch.step_s) + 1
+        if since <= stretch.last_step - stretch.first_step + 1:
+            self._saved_step = self._past_steps + stretch.last_step - since
+
+    def _absent(self) -> set[str]:
+        """Nodes that the coordinator does not listen to."""
+        return set(self._trace.nodes) - {node for node in self._members if self._is_well(node)}
+
+    def _is_well(self, node: str) -> bool:
+        """Tell whether a node takes part: the coordinator hears what it says."""
+        return node in self._here and node not in self._silent and self._members.get(node) == self._lives[node]
+
+    # --- the coordinator's side ---------------------------------------------------------------------------------
+
+    def _feed(self, event: Event, *, from_step: int = 0) -> None:
+        if self._coordinator is not None:
+            self._carry_out(self._coordinator.handle(self._now_s, event), from_step=from_step)
+
+    def _say(self, place: Place, message: AgentMessage) -> None:
+        self._feed(Said(node=place.node, message=message))
+
+    def _carry_out(self, commands: Sequence[Command], *, from_step: int = 0) -> None:
+        fence = 0
+        ordered: Order | None = None
+        for command in commands:
+            match command:
+                case Record(entry=StepDone() as entry):
+                    self._record_steps(entry, from_step)
+                case Record(entry=entry):
+                    self._record(entry)
+                case Send(message=Fence(generation=fence)):
+                    pass
+                case Send(message=Order() as order):
+                    ordered = order  # the same for all, but for the device
+                case Disconnect(node=node):
+                    self._members.pop(node, None)
+                case Send(node=node, message=StartWorker()) if node in self._crashed:
+                    self._crashed.discard(node)
+                    self._worker_restarts(node)
+                case Send(node=node, message=StopAgent(reason="drained")):
+                    self._say(Place(node=node, device=0), AgentStopped(reason="drained"))
+                case End(reason=reason):
+                    self._give_up(reason)
+                    return
+                case _:
+                    pass
+        if fence:
+            self._fence = fence
+            self._order = None
+            self._when_seen(self._now_s + self._costs.fence_s, lambda: self._answer(fence))
+        if ordered is not None:
+            self._take_order(ordered)
+
+    def _take_order(self, order: Order) -> None:
+        self._order = order
+        seconds = transfer_s(self._settings.profile, order.transfers)
+        self._crew.take_order(order, self._now_s + self._costs.decide_s, transfer_s=seconds)
+
+    def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
+        """Have the workers answer a fence: all who can, or those of some nodes."""
+        if generation != self._fence or self._coordinator is None or self._coordinator.phase is not Phase.FENCING:
+            return
+        plan = self._crew.plan
+        at_work = frozenset(plan.nodes) if plan is not None else frozenset()
+        well = {node for node in self._members if self._is_well(node)}
+        idle = [
+            Place(node=node, device=device)
+            for node in sorted(well - at_work)
+            for device in range(self._settings.devices_per_node)
+        ]
+        answers = self._crew.answers(generation, self._now_s, at_work - well, idle)
+        for places, status in answers:
+            for place in places:
+                if only is None or place.node in only:
+                    self._say(place, replace(status, device=place.device))
+        if self._coordinator is not None and self._coordinator.phase is Phase.FENCING:
+            self._when_seen(self._coordinator.next_deadline(), lambda: self._settle(generation))
+
+    def _settle(self, generation: int) -> None:
+        """The coordinator's window for losses that belong together has passed."""
+        if self._coordinator is not None and generation == self._fence:
+            self._carry_out(self._coordinator.handle_deadline(self._now_s))
+
+    def _resume(self, order: Order) -> None:
+        """All have adopted the plan: say so."""
+        resumed = self._crew.resumed
+        num_bytes = moved_bytes(self._settings.profile, order.transfers)
+        for place in order.plan.places:
+            if self._is_well(place.node):
+                self._say(place, replace(resumed, device=place.device, received_bytes=num_bytes))
+                num_bytes = 0
+
+    # --- beginnings and ends ------------------------------------------------------------------------------------
+
+    def _spec(self, node: str) -> NodeSpec:
+        return NodeSpec(name=node, host=node, devices=tuple(range(self._settings.devices_per_node)))
+
+    def _start(self) -> None:
+        """Start the job, or start it again, if the nodes that are there hold the model."""
+        nodes = [node for node in self._trace.nodes if node in self._here and node not in self._silent]
+        if self._coordinator is not None or len(nodes) < self._fewest:
+            return
+        self._members = {node: self._lives[node] for node in nodes}
+        self._coordinator = Coordinator(self._job, tuple(map(self._spec, nodes)), started_at="", python_version=_PYTHON)
+        self._coordinator.start(self._now_s)
+        read_s = self._costs.checkpoint_read_s if self._newest_step else 0.0
+        coordinator = self._coordinator
+
+        def come_up() -> None:
+            for node in nodes:
+                if self._coordinator is coordinator:
+                    self._come_up(node)
+            if self._coordinator is coordinator:
+                self._feed(ProfileFound(profile_json=self._profile_json))
+
+        self._when_seen(self._now_s + self._costs.node_start_s + read_s, come_up)
+
+    def _come_up(self, node: str) -> None:
+        """A node's agent answers, and its workers are ready."""
+        if node not in self._members:
+            return
+        if not self._is_well(node):
+            self._fail(node, Cause.UNREACHABLE, "it is gone")
+            return
+        self._feed(NodeUp(node=node, hello=_hello(node, self._now_s), address=node))
+        for device in range(self._settings.devices_per_node):
+            self._say(Place(node=node, device=device), _ready(device))
+
+    def _give_up(self, reason: str) -> None:
+        """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
+        self._coordinator, self._order, self._fence = None, None, 0
+        self._crew.disband()
+        self._past_generations += self._generation + 1
+        self._generation = 0
+        self._past_steps = self._saved_step
+        self._ended_s = self._now_s
+        self.journal.append(
+            PlanAdopted(
+                t_s=self._now_s,
+                generation=self._past_generations,
+                plan=ExecutionPlan(pipelines=()),
+                action=Action.CHECKPOINT,
+                reason=reason,
+                predicted_step_s=0.0,
+                num_layers=0,
+                redundant=False,
+            )
+        )
+        self._start()
+
+    # --- the journal ----------------------------------------------------------------------------------------------
+
+    def _record(self, entry: JournalEntry) -> None:
+        """Write an entry, in the numbers of the whole run: a coordinator counts from its own start."""
+        match entry:
+            case NodeConnected() | WorkerUp():
+                return  # two for each node and start, and nothing is learned from them
+            case JobEnded(exit_code=code) if code:
+                return  # the job goes on
+            case PlanAdopted() | RecoveryStarted() | RecoveryDone():
+                entry = replace(entry, generation=self._past_generations + entry.generation)
+            case _:
+                pass
+        self.journal.append(entry)
+        if isinstance(entry, PlanAdopted):
+            self._adopted(entry)
+
+    def _adopted(self, entry: PlanAdopted) -> None:
+        restarted = self._generation == 0 and self._past_generations > 0
+        self._generation = entry.generation - self._past_generations
+        if not entry.redundant:
+            # The state is saved at once when it has too few copies.
+            self._saved_step = max(self._saved_step, self._newest_step if not restarted else 0)
+        if restarted:
+            self.journal.append(self._restart(entry))
+
+    def _restart(self, entry: PlanAdopted) -> RecoveryDone:
+        return RecoveryDone(
+            t_s=entry.t_s,
+            began_s=self._ended_s,
+            generation=entry.generation,
+            nodes=(),
+            cause=Cause.CONNECTION_LOST,
+            action=Action.CHECKPOINT,
+            detect_s=0.0,
+            decide_s=0.0,
+            transfer_s=self._costs.checkpoint_read_s,
+            stall_s=entry.t_s - self._ended_s,
+            bytes_moved=0,
+            layers_moved=entry.num_layers,
+            microbatches_redone=0,
+            steps_lost=self._newest_step - self._past_steps,
+        )
+
+    def _record_steps(self, entry: StepDone, first_step: int) -> None:
+        """Write one entry for many steps; those that had been committed before are told apart from the others."""
+        first, last = self._past_steps + (first_step or entry.record.step), self._past_steps + entry.record.step
+        tokens = entry.tokens
+        for start, stop in ((first, min(last, self._newest_step)), (max(first, self._newest_step + 1), last)):
+            if start <= stop:
+                end_s = entry.t_s - (last - stop) * entry.record.duration_s
+                record = replace(entry.record, step=stop, generation=self._past_generations + entry.record.generation)
+                self.journal.append(StepsDone(t_s=end_s, first_step=start, record=record, tokens_per_step=tokens))
+        self._newest_step = max(self._newest_step, last)
+
+    # --- what the trace says ----------------------------------------------------------------------------------------
+
+    def _happen(self, event: TraceEvent) -> None:
+        match event:
+            case Lost(node=node) | AgentCrashed(node=node):
+                self._lose(node)
+            case Joined(node=node):
+                self._here.add(node)
+                self._lives[node] += 1
+                self._join(node)
+            case Frozen(node=node):
+                self._frozen.add(node)
+                self._fall_silent(node)
+            case Thawed(node=node):
+                self._frozen.discard(node)
+                self._be_heard([node])
+            case Slowed(node=node, factor=factor):
+                self._crew.set_factor(node, factor, self._now_s)
+            case WorkerCrashed(node=node, device=device):
+                self._crash(node, device)
+            case MasterCrashed(down_s=down_s):
+                self._blind_until_s = max(self._blind_until_s, self._now_s + down_s)
+            case Partitioned(nodes=nodes):
+                for node in sorted(self._here.intersection(nodes) - self._cut):
+                    self._cut.add(node)
+                    self._fall_silent(node)
+            case Healed():
+                self._cut, healed = set(), sorted(self._cut)
+                self._be_heard(healed)
+            case Noticed(node=node):
+                self._when_seen(self._now_s, lambda: self._drain(node))
+            case _:
+                assert_never(event)
+
+    def _lose(self, node: str) -> None:
+        self._here.discard(node)
+        self._frozen.discard(node)
+        self._cut.discard(node)
+        self._crew.forget(node)
+        self._go_silent(node, self._costs.detect_s, Cause.CONNECTION_LOST, "its connection was lost")
+
+    def _fall_silent(self, node: str) -> None:
+        if node not in self._silent:
+            self._go_silent(node, self._costs.lease_s, Cause.LEASE_EXPIRED, "not heard of")
+
+    def _go_silent(self, node: str, notice_s: float, cause: Cause, evidence: str) -> None:
+        """A node stops; whoever waits for it stops with it; the coordinator notices after a while."""
+        self._sequence += 1
+        number = self._silent[node] = self._sequence
+        if self._crew.is_training(node):
+            self._crew.stop(self._now_s)
+
+        def notice() -> None:
+            if self._silent.get(node) == number:
+                del self._silent[node]
+                self._fail(node, cause, evidence)
+
+        self._when_seen(self._now_s + notice_s, notice)
+
+    def _fail(self, node: str, cause: Cause, evidence: str) -> None:
+        if node in self._members:
+            self._feed(NodeFailed(node=node, cause=cause, evidence=evidence))
+
+    def _be_heard(self, nodes: Iterable[str]) -> None:
+        """Nodes that were frozen or cut off are well again: they go on, or join anew if they were given up."""
+        for node in nodes:
+            if node in self._frozen or node in self._cut:
+                continue
+            self._silent.pop(node, None)
+            if self._is_well(node):
+                self._answer(self._fence, only={node})
+            else:
+                self._join(node)
+        is_fenced = self._coordinator is not None and self._coordinator.phase is Phase.FENCING
+        if self._order is None and not is_fenced and not any(map(self._crew.is_training, self._silent)):
+            self._crew.go_on(self._now_s)
+
+    def _join(self, node: str) -> None:
+        life = self._lives[node]
+
+        def join() -> None:
+            if node not in self._here or node in self._silent or life != self._lives[node]:
+                return
+            if self._coordinator is None:
+                self._start()
+            elif self._members.get(node) == life:
+                return
+            elif not self._generation:
+                self._when_seen(self._now_s + self._costs.node_start_s + _SOON_S, join)  # the job is about to start
+            else:
+                self._fail(node, Cause.CONNECTION_LOST, "its agent was lost")
+                self._members[node] = life
+                self._feed(AddRequested(spec=self._spec(node)))
+                self._come_up(node)
+
+        self._when_seen(self._now_s + self._costs.node_start_s, join)
+
+    def _crash(self, node: str, device: int) -> None:
+        if self._is_well(node) and self._generation and device < self._settings.devices_per_node:
+            if self._crew.is_training(node):
+                self._crew.stop(self._now_s)
+            self._crashed.add(node)
+            self._say(Place(node=node, device=device), WorkerExited(device=device, pid=1, signal=9))
+            if node not in self._members:
+                self._join(node)  # given up; whoever runs the job takes it back
+
+    def _worker_restarts(self, node: str) -> None:
+        life = self._lives[node]
+
+        def ready() -> None:
+            if self._members.get(node) == life and self._is_well(node):
+                self._say(Place(node=node, device=0), _ready(0))
+
+        self._when_seen(self._now_s + self._costs.worker_start_s, ready)
+
+    def _drain(self, node: str) -> None:
+        if self._is_well(node) and self._generation:
+            self._feed(DrainRequested(node=node))
+
+
+def _hello(node: str, now_s: float) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        oobleck_version=__version__,
+        python_version=_PYTHON,
+        node=node,
+        pid=1,
+        generation=0,
+        num_cores=1,
+        memory_bytes=1,
+        clock_s=now_s,
+    )
+
+
+def _ready(device: int) -> WorkerReady:
+    return WorkerReady(
+        device=device, pid=1, data_digest="", num_samples=1, layer_names=(), parameters=0, torch_version=""
+    )
