@@ -116,6 +116,12 @@ class Profile:
             raise ConfigError(f"profile of {self.model!r} has 0 layers; it needs at least 1")
         if self.microbatch_size < 1 or self.sequence_length < 1:
             raise ConfigError(f"profile of {self.model!r}: microbatch_size and sequence_length must be at least 1")
+        for count in sorted(set.intersection(*(set(layer.forward_s) for layer in self.layers))):
+            if not any(layer.forward_s[count] + layer.backward_s[count] > 0 for layer in self.layers):
+                raise ConfigError(
+                    f"profile of {self.model!r}: no layer takes any time on {count} device{'' if count == 1 else 's'}; "
+                    "at least one forward_s or backward_s must be above 0"
+                )
 
     @property
     def num_layers(self) -> int:

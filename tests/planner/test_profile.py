@@ -93,3 +93,10 @@ def test_a_profile_knows_its_layers() -> None:
     profile = make_profile([make_layer(), make_layer()], network=make_network())
     assert profile.num_layers == 2
     assert isinstance(profile.layers[0], LayerProfile)
+
+
+@pytest.mark.parametrize(("counts", "message"), [((1,), "on 1 device;"), ((1, 2), "on 2 devices;")])
+def test_a_model_that_takes_no_time_is_named(counts: tuple[int, ...], message: str) -> None:
+    layer = make_layer(3.0 if len(counts) > 1 else 0.0, device_counts=counts, sharing=0.0)
+    with pytest.raises(ConfigError, match=f"no layer takes any time {message}"):
+        make_profile([layer, layer])

@@ -180,8 +180,8 @@ def test_no_devices_is_a_planning_error(per_node: int, per_stage: int) -> None:
 
 
 def test_a_layer_without_any_cost_can_be_planned() -> None:
-    costs = StageCosts(make_profile([make_layer(0.0), make_layer(0.0)]), max_in_flight=1)
-    assert find_templates(costs, [1, 2])[2].num_stages == 2
+    costs = StageCosts(make_profile([make_layer(0.0), make_layer(0.0), make_layer()]), max_in_flight=1)
+    assert find_templates(costs, [1, 2, 3])[3].num_stages == 3
 
 
 def test_of_equally_even_cuts_the_longest_stages_come_first() -> None:
