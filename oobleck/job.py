@@ -97,11 +97,14 @@ class ControlSpec:
     connect_timeout_s: float = 10.0
     start_timeout_s: float = 120.0
     """How long a node may take from its connection to a worker that is ready."""
-    orphan_timeout_s: float = 60.0
+    orphan_timeout_s: float = 600.0
     """How long agents train on without a master before they stop."""
+    rejoin_after_s: float = 10.0
+    """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
 
     def __post_init__(self) -> None:
         _require(self.heartbeat_interval_s > 0, "control.heartbeat_interval_s", self.heartbeat_interval_s, "positive")
+        _require(self.rejoin_after_s >= 0, "control.rejoin_after_s", self.rejoin_after_s, "0 (never) or positive")
         _require(
             self.lease_s >= 2 * self.heartbeat_interval_s,
             "control.lease_s",

@@ -23,7 +23,7 @@ from oobleck.job import JobSpec, ModelSpec
 from .nearest import did_you_mean, nearest
 from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
 
-__all__ = ["Override", "apply_overrides", "default_job", "load_job", "parse_override"]
+__all__ = ["Override", "apply_overrides", "changed_keys", "default_job", "load_job", "parse_override"]
 
 Spec = TypeVar("Spec")
 
@@ -103,6 +103,19 @@ def apply_overrides(job: JobSpec, overrides: Sequence[Override]) -> JobSpec:
     except ConfigError as error:
         to_blame = [override for override in overrides if override.path == _blamed(error)] or overrides
         raise UsageError(f"--set {' '.join(override.text for override in to_blame)}: {error}") from error
+
+
+def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
+    """The dotted keys in which two jobs differ, in the order of the job's fields."""
+    changed: list[str] = []
+    assert is_dataclass(before)
+    for part in fields(before):
+        old, new = getattr(before, part.name), getattr(after, part.name)
+        if is_dataclass(old) and is_dataclass(new):
+            changed += changed_keys(old, new, f"{prefix}{part.name}.")
+        elif old != new:
+            changed.append(f"{prefix}{part.name}")
+    return changed
 
 
 def _nested(path: tuple[str, ...], value: YamlValue) -> YamlValue:

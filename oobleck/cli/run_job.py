@@ -5,6 +5,7 @@ The composition root of `oobleck up`: the only place that knows both the roles a
 
 from __future__ import annotations
 
+import logging
 import platform
 import signal
 import sys
@@ -20,9 +21,10 @@ from rich.console import Console
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import AddRequested, DrainRequested, End, StopRequested
 from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone
+from oobleck.control.remains import Remains, read_remains
 from oobleck.control.summary import Summary, summarize
 from oobleck.control.view import RunView
-from oobleck.errors import NodeUnreachable, UsageError
+from oobleck.errors import ConfigError, NodeUnreachable, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
@@ -35,7 +37,7 @@ from oobleck.runtime.control_socket import (
     StopRequest,
     serve_control,
 )
-from oobleck.runtime.journal_file import JournalWriter, set_aside
+from oobleck.runtime.journal_file import JournalWriter, read_journal, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.run_dir import RunDirectory
@@ -45,8 +47,11 @@ from oobleck.ui.summary_table import summary_table
 
 from .exit_codes import ExitCode
 from .hostfile import parse_hostfile
+from .job_file import changed_keys
 
 __all__ = ["Run", "run_job"]
+
+_log = logging.getLogger("oobleck.up")
 
 _SPARE_NODES = 4
 """Virtual nodes that are there to be added to a local run."""
@@ -69,6 +74,8 @@ class Run:
     as_json: bool
     summary: Path | None
     base_dir: Path
+    resume: str = "auto"
+    """`auto` takes over a run that goes on without its master; `never` ends it and starts anew."""
 
 
 def run_job(run: Run) -> int:
@@ -79,9 +86,7 @@ def run_job(run: Run) -> int:
     if run.plain or not console.is_terminal:
         console.out(f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
     with directory.lock():
-        set_aside(directory.journal)
-        with JournalWriter(directory.journal) as journal:
-            end, summary = trio.run(_run, run, directory, journal, console)
+        end, summary = trio.run(_run, run, directory, console)
     if summary.generations:  # else nothing was trained, and there is nothing to tell
         console.print(summary_table(summary))
     if run.summary is not None:
@@ -93,44 +98,111 @@ def run_job(run: Run) -> int:
     return end.exit_code
 
 
-async def _run(run: Run, directory: RunDirectory, journal: JournalWriter, console: Console) -> tuple[End, Summary]:
-    entries: list[JournalEntry] = []
+async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End, Summary]:
     async with open_ssh_loop(), _nodes(run) as (known, options), trio.open_nursery() as nursery:
-        nodes = known[: run.num_local] if run.num_local else known
-        coordinator = Coordinator(
-            run.job,
-            nodes,
-            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            python_version=platform.python_version(),
-        )
         cluster = SSHCluster(
             run.job.tag, known, run_id=directory.run_id, options=options, paths=_remote_paths(run, directory)
         )
-        master = Master(
-            coordinator,
-            tag=run.job.tag,
-            cluster=cluster,
-            journal=journal,
-            profiles=ProfileFiles(directory.profile),
-            hello_timeout_s=run.job.control.connect_timeout_s,
-        )
-        session = _Session(run, master, known, nursery)
-        master.observe(entries.append)
-        master.observe(session.view.apply)
-        master.listen(session.view.heard)
-        master.observe(session.kill_when_due)
-        await nursery.start(serve_control, directory.control_socket, session.answer)
-        nursery.start_soon(session.watch_signals)
-        try:
-            async with trio.open_nursery() as watching:
-                session.show(console, watching)
-                end = await master.run()
-                watching.cancel_scope.cancel()
-        finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(2):
-                await cluster.aclose()
+        past = await _find_past(run, directory, cluster, known)
+        with JournalWriter(directory.journal) as journal:
+            master = _make_master(run, directory, cluster, journal, past, known)
+            session = _Session(run, master, known, nursery, past.entries)
+            await nursery.start(serve_control, directory.control_socket, session.answer)
+            nursery.start_soon(session.watch_signals)
+            try:
+                async with trio.open_nursery() as watching:
+                    session.show(console, watching)
+                    end = await master.run()
+                    watching.cancel_scope.cancel()
+            finally:
+                with trio.CancelScope(shield=True), trio.move_on_after(2):
+                    await cluster.aclose()
         nursery.cancel_scope.cancel()
-    return end, summarize(entries)
+    return end, summarize(session.entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Past:
+    """What a master before this one has left: its journal, and, where agents live, a run that goes on."""
+
+    entries: tuple[JournalEntry, ...] = ()
+    remains: Remains | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the run has gone on. The wall clock may have been set back: time never goes backwards here."""
+        if self.remains is None:
+            return 0.0
+        began = datetime.fromisoformat(self.remains.started.started_at)
+        return max(self.remains.last_s, (datetime.now(UTC) - began).total_seconds())
+
+
+async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, known: Sequence[NodeSpec]) -> _Past:
+    """Look for a run that goes on without its master; the journal of any other is set aside.
+
+    Raises UsageError for one that trains another job.
+    """
+    entries = _read_past(directory.journal) if run.resume == "auto" else ()
+    remains = read_remains(entries)
+    if remains is not None:
+        remains.relocate({spec.name: spec for spec in known})
+        if await _is_any_alive(cluster, remains.nodes):
+            if remains.job != run.job:
+                changed = ", ".join(changed_keys(remains.job, run.job))
+                raise UsageError(
+                    f"the run {run.job.tag} goes on without its master, and its job differs from this one in "
+                    f"{changed}; give the same job to take it over, or --resume never to end it and start anew"
+                )
+            return _Past(entries=entries, remains=remains)
+    set_aside(directory.journal)
+    return _Past()
+
+
+def _read_past(path: Path) -> tuple[JournalEntry, ...]:
+    try:
+        return tuple(read_journal(path)) if path.exists() else ()
+    except ConfigError as error:
+        _log.warning("nothing can be taken over: %s", error)  # it may be of another version
+        return ()
+
+
+async def _is_any_alive(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> bool:
+    living: list[NodeSpec] = []
+
+    async def ask(spec: NodeSpec) -> None:
+        if await cluster.is_alive(spec):
+            living.append(spec)
+
+    async with trio.open_nursery() as asking:
+        for spec in nodes:
+            asking.start_soon(ask, spec)
+    return bool(living)
+
+
+def _make_master(
+    run: Run,
+    directory: RunDirectory,
+    cluster: SSHCluster,
+    journal: JournalWriter,
+    past: _Past,
+    known: tuple[NodeSpec, ...],
+) -> Master:
+    coordinator = Coordinator(
+        run.job,
+        known[: run.num_local] if run.num_local else known,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        python_version=platform.python_version(),
+        remains=past.remains,
+    )
+    return Master(
+        coordinator,
+        tag=run.job.tag,
+        cluster=cluster,
+        journal=journal,
+        profiles=ProfileFiles(directory.profile),
+        hello_timeout_s=run.job.control.connect_timeout_s,
+        elapsed_s=past.elapsed_s,
+    )
 
 
 @asynccontextmanager
@@ -155,7 +227,16 @@ def _remote_paths(run: Run, directory: RunDirectory) -> RemotePaths:
 class _Session:
     """What reaches a running job from outside: signals, the control socket, and planned kills."""
 
-    def __init__(self, run: Run, master: Master, spares: Sequence[NodeSpec], nursery: trio.Nursery) -> None:
+    def __init__(
+        self,
+        run: Run,
+        master: Master,
+        spares: Sequence[NodeSpec],
+        nursery: trio.Nursery,
+        past: Sequence[JournalEntry],
+    ) -> None:
+        """`past` is the journal of a master before this one."""
+        self.entries: list[JournalEntry] = []
         self.view = RunView()
         self._spares = tuple(spares)
         self._run = run
@@ -163,6 +244,12 @@ class _Session:
         self._nursery = nursery
         self._due = list(run.kills)
         self._gone: set[str] = set()
+        for entry in past:
+            self._note(entry)
+            self._take_due(entry)  # those kills are done
+        master.observe(self._note)
+        master.observe(self._kill_when_due)
+        master.listen(self.view.heard)
 
     def show(self, console: Console, nursery: trio.Nursery) -> None:
         """Start what keeps a person informed."""
@@ -173,18 +260,25 @@ class _Session:
             self._master.observe(log.apply)
             nursery.start_soon(lambda: run_lines(log, console=console))
 
-    def kill_when_due(self, entry: JournalEntry) -> None:
-        """Kill the nodes that were to be killed once this step is committed."""
+    def _note(self, entry: JournalEntry) -> None:
+        self.entries.append(entry)
+        self.view.apply(entry)
         match entry:
             case NodeLost(node=node) | NodeLeft(node=node):
                 self._gone.add(node)
             case NodeAdded(node=spec):
                 self._gone.discard(spec.name)
+
+    def _take_due(self, entry: JournalEntry) -> list[str]:
+        """The nodes that are to be killed once this step is committed."""
         if not isinstance(entry, StepDone):
-            return
+            return []
         due = [kill for kill in self._due if kill[1] <= entry.record.step]
         self._due = [kill for kill in self._due if kill not in due]
-        for node, _ in due:
+        return [node for node, _ in due]
+
+    def _kill_when_due(self, entry: JournalEntry) -> None:
+        for node in self._take_due(entry):
             self._nursery.start_soon(self._kill, node)
 
     async def _kill(self, node: str) -> None:

@@ -67,12 +67,22 @@ def up(
     summary: Annotated[
         Path | None, typer.Option("--summary", metavar="FILE", help="Write the closing summary as JSON.")
     ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            "--resume",
+            metavar="auto|never",
+            help="Take over a run of this name whose master was killed, or end what is left of it and start anew.",
+        ),
+    ] = "auto",
     base_dir: BaseDirOption = None,
 ) -> None:
     """Train a job on the nodes of a hostfile, or on virtual nodes of this machine.
 
     Training goes on when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
     """
+    if resume not in ("auto", "never"):
+        raise UsageError(f"--resume: {resume} is not known; it is auto or never")
     nodes = _read_nodes(hostfile, local)
     names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
     if summary is not None and not os.access(summary.expanduser().parent, os.W_OK):
@@ -108,6 +118,7 @@ def up(
         as_json=as_json,
         summary=summary,
         base_dir=base_dir_of(base_dir),
+        resume=resume,
     )
     raise SystemExit(run_job(run))
 

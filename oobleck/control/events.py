@@ -21,6 +21,7 @@ __all__ = [
     "DrainRequested",
     "End",
     "Event",
+    "KillRequested",
     "LookUpProfile",
     "NodeFailed",
     "NodeUp",
@@ -83,20 +84,29 @@ class AddRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KillRequested:
+    """The user has a node killed, to see the run go on: it is not tried again."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
     """The user, or a termination notice, wants a node out of the job."""
 
     node: str
 
 
-Event = AddRequested | DrainRequested | NodeUp | NodeFailed | Said | ProfileFound | StopRequested
+Event = AddRequested | DrainRequested | KillRequested | NodeUp | NodeFailed | Said | ProfileFound | StopRequested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
-    """Reach a node and start its agent."""
+    """Reach a node and start its agent; one that an earlier master left is ended before."""
 
     node: NodeSpec
+    attach: bool = False
+    """Take up with the agent that an earlier master left, if it lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from oobleck.planner import Decision, ExecutionPlan, Place
 
+from .journal import PlanAdopted
 from .messages import Order, Segment, Status
 from .recovery import Verdict, broken_pipelines, deal_microbatches
 
@@ -37,6 +38,16 @@ class Generations:
     def begin(self) -> None:
         """A new generation begins; nothing of older ones is committed from here on."""
         self.current += 1
+
+    def restore(self, entry: PlanAdopted) -> None:
+        """Note a plan that the journal of a master before knows to be ordered."""
+        self.current = entry.generation
+        self._ordered[entry.generation] = _Ordered(entry.plan, entry.pipeline_generations)
+        if entry.finish is None or entry.finished_under is None:
+            self._forgot = entry.generation
+        else:
+            self._segments_for, self._segments = (entry.finished_under, entry.finish), entry.segments
+            self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in entry.segments)])
 
     def forget_before(self, generation: int) -> None:
         """Nobody who lives has an older plan in force any more."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan
 
-from .messages import CommitRecord
+from .messages import CommitRecord, Segment
 
 __all__ = [
     "Action",
@@ -21,12 +21,14 @@ __all__ = [
     "JobEnded",
     "JobStarted",
     "JournalEntry",
+    "MasterResumed",
     "NodeAdded",
     "NodeConnected",
     "NodeLeft",
     "NodeLost",
     "Notice",
     "PlanAdopted",
+    "ProfileKnown",
     "RecoveryDone",
     "RecoveryStarted",
     "StepDone",
@@ -51,6 +53,8 @@ class Cause(StrEnum):
     """Nothing was lost: a node came, or a worker came back."""
     DRAINED = "drained"
     """Nothing was lost: a node leaves, and gives its state away first."""
+    MASTER_LOST = "master_lost"
+    """Nothing was lost but the master, in the middle of a recovery: its successor begins that anew."""
     UNREACHABLE = "unreachable"
 
 
@@ -83,6 +87,29 @@ class JobStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MasterResumed:
+    """Another master has taken over a run that went on without one."""
+
+    t_s: float
+    away_s: float
+    """Since the last entry of the master before."""
+
+    def describe(self) -> str:
+        return f"a new master takes over; the one before was last heard {self.away_s:.1f} s ago"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKnown:
+    """The model's profile, as the JSON of a profile file: what every plan of the run is computed from."""
+
+    t_s: float
+    profile_json: str
+
+    def describe(self) -> str:
+        return "the model's profile is known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConnected:
     t_s: float
     node: str
@@ -100,6 +127,8 @@ class WorkerUp:
     node: str
     device: int
     pid: int
+    data_digest: str
+    """Equal on all nodes, or they would train on different text."""
 
     def describe(self) -> str:
         return f"{self.node} device {self.device} is ready (worker process {self.pid})"
@@ -166,6 +195,14 @@ class PlanAdopted:
     """False when fewer than f + 1 copies of some layer live."""
     best_step_s: float | None = None
     """Predicted step time of the best plan for the nodes held; None where the plan is that one."""
+    pipeline_generations: tuple[int, ...] = ()
+    """For each pipeline, the generation in which its group is formed."""
+    finish: int | None = None
+    """The step in flight, to be finished first; None when it is forgotten."""
+    finished_under: int | None = None
+    """The generation of the plan under which that step is finished."""
+    segments: tuple[Segment, ...] = ()
+    """What broken pipelines leave of it, dealt among the whole ones."""
 
     def describe(self) -> str:
         return f"generation {self.generation}: {self.reason}"
@@ -275,6 +312,8 @@ class JobEnded:
 
 JournalEntry = (
     JobStarted
+    | MasterResumed
+    | ProfileKnown
     | NodeConnected
     | WorkerUp
     | NodeLost

@@ -13,7 +13,8 @@ from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import Place
 
-from .messages import Hello, WorkerReady
+from .journal import WorkerUp
+from .messages import Hello
 
 __all__ = ["Member", "Membership", "NodeState"]
 
@@ -47,7 +48,9 @@ class Member:
     clock_offset_s: float = 0.0
     """Add to the node's monotonic clock to get ours."""
     last_heard_s: float = 0.0
-    ready: dict[int, WorkerReady] = field(default_factory=dict)
+    agent_pid: int = 0
+    """Tells the agent that was taken in from another that was started since."""
+    ready: dict[int, WorkerUp] = field(default_factory=dict)
     """By device."""
     ready_since: int = 0
     """The generation in force when it became ready: it has no part in plans up to that one."""
@@ -56,6 +59,8 @@ class Member:
     """Drained, and told to end."""
     restarts: int = 0
     """How often its worker was started again."""
+    is_banned: bool = False
+    """The user wants it gone: nobody tries to get it back."""
 
     @property
     def is_ready(self) -> bool:
@@ -64,6 +69,33 @@ class Member:
     @property
     def places(self) -> tuple[Place, ...]:
         return tuple(Place(node=self.spec.name, device=device) for device in range(self.spec.num_devices))
+
+    def meet(self, hello: Hello, *, address: str, now_s: float) -> None:
+        """Note who speaks for the node; `address` is where SSH reached it."""
+        self.hello = hello
+        self.agent_pid = hello.pid
+        self.address = self.spec.address or address
+        self.clock_offset_s = now_s - hello.clock_s
+        self.last_heard_s = now_s
+
+    def note_ready(self, worker: WorkerUp, *, generation: int) -> None:
+        """Note a worker that became ready in `generation`; the last one makes the node ready."""
+        self.ready[worker.device] = worker
+        if len(self.ready) == self.spec.num_devices:
+            self.move_to(NodeState.READY)
+            self.ready_since = generation
+
+    def note_restart(self, device: int) -> None:
+        """A worker has ended, and is started again: until then the node is not ready."""
+        self.restarts += 1
+        self.ready.pop(device, None)
+        if self.is_ready:
+            self.move_to(NodeState.CONNECTED)
+
+    def dismiss(self) -> None:
+        """The node is drained: its agent is there until it says goodbye; its workers are not."""
+        self.is_dismissed = True
+        self.move_to(NodeState.CONNECTED)
 
     def move_to(self, state: NodeState) -> None:
         """Change the state. Raises PeerError when the node's own words ask for what cannot be."""

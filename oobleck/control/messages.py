@@ -24,6 +24,7 @@ __all__ = [
     "Greeting",
     "Heartbeat",
     "Hello",
+    "Leaving",
     "MasterMessage",
     "Order",
     "PeerFailed",
@@ -77,7 +78,9 @@ class Hello:
     node: str
     pid: int
     generation: int
-    """The newest generation that this agent's workers have adopted; 0 for none."""
+    """The newest generation that this agent's workers were ordered to adopt; 0 for none."""
+    workers: tuple[int, ...]
+    """The devices that have a living worker."""
     num_cores: int
     memory_bytes: int
     """Main memory of the machine."""
@@ -248,6 +251,13 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The node was given notice of its termination: it asks to be drained."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStopped:
     """The agent has ended its workers and leaves now."""
 
@@ -385,6 +395,7 @@ AgentMessage = (
     | PeerFailed
     | StorePut
     | Finished
+    | Leaving
     | AgentStopped
 )
 """What an agent says to the master, its workers' words included."""

@@ -46,9 +46,7 @@ class Preparation:
         """Take a node in: tell its agent about the job and have its workers started."""
         member = self._members[event.node]
         member.move_to(NodeState.CONNECTED)
-        member.hello = event.hello
-        member.address = member.spec.address or event.address
-        member.clock_offset_s = now_s - event.hello.clock_s
+        member.meet(event.hello, address=event.address, now_s=now_s)
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -62,8 +60,8 @@ class Preparation:
         starts = [Send(node=event.node, message=StartWorker(device=place.device)) for place in member.places]
         return [Send(node=event.node, message=configure), *starts]
 
-    def note_ready(self, member: Member, message: WorkerReady, *, generation: int) -> list[Command]:
-        """Note a worker, ready since `generation`. The first one of all settles which profile is needed.
+    def note_ready(self, member: Member, message: WorkerReady) -> list[Command]:
+        """Look at a worker that is ready. The first one of all settles which profile is needed.
 
         Raises ConfigError when it trains on other data than the rest.
         """
@@ -74,11 +72,7 @@ class Preparation:
                         f"{member.spec.name} and {other.spec.name} would train on different text (digests "
                         f"{message.data_digest} and {ready.data_digest}); give all nodes the same files"
                     )
-        member.ready[message.device] = message
-        if len(member.ready) == member.spec.num_devices:
-            member.move_to(NodeState.READY)
-            member.ready_since = generation
-        if self._key is not None:
+        if self.profile is not None or self._key is not None:
             return []
         assert member.hello is not None
         self._key = profile_key(

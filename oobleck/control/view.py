@@ -20,12 +20,14 @@ from .journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    MasterResumed,
     NodeAdded,
     NodeConnected,
     NodeLeft,
     NodeLost,
     Notice,
     PlanAdopted,
+    ProfileKnown,
     RecoveryDone,
     RecoveryStarted,
     StepDone,
@@ -78,7 +80,7 @@ class RunView:
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
         self._account.apply(entry)
-        if not isinstance(entry, StepDone):
+        if not isinstance(entry, StepDone | ProfileKnown):
             self._events.append(EventLine(t_s=entry.t_s, level=level_of(entry), text=entry.describe()))
         match entry:
             case JobStarted():
@@ -108,7 +110,7 @@ class RunView:
                 self._recovering = {g for g in self._recovering if g > entry.generation}
                 self._num_recoveries += 1
                 self._changing = frozenset()
-            case Notice() | StepsDone():
+            case Notice() | StepsDone() | MasterResumed() | ProfileKnown():
                 pass
             case JobEnded():
                 self._ended = entry
@@ -219,7 +221,7 @@ def level_of(entry: JournalEntry) -> str:
     match entry:
         case Notice():
             return entry.level
-        case NodeLost() | WorkerDown():
+        case NodeLost() | WorkerDown() | MasterResumed():
             return "warning"
         case RecoveryStarted():
             return "info" if entry.cause in (Cause.JOINED, Cause.DRAINED) else "warning"

@@ -6,7 +6,6 @@ timeout, when it ends its workers and itself.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import assert_never
 import trio
 
 from oobleck.control.messages import (
-    AgentMessage,
     AgentStopped,
     Configure,
     Fence,
@@ -23,6 +21,7 @@ from oobleck.control.messages import (
     Greeting,
     Heartbeat,
     Hello,
+    Leaving,
     MasterMessage,
     Order,
     ProfileRequest,
@@ -38,11 +37,12 @@ from oobleck.control.messages import (
 from oobleck.errors import PeerError
 from oobleck.planner import Place
 
+from .letters import Letters
 from .ports import MasterConnection, WorkerHandle, WorkerHost
 
 __all__ = ["Agent"]
 
-_UNSAID_LIMIT = 10_000
+_UNSAID_LIMIT = 100_000
 """Messages kept for a master that is away."""
 _UNREAD_LIMIT = 10_000
 """Messages queued for a worker; one that reads none of so many is stuck for good."""
@@ -83,7 +83,7 @@ class Agent:
         tag: str,
         accept: Callable[[], Awaitable[MasterConnection]],
         workers: WorkerHost,
-        hello: Callable[[int], Hello],
+        hello: Callable[[int, tuple[int, ...]], Hello],
         cache_dir: Path,
     ) -> None:
         self._tag = tag
@@ -94,8 +94,7 @@ class Agent:
         self._duty: _Duty | None = None
         self._workers: dict[int, _Worker] = {}
         self._generation = 0
-        self._unsaid: deque[AgentMessage] = deque(maxlen=_UNSAID_LIMIT)
-        self._something_to_say = trio.Event()
+        self._letters = Letters(limit=_UNSAID_LIMIT)
         self._stop_reason: str | None = None
 
     async def run(self) -> str:
@@ -140,7 +139,7 @@ class Agent:
             raise PeerError(f"said {type(greeting).__name__} before Greeting")
         if greeting.tag != self._tag:
             raise PeerError(f"asked for the job {greeting.tag}; this is {self._tag}")
-        await connection.send([self._hello(self._generation)])
+        await connection.send([self._hello(self._generation, tuple(sorted(self._workers)))])
 
     async def _take_leave(self, connection: MasterConnection) -> None:
         """End the workers and say so; then nothing of this node is left."""
@@ -151,35 +150,27 @@ class Agent:
         await connection.send([AgentStopped(reason=self._stop_reason or "")])
 
     async def _speak(self, connection: MasterConnection) -> None:
+        self._letters.repeat_unheard()
         while True:
-            while self._unsaid:
-                said = list(self._unsaid)
-                await connection.send(said)
-                for _ in said:
-                    self._unsaid.popleft()
-            self._something_to_say = trio.Event()
-            await self._something_to_say.wait()
+            await connection.send(await self._letters.next())
 
     async def _beat(self) -> None:
-        sequence = 0
         while True:
             if self._duty is not None:
-                self._say(Heartbeat(sequence=sequence))
-                sequence += 1
+                self._letters.beat()
             await trio.sleep(self._duty.interval_s if self._duty else 0.1)
 
-    def _say(self, message: AgentMessage) -> None:
-        """Queue a message for the master; the oldest is dropped when one is away for too long."""
-        self._unsaid.append(message)
-        self._something_to_say.set()
+    def request_leave(self, reason: str) -> None:
+        """Ask the master to drain this node."""
+        self._letters.add(Leaving(reason=reason))
 
     async def _obey(self, message: MasterMessage, nursery: trio.Nursery) -> None:
         match message:
             case Configure():
                 self._duty = _Duty(message)
                 nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
-            case Heartbeat():
-                pass
+            case Heartbeat(sequence=sequence):
+                self._letters.heard(sequence)
             case Greeting():
                 raise PeerError("a second greeting on one connection")
             case StartWorker(device=device):
@@ -227,7 +218,7 @@ class Agent:
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
         worker = _Worker(handle, outgoing)
         self._workers[device] = worker
-        self._say(WorkerStarted(device=device, pid=handle.pid))
+        self._letters.add(WorkerStarted(device=device, pid=handle.pid))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_to_worker, worker, queue)
             with trio.CancelScope() as listening:
@@ -236,7 +227,7 @@ class Agent:
             end = await handle.wait()
             nursery.cancel_scope.cancel()
         del self._workers[device]
-        self._say(
+        self._letters.add(
             WorkerExited(
                 device=device,
                 pid=handle.pid,
@@ -273,6 +264,6 @@ class Agent:
                 case StorePut():
                     for other in sorted(self._workers.keys() - {device}):
                         self._tell(other, message)
-                    self._say(message)
+                    self._letters.add(message)
                 case _:
-                    self._say(message)
+                    self._letters.add(message)

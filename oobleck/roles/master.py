@@ -15,6 +15,7 @@ from oobleck.control.events import (
     Disconnect,
     End,
     Event,
+    KillRequested,
     LookUpProfile,
     NodeFailed,
     NodeUp,
@@ -52,7 +53,9 @@ class Master:
         journal: Journal,
         profiles: ProfileCache,
         hello_timeout_s: float,
+        elapsed_s: float = 0.0,
     ) -> None:
+        """`elapsed_s`: how long the run has gone on already, under a master before."""
         self._coordinator = coordinator
         self._nodes: dict[str, NodeSpec] = {}
         self._tag = tag
@@ -62,6 +65,7 @@ class Master:
         self._hello_timeout_s = hello_timeout_s
         self._events, self._inbox = trio.open_memory_channel[Event](_EVENTS_BUFFERED)
         self._tunnels: dict[str, _Tunnel] = {}
+        self._elapsed_s = elapsed_s
         self._started_s = 0.0
         self._observers: list[Callable[[JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
@@ -91,13 +95,14 @@ class Master:
 
     async def kill(self, node: str) -> None:
         """Kill a node, as if its power had been cut. Its loss is then met as any other. Raises NodeUnreachable."""
+        self.submit(KillRequested(node=node))
         await self._cluster.kill(self._nodes[node])
 
     async def run(self) -> End:
         """Run the job; returns how it ended, when nothing of it is left running."""
-        self._started_s = trio.current_time()
+        self._started_s = trio.current_time() - self._elapsed_s
         async with trio.open_nursery() as nursery:
-            self._carry_out(self._coordinator.start(0.0), nursery)
+            self._carry_out(self._coordinator.start(self.now_s), nursery)
             while self._outcome is None:
                 self._carry_out(await self._next_commands(), nursery)
             await self._say_farewell()
@@ -129,9 +134,9 @@ class Master:
                     self._journal.append(entry)
                     for observer in self._observers:
                         observer(entry)
-                case Connect(node=spec):
+                case Connect(node=spec, attach=attach):
                     self._nodes[spec.name] = spec
-                    self._tunnels[spec.name] = tunnel = _Tunnel(spec, self._tag, self._events)
+                    self._tunnels[spec.name] = tunnel = _Tunnel(spec, self._tag, self._events, attach=attach)
                     nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
                 case Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()
@@ -153,12 +158,13 @@ class Master:
 class _Tunnel:
     """The conversation with one agent: a task that reads, a task that writes, and an end that becomes an event."""
 
-    def __init__(self, spec: NodeSpec, tag: str, events: trio.MemorySendChannel[Event]) -> None:
+    def __init__(self, spec: NodeSpec, tag: str, events: trio.MemorySendChannel[Event], *, attach: bool) -> None:
         self.scope = trio.CancelScope()
         self.closed = trio.Event()
         self._spec = spec
         self._greeting = Greeting(protocol=PROTOCOL_VERSION, tag=tag)
         self._events = events
+        self._attach = attach
         self._post, self._outgoing = trio.open_memory_channel[MasterMessage](_MESSAGES_BUFFERED)
 
     def post(self, message: MasterMessage) -> None:
@@ -173,7 +179,7 @@ class _Tunnel:
         """Talk to the agent until the connection ends or `scope` is cancelled."""
         try:
             with self.scope:
-                connection = await cluster.reach(self._spec)
+                connection = await cluster.reach(self._spec, attach=self._attach)
                 try:
                     await self._talk(connection, hello_timeout_s)
                 finally:

@@ -58,8 +58,11 @@ class MasterConnection(Protocol):
 class Cluster(Protocol):
     """The nodes: how the master reaches them, and what it may do there."""
 
-    async def reach(self, node: NodeSpec) -> AgentConnection:
-        """Start the node's agent and connect to it; one that an earlier run left is ended. Raises NodeUnreachable."""
+    async def reach(self, node: NodeSpec, *, attach: bool) -> AgentConnection:
+        """Start the node's agent and connect to it. Raises NodeUnreachable.
+
+        An agent that an earlier master left is ended before, or, with `attach`, taken up with.
+        """
         ...
 
     async def kill(self, node: NodeSpec) -> None:

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["AgentDir", "clean_command", "end_command", "kill_command"]
+__all__ = ["AgentDir", "clean_command", "end_command", "is_alive_command", "kill_command"]
 
 _MAX_NAME_CHARS = 24
 """Of a node in a path: with the longest tag and user id, sockets in /tmp stay below the limit of 107 bytes."""
@@ -71,6 +71,12 @@ def kill_command(run_id: str, node: str) -> str:
     directory = f'"{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
     ours = 'for p in $(cat ./*.pid); do grep -qsa oobleck "/proc/$p/cmdline" && echo "$p"; done'
     return f"(cd {directory} && kill -KILL $({ours})) 2>/dev/null; true"
+
+
+def is_alive_command(run_id: str, node: str) -> str:
+    """A shell command that succeeds where the agent of a node lives."""
+    directory = f'"{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
+    return f'p=$(cat {directory}/agent.pid 2>/dev/null) && grep -qsa oobleck "/proc/$p/cmdline"'
 
 
 def end_command(run_id: str, node: str) -> str:

@@ -119,7 +119,7 @@ async def _serve(tag: str, node: str, directory: AgentDir, listener: socket.sock
     async def accept() -> MasterConnection:
         return MessageChannel(await listening.accept(), FrameDecoder(MasterMessage))
 
-    def hello(generation: int) -> Hello:
+    def hello(generation: int, devices: tuple[int, ...]) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -127,6 +127,7 @@ async def _serve(tag: str, node: str, directory: AgentDir, listener: socket.sock
             node=node,
             pid=os.getpid(),
             generation=generation,
+            workers=devices,
             num_cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             clock_s=time.monotonic(),
@@ -136,12 +137,20 @@ async def _serve(tag: str, node: str, directory: AgentDir, listener: socket.sock
     agent = Agent(tag=tag, accept=accept, workers=workers, hello=hello, cache_dir=cache_dir)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(workers.run)
+        nursery.start_soon(_watch_for_notice, agent)
         reason = await agent.run()
         _log.info("stops: %s", reason)
         nursery.cancel_scope.cancel()
     for path in (directory.socket, *directory.path.glob("*.pid")):
         with suppress(FileNotFoundError):
             path.unlink()
+
+
+async def _watch_for_notice(agent: Agent) -> None:
+    """SIGTERM is notice of termination: the node asks to be drained, and gives its state away first."""
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            agent.request_leave("its agent was sent SIGTERM")
 
 
 if __name__ == "__main__":

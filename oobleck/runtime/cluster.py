@@ -20,7 +20,7 @@ from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.wire import FrameDecoder
 
-from .agent_dir import clean_command, end_command, kill_command
+from .agent_dir import clean_command, end_command, is_alive_command, kill_command
 from .ssh import CompletedCommand, SSHConnection, SSHOptions, connect
 
 __all__ = ["RemotePaths", "SSHCluster"]
@@ -73,20 +73,29 @@ class SSHCluster:
         self._tending: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         """Held while a node's agent is started or cleaned up after: a node may be added while it is still cleaned."""
 
-    async def reach(self, node: NodeSpec) -> _Tunnel:
+    async def reach(self, node: NodeSpec, *, attach: bool) -> _Tunnel:
         """Start the node's agent and connect to it. Raises NodeUnreachable.
 
-        One that a killed master has left is ended before: it would go on with the work of the run before.
+        One that a killed master has left is taken up with by `attach`; else it is ended before, for it would go on
+        with the work of the run before.
         """
         async with self._tending[node.name]:
             connection = await self._connection(node)
             try:
-                await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
+                if not attach:
+                    await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
                 completed = await connection.run(self._agent_command(node), timeout_s=_START_TIMEOUT_S)
                 socket = self._understand(node, completed)
                 return _Tunnel(connection, await connection.open_unix(socket))
             except (trio.BrokenResourceError, trio.TooSlowError) as error:
                 raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
+
+    async def is_alive(self, node: NodeSpec) -> bool:
+        """Tell whether an agent of this run lives on the node; False where it cannot be reached."""
+        try:
+            return await self._run(node, is_alive_command(self._run_id, node.name)) == 0
+        except NodeUnreachable:
+            return False
 
     async def kill(self, node: NodeSpec) -> None:
         """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
@@ -106,10 +115,10 @@ class SSHCluster:
             await connection.aclose()
         self._connections.clear()
 
-    async def _run(self, node: NodeSpec, command: str) -> None:
+    async def _run(self, node: NodeSpec, command: str) -> int:
         connection = await self._connection(node)
         try:
-            await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)
+            return (await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)).exit_status
         except (trio.BrokenResourceError, trio.TooSlowError) as error:
             with suppress(trio.BrokenResourceError):
                 await connection.aclose()

@@ -39,6 +39,7 @@ def hello(node: str, **fields) -> Hello:
         "node": node,
         "pid": 7,
         "generation": 0,
+        "workers": (),
         "num_cores": 4,
         "memory_bytes": 1 << 30,
         "clock_s": 100.0,

@@ -116,7 +116,7 @@ def run_with_a_loss(
     for index, node in enumerate(names):
         yield NodeConnected(t_s=0.5 + index / 100, node=node, agent_pid=1000 + index)
     for index, node in enumerate(names):
-        yield WorkerUp(t_s=3.0 + index / 100, node=node, device=0, pid=2000 + index)
+        yield WorkerUp(t_s=3.0 + index / 100, node=node, device=0, pid=2000 + index, data_digest="d")
     yield adopted(4.0, 1, plan(*rows, microbatches=8 * num_pipelines))
     now_s, generation, victim = 5.0, 1, rows[1][-1]
     for step in range(1, steps + 1):

@@ -347,6 +347,7 @@ class World:
             node=spec.name,
             pid=1,
             generation=0,
+            workers=(),
             num_cores=1,
             memory_bytes=1 << 30,
             clock_s=0.0,

@@ -55,7 +55,7 @@ def test_the_view_follows_nodes_that_come_and_go():
     entries = [
         (NodeAdded(t_s=1.0, node=SPEC), NodeState.CONNECTING),
         (NodeConnected(t_s=2.0, node="n9", agent_pid=1), NodeState.CONNECTED),
-        (WorkerUp(t_s=3.0, node="n9", device=0, pid=2), NodeState.READY),
+        (WorkerUp(t_s=3.0, node="n9", device=0, pid=2, data_digest="d"), NodeState.READY),
         (WorkerDown(t_s=4.0, node="n9", device=0, reason="exit code 1"), NodeState.CONNECTED),
         (NodeLeft(t_s=5.0, node="n9"), NodeState.ENDED),
     ]

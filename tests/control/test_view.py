@@ -42,7 +42,7 @@ def test_nodes_are_followed_from_connecting_to_training():
     entries = [
         job_started(NODES),
         NodeConnected(t_s=0.5, node="node1", agent_pid=1),
-        WorkerUp(t_s=0.9, node="node2", device=0, pid=2),
+        WorkerUp(t_s=0.9, node="node2", device=0, pid=2, data_digest="d"),
     ]
     assert node_states(seen(*entries)) == [
         NodeState.CONNECTING, NodeState.CONNECTED, NodeState.READY, NodeState.CONNECTING

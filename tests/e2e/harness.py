@@ -213,6 +213,8 @@ class Runner:
             self._warm.close()
             self._warm = None
         left = self.left_over(timeout_s=30.0)
+        for process in self.processes():
+            process.kill()
         assert not left, left
         shutil.rmtree(self.temporary)
 

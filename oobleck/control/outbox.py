@@ -1,0 +1,40 @@
+"""What the coordinator's parts have to say: commands, gathered in order while one event is handled."""
+
+from __future__ import annotations
+
+from .events import Command, Record, Send
+from .journal import JournalEntry
+from .messages import MasterMessage
+
+__all__ = ["Outbox", "RunOver"]
+
+
+class RunOver(Exception):
+    """There is no way on, or nothing left to do: the coordinator ends the run."""
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+        self.reason = reason
+
+
+class Outbox:
+    """Mutable: the commands so far, and the time of the event that they follow from."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._commands: list[Command] = []
+
+    def command(self, *commands: Command) -> None:
+        self._commands.extend(commands)
+
+    def send(self, node: str, message: MasterMessage) -> None:
+        self._commands.append(Send(node=node, message=message))
+
+    def record(self, entry: JournalEntry) -> None:
+        self._commands.append(Record(entry=entry))
+
+    def take(self) -> list[Command]:
+        """Hand over all commands gathered since the last time."""
+        commands, self._commands = self._commands, []
+        return commands

@@ -1,0 +1,63 @@
+"""Which steps are committed, and when the lack of another one becomes a hang."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from oobleck.job import JobSpec
+
+from .journal import StepDone
+from .messages import CommitRecord
+from .outbox import Outbox
+
+__all__ = ["HANG_FLOOR_S", "Progress"]
+
+HANG_FLOOR_S = 10.0
+_HANG_FACTOR = 10
+"""It is a hang when no step is committed for this many times as long as the slowest of the latest took."""
+_STEPS_TIMED = 20
+
+
+class Progress:
+    """Mutable: moves with every step that is told to be committed."""
+
+    def __init__(self, job: JobSpec, outbox: Outbox) -> None:
+        self._tokens_per_sample = job.data.sequence_length
+        self._outbox = outbox
+        self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
+        self.last_record: CommitRecord | None = None
+        """Of the newest step that is known to be committed."""
+        self.progressed_s = 0.0
+        """When a step was committed, or a plan ordered, last."""
+        self.hangs_s = math.inf
+        """When the lack of another step becomes a hang."""
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that is known to be committed."""
+        return 0 if self.last_record is None else self.last_record.step
+
+    def commit(self, record: CommitRecord) -> bool:
+        """Note a committed step; False for one that another reporter told before."""
+        if record.step <= self.last_step:
+            return False
+        self.restore(record)
+        tokens = record.num_samples * self._tokens_per_sample
+        self._outbox.record(StepDone(t_s=self._outbox.now_s, record=record, tokens=tokens))
+        return True
+
+    def restore(self, record: CommitRecord) -> None:
+        """Note a step that the journal knows."""
+        self.last_record = record
+        self._step_times_s.append(record.duration_s)
+
+    def expect(self, least_s: float) -> None:
+        """Take it for a hang when no step is committed in so many seconds, or many times the usual time."""
+        self.progressed_s = self._outbox.now_s
+        usual_s = max(self._step_times_s, default=0.0)
+        self.hangs_s = self._outbox.now_s + max(least_s, _HANG_FACTOR * usual_s)
+
+    def expect_none(self) -> None:
+        """No step can be committed now: nothing hangs."""
+        self.hangs_s = math.inf

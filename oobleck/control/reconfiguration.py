@@ -1,0 +1,305 @@
+"""From one plan to the next: fence all survivors, hear where they stand, decide, order, and account for it.
+
+    training ── begin ──> fencing ── all survivors answered, losses have settled ──> orders, training
+       │                  ^     │
+       │ suspicion lasts  │     │ a loss, or no answer within the lease: begin anew, under a newer generation
+       └──────────────────┘<────┘
+
+A part of the coordinator's machine, with its rules; raises RunOver where there is no way on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from oobleck.errors import PlanningError, Unrecoverable
+from oobleck.job import JobSpec
+from oobleck.planner import Decision, ExecutionPlan, Place, Planner
+
+from .account import RecoveryAccount
+from .generations import Generations
+from .journal import Action, Cause, Notice, PlanAdopted, RecoveryStarted
+from .membership import Membership
+from .messages import Fence, Order, PeerFailed, Resumed, Status, StopAgent
+from .outbox import Outbox, RunOver
+from .progress import Progress
+from .recovery import Verdict, judge, microbatches_redone, planned_layers
+
+__all__ = ["Reconfiguration"]
+
+_SETTLE_S = 0.01
+"""Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
+_SUSPICION_S = 0.2
+"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
+_MAX_REGROUPS = 3
+"""Regroupings without a loss and without a committed step between them, before the run is given up."""
+
+
+class Reconfiguration:
+    """Mutable: knows the generations, and the recovery under way, if there is one."""
+
+    def __init__(self, job: JobSpec, members: Membership, progress: Progress, outbox: Outbox) -> None:
+        self._job = job
+        self._members = members
+        self._progress = progress
+        self._outbox = outbox
+        self._planner: Planner | None = None
+        self._account: RecoveryAccount | None = None
+        self._regroups = (0, 0)
+        """(newest step, how often all regrouped since it was committed)."""
+        self.generations = Generations(max_steps=job.max_steps)
+        self.is_fencing = False
+        self.deadline_s = math.inf
+
+    # --- the machine's interface -----------------------------------------------------------------------------
+
+    def begin_training(self, planner: Planner) -> None:
+        """Order the first plan, on all nodes that are ready. Raises PlanningError when there is none."""
+        self._planner = planner
+        decision = planner.initial_plan([member.spec.name for member in self._members.ready])
+        self.generations.begin()
+        self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
+
+    def restore(self, planner: Planner, generations: Generations) -> None:
+        """Go on from the plans that a journal knows, which others have ordered."""
+        self._planner = planner
+        self.generations = generations
+
+    def begin(self, nodes: list[str], cause: Cause, *, detect_s: float) -> None:
+        """Fence all survivors under a new generation; losses during a recovery begin it anew."""
+        now_s = self._outbox.now_s
+        recovery = self._account
+        if recovery is None or recovery.ordered_s:
+            self.close()
+            recovery = self._account = RecoveryAccount(began_s=now_s, detect_s=detect_s, cause=cause)
+        recovery.nodes.extend(nodes)
+        recovery.statuses.clear()
+        recovery.settles_s = now_s + _SETTLE_S
+        self.is_fencing = True
+        self.generations.begin()
+        self.deadline_s = now_s + self._job.control.lease_s
+        self._progress.expect_none()
+        self._outbox.record(
+            RecoveryStarted(
+                t_s=now_s, generation=self.generations.current, nodes=tuple(recovery.nodes), cause=recovery.cause
+            )
+        )
+        self._count_regrouping(cause)
+        self._fence()
+
+    def status(self, place: Place, status: Status) -> None:
+        """Take an answer to a fence; the last one that is missing leads to orders."""
+        if self.is_fencing and status.generation == self.generations.current:
+            assert self._account is not None
+            self._account.statuses[place] = status
+            self._decide_when_answered()
+
+    def suspect(self, message: PeerFailed) -> None:
+        """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
+        if not self.is_fencing and message.generation == self.generations.current:
+            self.deadline_s = min(self.deadline_s, self._outbox.now_s + _SUSPICION_S)
+
+    def resumed(self, place: Place, message: Resumed) -> None:
+        """A worker computes under the new plan; the last one closes the recovery."""
+        recovery = self._account
+        if recovery is None or not recovery.ordered_s or message.generation != self.generations.current:
+            return
+        recovery.resumed[place] = message
+        if recovery.resumed.keys() >= set(self.generations.plan.places):
+            self.close()
+            self._dismiss_drained()
+
+    def handle_deadline(self) -> None:
+        """Act on answers that have settled, and on a suspicion that nothing has explained."""
+        self.deadline_s = math.inf
+        if self.is_fencing:
+            self._decide_when_answered()
+        else:
+            self.begin([], Cause.PEER_FAILED, detect_s=_SUSPICION_S)
+
+    def silent_nodes(self) -> tuple[str, ...]:
+        """Nodes with a worker that has not answered the fence, once its time is over.
+
+        Workers answer at once, whatever they compute; one that does not is frozen, if its agent is not.
+        """
+        if not self.is_fencing or self._account is None or self._outbox.now_s < self.deadline_s:
+            return ()
+        if self.deadline_s <= self._account.settles_s:
+            return ()
+        answered = self._account.statuses.keys()
+        return tuple(member.spec.name for member in self._members.ready if not answered >= set(member.places))
+
+    def close(self) -> None:
+        """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
+        recovery, self._account = self._account, None
+        if recovery is not None:
+            self._outbox.record(recovery.close(self._outbox.now_s, self.generations.current, self._our_time))
+
+    def lost_for(self, generation: int) -> tuple[str, ...]:
+        """The nodes that have no part, or no part any more, in the plan that was ordered in `generation`."""
+        names = (member.spec.name for member in self._members.all)
+        return tuple(name for name in names if not self._members.took_part(name, generation))
+
+    # --- fencing ---------------------------------------------------------------------------------------------
+
+    def _count_regrouping(self, cause: Cause) -> None:
+        step, count = self._regroups
+        if step != self._progress.last_step:
+            count = 0
+        count += cause in (Cause.PEER_FAILED, Cause.HANG)
+        self._regroups = (self._progress.last_step, count)
+        if count > _MAX_REGROUPS:
+            raise RunOver(1, f"no step was committed through {_MAX_REGROUPS} regroupings")
+
+    def _fence(self) -> None:
+        survivors = self._members.ready
+        if not survivors:
+            raise RunOver(1, "all nodes are lost")
+        lost = self.lost_for(self.generations.newest)
+        for member in survivors:
+            for place in member.places:
+                fence = Fence(device=place.device, generation=self.generations.current, lost=lost)
+                self._outbox.send(member.spec.name, fence)
+
+    def _decide_when_answered(self) -> None:
+        recovery = self._account
+        if not self.is_fencing or recovery is None:
+            return
+        places = [place for member in self._members.ready for place in member.places]
+        if not recovery.statuses.keys() >= set(places):
+            return
+        if self._outbox.now_s < recovery.settles_s:
+            self.deadline_s = recovery.settles_s
+            return
+        self._decide({place: recovery.statuses[place] for place in places})
+
+    # --- deciding --------------------------------------------------------------------------------------------
+
+    def _decide(self, statuses: dict[Place, Status]) -> None:
+        """All survivors have answered: find what is committed, a plan for those who are left, and order it."""
+        assert self._account is not None
+        # Only now: all that reporters said before they answered is known, so that no step is told out of turn.
+        records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
+        for _, record in sorted(records.items()):
+            self._progress.commit(record)
+        self.generations.forget_before(min([said.adopted for said in statuses.values() if said.adopted], default=0))
+        verdict = self._confirm(judge(statuses, self._progress.last_record, self.generations.plans), statuses)
+        in_force = self.generations.in_force(verdict)
+        base = self.generations.plans[in_force]
+        finish = self.generations.step_to_finish(verdict, statuses, self.lost_for(in_force))
+        held = _held(verdict, statuses, base, finish=finish)
+        try:
+            decision = self._replan(base, held, lost=self.lost_for(in_force))
+        except (PlanningError, Unrecoverable) as error:
+            if self._keep_draining_nodes():
+                self._decide(statuses)
+                return
+            raise RunOver(1, f"cannot go on after losing {', '.join(self._account.nodes)}: {error}") from error
+        lost = [node for node in base.nodes if node in self.lost_for(in_force)]
+        redone = microbatches_redone(base, lost, statuses) if verdict.adopted is not None else 0
+        self._account.steps_lost += max(0, self._progress.last_step - verdict.applied)
+        self._account.microbatches_redone += redone
+        self._order(decision, verdict, finish=finish)
+
+    def _replan(self, base: ExecutionPlan, held: dict[Place, frozenset[int]], *, lost: tuple[str, ...]) -> Decision:
+        """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
+        assert self._planner is not None
+        known = (*base.nodes, *base.spares)
+        living = [member.spec.name for member in self._members.ready]
+        staying = [member.spec.name for member in self._members.ready if not member.is_draining]
+        gone = [node for node in known if node not in living or node in lost]
+        return self._planner.reconfigure(
+            base,
+            lost=gone,
+            joined=[node for node in staying if node not in known or node in gone],
+            leaving=[node for node in living if node not in staying and node not in gone],
+            held=held,
+        )
+
+    def _confirm(self, verdict: Verdict, statuses: dict[Place, Status]) -> Verdict:
+        """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
+        if verdict.adopted is None:
+            return verdict
+        plan, lost = self.generations.plans[verdict.adopted], self.lost_for(verdict.adopted)
+        members = [statuses[place] for place in plan.places if place.node not in lost]
+        is_in_force = all(status.adopted == verdict.adopted for status in members)
+        return verdict if is_in_force else replace(verdict, adopted=None)
+
+    def _keep_draining_nodes(self) -> bool:
+        """Let no node go after all: the run cannot go on without them. Returns whether there were any."""
+        draining = [member for member in self._members.ready if member.is_draining]
+        for member in draining:
+            member.is_draining = False
+            text = f"{member.spec.name} stays: the job cannot go on without it"
+            self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=text))
+        return bool(draining)
+
+    def _dismiss_drained(self) -> None:
+        """Drained nodes hold nothing any more that the plan in force needs: end their agents."""
+        for member in self._members.ready:
+            if member.is_draining:
+                member.dismiss()
+                self._outbox.send(member.spec.name, StopAgent(reason="drained"))
+
+    # --- ordering --------------------------------------------------------------------------------------------
+
+    def _order(self, decision: Decision, verdict: Verdict, *, finish: int | None) -> None:
+        """Send everyone the orders of a new generation, and train."""
+        lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
+        order = self.generations.order(decision, verdict, finish=finish, lost=lost)
+        for member in self._members.ready:
+            for place in member.places:
+                self._outbox.send(member.spec.name, replace(order, device=place.device))
+        self.is_fencing = False
+        self.deadline_s = math.inf
+        self._progress.expect(self._job.control.start_timeout_s)
+        self._record_plan(decision, verdict, order)
+        if self._account is not None:
+            self._note_orders(self._account, decision, order)
+
+    def _note_orders(self, recovery: RecoveryAccount, decision: Decision, order: Order) -> None:
+        recovery.ordered_s = self._outbox.now_s
+        recovery.action = Action(decision.action)
+        if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
+            recovery.action = Action.RESTART_WORKER
+        recovery.layers_moved = len({(item.layer, item.target) for item in order.transfers})
+
+    def _record_plan(self, decision: Decision, verdict: Verdict, order: Order) -> None:
+        now_s = self._outbox.now_s
+        self._outbox.record(
+            PlanAdopted(
+                t_s=now_s,
+                generation=self.generations.current,
+                plan=decision.plan,
+                action=Action(decision.action),
+                reason=decision.reason,
+                predicted_step_s=decision.predicted_step_s,
+                num_layers=decision.plan.num_layers,
+                redundant=decision.redundant,
+                pipeline_generations=order.pipeline_generations,
+                finish=order.finish,
+                finished_under=None if order.finish is None else verdict.adopted,
+                segments=order.segments,
+            )
+        )
+        if not decision.redundant:
+            threshold = self._job.fault_threshold
+            text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
+            self._outbox.record(Notice(t_s=now_s, level="warning", text=text))
+
+    def _our_time(self, place: Place, theirs_s: float) -> float:
+        return theirs_s + self._members[place.node].clock_offset_s
+
+
+def _held(
+    verdict: Verdict, statuses: dict[Place, Status], base: ExecutionPlan, *, finish: int | None
+) -> dict[Place, frozenset[int]]:
+    """The layers that each survivor can give, at the boundary's version."""
+    if finish is not None:
+        # What was kept of the plan before is a step behind once this one is finished.
+        return {place: layers & planned_layers(base, place) for place, layers in verdict.held.items()}
+    if verdict.applied == 0:
+        # Nothing is trained yet: everybody can make the initial values of any layer.
+        return {place: frozenset(range(base.num_layers)) for place in statuses}
+    return dict(verdict.held)

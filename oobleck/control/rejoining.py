@@ -1,0 +1,64 @@
+"""Lost nodes that may come back: when each is tried again.
+
+A node that was frozen or cut off finds, once it is reachable again, that the run went on without it. What still runs
+there is ended, and it joins anew.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from oobleck.job import NodeSpec
+
+__all__ = ["Rejoining"]
+
+_LONGEST_WAIT_S = 600.0
+
+
+@dataclass(slots=True)
+class _Lost:
+    spec: NodeSpec
+    wait_s: float
+    due_s: float
+    """Infinite while a try is under way."""
+
+
+class Rejoining:
+    """Mutable: the nodes to try again, each after twice the time of the try before."""
+
+    def __init__(self, *, first_wait_s: float) -> None:
+        """`first_wait_s`: after this time a lost node is tried for the first time; 0 for never."""
+        self._first_wait_s = first_wait_s
+        self._lost: dict[str, _Lost] = {}
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._lost
+
+    @property
+    def due_s(self) -> float:
+        """When the next node is to be tried; infinity for never."""
+        return min((lost.due_s for lost in self._lost.values()), default=math.inf)
+
+    def note_lost(self, spec: NodeSpec, now_s: float) -> None:
+        """Have a node tried again."""
+        if self._first_wait_s:
+            self._lost[spec.name] = _Lost(spec, self._first_wait_s, now_s + self._first_wait_s)
+
+    def note_failed(self, node: str, now_s: float) -> None:
+        """A try has failed: the next one comes later."""
+        lost = self._lost[node]
+        lost.wait_s = min(2 * lost.wait_s, _LONGEST_WAIT_S)
+        lost.due_s = now_s + lost.wait_s
+
+    def forget(self, node: str) -> NodeSpec | None:
+        """Try a node no more: it is back, or not wanted. Returns what it was known by."""
+        lost = self._lost.pop(node, None)
+        return None if lost is None else lost.spec
+
+    def take_due(self, now_s: float) -> tuple[NodeSpec, ...]:
+        """The nodes to try now."""
+        due = [lost for lost in self._lost.values() if lost.due_s <= now_s]
+        for lost in due:
+            lost.due_s = math.inf
+        return tuple(lost.spec for lost in due)

@@ -1,0 +1,132 @@
+"""What the journal of a master that died tells of its run: enough for another master to take over.
+
+Training goes on without a master. The one that takes over knows the plans and the members from the journal, and
+hears from the agents what happened since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import Profile, profile_from_json
+
+from .generations import Generations
+from .journal import (
+    Cause,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    NodeAdded,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    PlanAdopted,
+    ProfileKnown,
+    RecoveryStarted,
+    StepDone,
+    WorkerDown,
+    WorkerUp,
+)
+from .membership import Member, Membership, NodeState
+from .messages import CommitRecord
+
+__all__ = ["Remains", "read_remains"]
+
+
+@dataclass(slots=True)
+class Remains:
+    """A run without a master, as its journal knows it."""
+
+    started: JobStarted
+    members: Membership
+    generations: Generations
+    profile_json: str = ""
+    records: list[CommitRecord] = field(default_factory=list)
+    """Of all committed steps that are known."""
+    last_s: float = 0.0
+    """When the last entry was made."""
+
+    @property
+    def job(self) -> JobSpec:
+        return self.started.job
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        """Those that had a part in the run when the journal broke off."""
+        return tuple(member.spec for member in self.members.in_state(NodeState.READY, NodeState.CONNECTED))
+
+    @property
+    def profile(self) -> Profile:
+        return profile_from_json(self.profile_json, source="the journal's profile")
+
+    def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
+        """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
+        for member in self.members.all:
+            member.spec = specs.get(member.spec.name, member.spec)
+
+    @property
+    def is_settled(self) -> bool:
+        """Everybody has surely received the newest orders: a step was committed under them."""
+        newest = self.generations.newest
+        return self.generations.current == newest and any(record.generation == newest for record in self.records)
+
+
+def read_remains(entries: Iterable[JournalEntry]) -> Remains | None:
+    """Put together what is left of a run; None when it has ended, or never came to train. O(entries)."""
+    remains: Remains | None = None
+    for entry in entries:
+        if isinstance(entry, JobStarted):
+            remains = Remains(entry, Membership(entry.nodes), Generations(max_steps=entry.job.max_steps))
+        elif isinstance(entry, JobEnded) or remains is None:
+            return None
+        else:
+            _apply(remains, entry)
+        remains.last_s = entry.t_s
+    if remains is None or not remains.profile_json or not remains.generations.plans:
+        return None
+    for member in remains.members.living:
+        if not member.is_ready and not member.restarts:
+            member.move_to(NodeState.LOST)  # it was joining, and had no part in any plan
+    for member in remains.members.in_state(NodeState.CONNECTING):
+        member.move_to(NodeState.LOST)
+    return remains
+
+
+def _apply(remains: Remains, entry: JournalEntry) -> None:
+    match entry:
+        case ProfileKnown(profile_json=profile_json):
+            remains.profile_json = profile_json
+        case PlanAdopted():
+            remains.generations.restore(entry)
+        case StepDone(record=record):
+            remains.records.append(record)
+        case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
+            remains.generations.current = generation
+            if cause is Cause.DRAINED:
+                for node in nodes:
+                    remains.members[node].is_draining = True
+        case NodeAdded(node=spec):
+            remains.members.add(spec)
+        case NodeConnected() | WorkerUp() | WorkerDown() | NodeLost() | NodeLeft():
+            _move(remains.members[entry.node], entry, generation=remains.generations.current)
+        case _:
+            pass
+
+
+def _move(
+    member: Member, entry: NodeConnected | WorkerUp | WorkerDown | NodeLost | NodeLeft, *, generation: int
+) -> None:
+    match entry:
+        case NodeConnected(agent_pid=pid):
+            member.agent_pid = pid
+            member.move_to(NodeState.CONNECTED)
+        case WorkerUp():
+            member.note_ready(entry, generation=generation)
+        case WorkerDown(device=device):
+            member.note_restart(device)
+        case NodeLost():
+            member.move_to(NodeState.LOST)
+        case NodeLeft():
+            member.move_to(NodeState.LEFT)

@@ -1,0 +1,60 @@
+"""What an agent has to say, until a master has surely heard it.
+
+A master that is killed takes with it what it had received and not yet acted on. So an agent keeps what it said until
+a heartbeat that was said after it is answered, and says it again to the next master.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import trio
+
+from oobleck.control.messages import AgentMessage, Heartbeat
+
+__all__ = ["Letters"]
+
+
+class Letters:
+    """Mutable: messages in order; the oldest are dropped when a master is away for too long."""
+
+    def __init__(self, *, limit: int) -> None:
+        self._unsaid: deque[AgentMessage] = deque(maxlen=limit)
+        self._unheard: deque[AgentMessage] = deque(maxlen=limit)
+        """Said, heartbeats among them, and not known to be heard."""
+        self._sequence = 0
+        self._added = trio.Event()
+
+    def add(self, message: AgentMessage) -> None:
+        """Have a message said."""
+        self._unsaid.append(message)
+        self._added.set()
+
+    def beat(self) -> None:
+        """Have a heartbeat said: its answer tells that all before it was heard."""
+        self.add(Heartbeat(sequence=self._sequence))
+        self._sequence += 1
+
+    def heard(self, sequence: int) -> None:
+        """Forget what was said up to the heartbeat of this number."""
+        if Heartbeat(sequence=sequence) in self._unheard:
+            while self._unheard.popleft() != Heartbeat(sequence=sequence):
+                pass
+
+    def repeat_unheard(self) -> None:
+        """Have everything said that no master has surely heard; heartbeats were for the one before."""
+        waiting = [message for message in (*self._unheard, *self._unsaid) if not isinstance(message, Heartbeat)]
+        self._unheard.clear()
+        self._unsaid.clear()
+        self._unsaid.extend(waiting)
+        self._added.set()
+
+    async def next(self) -> list[AgentMessage]:
+        """Wait for messages; returns all that there are. They count as said."""
+        while not self._unsaid:
+            self._added = trio.Event()
+            await self._added.wait()
+        said = list(self._unsaid)
+        self._unsaid.clear()
+        self._unheard.extend(said)
+        return said

@@ -1,0 +1,90 @@
+"""The master is killed: training goes on without one, and another takes over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+from oobleck.cli.job_file import load_job
+
+from .harness import Runner, oobleck, started_at, worker_pids
+from .reference import reference_losses
+
+TOLERANCE = 1e-9
+STEPS = 60
+AWAY_S = 3.0
+"""How long there is no master."""
+
+
+def options(runner: Runner) -> tuple[str, ...]:
+    return ("--job", str(runner.job_file()), "--steps", str(STEPS))
+
+
+def references(runner: Runner) -> list[float]:
+    path = runner.job_file()
+    job = replace(load_job(path.read_text(), source=str(path)), max_steps=STEPS)
+    return reference_losses(job, runner.directory / "cache")
+
+
+def entries(runner: Runner, kind: str) -> list[dict]:
+    return [entry for entry in runner.journal() if entry["@type"] == kind]
+
+
+def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner) -> None:
+    with runner.up(*options(runner)) as first:
+        first.wait_for_step(8)
+        workers = worker_pids(runner)
+        births = {node: started_at(pid) for node, pid in workers.items()}
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait()
+        time.sleep(AWAY_S)
+        with runner.up(*options(runner)) as second:
+            outcome = second.finish()
+    assert outcome.exit_code == 0, outcome.output
+    assert len(entries(runner, "MasterResumed")) == 1
+    assert outcome.summary["steps_committed"] == STEPS
+    assert outcome.summary["steps_lost"] == outcome.summary["samples_repeated"] == 0
+    assert outcome.summary["recoveries"] == []
+    assert worker_pids(runner) == workers
+    assert None not in births.values()
+    gaps = [abs(one - other) for one, other in zip(outcome.losses, references(runner), strict=True)]
+    assert max(gaps) < TOLERANCE, gaps
+    durations = [entry["record"]["duration_s"] for entry in entries(runner, "StepDone")]
+    assert max(durations) < AWAY_S, "somebody waited for a master"
+    assert runner.left_over() == []
+
+
+def test_a_node_that_dies_with_the_master_is_met_by_the_next_one(runner: Runner) -> None:
+    with runner.up(*options(runner)) as first:
+        first.wait_for_step(8)
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait()
+        for path in runner.agent_directory("node3").glob("*.pid"):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+        with runner.up(*options(runner)) as second:
+            outcome = second.finish()
+    assert outcome.exit_code == 0, outcome.output
+    assert [lost["node"] for lost in entries(runner, "NodeLost")] == ["node3"]
+    assert outcome.summary["steps_committed"] == STEPS
+    gaps = [abs(one - other) for one, other in zip(outcome.losses, references(runner), strict=True)]
+    assert max(gaps) < TOLERANCE, gaps
+    assert runner.left_over() == []
+
+
+def test_another_job_does_not_take_over(runner: Runner) -> None:
+    with runner.up(*options(runner)) as first:
+        first.wait_for_step(4)
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait()
+        with runner.up(*options(runner), "--set", "optimizer.learning_rate=0.1") as other:
+            refused = other.finish()
+        assert refused.exit_code == 2, refused.output
+        assert "optimizer.learning_rate" in refused.output
+        with runner.up(*options(runner), "--resume", "never", "--set", "seed=3") as fresh:
+            fresh.wait_for_step(2)
+            assert entries(runner, "MasterResumed") == []
+            oobleck("stop", "e2e", "--base-dir", str(runner.base_dir))
+            fresh.finish()
+    assert runner.left_over() == []
