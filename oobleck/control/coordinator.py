@@ -293,6 +293,12 @@ class Coordinator:
             self._outbox.command(*self._preparation.configure(event, self._outbox.now_s))
         elif member.agent_pid != event.hello.pid:
             self._node_failed(node, Cause.CONNECTION_LOST, "its agent was lost while there was no master")
+        elif event.hello.generation > self._reconfiguration.generations.current:
+            raise RunOver(
+                1,
+                f"{node} trains in generation {event.hello.generation}, and the journal knows none after "
+                f"{self._reconfiguration.generations.current}: its end is lost; start anew with --resume never",
+            )
         else:
             member.meet(event.hello, address=event.address, now_s=self._outbox.now_s)
             for device in sorted({*range(member.spec.num_devices)} - {*member.ready} - {*event.hello.workers}):

@@ -7,6 +7,7 @@ The real Coordinator, Planner and Standing run; the training threads follow the 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -45,6 +46,7 @@ from oobleck.control.messages import (
     WorkerReady,
     WorkerStarted,
 )
+from oobleck.control.remains import read_remains
 from oobleck.job import ControlSpec, JobSpec, NodeSpec
 from oobleck.planner import (
     DeviceProfile,
@@ -87,7 +89,7 @@ class Shape:
     def job(self) -> JobSpec:
         return JobSpec(
             tag="model",
-            control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0),
+            control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, rejoin_after_s=0.0),
             max_steps=self.max_steps,
             global_batch_size=self.num_microbatches,
             microbatch_size=1,
@@ -130,7 +132,10 @@ class VirtualNode:
     """A node and its tunnel; queues are first in, first out."""
 
     spec: NodeSpec
+    agent_pid: int
     workers: dict[int, VirtualWorker] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
+    """By device."""
     up: deque[AgentMessage | NodeUp | NodeFailed] = field(default_factory=deque)
     down: deque[object] = field(default_factory=deque)
     is_dead: bool = False
@@ -167,6 +172,7 @@ class World:
         self._copied: frozenset[int] = frozenset()
         self.nodes: dict[str, VirtualNode] = {}
         self._fabric = Fabric()
+        self._pids = itertools.count(1)
         self.coordinator = Coordinator(
             self.job, shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0"
         )
@@ -195,7 +201,10 @@ class World:
         return [*found, "time"]
 
     def make(self, move: str) -> None:
-        """Let a move happen, or a fault: kill, lose, cut, crash, freeze, hang, thaw, stick, blip, join, drain, stop."""
+        """Let a move happen, or a fault.
+
+        Faults are kill, lose, cut, crash, freeze, hang, thaw, stick, blip, join, drain, stop and master.
+        """
         self.made.append(move)
         self.now_s += _MOVE_S
         kind, _, subject = move.partition(" ")
@@ -231,6 +240,8 @@ class World:
                 self._feed(DrainRequested(node=subject))
             case "stop":
                 self._feed(StopRequested(now=False, exit_code=130, reason="interrupted"))
+            case "master":
+                self._replace_master()
             case _:
                 raise AssertionError(move)
         self._check(move)
@@ -258,7 +269,21 @@ class World:
         node = self.nodes[place.node]
         del node.workers[place.device]
         self._fabric.end(place, max(self._orders))
-        node.up.append(WorkerExited(device=place.device, pid=1, signal=9))
+        node.up.append(WorkerExited(device=place.device, pid=node.pids[place.device], signal=9))
+
+    def _replace_master(self) -> None:
+        """The master is killed: what it sent may be lost; what it was told is told again to the next one."""
+        remains = read_remains(self.journal)
+        if remains is None:
+            return  # nothing is trained yet: its successor starts anew
+        for name, node in self.nodes.items():
+            node.down.clear()
+            node.up = deque(said for said in node.up if not isinstance(said, NodeUp | NodeFailed))
+            node.is_dropped = node.is_dropped or name not in {spec.name for spec in remains.nodes}
+        self.coordinator = Coordinator(
+            self.job, self.shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", remains=remains
+        )
+        self._carry_out(self.coordinator.start(self.now_s))
 
     def _end_workers(self, node: VirtualNode) -> None:
         for place in node.places:
@@ -313,6 +338,8 @@ class World:
                     node = self.nodes[name]
                     if not (node.is_dead or node.is_cut):
                         node.down.append(message)
+                case Connect(node=spec, attach=True):
+                    self._attach(self.nodes[spec.name])
                 case Connect(node=spec):
                     self._connect(spec)
                 case LookUpProfile():
@@ -339,28 +366,39 @@ class World:
                     self._deliver_down(node)
 
     def _connect(self, spec: NodeSpec) -> None:
-        self.nodes[spec.name] = node = VirtualNode(spec)
+        self.nodes[spec.name] = node = VirtualNode(spec, agent_pid=next(self._pids))
+        node.up.append(self._node_up(node))
+
+    def _attach(self, node: VirtualNode) -> None:
+        """An agent answers the next master: first of all who it is, then what the one before may not have heard."""
+        if node.is_dead or node.is_cut:
+            node.up.append(NodeFailed(node=node.spec.name, cause=Cause.UNREACHABLE, evidence="it does not answer"))
+        else:
+            node.up.appendleft(self._node_up(node))
+
+    def _node_up(self, node: VirtualNode) -> NodeUp:
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
             python_version="3.11.0",
-            node=spec.name,
-            pid=1,
+            node=node.spec.name,
+            pid=node.agent_pid,
             generation=0,
-            workers=(),
+            workers=tuple(node.workers),
             num_cores=1,
             memory_bytes=1 << 30,
             clock_s=0.0,
         )
-        node.up.append(NodeUp(node=spec.name, hello=hello, address="127.0.0.1"))
+        return NodeUp(node=node.spec.name, hello=hello, address="127.0.0.1")
 
     def _start_worker(self, node: VirtualNode, device: int) -> None:
         place = Place(node=node.spec.name, device=device)
         node.workers[device] = VirtualWorker(place, self.job, self._fabric, lambda message: self._say(place, message))
-        self._say(place, WorkerStarted(device=device, pid=1))
+        node.pids[device] = pid = next(self._pids)
+        self._say(place, WorkerStarted(device=device, pid=pid))
         ready = WorkerReady(
             device=device,
-            pid=1,
+            pid=pid,
             data_digest="d",
             num_samples=1000,
             layer_names=tuple(layer.name for layer in self.shape.profile.layers),

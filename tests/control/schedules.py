@@ -160,7 +160,7 @@ def _name(world: World, fault: Fault) -> str | None:
     counted = [name for name, node in world.nodes.items() if node.is_counted]
     places = [place for name in counted for place in world.nodes[name].places]
     match fault.kind:
-        case "stop" | "join":
+        case "stop" | "join" | "master":
             return fault.kind
         case "crash" | "stick":
             place = places[fault.target % len(places)] if places else None
@@ -193,4 +193,4 @@ def _is_possible_fault(world: World, move: str) -> bool:
         case "thaw":
             return subject in world.nodes and world.nodes[subject].is_frozen
         case _:
-            return kind in ("stop", "join")
+            return kind in ("stop", "join", "master")

@@ -22,6 +22,9 @@ SHAPES = (
 )
 
 
+ALL_KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
+
+
 def scenarios(kinds: tuple[str, ...], max_faults: int = 3, is_timely: bool = False) -> st.SearchStrategy[Scenario]:
     after = st.one_of(st.integers(0, 20), st.integers(0, 250), st.integers(0, 900))
     faults = st.builds(
@@ -55,8 +58,16 @@ def test_killed_nodes_break_no_promise(scenario: Scenario):
 
 
 @settings(max_examples=300, deadline=None, phases=PHASES)
-@given(scenario=scenarios(("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop")))
+@given(
+    scenario=scenarios(("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master"))
+)
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
+    play(scenario)
+
+
+@settings(max_examples=100, deadline=None, phases=PHASES)
+@given(scenario=scenarios(("kill", "crash", "blip", "join", "drain", "master"), max_faults=5))
+def test_masters_may_come_and_go(scenario: Scenario):
     play(scenario)
 
 

@@ -653,7 +653,7 @@ def test_an_agent_that_stops_by_itself_is_lost():
     ("message", "words"),
     [
         (hello("n2"), "a second hello"),
-        (ready(), "n2 cannot become ready while it is ready"),
+        (ready(pid=9), "n2 cannot become ready while it is ready"),
         (Finished(device=1, applied=1), "speaks for device 1; it has 1"),
         (PeerFailed(device=-1, generation=1, detail=""), "speaks for device -1"),
     ],
