@@ -595,6 +595,7 @@ def _hello(node: str, now_s: float) -> Hello:
         node=node,
         pid=1,
         generation=0,
+        workers=(),
         num_cores=1,
         memory_bytes=1,
         clock_s=now_s,

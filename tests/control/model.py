@@ -495,9 +495,10 @@ class World:
         assert self.ended is not None
         done = [entry.record for entry in self.journal if isinstance(entry, StepDone)]
         steps = [record.step for record in done]
-        if self.ended.exit_code == 0 and steps != list(range(1, self.shape.max_steps + 1)):
+        was_stopped = self.ended.exit_code == 130 or self.ended.reason.startswith("stopped;")
+        if self.ended.exit_code == 0 and not was_stopped and steps != list(range(1, self.shape.max_steps + 1)):
             raise Violation(f"the run ends well after steps {steps}")
-        if self.ended.exit_code == 130 and steps != list(range(1, len(steps) + 1)):
+        if was_stopped and steps != list(range(1, len(steps) + 1)):
             raise Violation(f"the run stops after steps {steps}")
         for worker in self._workers().values():
             for layer, history in worker.layers.items():
