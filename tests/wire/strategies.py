@@ -114,7 +114,10 @@ def _optimizer_specs() -> st.SearchStrategy[OptimizerSpec]:
 def _control_specs() -> st.SearchStrategy[ControlSpec]:
     return st.floats(1e-3, 1e3).flatmap(
         lambda interval_s: built(
-            ControlSpec, heartbeat_interval_s=st.just(interval_s), lease_s=st.floats(min_value=2 * interval_s)
+            ControlSpec,
+            heartbeat_interval_s=st.just(interval_s),
+            lease_s=st.floats(min_value=2 * interval_s),
+            rejoin_after_s=st.floats(0, 1e6),
         )
     )
 
