@@ -264,7 +264,7 @@ def at(raw: Any, path: tuple[str | int, ...]) -> Any:
     return raw
 
 
-FREE_MAPPINGS = (("config",), ("optim_args",))
+FREE_MAPPINGS = (("config",), ("optim_args",), ("lr_scheduler_kwargs",))
 """Their keys are the user's."""
 
 RECORDS_WITHIN = [
