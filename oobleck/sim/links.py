@@ -1,0 +1,257 @@
+"""Virtual links: byte streams with latency and a bounded window, that may be held up, frozen or cut.
+
+A stream keeps all that trio promises of a half-closeable stream; trio's own conformance checks are run on it. It
+knows nothing of messages or nodes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from operator import index
+
+import trio
+
+from .alarms import Alarms
+
+__all__ = ["Link", "VirtualStream"]
+
+_WINDOW_BYTES = 1 << 20
+"""What a sender may have under way: what two kernels buffer, and more."""
+
+
+class _Pipe:
+    """One direction of a link."""
+
+    def __init__(self, alarms: Alarms, latency_s: float, window_bytes: int) -> None:
+        self._alarms = alarms
+        self.latency_s = latency_s
+        self.is_held = False
+        """Nothing arrives, and nobody is told; senders may write until the window is full."""
+        self._window_bytes = window_bytes
+        self._flying: deque[tuple[float, bytes]] = deque()
+        self._flying_bytes = 0
+        self._last_arrival_s = 0.0
+        self._ends_s: float | None = None
+        self._breaks_s: float | None = None
+        self._has_sender = self._has_receiver = True
+        self._senders = trio.lowlevel.ParkingLot()
+        self._receivers = trio.lowlevel.ParkingLot()
+
+    async def send(self, data: bytes) -> None:
+        while self.is_full:
+            await self._senders.park()
+        self.check_sender()
+        if data:
+            self._flying.append((self._arrival_s(), data))
+            self._flying_bytes += len(data)
+
+    def check_sender(self) -> None:
+        """Raise ClosedResourceError or BrokenResourceError where sending has no meaning any more."""
+        if not self._has_sender:
+            raise trio.ClosedResourceError("this end is closed")
+        if not self._has_receiver or self._breaks_s is not None:
+            raise trio.BrokenResourceError("the other end is gone")
+
+    @property
+    def is_full(self) -> bool:
+        is_open = self._has_sender and self._has_receiver and self._breaks_s is None
+        return is_open and self._flying_bytes >= self._window_bytes
+
+    async def wait_for_room(self) -> None:
+        while self.is_full:
+            await self._senders.park()
+
+    async def receive(self, max_bytes: int | None) -> bytes:
+        """Wait for bytes that have arrived; none at the end of the stream."""
+        while True:
+            if not self._has_receiver:
+                raise trio.ClosedResourceError("this end is closed")
+            if self.is_due:
+                return self._take(max_bytes)
+            await self._receivers.park()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `receive` returns, or raises, without waiting."""
+        due_s = None if self.is_held else self._next_s()
+        return not self._has_receiver or (due_s is not None and due_s <= trio.current_time())
+
+    def _next_s(self) -> float | None:
+        """When the next thing arrives at the receiver: bytes, the end, or the news that the link broke."""
+        moments = [self._flying[0][0] if self._flying else self._ends_s, self._breaks_s]
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def _take(self, max_bytes: int | None) -> bytes:
+        if self._breaks_s is not None and self._breaks_s <= trio.current_time():
+            raise trio.BrokenResourceError("the connection is lost")
+        if not self._flying:
+            return b""
+        arrived = bytearray()
+        while self._flying and self._flying[0][0] <= trio.current_time():
+            arrived += self._flying.popleft()[1]
+        if max_bytes is not None and len(arrived) > max_bytes:
+            self._flying.appendleft((trio.current_time(), bytes(arrived[max_bytes:])))
+            del arrived[max_bytes:]
+        self._flying_bytes -= len(arrived)
+        self._senders.unpark_all()
+        return bytes(arrived)
+
+    def _arrival_s(self) -> float:
+        """When what is sent now arrives, and the receiver is woken; nothing overtakes what was sent before it."""
+        arrival_s = trio.current_time() + self.latency_s
+        if arrival_s > self._last_arrival_s or not self._flying:
+            self._last_arrival_s = max(self._last_arrival_s, arrival_s)
+            self._alarms.call_at(self._last_arrival_s, self._receivers_wake)
+        return self._last_arrival_s
+
+    def _receivers_wake(self) -> None:
+        self._receivers.unpark_all()
+
+    def end(self) -> None:
+        """Nothing more will be sent."""
+        if self._ends_s is None:
+            self._ends_s = self._arrival_s()
+
+    def close_sender(self) -> None:
+        self._has_sender = False
+        self.end()
+        self._wake()
+
+    def close_receiver(self) -> None:
+        self._has_receiver = False
+        self._wake()
+
+    def break_off(self) -> None:
+        """Lose what is under way; the receiver hears of it when the news has arrived."""
+        self._breaks_s = trio.current_time() + self.latency_s
+        self._alarms.call_at(self._breaks_s, self._wake)
+        self._senders.unpark_all()
+
+    def hold(self, is_held: bool) -> None:
+        self.is_held = is_held
+        self._wake()
+
+    def _wake(self) -> None:
+        self._receivers.unpark_all()
+        self._senders.unpark_all()
+
+
+class VirtualStream(trio.abc.HalfCloseableStream):
+    """One end of a link. The calls of a frozen end do not return until it is thawed."""
+
+    def __init__(self, incoming: _Pipe, outgoing: _Pipe) -> None:
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._is_sending = self._is_receiving = False
+        self._has_sent_eof = False
+        self._thawed: trio.Event | None = None
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        self._begin_sending()
+        try:
+            await self._checkpoint()
+            self._check_sender()
+            await self._outgoing.send(bytes(data))
+        finally:
+            self._is_sending = False
+
+    async def wait_send_all_might_not_block(self) -> None:
+        self._begin_sending()
+        try:
+            await self._checkpoint()
+            self._check_sender()
+            await self._outgoing.wait_for_room()
+            self._outgoing.check_sender()
+        finally:
+            self._is_sending = False
+
+    async def send_eof(self) -> None:
+        self._begin_sending()
+        try:
+            await self._checkpoint()
+            if not self._has_sent_eof:
+                self._outgoing.check_sender()
+                self._has_sent_eof = True
+                self._outgoing.end()
+        finally:
+            self._is_sending = False
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        if max_bytes is not None and index(max_bytes) < 1:
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
+        if self._is_receiving:
+            raise trio.BusyResourceError("another task is receiving")
+        self._is_receiving = True
+        try:
+            if self._incoming.is_due or self._thawed is not None:
+                await self._checkpoint()
+            data = await self._incoming.receive(max_bytes)
+            await self._thaw()
+            return data
+        finally:
+            self._is_receiving = False
+
+    async def aclose(self) -> None:
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """End both directions; what was sent still arrives."""
+        self._outgoing.close_sender()
+        self._incoming.close_receiver()
+
+    def freeze(self) -> None:
+        """Have calls wait, those under way as well, until `thaw`."""
+        if self._thawed is None:
+            self._thawed = trio.Event()
+
+    def thaw(self) -> None:
+        thawed, self._thawed = self._thawed, None
+        if thawed is not None:
+            thawed.set()
+
+    async def _checkpoint(self) -> None:
+        await trio.lowlevel.checkpoint()
+        await self._thaw()
+
+    async def _thaw(self) -> None:
+        while self._thawed is not None:
+            await self._thawed.wait()
+
+    def _check_sender(self) -> None:
+        if self._has_sent_eof:
+            raise trio.ClosedResourceError("the end of the stream was sent before")
+        self._outgoing.check_sender()
+
+    def _begin_sending(self) -> None:
+        if self._is_sending:
+            raise trio.BusyResourceError("another task is sending")
+        self._is_sending = True
+
+
+class Link:
+    """A connection between two ends, `near` and `far`."""
+
+    def __init__(self, alarms: Alarms, *, latency_s: float, window_bytes: int = _WINDOW_BYTES) -> None:
+        self._pipes = _Pipe(alarms, latency_s, window_bytes), _Pipe(alarms, latency_s, window_bytes)
+        self.near = VirtualStream(self._pipes[0], self._pipes[1])
+        self.far = VirtualStream(self._pipes[1], self._pipes[0])
+
+    def cut(self) -> None:
+        """Lose the connection: both ends hear of it, and what is under way is gone."""
+        for pipe in self._pipes:
+            pipe.break_off()
+
+    def hold(self) -> None:
+        """Let nothing through, bad news neither, until `release`."""
+        for pipe in self._pipes:
+            pipe.hold(True)
+
+    def release(self) -> None:
+        for pipe in self._pipes:
+            pipe.hold(False)
+
+    def set_latency(self, latency_s: float) -> None:
+        """Change how long bytes take from now on."""
+        for pipe in self._pipes:
+            pipe.latency_s = latency_s
