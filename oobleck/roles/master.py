@@ -35,6 +35,8 @@ from .ports import AgentConnection, Cluster, Journal, ProfileCache
 __all__ = ["Master"]
 
 _EVENTS_BUFFERED = 10_000
+_EVENTS_AT_ONCE = 100
+"""So many are taken in before commands are carried out."""
 _MESSAGES_BUFFERED = 10_000
 """For each node; one that takes fewer than it is sent for so long is lost."""
 _FAREWELL_S = 5.0
@@ -117,12 +119,18 @@ class Master:
         deadline_s = self._coordinator.next_deadline()
         at = math.inf if math.isinf(deadline_s) else self._started_s + deadline_s
         with trio.move_on_at(at):
-            event = await self._inbox.receive()
-            if isinstance(event, Said):
-                for listener in self._listeners:
-                    listener(event.node, self.now_s)
-            return self._coordinator.handle(self.now_s, event)
+            commands = self._feed(await self._inbox.receive())
+            with suppress(trio.WouldBlock):  # heartbeats of many nodes come together: one wake-up serves them all
+                for _ in range(_EVENTS_AT_ONCE):
+                    commands += self._feed(self._inbox.receive_nowait())
+            return commands
         return self._coordinator.handle_deadline(self.now_s)
+
+    def _feed(self, event: Event) -> list[Command]:
+        if isinstance(event, Said):
+            for listener in self._listeners:
+                listener(event.node, self.now_s)
+        return self._coordinator.handle(self.now_s, event)
 
     def _carry_out(self, commands: list[Command], nursery: trio.Nursery) -> None:
         for command in commands:
@@ -210,8 +218,11 @@ class _Tunnel:
 
     async def _read(self, connection: AgentConnection) -> None:
         while True:
-            message = await connection.receive()
-            await self._events.send(Said(node=self._spec.name, message=message))
+            said = Said(node=self._spec.name, message=await connection.receive())
+            try:
+                self._events.send_nowait(said)
+            except trio.WouldBlock:
+                await self._events.send(said)
 
     async def _write(self, connection: AgentConnection) -> None:
         while True:
