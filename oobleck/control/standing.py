@@ -141,10 +141,10 @@ class Standing:
             self._microbatches_done = 0
             self._broken = False
 
-    def note_microbatch(self) -> None:
-        """Count a microbatch that was taken backward."""
+    def note_microbatch(self, count: int = 1) -> None:
+        """Count microbatches that were taken backward."""
         with self._lock:
-            self._microbatches_done += 1
+            self._microbatches_done += count
 
     def note_broken(self) -> None:
         """Note that a program failed half-way: this worker's part of the step in flight is worth nothing."""

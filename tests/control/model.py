@@ -56,9 +56,10 @@ from oobleck.planner import (
     Profile,
     profile_to_json,
 )
+from oobleck.sim.fabric import Fabric, Violation
+from oobleck.sim.worker import Version
 
-from .model_fabric import Fabric, Violation
-from .model_worker import Applied, VirtualWorker
+from .model_worker import SteppedWorker
 
 __all__ = ["Shape", "World"]
 
@@ -133,7 +134,7 @@ class VirtualNode:
 
     spec: NodeSpec
     agent_pid: int
-    workers: dict[int, VirtualWorker] = field(default_factory=dict)
+    workers: dict[int, SteppedWorker] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
     """By device."""
     up: deque[AgentMessage | NodeUp | NodeFailed] = field(default_factory=deque)
@@ -170,6 +171,8 @@ class World:
         self.made: list[str] = []
         self._orders: dict[int, Order] = {}
         self._copied: frozenset[int] = frozenset()
+        self._versions: dict[int, Version] = {}
+        """By step, as the living had it last: one that only the dead have applied is applied again."""
         self.nodes: dict[str, VirtualNode] = {}
         self._fabric = Fabric()
         self._pids = itertools.count(1)
@@ -393,7 +396,9 @@ class World:
 
     def _start_worker(self, node: VirtualNode, device: int) -> None:
         place = Place(node=node.spec.name, device=device)
-        node.workers[device] = VirtualWorker(place, self.job, self._fabric, lambda message: self._say(place, message))
+        node.workers[device] = SteppedWorker(
+            place, self.job, self._fabric, lambda message: self._say(place, message), self.shape.profile
+        )
         node.pids[device] = pid = next(self._pids)
         self._say(place, WorkerStarted(device=device, pid=pid))
         ready = WorkerReady(
@@ -418,11 +423,11 @@ class World:
 
     # --- looking -----------------------------------------------------------------------------------------------
 
-    def _worker(self, name: str) -> VirtualWorker:
+    def _worker(self, name: str) -> SteppedWorker:
         node, _, device = name.partition(":")
         return self.nodes[node].workers[int(device)]
 
-    def _workers(self) -> dict[Place, VirtualWorker]:
+    def _workers(self) -> dict[Place, SteppedWorker]:
         """The workers that count: neither dead nor given up."""
         return {
             worker.place: worker for node in self.nodes.values() if node.is_counted for worker in node.workers.values()
@@ -466,29 +471,31 @@ class World:
 
     def _check(self, move: str) -> None:
         workers = self._workers()
-        longest: tuple[Applied, ...] = ()
         copied: set[int] = set()
+        versions: dict[int, Version] = {}
         for worker in workers.values():
-            for layer, history in (worker.kept | worker.layers).items():
-                longest = max(longest, history, key=len)
+            for layer, version in (worker.kept | worker.layers).items():
                 copied.add(layer)
-        if self._copied - copied and move.startswith("work") and longest:
+                if versions.setdefault(version.step, version) != version:
+                    raise Violation(f"layer {layer} on {worker.place} is {version}, elsewhere {versions[version.step]}")
+        self._versions |= versions
+        if self._copied - copied and move.startswith("work") and max(self._versions, default=0):
             raise Violation(f"{move} drops the last living copy of layers {sorted(self._copied - copied)}")
         self._copied = frozenset(copied)
-        if not move.startswith("work"):
-            return
+        if move.startswith("work"):
+            self._check_claims(workers)
+
+    def _check_claims(self, workers: dict[Place, SteppedWorker]) -> None:
+        """Hold workers to what they would answer."""
         newest = max((worker.standing.adopted for worker in workers.values()), default=0)
+        longest = max((version.step for worker in workers.values() for version in worker.layers.values()), default=0)
         for worker in workers.values():
-            for layer, history in (worker.kept | worker.layers).items():
-                if worker.is_settled and len(history) != worker.standing.applied:
-                    raise Violation(f"{worker.place} claims layer {layer} at {worker.standing.applied}: {history}")
-                if history != longest[: len(history)]:
-                    raise Violation(f"layer {layer} on {worker.place} went through {history}, elsewhere {longest}")
+            for layer, version in (worker.kept | worker.layers).items():
+                if worker.is_settled and version.step != worker.standing.applied:
+                    raise Violation(f"{worker.place} claims layer {layer} at {worker.standing.applied}: {version}")
                 is_settled = worker.standing.adopted == newest and worker.is_settled
-                if layer in worker.layers and len(history) < len(longest) - 1 and is_settled:
-                    raise Violation(f"layer {layer} on {worker.place} is {len(longest) - len(history)} steps behind")
-                if [applied.step for applied in history] != list(range(1, len(history) + 1)):
-                    raise Violation(f"layer {layer} on {worker.place} went through {history}")
+                if layer in worker.layers and version.step < longest - 1 and is_settled:
+                    raise Violation(f"layer {layer} on {worker.place} is {longest - version.step} steps behind")
 
     def check_end(self) -> None:
         """What must hold when the run is over."""
@@ -500,26 +507,25 @@ class World:
             raise Violation(f"the run ends well after steps {steps}")
         if was_stopped and steps != list(range(1, len(steps) + 1)):
             raise Violation(f"the run stops after steps {steps}")
-        for worker in self._workers().values():
-            for layer, history in worker.layers.items():
-                for applied, record in zip(history, done, strict=False):
-                    if applied.step == record.step and applied.generation != record.generation:
-                        raise Violation(
-                            f"step {record.step} is journaled as of generation {record.generation}, "
-                            f"but layer {layer} on {worker.place} has it of {applied.generation}"
-                        )
+        for record in done:
+            version = self._versions.get(record.step)
+            if version is not None and version.generation != record.generation:
+                raise Violation(
+                    f"step {record.step} is journaled as of generation {record.generation}, but applied in that of "
+                    f"{version.generation}"
+                )
         if "no living node holds" in self.ended.reason and len(self._current_copies()) == self.shape.num_layers:
             raise Violation(f"all layers live, yet: {self.ended.reason}")
 
     def _current_copies(self) -> set[int]:
         """The layers of which a living worker has the newest version, or what makes it."""
         workers = self._workers().values()
-        newest = max((len(history) for worker in workers for history in worker.layers.values()), default=0)
+        newest = max((version.step for worker in workers for version in worker.layers.values()), default=0)
         return {
             layer
             for worker in workers
-            for layer, history in (worker.kept | worker.layers).items()
-            if len(history) == newest or (len(history) == newest - 1 and worker.holds_reduced)
+            for layer, version in (worker.kept | worker.layers).items()
+            if version.step == newest or (version.step == newest - 1 and worker.holds_reduced)
         }
 
     @property

@@ -11,8 +11,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from oobleck.sim.fabric import Violation
+
 from .model import Shape, World
-from .model_fabric import Violation
 
 __all__ = ["Fault", "Scenario", "play", "replay"]
 

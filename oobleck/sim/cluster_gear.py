@@ -1,0 +1,174 @@
+"""The cluster gear: a whole run, with the real master, agents and coordinator, on virtual nodes in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from oobleck.control.coordinator import Coordinator
+from oobleck.control.events import Command, End, Event, StopRequested
+from oobleck.control.journal import JournalEntry
+from oobleck.control.summary import Summary, summarize
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import Profile, profile_to_json
+from oobleck.roles.master import Master
+
+from .cluster import PYTHON_VERSION, VirtualCluster
+from .determinism import run_virtual
+from .faults import Faults
+from .journal import MemoryJournal, MemoryProfiles, journal_digest
+from .tempo import Delays
+from .trace import Trace
+from .world import World
+
+__all__ = ["ClusterRun", "Decided", "run_cluster"]
+
+_STARTED_AT = "2026-01-01T00:00:00Z"
+_GRACE_S = 600.0
+"""How long a run may take to end once its trace has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What the coordinator was fed, and what it commanded."""
+
+    now_s: float
+    event: Event | None
+    """None for a deadline, or the start."""
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRun:
+    """What came of a run."""
+
+    entries: tuple[JournalEntry, ...]
+    end: End
+    decisions: tuple[Decided, ...]
+    """All that went through the coordinator, where it was asked for; else none."""
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal runs."""
+        return journal_digest(self.entries)
+
+    @property
+    def summary(self) -> Summary:
+        return summarize(self.entries)
+
+
+def run_cluster(
+    trace: Trace,
+    *,
+    job: JobSpec,
+    profile: Profile,
+    seed: int = 0,
+    devices_per_node: int = 1,
+    delays: Delays | None = None,
+    has_profile: bool = True,
+    observe: Callable[[JournalEntry], None] | None = None,
+    keep_decisions: bool = False,
+) -> ClusterRun:
+    """Run a job through a trace, from virtual second 0; it is stopped, after the step in flight, when the trace ends.
+
+    The same arguments give the same journal. `profile` says how long the job's layers take; the job's own model and
+    text are not looked at. Without `has_profile` it is not cached, so that a worker measures it first. `observe` gets
+    each journal entry. Raises trio.TooSlowError when the run does not end within ten minutes of its trace, and what
+    breaks a promise of the protocol as an `ExceptionGroup` of Violations.
+    """
+    simulation = _Simulation(trace, job, profile, seed, devices_per_node, delays or Delays())
+    if not has_profile:
+        simulation.profiles.profile_json = None
+    simulation.observers = [observe] if observe else []
+    simulation.keeps_decisions = keep_decisions
+    end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S)
+    return ClusterRun(entries=tuple(simulation.journal.entries), end=end, decisions=tuple(simulation.decisions))
+
+
+class _RecordingCoordinator(Coordinator):
+    """Keeps what goes in and what comes out."""
+
+    decisions: list[Decided] | None = None
+
+    def start(self, now_s: float) -> list[Command]:
+        return self._keep(now_s, None, super().start(now_s))
+
+    def handle(self, now_s: float, event: Event) -> list[Command]:
+        return self._keep(now_s, event, super().handle(now_s, event))
+
+    def handle_deadline(self, now_s: float) -> list[Command]:
+        return self._keep(now_s, None, super().handle_deadline(now_s))
+
+    def _keep(self, now_s: float, event: Event | None, commands: list[Command]) -> list[Command]:
+        if self.decisions is not None:
+            self.decisions.append(Decided(now_s, event, tuple(commands)))
+        return commands
+
+
+class _Simulation:
+    """One run. Only `run` may be called, once."""
+
+    def __init__(
+        self, trace: Trace, job: JobSpec, profile: Profile, seed: int, devices_per_node: int, delays: Delays
+    ) -> None:
+        self.journal = MemoryJournal()
+        self.decisions: list[Decided] = []
+        self.keeps_decisions = False
+        self.observers: Sequence[Callable[[JournalEntry], None]] = ()
+        self._trace = trace
+        self._job = job
+        self._devices = tuple(range(devices_per_node))
+        self.profiles = MemoryProfiles(profile_to_json(profile))
+        self._world = World.make(profile, delays, seed)
+        self._master: Master | None = None
+
+    async def run(self) -> End:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._world.alarms.run)
+            cluster = VirtualCluster(self._job.tag, self._trace.nodes, self._world, nursery)
+            for node in self._trace.start:
+                cluster.join(node)
+            self._master = master = self._make_master(cluster)
+            nursery.start_soon(self._play, cluster)
+            end = await master.run()
+            nursery.cancel_scope.cancel()
+        return end
+
+    async def _play(self, cluster: VirtualCluster) -> None:
+        faults = Faults(
+            self._trace,
+            cluster,
+            spec_of=self._spec,
+            submit=self._submit,
+            crash_master=self._crash_master,
+        )
+        await faults.play()
+        self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
+
+    def _make_master(self, cluster: VirtualCluster) -> Master:
+        nodes = tuple(map(self._spec, self._trace.start))
+        coordinator = _RecordingCoordinator(self._job, nodes, started_at=_STARTED_AT, python_version=PYTHON_VERSION)
+        coordinator.decisions = self.decisions if self.keeps_decisions else None
+        master = Master(
+            coordinator,
+            tag=self._job.tag,
+            cluster=cluster,
+            journal=self.journal,
+            profiles=self.profiles,
+            hello_timeout_s=self._job.control.connect_timeout_s,
+        )
+        for observer in self.observers:
+            master.observe(observer)
+        return master
+
+    def _spec(self, name: str) -> NodeSpec:
+        return NodeSpec(name=name, host=name, devices=self._devices)
+
+    def _submit(self, event: Event) -> None:
+        if self._master is not None:
+            self._master.submit(event)
+
+    def _crash_master(self, down_s: float) -> None:
+        raise NotImplementedError

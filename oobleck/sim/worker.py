@@ -1,0 +1,524 @@
+"""Virtual workers: they follow orders move by move as `training.engine` does, around the real `Standing`.
+
+The training thread is a generator that yields wherever the real one may be preempted or has to wait, so that
+whoever steps it chooses the interleaving. A layer's state is its history: which steps were applied to it, each
+under which generation. Losses and tensors have no part in the protocol.
+
+What must never happen, such as a sum that lacks a microbatch, raises `Violation` on the spot.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from oobleck.control.messages import (
+    CommitRecord,
+    Fence,
+    Finished,
+    FinishStep,
+    Order,
+    PeerFailed,
+    Resumed,
+    StepCommitted,
+    StorePut,
+    WorkerBound,
+    WorkerMessage,
+)
+from oobleck.control.standing import Interrupted, PeerLost, Standing
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, Place
+
+from .fabric import Contribution, Fabric, GroupKey, Violation, Wait
+from .tempo import ProgramTimes, Tempo
+
+__all__ = ["INITIAL", "Lane", "Moves", "Version", "VirtualWorker", "Work"]
+
+Moves = Generator[Wait, None, None]
+
+
+_BUSY_TIMES = 16
+"""As many stretches of computation are remembered as a real worker remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """The state of a layer, as far as the protocol can tell: what was applied to its initial values."""
+
+    step: int
+    generation: int
+    """Of the commit of that step."""
+    digest: int
+    """Equal for equal histories."""
+
+    def then(self, record: CommitRecord) -> Version:
+        """The version after one more step."""
+        return Version(record.step, record.generation, hash((self.digest, record.step, record.generation)))
+
+
+INITIAL = Version(0, 0, 0)
+
+
+@dataclass(slots=True)
+class Work:
+    """What a worker has done of a step."""
+
+    step: int
+    microbatches: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A worker's place in its pipeline."""
+
+    key: GroupKey
+    stage: int
+    pipeline: Pipeline
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return self.pipeline.places
+
+
+@dataclass(slots=True)
+class _Running:
+    """A program under way."""
+
+    began_s: float
+    times: ProgramTimes
+    noted: int = 0
+    """Microbatches whose backward pass is noted."""
+
+
+class VirtualWorker:
+    """One worker process. `step` makes the training thread's next move, `take` a message of the control thread."""
+
+    def __init__(
+        self,
+        place: Place,
+        job: JobSpec,
+        fabric: Fabric,
+        say: Callable[[WorkerMessage], None],
+        *,
+        tempo: Tempo,
+        clock: Callable[[], float],
+        announce: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`clock` gives seconds; `announce` is called when a message changes what a wait may look for."""
+        self.place = place
+        self.layers: dict[int, Version] = {}
+        self.kept: dict[int, Version] = {}
+        """Layers of the plan before, until all have adopted the new one."""
+        self.standing = Standing(place, announce, lock=nullcontext())
+        self.is_stuck = False
+        """The process is stopped: neither of its threads does anything, and nobody notices by its connection."""
+        self._job = job
+        self._fabric = fabric
+        self._say = say
+        self._tempo = tempo
+        self._clock = clock
+        self._announce = announce
+        self._board: set[str] = set()
+        self._groups: set[GroupKey] = set()
+        self._spoiled: set[GroupKey] = set()
+        """Groups whose traffic was given up half-way: their messages cannot be told apart any more."""
+        self._posted: Counter[GroupKey] = Counter()
+        self._plan: ExecutionPlan | None = None
+        self._lane: Lane | None = None
+        self._buckets: tuple[tuple[GroupKey, tuple[int, ...]], ...] = ()
+        self._commit_key: GroupKey | None = None
+        self._work: Work | None = None
+        self._base_done = False
+        self._segments_done: set[int] = set()
+        self._reduced: dict[int, tuple[int, ...]] = {}
+        self._whole = tuple(range(job.num_microbatches))
+        self._running: _Running | None = None
+        self._step_ended_s = clock()
+        self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
+        self._busy_in_step: list[tuple[float, float]] = []
+        self._resumed_generation: int | None = None
+        self._transfer_s = 0.0
+        self._received_bytes = 0
+        self._thread = self._run()
+        self.wait = next(self._thread)
+
+    # --- what the environment does ---------------------------------------------------------------------------
+
+    def take(self, message: WorkerBound) -> None:
+        """Handle one message, as the control thread does."""
+        if self.is_stuck:
+            return
+        match message:
+            case StorePut(key=key):
+                self._board.add(key)
+                self._announce()
+            case Fence():
+                self._note_microbatches()
+                self._say(self.standing.answer(message))
+            case Order():
+                self.standing.give_order(message)
+            case FinishStep():
+                self.standing.want_stop()
+            case _:
+                raise Violation(f"{self.place} was told {message}")
+
+    @property
+    def holds_reduced(self) -> bool:
+        """It can still apply the step that its peers may have applied."""
+        return bool(self._reduced)
+
+    @property
+    def is_settled(self) -> bool:
+        """Its layers are what it answers that they are, not about to become so."""
+        return self.wait.what not in ("adopting", "applying")
+
+    @property
+    def can_step(self) -> bool:
+        return not self.is_stuck and (self.wait.ready() or self.wait.interrupted())
+
+    def step(self) -> None:
+        """Go on to the next point where the training thread may be preempted or has to wait."""
+        self.wait = next(self._thread) if self.wait.ready() else self._thread.throw(Interrupted())
+
+    def fail(self) -> None:
+        """End the wait with an error of the network."""
+        self.wait = self._thread.throw(PeerLost(self.wait.what))
+
+    # --- the training thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> Moves:
+        while True:
+            yield Wait("an order", lambda: self.standing.has_order)
+            order = self.standing.take_order()
+            assert order is not None
+            try:
+                yield from self._follow(order)
+                if (yield from self._train()):
+                    self._say(Finished(device=self.place.device, applied=self.standing.applied))
+            except Interrupted:
+                continue
+            except PeerLost as error:
+                yield from _pause("report")
+                self._say(PeerFailed(device=self.place.device, generation=order.generation, detail=str(error)))
+
+    def _follow(self, order: Order) -> Moves:
+        yield from _pause("took an order")
+        if order.catch_up is not None and self.standing.catch_up(order.catch_up):
+            yield from self._apply(order.catch_up)
+        if order.finish is None:
+            self._forget_step()
+        elif self.standing.applied == order.finish - 1:
+            yield from self._finish(order, order.finish)
+        yield from self._adopt(order)
+
+    def _train(self) -> Generator[Wait, None, bool]:
+        if self._lane is None:
+            return False
+        assert self._plan is not None
+        assert self._commit_key is not None
+        stop = False
+        while self.standing.applied < self._job.max_steps and not stop:
+            yield from self._compute(self._plan, self._lane, self.standing.applied + 1)
+            stop = yield from self._end_step(self._buckets, self._commit_key)
+        return True
+
+    # --- a step ----------------------------------------------------------------------------------------------
+
+    def _compute(self, plan: ExecutionPlan, lane: Lane, step: int) -> Generator[Wait, None, Work]:
+        work = self._work
+        if work is None or work.step != step:
+            work = self._begin_step(step)
+        if not self._base_done:
+            located = plan.locate(self.place)
+            assert located is not None
+            yield from self._execute(work, lane, plan.microbatches_of(located[0]))
+            self._base_done = True
+        return work
+
+    def _begin_step(self, step: int) -> Work:
+        self._forget_step()
+        self._work = Work(step)
+        return self._work
+
+    def _execute(self, work: Work, lane: Lane, microbatches: Sequence[int]) -> Moves:
+        """Run this stage's program for some microbatches; it ends when the schedule's timeline says."""
+        if self.standing.is_broken:
+            raise PeerLost("a program of this step failed half-way before")
+        if lane.key in self._spoiled:
+            raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")
+        self._say_resumed()
+        times = self._tempo.program(lane.pipeline, lane.stage, len(microbatches))
+        self._running = running = _Running(self._clock(), times)
+        stopped = self.standing.is_pipeline_stopped
+        try:
+            yield Wait(
+                f"a program of {len(microbatches)} microbatches of step {work.step}",
+                lambda: not stopped(),
+                stopped,
+                lambda: self._fabric.lacks_a_member(lane.key),
+                touches_network=len(lane.places) > 1,
+                takes_s=times.end_s,
+            )
+        except (Interrupted, PeerLost) as error:
+            self._spoiled.add(lane.key)
+            self._end_program()
+            if isinstance(error, PeerLost):
+                self.standing.note_broken()
+            raise
+        self._end_program()
+        work.microbatches += microbatches
+        self._busy_in_step.append((running.began_s, self._clock()))
+
+    def _end_program(self) -> None:
+        self._note_microbatches()
+        self._running = None
+
+    def _note_microbatches(self) -> None:
+        """Count what the program under way has done by now."""
+        running = self._running
+        if running is None:
+            return
+        done = bisect_right(running.times.backward_ends_s, self._clock() - running.began_s)
+        self.standing.note_microbatch(done - running.noted)
+        running.noted = done
+
+    def _say_resumed(self) -> None:
+        generation, self._resumed_generation = self._resumed_generation, None
+        if generation is not None:
+            self._say(
+                Resumed(
+                    device=self.place.device,
+                    generation=generation,
+                    transfer_s=self._transfer_s,
+                    received_bytes=self._received_bytes,
+                    resumed_s=self._clock(),
+                    busy_s=tuple(self._busy_s),
+                )
+            )
+
+    def _end_step(
+        self, buckets: Sequence[tuple[GroupKey, tuple[int, ...]]], key: GroupKey
+    ) -> Generator[Wait, None, bool]:
+        work = self._work
+        assert work is not None
+        mine = tuple(work.microbatches)
+        posted = [(bucket, layers, self._post(bucket, (work.step, mine))) for bucket, layers in buckets]
+        yield from _pause("posted the reductions")
+        self._reduced = {}
+        assert self._plan is not None
+        takes_s = self._tempo.reduce_s(self._plan)
+        for bucket, layers, sequence in posted:
+            sums = yield from self._sum(bucket, sequence, work.step, takes_s=takes_s)
+            takes_s = 0.0  # those of the first one cover all
+            self._reduced.update(dict.fromkeys(layers, tuple(sorted(m for part in sums for m in part))))
+        yield from _pause("reduced")
+        self.standing.note_reduced(work.step)
+        yield from _pause("about to commit")
+        sequence = self._post(key, (work.step, (int(self.standing.is_stop_wanted),)))
+        stops = yield from self._sum(key, sequence, work.step)
+        yield from _pause("agreed to commit")
+        record = CommitRecord(
+            step=work.step,
+            generation=key.generation,
+            loss=1.0,
+            grad_norm=1.0,
+            learning_rate=1.0,
+            num_samples=self._job.global_batch_size,
+            samples_repeated=0,
+            samples_missing=0,
+            duration_s=self._clock() - self._step_ended_s,
+        )
+        self.standing.begin_apply(record)
+        yield from self._apply(record)
+        return any(map(any, stops))
+
+    def _post(self, key: GroupKey, value: Contribution) -> int:
+        if len(key.members) > 1 and key not in self._groups:
+            raise Violation(f"{self.place} has not formed {key.name}")
+        sequence = self._posted[key]
+        self._posted[key] += 1
+        self._fabric.post(key, sequence, self.place, value)
+        return sequence
+
+    def _sum(
+        self, key: GroupKey, sequence: int, step: int, *, takes_s: float = 0.0
+    ) -> Generator[Wait, None, list[tuple[int, ...]]]:
+        yield Wait(
+            f"all-reduce {sequence} of {key.name} in step {step}",
+            lambda: self._fabric.is_complete(key, sequence),
+            self.standing.is_fenced,
+            lambda: self._fabric.lacks_a_member(key),
+            touches_network=len(key.members) > 1,
+            takes_s=takes_s,
+        )
+        contributions = self._fabric.contributions(key, sequence)
+        if any(other != step for other, _ in contributions):
+            raise Violation(f"{key.name} mixes steps: {contributions}")
+        return [value for _, value in contributions]
+
+    def _apply(self, record: CommitRecord) -> Moves:
+        yield from _pause("applying")
+        for layer, version in self.layers.items():
+            if self._reduced[layer] != self._whole:
+                summed = self._reduced[layer]
+                raise Violation(f"step {record.step}: layer {layer} on {self.place} sums microbatches {summed}")
+            self.layers[layer] = version.then(record)
+        self._step_ended_s = self._clock()
+        self._busy_s.extend(self._busy_in_step)
+        self.kept = {}
+        self._forget_step()
+        if self._lane is not None and self._lane.stage == 0:
+            self._say(StepCommitted(device=self.place.device, record=record))
+
+    def _forget_step(self) -> None:
+        self._work = None
+        self._base_done = False
+        self._segments_done.clear()
+        self._busy_in_step = []
+        self._reduced = {}
+        self.standing.begin_step()
+
+    # --- from one plan to the next ---------------------------------------------------------------------------
+
+    def _finish(self, order: Order, step: int) -> Moves:
+        plan, lane = self._plan, self._lane
+        if plan is None or lane is None:
+            return
+        located = plan.locate(self.place)
+        assert located is not None
+        pipeline = plan.pipelines[located[0]]
+        buckets, key = self._reduction_keys(plan, order.generation, order.lost)
+        if any(node in order.lost for node in pipeline.nodes):
+            self._begin_step(step)
+        else:
+            work = yield from self._compute(plan, lane, step)
+            for segment in order.segments:
+                if segment.pipeline == located[0] and segment.segment not in self._segments_done:
+                    yield from self._execute(work, lane, segment.microbatches)
+                    self._segments_done.add(segment.segment)
+        yield from self._form([key, *(bucket for bucket, _ in buckets)])
+        yield from self._end_step(buckets, key)
+
+    def _adopt(self, order: Order) -> Moves:
+        plan = order.plan
+        located = plan.locate(self.place)
+        members = {place for item in order.transfers for place in (item.source, item.target)}
+        moving = GroupKey("transfer", order.generation, tuple(sorted(members)))
+        keys = [moving] if self.place in members else []
+        lane: Lane | None = None
+        buckets: tuple[tuple[GroupKey, tuple[int, ...]], ...] = ()
+        commit_key: GroupKey | None = None
+        if located is not None:
+            pipeline = plan.pipelines[located[0]]
+            lane_key = GroupKey("pipeline", order.pipeline_generations[located[0]], pipeline.places)
+            lane = Lane(lane_key, located[1], pipeline)
+            buckets, commit_key = self._reduction_keys(plan, order.generation, ())
+            keys += [lane_key, commit_key, *(bucket for bucket, _ in buckets)]
+        yield from self._form(keys)
+        received = yield from self._exchange(order, moving)
+        yield from _pause("about to adopt")
+        wanted = () if located is None else tuple(plan.pipelines[located[0]].stages[located[1]].layers)
+        received = {layer: state for layer, state in self.kept.items() if layer in wanted} | received
+        kept = self._states_to_keep(order, wanted)
+        self.standing.adopt(order, wanted, tuple(kept))
+        yield from _pause("adopting")
+        self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_key, lane
+        self._take_layers(wanted, received, initial=order.initial)
+        self.kept = kept
+        self._groups &= set(keys)
+        self._resumed_generation = order.generation
+
+    def _exchange(self, order: Order, key: GroupKey) -> Generator[Wait, None, dict[int, Version]]:
+        for tag, item in enumerate(order.transfers):
+            if item.source == self.place:
+                self._fabric.send(key, self.place, item.target, tag, self._state(item.layer))
+        yield from _pause("sent layers")
+        began_s, self._received_bytes = self._clock(), 0
+        received: dict[int, Version] = {}
+        for tag, item in enumerate(order.transfers):
+            if item.target == self.place:
+                state = yield from self._receive_layer(key, tag, item)
+                if received.setdefault(item.layer, state) != state:
+                    raise Violation(f"{self.place} receives layer {item.layer} in parts of different versions")
+        self._transfer_s = self._clock() - began_s
+        return received
+
+    def _receive_layer(self, key: GroupKey, tag: int, item: LayerTransfer) -> Generator[Wait, None, Version]:
+        yield Wait(
+            f"layer {item.layer} from {item.source}",
+            lambda: self._fabric.has_mail(key, item.source, self.place, tag),
+            self.standing.is_fenced,
+            lambda: self._fabric.lacks_a_member(key),
+            touches_network=True,
+            takes_s=self._tempo.transfer_s(item),
+        )
+        self._received_bytes += self._tempo.part_bytes(item)
+        state = self._fabric.receive(key, item.source, self.place, tag)
+        assert isinstance(state, Version)
+        return state
+
+    def _states_to_keep(self, order: Order, wanted: Collection[int]) -> dict[int, Version]:
+        if self.standing.applied != order.boundary:
+            return {}
+        moving = {item.layer for item in order.transfers}.difference(wanted)
+        return {layer: self._state(layer) for layer in sorted(moving & (self.kept.keys() | self.layers.keys()))}
+
+    def _state(self, layer: int) -> Version:
+        if layer not in self.layers and layer not in self.kept:
+            raise Violation(f"{self.place} is to send layer {layer}, which it does not hold")
+        return self.kept[layer] if layer in self.kept else self.layers[layer]
+
+    def _take_layers(self, wanted: Collection[int], received: dict[int, Version], *, initial: bool) -> None:
+        if initial:
+            self.layers = dict.fromkeys(wanted, INITIAL)
+            return
+        missing = [layer for layer in wanted if layer not in self.layers and layer not in received]
+        if missing:
+            raise Violation(f"{self.place} adopts layers {missing}, which nobody sent")
+        self.layers = {layer: received.get(layer, self.layers.get(layer, INITIAL)) for layer in wanted}
+
+    def _form(self, keys: Sequence[GroupKey]) -> Moves:
+        missing = sorted({key for key in keys if len(key.members) > 1} - self._groups)
+        if not missing:
+            return
+        awaited: list[str] = []
+        for key in missing:
+            name = f"{key.name}/{self.place}"
+            if name in self._board:
+                raise Violation(f"{self.place} forms {key.name} twice")
+            self._board.add(name)
+            nodes = tuple(sorted({place.node for place in key.members}))
+            self._say(StorePut(key=name, value=b"", nodes=nodes))
+            awaited += [f"{key.name}/{member}" for member in key.members]
+        yield Wait(
+            f"the groups {', '.join(key.name for key in missing)}",
+            lambda: self._board.issuperset(awaited) and all(self._fabric.is_whole(key.members) for key in missing),
+            self.standing.is_fenced,
+            lambda: any(map(self._fabric.lacks_a_member, missing)),
+            touches_network=True,
+            takes_s=self._tempo.form_group_s,
+        )
+        self._groups.update(missing)
+
+    def _reduction_keys(
+        self, plan: ExecutionPlan, generation: int, lost: Collection[str]
+    ) -> tuple[tuple[tuple[GroupKey, tuple[int, ...]], ...], GroupKey]:
+        located = plan.locate(self.place)
+        assert located is not None
+        by_owners: dict[tuple[Place, ...], list[int]] = {}
+        for layer in plan.pipelines[located[0]].stages[located[1]].layers:
+            living = tuple(place for place in plan.owners_of(layer) if place.node not in lost)
+            by_owners.setdefault(living, []).append(layer)
+        buckets = tuple(
+            (GroupKey("reduce", generation, members), tuple(layers)) for members, layers in sorted(by_owners.items())
+        )
+        everyone = tuple(place for place in plan.places if place.node not in lost)
+        return buckets, GroupKey("reduce", generation, everyone)
+
+
+def _pause(what: str) -> Iterator[Wait]:
+    """A point where the training thread may be preempted, with nothing to wait for."""
+    yield Wait(what, lambda: True)

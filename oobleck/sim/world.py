@@ -1,0 +1,63 @@
+"""What all virtual nodes of one run share: the network, the tempo of work, and chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import trio
+
+from oobleck.planner import Profile
+
+from .alarms import Alarms
+from .fabric import Fabric
+from .tempo import Delays, Tempo
+
+__all__ = ["Gate", "World"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The surroundings of every virtual process."""
+
+    profile: Profile
+    delays: Delays
+    tempo: Tempo
+    rng: Random
+    """Chooses what no rule decides."""
+    fabric: Fabric = field(default_factory=Fabric)
+    alarms: Alarms = field(default_factory=Alarms)
+
+    @classmethod
+    def make(cls, profile: Profile, delays: Delays, seed: int) -> World:
+        tempo = Tempo(profile, form_group_s=delays.form_group_s)
+        return cls(profile=profile, delays=delays, tempo=tempo, rng=Random(seed))
+
+    def up_to(self, limit_s: float) -> float:
+        """Seconds by chance, at most so many."""
+        return self.rng.uniform(0.0, limit_s)
+
+
+class Gate:
+    """What a frozen process cannot pass."""
+
+    def __init__(self) -> None:
+        self._opened: trio.Event | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._opened is not None
+
+    def close(self) -> None:
+        if self._opened is None:
+            self._opened = trio.Event()
+
+    def open(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.set()
+
+    async def passed(self) -> None:
+        """Wait while it is closed; no checkpoint when it is open."""
+        while self._opened is not None:
+            await self._opened.wait()

@@ -1,0 +1,194 @@
+"""Whole runs on virtual nodes: the real master, agents and coordinator, one kind of fault at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oobleck.control.journal import (
+    Action,
+    Cause,
+    JournalEntry,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    PlanAdopted,
+    RecoveryDone,
+    StepDone,
+    WorkerDown,
+)
+from oobleck.sim.cluster_gear import ClusterRun
+from oobleck.sim.trace import (
+    AgentCrashed,
+    Frozen,
+    Healed,
+    Joined,
+    Lost,
+    Noticed,
+    Partitioned,
+    Slowed,
+    Thawed,
+    TraceEvent,
+    WorkerCrashed,
+)
+from tests.sim.virtual import STARTED_S, Setting
+
+LEASE_S = Setting().job.control.lease_s
+
+
+def run(*events: TraceEvent, **fields) -> ClusterRun:
+    return Setting(events=events, **fields).run()
+
+
+def entries(played: ClusterRun, kind: type, *, since_s: float = 0.0) -> list[JournalEntry]:
+    return [entry for entry in played.entries if isinstance(entry, kind) and entry.t_s >= since_s]
+
+
+def steps(played: ClusterRun) -> list[int]:
+    return [entry.record.step for entry in entries(played, StepDone)]
+
+
+def check_whole(played: ClusterRun) -> None:
+    """The run ended well, and every step was committed once, in turn."""
+    assert played.end.exit_code == 0, played.end.reason
+    assert steps(played) == list(range(1, len(steps(played)) + 1))
+    assert len(steps(played)) > 50
+
+
+def test_an_undisturbed_run_trains_at_the_pace_that_was_predicted():
+    played = run()
+    check_whole(played)
+    (plan,) = entries(played, PlanAdopted)
+    assert STARTED_S - 1 < plan.t_s < STARTED_S
+    assert played.summary.step_time_s.median == pytest.approx(plan.predicted_step_s, rel=0.02)
+
+
+def test_a_lost_node_costs_no_step():
+    played = run(Lost(t_s=10.0, node="n2"))
+    check_whole(played)
+    (lost,) = entries(played, NodeLost)
+    assert (lost.node, lost.cause) == ("n2", Cause.CONNECTION_LOST)
+    (recovery,) = entries(played, RecoveryDone)
+    assert recovery.steps_lost == 0
+    assert recovery.decide_s < 0.1
+
+
+def test_a_node_that_comes_again_is_taken_in():
+    played = run(Lost(t_s=10.0, node="n2"), Joined(t_s=15.0, node="n2"))
+    check_whole(played)
+    assert [entry.cause for entry in entries(played, RecoveryDone)] == [Cause.CONNECTION_LOST, Cause.JOINED]
+    assert "n2" in entries(played, PlanAdopted)[-1].plan.nodes
+
+
+def test_a_node_frozen_for_less_than_its_lease_only_delays_everybody():
+    played = run(Frozen(t_s=10.0, node="n1"), Thawed(t_s=10.0 + LEASE_S / 2, node="n1"))
+    check_whole(played)
+    assert entries(played, NodeLost) == []
+    longest_s = max(entry.record.duration_s for entry in entries(played, StepDone, since_s=9.0))
+    step_s = played.summary.step_time_s.median
+    assert LEASE_S / 2 <= longest_s <= LEASE_S / 2 + 2 * step_s
+
+
+def test_a_node_frozen_for_good_costs_its_lease():
+    played = run(Frozen(t_s=10.0, node="n1"))
+    check_whole(played)
+    (lost,) = entries(played, NodeLost)
+    assert lost.cause is Cause.LEASE_EXPIRED
+    assert lost.t_s == pytest.approx(10.0 + LEASE_S, abs=Setting().job.control.heartbeat_interval_s)
+    (recovery,) = entries(played, RecoveryDone)
+    assert recovery.stall_s <= LEASE_S + 0.5
+
+
+def test_a_node_that_thaws_after_it_was_given_up_harms_nobody():
+    played = run(Frozen(t_s=10.0, node="n1"), Thawed(t_s=20.0, node="n1"), duration_s=120.0)
+    check_whole(played)
+
+
+def test_a_crashed_worker_is_started_again_in_its_place():
+    played = run(WorkerCrashed(t_s=10.0, node="n3"))
+    check_whole(played)
+    assert len(entries(played, WorkerDown)) == 1
+    assert entries(played, NodeLost) == []
+    assert entries(played, RecoveryDone)[-1].action is Action.RESTART_WORKER
+
+
+def test_a_crashed_agent_takes_its_node_with_it():
+    played = run(AgentCrashed(t_s=10.0, node="n3"))
+    check_whole(played)
+    assert [entry.node for entry in entries(played, NodeLost)] == ["n3"]
+
+
+def test_a_noticed_node_leaves_before_it_is_lost():
+    played = run(Noticed(t_s=10.0, node="n0", grace_s=30.0), Lost(t_s=40.0, node="n0"))
+    check_whole(played)
+    (left,) = entries(played, NodeLeft)
+    assert left.t_s < 11.0
+    assert entries(played, NodeLost) == []
+
+
+def test_a_node_cut_off_is_lost_and_may_come_back():
+    played = run(Partitioned(t_s=10.0, nodes=("n1",)), Healed(t_s=20.0), duration_s=60.0)
+    check_whole(played)
+    assert [entry.node for entry in entries(played, NodeLost)][:1] == ["n1"]
+
+
+def test_a_slow_node_slows_everybody_from_its_next_program_on():
+    played = run(Slowed(t_s=10.0, node="n1", factor=3.0), Slowed(t_s=20.0, node="n1", factor=1.0))
+    check_whole(played)
+    usual_s = played.summary.step_time_s.median
+    slow = [step for step in entries(played, StepDone) if 12.0 < step.t_s < 20.0]
+    assert slow[0].record.duration_s == pytest.approx(3 * usual_s, rel=0.1)
+    assert entries(played, StepDone)[-1].record.duration_s == pytest.approx(usual_s, rel=0.1)
+
+
+def test_a_profile_that_is_not_cached_is_measured():
+    assert Setting(has_profile=False).run().end.exit_code == 0
+
+
+@pytest.mark.parametrize("loss_s", [0.2, 0.421, 2.0, 3.9])
+def test_a_node_lost_before_training_is_named(loss_s: float):
+    played = run(Lost(t_s=loss_s, node="n1"))
+    assert played.end.exit_code != 0
+    assert "n1" in played.end.reason
+
+
+def test_several_devices_a_node():
+    check_whole(run(Lost(t_s=10.0, node="n1"), num_nodes=3, devices=2))
+
+
+EVENTS = """(
+    Lost(t_s=10.0, node="n2"),
+    WorkerCrashed(t_s=10.0, node="n0"),
+    Frozen(t_s=20.0, node="n3"),
+    Joined(t_s=21.0, node="n2"),
+    Thawed(t_s=22.0, node="n3"),
+)"""
+
+DIGEST = f"""
+from oobleck.sim.trace import *
+from tests.sim.virtual import Setting
+print(Setting(events={EVENTS}).run(seed=5).digest)
+"""
+
+
+def test_the_same_trace_and_seed_give_the_same_journal_in_another_process():
+    def digest(hash_seed: str) -> bytes:
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+        root = Path(__file__).parents[2]
+        return subprocess.run(
+            [sys.executable, "-c", DIGEST], env=environment, check=True, capture_output=True, cwd=root
+        ).stdout.strip()
+
+    played = Setting(events=eval(EVENTS)).run(seed=5)
+    assert {digest("0"), digest("1")} == {played.digest.encode()}
+    assert Setting(events=eval(EVENTS)).run(seed=6).digest != played.digest
+
+
+def test_a_node_that_nobody_knows_is_unreachable_and_no_more():
+    played = run(Joined(t_s=10.0, node="n9"), nodes_away=("n9",))
+    check_whole(played)
+    assert [entry.node for entry in entries(played, NodeConnected, since_s=5.0)] == ["n9"]

@@ -1,0 +1,75 @@
+"""Virtual clusters to test with: a small model whose planning and steps take milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from oobleck.job import ControlSpec, JobSpec
+from oobleck.planner import Profile
+from oobleck.sim.cluster_gear import ClusterRun, run_cluster
+from oobleck.sim.trace import Trace, TraceEvent
+from tests.control.model import Shape
+
+__all__ = ["STARTED_S", "Setting"]
+
+STARTED_S = 4.0
+"""By then, virtual nodes that start together train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A cluster, a job, and what happens to it."""
+
+    events: tuple[TraceEvent, ...] = ()
+    num_nodes: int = 4
+    nodes_away: tuple[str, ...] = ()
+    """Those that are not there at the start."""
+    devices: int = 1
+    layers_per_device: int = 4
+    num_layers: int = 4
+    fault_threshold: int = 1
+    num_pipelines: int | None = None
+    duration_s: float = 40.0
+    max_steps: int = 1_000_000
+    has_profile: bool = True
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            num_nodes=self.num_nodes,
+            devices=self.devices,
+            num_layers=self.num_layers,
+            layers_per_device=self.layers_per_device,
+            num_microbatches=8,
+            max_steps=self.max_steps,
+            fault_threshold=self.fault_threshold,
+            num_pipelines=self.num_pipelines,
+        )
+
+    @property
+    def job(self) -> JobSpec:
+        control = ControlSpec(
+            heartbeat_interval_s=0.5, lease_s=3.0, connect_timeout_s=5.0, start_timeout_s=30.0, orphan_timeout_s=20.0
+        )
+        return replace(self.shape.job, control=control)
+
+    @property
+    def profile(self) -> Profile:
+        return self.shape.profile
+
+    @property
+    def trace(self) -> Trace:
+        start = tuple(spec.name for spec in self.shape.nodes)
+        return Trace(duration_s=self.duration_s, nodes=(*start, *self.nodes_away), start=start, events=self.events)
+
+    def run(self, *, seed: int = 0, keep_decisions: bool = False) -> ClusterRun:
+        """Play it. A run that does not end, or that breaks a promise, raises."""
+        return run_cluster(
+            self.trace,
+            job=self.job,
+            profile=self.profile,
+            seed=seed,
+            devices_per_node=self.devices,
+            has_profile=self.has_profile,
+            keep_decisions=keep_decisions,
+        )
