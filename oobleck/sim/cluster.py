@@ -51,6 +51,7 @@ class _AgentProcess:
     def __init__(self, machine: _Machine, tag: str, world: World) -> None:
         self.pid = machine.next_pid()
         self.links: list[Link] = []
+        self.agent: Agent | None = None
         self.host: VirtualWorkerHost | None = None
         self._machine = machine
         self._tag = tag
@@ -88,7 +89,7 @@ class _AgentProcess:
             clock=machine.clock,
             warm_up=machine.warm_up,
         )
-        agent = Agent(
+        self.agent = agent = Agent(
             tag=self._tag,
             accept=self._accepting.receive,
             workers=self.host,
@@ -97,7 +98,7 @@ class _AgentProcess:
         )
         await agent.run()
 
-    def _hello(self, generation: int) -> Hello:
+    def _hello(self, generation: int, workers: tuple[int, ...]) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -105,6 +106,7 @@ class _AgentProcess:
             node=self._machine.name,
             pid=self.pid,
             generation=generation,
+            workers=workers,
             num_cores=_NUM_CORES,
             memory_bytes=_MEMORY_BYTES,
             clock_s=self._machine.clock(),
@@ -135,6 +137,8 @@ class _Machine:
         """The master does not reach it."""
         self.gate = Gate()
         self.agent: _AgentProcess | None = None
+        self.tending = trio.Lock()
+        """Held while its agent is started or cleaned up after: it may be reached while it is still cleaned."""
         self.latency_s = world.delays.link_latency_s
         self._pids = iter(pids)
         self._world = world
@@ -193,39 +197,49 @@ class VirtualCluster:
 
     # --- the port ------------------------------------------------------------------------------------------
 
-    async def reach(self, node: NodeSpec) -> _Tunnel:
-        machine = await self._shake_hands(node, timeout_s=_CONNECT_TIMEOUT_S)
-        if machine.agent is not None:
-            machine.agent.end()
-        await trio.sleep(self._world.delays.start_agent_s)
-        if not machine.is_up:
-            raise NodeUnreachable(node.name, "its connection was lost while its agent was started")
-        machine.agent = agent = _AgentProcess(machine, self._tag, self._world)
-        self._nursery.start_soon(agent.run)
-        return _Tunnel(agent.connect(), f"address of {node.name}")
+    async def reach(self, node: NodeSpec, *, attach: bool) -> _Tunnel:
+        machine = self._machine(node)
+        async with machine.tending:
+            await self._shake_hands(machine, timeout_s=_CONNECT_TIMEOUT_S)
+            if machine.agent is not None and not attach:
+                machine.agent.end()
+            await trio.sleep(self._world.delays.start_agent_s)
+            if not machine.is_up:
+                raise NodeUnreachable(node.name, "its connection was lost while its agent was started")
+            if machine.agent is None:
+                machine.agent = _AgentProcess(machine, self._tag, self._world)
+                self._nursery.start_soon(machine.agent.run)
+            return _Tunnel(machine.agent.connect(), f"address of {node.name}")
 
     async def kill(self, node: NodeSpec) -> None:
-        machine = await self._shake_hands(node, timeout_s=_COMMAND_TIMEOUT_S)
+        machine = self._machine(node)
+        await self._shake_hands(machine, timeout_s=_COMMAND_TIMEOUT_S)
         if machine.agent is not None:
             machine.agent.end()
 
     async def clean(self, node: NodeSpec) -> None:
         with suppress(NodeUnreachable):
-            await self.kill(node)
+            async with self._machine(node).tending:
+                await self.kill(node)
 
-    async def _shake_hands(self, node: NodeSpec, *, timeout_s: float) -> _Machine:
-        machine = self._machines.get(node.name)
-        if machine is None:
-            await trio.lowlevel.checkpoint()
+    def is_alive(self, node: NodeSpec) -> bool:
+        """Tell whether an agent lives on a node that can be reached."""
+        machine = self._machine(node)
+        return machine.agent is not None and not machine.is_silent
+
+    def _machine(self, node: NodeSpec) -> _Machine:
+        if node.name not in self._machines:
             raise NodeUnreachable(node.name, "no such host")
+        return self._machines[node.name]
+
+    async def _shake_hands(self, machine: _Machine, *, timeout_s: float) -> None:
         await trio.sleep(self._world.delays.connect_s)
         with trio.move_on_after(timeout_s):
             await machine.answers()
         if machine.is_silent:
-            raise NodeUnreachable(node.name, "timed out")
+            raise NodeUnreachable(machine.name, "timed out")
         if not machine.is_up:
-            raise NodeUnreachable(node.name, "no route to host")
-        return machine
+            raise NodeUnreachable(machine.name, "no route to host")
 
     # --- faults ------------------------------------------------------------------------------------------------
 
@@ -248,6 +262,12 @@ class VirtualCluster:
         machine = self._machines[name]
         machine.gate.open()
         self._note_frost(machine)
+
+    def notice(self, name: str) -> None:
+        """The agent of a node is told that the node will be taken away."""
+        process = self._machines[name].agent
+        if process is not None and process.agent is not None:
+            process.agent.request_leave("its provider takes it away")
 
     def slow_down(self, name: str, factor: float) -> None:
         """A node's programs take so many times as long as usual."""

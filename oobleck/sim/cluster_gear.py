@@ -9,7 +9,8 @@ import trio
 
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import Command, End, Event, StopRequested
-from oobleck.control.journal import JournalEntry
+from oobleck.control.journal import JobEnded, JournalEntry
+from oobleck.control.remains import read_remains
 from oobleck.control.summary import Summary, summarize
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Profile, profile_to_json
@@ -123,6 +124,10 @@ class _Simulation:
         self.profiles = MemoryProfiles(profile_to_json(profile))
         self._world = World.make(profile, delays, seed)
         self._master: Master | None = None
+        self._life = trio.CancelScope()
+        self._down_s = 0.0
+        self._unheard: list[Event] = []
+        """What was submitted while there was no master."""
 
     async def run(self) -> End:
         async with trio.open_nursery() as nursery:
@@ -130,11 +135,25 @@ class _Simulation:
             cluster = VirtualCluster(self._job.tag, self._trace.nodes, self._world, nursery)
             for node in self._trace.start:
                 cluster.join(node)
-            self._master = master = self._make_master(cluster)
             nursery.start_soon(self._play, cluster)
-            end = await master.run()
+            end = await self._run_masters(cluster)
             nursery.cancel_scope.cancel()
         return end
+
+    async def _run_masters(self, cluster: VirtualCluster) -> End:
+        """One master, and after each crash another, until the run has ended."""
+        while True:
+            master = self._make_master(cluster)
+            for event in self._unheard:
+                master.submit(event)
+            self._unheard.clear()
+            with trio.CancelScope() as self._life:
+                self._master = master
+                return await master.run()
+            self._master = None
+            if self.journal.entries and isinstance(entry := self.journal.entries[-1], JobEnded):
+                return End(exit_code=entry.exit_code, reason=entry.reason)  # it was only saying farewell
+            await trio.sleep(self._down_s)
 
     async def _play(self, cluster: VirtualCluster) -> None:
         faults = Faults(
@@ -148,8 +167,19 @@ class _Simulation:
         self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
 
     def _make_master(self, cluster: VirtualCluster) -> Master:
-        nodes = tuple(map(self._spec, self._trace.start))
-        coordinator = _RecordingCoordinator(self._job, nodes, started_at=_STARTED_AT, python_version=PYTHON_VERSION)
+        """A master that takes over what is left of the run, or starts it where nothing is."""
+        remains = read_remains(self.journal.entries)
+        if remains is not None and not any(map(cluster.is_alive, remains.nodes)):
+            remains = None
+        if remains is None:
+            self.journal.entries.clear()
+        coordinator = _RecordingCoordinator(
+            self._job,
+            tuple(map(self._spec, self._trace.start)),
+            started_at=_STARTED_AT,
+            python_version=PYTHON_VERSION,
+            remains=remains,
+        )
         coordinator.decisions = self.decisions if self.keeps_decisions else None
         master = Master(
             coordinator,
@@ -158,6 +188,7 @@ class _Simulation:
             journal=self.journal,
             profiles=self.profiles,
             hello_timeout_s=self._job.control.connect_timeout_s,
+            elapsed_s=trio.current_time(),
         )
         for observer in self.observers:
             master.observe(observer)
@@ -167,8 +198,13 @@ class _Simulation:
         return NodeSpec(name=name, host=name, devices=self._devices)
 
     def _submit(self, event: Event) -> None:
+        """Tell the master, or the next one, if there is none just now."""
         if self._master is not None:
             self._master.submit(event)
+        else:
+            self._unheard.append(event)
 
     def _crash_master(self, down_s: float) -> None:
-        raise NotImplementedError
+        """The master ends where it stands; another is started after so many seconds."""
+        self._down_s = down_s
+        self._life.cancel()

@@ -7,7 +7,7 @@ from typing import assert_never
 
 import trio
 
-from oobleck.control.events import AddRequested, DrainRequested, Event
+from oobleck.control.events import AddRequested, Event
 from oobleck.job import NodeSpec
 
 from .cluster import VirtualCluster
@@ -82,6 +82,6 @@ class Faults:
             case Healed():
                 cluster.heal()
             case Noticed(node=node):
-                self._submit(DrainRequested(node=node))
+                cluster.notice(node)
             case _:
                 assert_never(event)

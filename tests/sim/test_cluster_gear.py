@@ -13,6 +13,7 @@ from oobleck.control.journal import (
     Action,
     Cause,
     JournalEntry,
+    MasterResumed,
     NodeConnected,
     NodeLeft,
     NodeLost,
@@ -28,6 +29,7 @@ from oobleck.sim.trace import (
     Healed,
     Joined,
     Lost,
+    MasterCrashed,
     Noticed,
     Partitioned,
     Slowed,
@@ -192,3 +194,12 @@ def test_a_node_that_nobody_knows_is_unreachable_and_no_more():
     played = run(Joined(t_s=10.0, node="n9"), nodes_away=("n9",))
     check_whole(played)
     assert [entry.node for entry in entries(played, NodeConnected, since_s=5.0)] == ["n9"]
+
+
+@pytest.mark.parametrize("crash_s", [1.0, 5.0, 10.004, 10.012, 10.1])
+def test_a_crashed_master_is_replaced_and_training_goes_on(crash_s: float):
+    loss = (Lost(t_s=10.0, node="n2"),) if crash_s > 10 else ()
+    played = run(*loss, MasterCrashed(t_s=crash_s, down_s=1.0))
+    check_whole(played)
+    resumed = entries(played, MasterResumed)
+    assert len(resumed) == (crash_s > STARTED_S)
