@@ -32,9 +32,11 @@ class Command:
     """A command: `target` is `module:function`, and the function's docstring is its long help."""
 
     name: str
-    target: str
+    target: str = ""
     help: str
     examples: Examples = ()
+    subcommands: tuple[Command, ...] = ()
+    """Commands below this one, which has no target of its own then."""
     pass_through: bool = False
     """Whether options that it does not know are its arguments (of a training script, for instance)."""
 
@@ -63,6 +65,38 @@ COMMANDS: tuple[Command, ...] = (
         examples=(
             ("oobleck plan --profile gpt2.json --nodes 13 --global-batch 128", "the plan on 13 nodes"),
             ("oobleck plan … --after-losing node3,node7", "and what follows the loss of two of them"),
+        ),
+    ),
+    Command(
+        name="trace",
+        help="Make, convert and look at failure traces.",
+        examples=(
+            ("oobleck trace generate --nodes 64 --duration 7d --preset spot-p3 -o t.json", "from published rates"),
+            ("oobleck trace convert p3-trace.csv -o t.json", "from a public trace"),
+            ("oobleck trace info t.json", "what is in it"),
+        ),
+        subcommands=(
+            Command(
+                name="generate",
+                target="oobleck.cli.trace:generate_trace",
+                help="Draw a trace from published or own rates.",
+                examples=(
+                    ("oobleck trace generate --nodes 2048 --duration 54d --preset llama3", "hardware failures"),
+                    ("oobleck trace generate --nodes 64 --duration 1d --mtbf 10m --repair 1h", "one in ten minutes"),
+                ),
+            ),
+            Command(
+                name="convert",
+                target="oobleck.cli.trace:convert_trace",
+                help="Read a public trace of another format.",
+                examples=(("oobleck trace convert fault_trace.json --nodes 400", "its format is recognised"),),
+            ),
+            Command(
+                name="info",
+                target="oobleck.cli.trace:trace_info",
+                help="Tell what is in a trace.",
+                examples=(("oobleck trace info trace.json", "nodes, rates, how many there are when"),),
+            ),
         ),
     ),
     Command(
@@ -114,6 +148,8 @@ COMMANDS: tuple[Command, ...] = (
     ),
 )
 
+_CONTEXT: dict[str, object] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
 _EXAMPLES: Examples = (
     ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
     ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
@@ -150,23 +186,36 @@ def _application(arguments: Sequence[str], environment: Mapping[str, str]) -> ty
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+        context_settings=_CONTEXT,
     )
     app.callback()(_oobleck)
     # A shell that completes a command line passes it in this variable instead of the arguments.
-    words = arguments or environment.get("COMP_WORDS", "").split()[1:]
-    asked = next((word for word in words if not word.startswith("-")), None)
-    for command in COMMANDS:
-        function = command.load() if command.name == asked else _not_loaded
-        settings = {"allow_extra_args": True, "ignore_unknown_options": True} if command.pass_through else None
-        app.command(
-            command.name,
-            help=None if command.name == asked else command.help,
-            short_help=command.help,
-            epilog=_listed(command.examples) if command.examples else None,
-            context_settings=settings,
-        )(function)
+    _add_commands(app, COMMANDS, arguments or environment.get("COMP_WORDS", "").split()[1:])
     return app
+
+
+def _add_commands(app: typer.Typer, commands: Sequence[Command], words: Sequence[str]) -> None:
+    """Add commands to an application, and load the one that the first of the words names."""
+    asked = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    for command in commands:
+        is_asked = asked < len(words) and words[asked] == command.name
+        if command.subcommands:
+            group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings=_CONTEXT)
+            _add_commands(group, command.subcommands, words[asked + 1 :] if is_asked else ())
+            app.add_typer(group, name=command.name, help=command.help, epilog=_epilog(command))
+        else:
+            settings = {"allow_extra_args": True, "ignore_unknown_options": True} if command.pass_through else None
+            app.command(
+                command.name,
+                help=None if is_asked else command.help,
+                short_help=command.help,
+                epilog=_epilog(command),
+                context_settings=settings,
+            )(command.load() if is_asked else _not_loaded)
+
+
+def _epilog(command: Command) -> str | None:
+    return _listed(command.examples) if command.examples else None
 
 
 def _listed(examples: Examples) -> str:

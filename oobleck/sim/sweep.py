@@ -167,9 +167,10 @@ class _Sweep:
         self._settings = settings
         self._costs = settings.costs
         planner = settings.planner()
-        best_s = Pace(settings.profile).step_s(planner.initial_plan(trace.nodes).plan, {})
+        most = trace.nodes[: max(count for _, count in trace.counts)]
+        best_s = Pace(settings.profile).step_s(planner.initial_plan(most).plan, {})
         self._job = settings.job(max_steps=int(trace.duration_s / best_s) + 1)
-        self._fewest = min(planner.templates(len(trace.nodes)))
+        self._fewest = min(planner.templates(len(most)))
         self._profile_json = profile_to_json(settings.profile)
         self._crew = Crew(settings.profile, num_samples=settings.global_batch_size, costs=settings.costs)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []

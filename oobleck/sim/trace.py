@@ -40,6 +40,7 @@ __all__ = [
     "Trace",
     "TraceEvent",
     "WorkerCrashed",
+    "event_kind",
     "event_to_json",
     "trace_from_json",
     "trace_to_json",
@@ -327,9 +328,14 @@ class _Check:
 # --- the file -------------------------------------------------------------------------------------------------
 
 
+def event_kind(event: TraceEvent) -> str:
+    """Return an event's kind, as it stands in a trace file."""
+    return _NAMES[type(event)]
+
+
 def event_to_json(event: TraceEvent) -> dict[str, object]:
     """Return an event as it stands in a trace file: seconds and kind first, then what the kind asks for."""
-    document: dict[str, object] = {"t_s": event.t_s, "kind": _NAMES[type(event)]}
+    document: dict[str, object] = {"t_s": event.t_s, "kind": event_kind(event)}
     document |= {part.name: getattr(event, part.name) for part in fields(event) if part.name != "t_s"}
     return document
 

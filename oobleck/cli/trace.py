@@ -1,0 +1,228 @@
+"""`oobleck trace`: failure traces made, converted and looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from oobleck.errors import ConfigError, UsageError
+
+from .durations import duration_s
+from .options import JsonOption
+
+if TYPE_CHECKING:
+    from oobleck.sim.generate import FailureModel
+    from oobleck.sim.trace import Trace
+
+__all__ = ["convert_trace", "generate_trace", "read_trace", "trace_info"]
+
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Where the trace goes; standard output if left out."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of everything that is drawn.")]
+
+
+def generate_trace(
+    *,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of the cluster: node0, node1, …")],
+    duration: Annotated[
+        float, typer.Option("--duration", metavar="TIME", parser=duration_s, help="Length: 10m, 3.1h, 54d.")
+    ],
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            help="Published rates: llama3, rsc1, rsc2, infinitehbd, byterobust, spot-p3, spot-g4dn, spot-gcp.",
+        ),
+    ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(
+            "--mtbf", metavar="TIME", parser=duration_s, help="Own rate: mean time between losses, of all nodes."
+        ),
+    ] = None,
+    shape: Annotated[
+        float | None, typer.Option("--weibull-shape", help="Of lifetimes; below 1 losses come in clusters.")
+    ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option("--batches", metavar="SIZE:WEIGHT,…", help="Nodes lost at once, such as 1:39,2:13,3:15."),
+    ] = None,
+    repair: Annotated[
+        float | None,
+        typer.Option("--repair", metavar="TIME", parser=duration_s, help="Every lost node is back after this time."),
+    ] = None,
+    no_repair: Annotated[bool, typer.Option("--no-repair", help="Lost nodes never come back.")] = False,
+    notice: Annotated[
+        float | None,
+        typer.Option("--notice", metavar="TIME", parser=duration_s, help="Losses are announced this long before."),
+    ] = None,
+    fail_slow: Annotated[
+        float | None,
+        typer.Option(
+            "--fail-slow", metavar="RATE", min=0, help="Slow-downs in 1,000 node-days: 24 minutes, 1.1 to 2 times."
+        ),
+    ] = None,
+    seed: SeedOption = 0,
+    output: OutputOption = None,
+) -> None:
+    """Draw a failure trace from published rates, or from your own.
+
+    The same options give the same trace everywhere. `oobleck trace info` shows what was drawn.
+    """
+    from oobleck.sim.generate import generate
+
+    if duration <= 0:
+        raise UsageError("--duration is 0; a trace has to last")
+    if repair is not None and no_repair:
+        raise UsageError("--repair and --no-repair were both given; leave one out")
+    model = _model(preset, mtbf, nodes)
+    model = _changed(
+        model, shape=shape, batches=batches, repair=repair, no_repair=no_repair, notice=notice, fail_slow=fail_slow
+    )
+    _write(generate(model, num_nodes=nodes, duration_s=duration, seed=seed), output)
+
+
+def convert_trace(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A public trace.")],
+    *,
+    format_name: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="oobleck, bamboo, infinitehbd, parcae, skypilot or lanl; recognised if left out.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes", metavar="N", min=1, help="Size of the cluster, where the file names only nodes that fail."
+        ),
+    ] = None,
+    seed: SeedOption = 0,
+    output: OutputOption = None,
+) -> None:
+    """Read a public trace of failures or preemptions, and write it as one of ours.
+
+    Where the file tells only how many nodes there are, which of them goes is drawn from the seed.
+    """
+    from oobleck.sim.convert import FORMATS, convert, detect_format
+
+    text = _read_text(file)
+    name = format_name or detect_format(text)
+    if name is None:
+        raise UsageError(f"{file}: its format was not recognised; name it with --format {'|'.join(FORMATS)}")
+    if name not in FORMATS:
+        raise UsageError(f"--format is {name!r}; it must be one of {', '.join(FORMATS)}")
+    _write(convert(text, format_name=name, name=file.name, seed=seed, num_nodes=nodes), output)
+
+
+def trace_info(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace.")], *, as_json: JsonOption = False
+) -> None:
+    """Tell what is in a trace: its nodes, how often they are lost, how many at once, and when how many are there."""
+    from oobleck.sim.trace_facts import facts_of
+
+    trace = read_trace(file)
+    facts = facts_of(trace)
+    if as_json:
+        typer.echo(json.dumps(facts.to_dict(), indent=2))
+        return
+    from rich.console import Console
+
+    from oobleck.ui.trace_report import trace_report
+
+    console = Console()
+    console.print(trace_report(file.name, facts.to_dict(), trace.counts, trace.duration_s, width=console.width))
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace file. Raises ConfigError that names the file, and the event where there is one."""
+    from oobleck.sim.trace import trace_from_json
+
+    return trace_from_json(_read_text(path), source=str(path))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _write(trace: Trace, output: Path | None) -> None:
+    from oobleck.sim.trace import trace_to_json
+
+    text = trace_to_json(trace)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output: {error}") from error
+    typer.echo(f"{output}: {len(trace.nodes)} nodes, {len(trace.events)} events", err=True)
+
+
+def _model(preset: str | None, mtbf: float | None, num_nodes: int) -> FailureModel:
+    from oobleck.sim.generate import PRESETS, FailureModel
+
+    if (preset is None) == (mtbf is None):
+        raise UsageError("how often do nodes fail? give either --preset NAME or --mtbf TIME")
+    if mtbf is not None:
+        words = f"one loss in {mtbf:g} s on average"
+        return FailureModel(mean_time_to_failure_s=mtbf * num_nodes, batches={1: 1.0}, source=words)
+    if preset is None or preset not in PRESETS:
+        raise UsageError(f"--preset is {preset!r}; it must be one of {', '.join(PRESETS)}")
+    return PRESETS[preset]
+
+
+def _changed(
+    model: FailureModel,
+    *,
+    shape: float | None,
+    batches: str | None,
+    repair: float | None,
+    no_repair: bool,
+    notice: float | None,
+    fail_slow: float | None,
+) -> FailureModel:
+    """The model with what the options say in place of its own."""
+    from dataclasses import replace
+
+    from oobleck.sim.generate import FailSlow
+
+    if shape is not None:
+        model = replace(model, shape=shape)
+    if batches is not None:
+        model = replace(model, batches=_batches(batches))
+    if repair is not None:
+        model = replace(model, repairs=((1.0, max(repair, 1e-9)),))
+    if no_repair:
+        model = replace(model, repairs=())
+    if notice is not None:
+        model = replace(model, notice_s=notice)
+    if fail_slow is not None:
+        # GREYHOUND (ATC 2025): 24 minutes on average in jobs of four nodes.
+        slow = FailSlow(
+            rate_per_node_hour=fail_slow / 24_000, mean_duration_s=24 * 60.0, least_factor=1.1, most_factor=2.0
+        )
+        model = replace(model, fail_slow=slow)
+    return model
+
+
+def _batches(text: str) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for part in text.split(","):
+        size, _, weight = part.partition(":")
+        try:
+            found[int(size)] = float(weight)
+        except ValueError as error:
+            raise UsageError(f"--batches: {part!r} is not SIZE:WEIGHT, such as 2:13") from error
+    return found

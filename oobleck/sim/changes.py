@@ -1,0 +1,101 @@
+"""Comings and goings of nodes, in whatever order a source tells them, made into a trace.
+
+Sources differ in what they know. Some name nodes; others tell only how many there are, and then which node goes
+is drawn from a seed. Time begins with the first thing that a source says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from oobleck.errors import ConfigError
+
+from .trace import Joined, Lost, Trace, TraceEvent
+
+__all__ = ["Change", "trace_of_changes", "trace_of_counts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A node comes, or goes."""
+
+    t_s: float
+    node: str
+    comes: bool
+    where: str
+    """The place in the source, for errors: "line 7"."""
+
+
+def trace_of_changes(changes: Sequence[Change], *, source: str, duration_s: float | None = None) -> Trace:
+    """Make a trace of named nodes; those that come at the very beginning are there at the start.
+
+    The trace ends `duration_s` seconds after its beginning, or with its last change. Raises ConfigError for a node
+    that comes twice or goes without being there, with its place.
+    """
+    if not changes:
+        raise ConfigError("no node ever comes or goes")
+    begin_s = changes[0].t_s
+    nodes: dict[str, None] = {}
+    here: set[str] = set()
+    start: list[str] = []
+    events: list[TraceEvent] = []
+    now_s = begin_s
+    for change in changes:
+        if change.t_s < now_s:
+            raise ConfigError(f"{change.where}: time goes backwards")
+        now_s = change.t_s
+        if change.comes == (change.node in here):
+            state = "comes, and is there already" if change.comes else "goes, and is not there"
+            raise ConfigError(f"{change.where}: {change.node} {state}")
+        nodes.setdefault(change.node)
+        (here.add if change.comes else here.discard)(change.node)
+        if change.comes and change.t_s == begin_s and not events:
+            start.append(change.node)
+        else:
+            kind = Joined if change.comes else Lost
+            events.append(kind(t_s=change.t_s - begin_s, node=change.node))
+    last_s = changes[-1].t_s - begin_s
+    return Trace(
+        duration_s=max(last_s, duration_s or last_s),
+        nodes=tuple(nodes),
+        start=tuple(start),
+        events=tuple(events),
+        source=source,
+    )
+
+
+def trace_of_counts(counts: Iterable[tuple[float, int]], *, seed: int, source: str, duration_s: float) -> Trace:
+    """Make a trace of (seconds, nodes there from then on); which nodes go is drawn from the seed.
+
+    A node that comes is the first of `node0`, `node1`, … that is away: spot instances have no identity worth keeping.
+    """
+    rng = random.Random(seed)
+    here: list[str] = []
+    start: tuple[str, ...] | None = None
+    events: list[TraceEvent] = []
+    most = 0
+    begin_s = 0.0
+    for t_s, count in counts:
+        if start is None:
+            here = [f"node{number}" for number in range(count)]
+            start, most, begin_s = tuple(here), count, t_s
+            continue
+        most = max(most, count)
+        while len(here) > count:
+            node = here.pop(rng.randrange(len(here)))
+            events.append(Lost(t_s=t_s - begin_s, node=node))
+        while len(here) < count:
+            node = next(name for name in (f"node{number}" for number in range(most)) if name not in here)
+            here.append(node)
+            events.append(Joined(t_s=t_s - begin_s, node=node))
+    if start is None or not most:
+        raise ConfigError("there is never a node")
+    return Trace(
+        duration_s=duration_s - begin_s,
+        nodes=tuple(f"node{number}" for number in range(most)),
+        start=start,
+        events=tuple(events),
+        source=source,
+    )

@@ -1,0 +1,251 @@
+"""Public traces of failures and preemptions, read into ours.
+
+    format       who                      what a file holds
+    oobleck      Oobleck (SOSP'23)        `t_ms,add|remove,node`, a line each
+    bamboo       Bamboo (NSDI'23)         `t,count`, two lines a change; seconds, or hours where times have decimals
+    infinitehbd  InfiniteHBD (SIGCOMM'25) a JSON list of fault_start and fault_end, in days
+    parcae       Parcae (NSDI'24)         a JSON array a line: [t_ms, "add" | "remove" | …, {"nodes": […]}]
+    skypilot     SkyPilot's spot traces   {"metadata": {"gap_seconds": g}, "data": [count, …]}
+    lanl         LANL 1996-2005           CSV with a header: nodenumz, Prob Started, Prob Fixed
+
+Where a file names no nodes, which one goes is drawn from a seed. Text in, trace out; nothing is read from disk.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from oobleck.errors import ConfigError
+from oobleck.json_table import JsonTable
+
+from .changes import Change, trace_of_changes, trace_of_counts
+from .trace import Trace
+
+__all__ = ["FORMATS", "convert", "detect_format"]
+
+_DAY_S = 86_400.0
+_LANL_TIMES = ("%m/%d/%Y %H:%M", "%m/%d/%y %H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file's text, and what its user says about it."""
+
+    text: str
+    name: str
+    seed: int
+    num_nodes: int | None
+
+
+def convert(text: str, *, format_name: str, name: str, seed: int = 0, num_nodes: int | None = None) -> Trace:
+    """Read a public trace's text.
+
+    `name` names the file in errors and in the trace. `num_nodes` is the size of the cluster where the file tells
+    only of nodes that fail. Raises ConfigError that names the line.
+    """
+    try:
+        return FORMATS[format_name](_Source(text, name, seed, num_nodes))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def detect_format(text: str) -> str | None:
+    """Return the format that a file's text is in, judged by its beginning; None for none of those known."""
+    head = text.lstrip()[:2000]
+    first = head.partition("\n")[0]
+    if head.startswith("{") and '"gap_seconds"' in text:
+        return "skypilot"
+    if head.startswith("[") and '"fault_type"' in head:
+        return "infinitehbd"
+    if head.startswith("[") and first.rstrip().endswith("]"):
+        return "parcae"
+    if "nodenumz" in first:
+        return "lanl"
+    fields = first.split(",")
+    if len(fields) == 3 and fields[1].strip() in ("add", "remove"):
+        return "oobleck"
+    return "bamboo" if len(fields) == 2 and _is_number(fields[0]) and _is_number(fields[1]) else None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _number(text: object, where: str) -> float:
+    """A finite number; JSON gives it as one, CSV as text."""
+    if isinstance(text, bool) or not isinstance(text, str | int | float) or not _is_number(str(text)):
+        raise ConfigError(f"{where}: {text!r} is not a number")
+    return float(text)
+
+
+def _lines(text: str) -> Iterator[tuple[str, str]]:
+    """(where, line) of each line that is not empty."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield f"line {number}", line
+
+
+def _json(text: str, where: str) -> object:
+    try:
+        document: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    return document
+
+
+# --- named nodes ----------------------------------------------------------------------------------------------
+
+
+def _oobleck(source: _Source) -> Trace:
+    changes: list[Change] = []
+    for where, line in _lines(source.text):
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 3 or fields[1] not in ("add", "remove"):
+            raise ConfigError(f"{where}: {line!r} is not `milliseconds,add|remove,node`")
+        t_s = _number(fields[0], where) / 1000
+        changes.append(Change(t_s=t_s, node=fields[2], comes=fields[1] == "add", where=where))
+    return trace_of_changes(changes, source=f"{source.name} (Oobleck, SOSP'23)")
+
+
+def _parcae(source: _Source) -> Trace:
+    changes: list[Change] = []
+    end_s = begin_s = 0.0
+    for where, line in _lines(source.text):
+        entry = _json(line, where)
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise ConfigError(f"{where}: {line.strip()!r} is not [milliseconds, event, details]")
+        end_s = _number(entry[0], where) / 1000
+        begin_s = begin_s if changes else end_s
+        if entry[1] in ("add", "remove"):
+            nodes = JsonTable(entry[2], f"{where}: details").texts("nodes")
+            changes += [Change(t_s=end_s, node=node, comes=entry[1] == "add", where=where) for node in nodes]
+        elif entry[1] not in ("no-op", "migration"):
+            raise ConfigError(f"{where}: event is {entry[1]!r}; it must be add, remove, no-op or migration")
+    return trace_of_changes(changes, source=f"{source.name} (Parcae, NSDI'24)", duration_s=end_s - begin_s)
+
+
+def _infinitehbd(source: _Source) -> Trace:
+    entries = _json(source.text, "the file")
+    if not isinstance(entries, list):
+        raise ConfigError(f"the file must be a list, not {type(entries).__name__}")
+    faults: list[Change] = []
+    for index, entry in enumerate(entries):
+        table = JsonTable(entry, f"entry {index}")
+        kind = table.text("event_type")
+        if kind not in ("fault_start", "fault_end"):
+            raise ConfigError(f"{table.where}: event_type is {kind!r}; it must be fault_start or fault_end")
+        t_s = _number(table.number("event_time"), table.where) * _DAY_S
+        faults.append(Change(t_s=t_s, node=table.text("node_id"), comes=kind == "fault_end", where=table.where))
+    return _trace_of_faults(faults, source, f"{source.name} (InfiniteHBD, SIGCOMM'25)")
+
+
+def _lanl(source: _Source) -> Trace:
+    faults: list[Change] = []
+    rows = csv.DictReader(source.text.splitlines())
+    for number, row in enumerate(rows, start=2):
+        where = f"line {number}"
+        node = f"node{_field(row, 'nodenumz', where)}"
+        began_s = _lanl_time(_field(row, "Prob Started", where), where)
+        faults.append(Change(t_s=began_s, node=node, comes=False, where=where))
+        if fixed := (row.get("Prob Fixed") or "").strip():
+            fixed_s = max(began_s, _lanl_time(fixed, where))
+            faults.append(Change(t_s=fixed_s, node=node, comes=True, where=where))
+    faults.sort(key=lambda fault: (fault.t_s, fault.comes))
+    if not faults:
+        raise ConfigError("the file tells of no failure")
+    return _trace_of_faults(faults, source, f"{source.name} (LANL)", begin_s=faults[0].t_s)
+
+
+def _field(row: Mapping[str, str | None], name: str, where: str) -> str:
+    value = row.get(name)
+    if value is None or not value.strip():
+        raise ConfigError(f"{where}: {name} is missing")
+    return value.strip()
+
+
+def _lanl_time(text: str, where: str) -> float:
+    for pattern in _LANL_TIMES:
+        try:
+            return (datetime.strptime(text, pattern) - datetime(1970, 1, 1)).total_seconds()
+        except ValueError:
+            pass
+    raise ConfigError(f"{where}: {text!r} is not a time like 07/31/2003 14:05")
+
+
+def _trace_of_faults(faults: list[Change], source: _Source, words: str, *, begin_s: float = 0.0) -> Trace:
+    """Make a trace of faults that begin and end; a node is there while it has none. Healthy nodes are added."""
+    names = list(dict.fromkeys(fault.node for fault in faults))
+    wanted = source.num_nodes if source.num_nodes is not None else len(names)
+    if wanted < len(names):
+        raise ConfigError(f"{len(names)} nodes fail in it; a cluster of {wanted} is too small")
+    names += [f"healthy{number}" for number in range(wanted - len(names))]
+    depth: Counter[str] = Counter()
+    changes = [Change(t_s=begin_s, node=node, comes=True, where="the start") for node in names]
+    for fault in faults:
+        if fault.comes and not depth[fault.node]:
+            raise ConfigError(f"{fault.where}: a fault of {fault.node} ends that never began")
+        depth[fault.node] += -1 if fault.comes else 1
+        if depth[fault.node] == (0 if fault.comes else 1):
+            changes.append(fault)
+    return trace_of_changes(changes, source=words)
+
+
+# --- counts of nodes ------------------------------------------------------------------------------------------
+
+
+def _bamboo(source: _Source) -> Trace:
+    rows: list[tuple[float, int]] = []
+    in_hours = False
+    for where, line in _lines(source.text):
+        fields = line.split(",")
+        if len(fields) != 2:
+            raise ConfigError(f"{where}: {line!r} is not `time,count`")
+        in_hours = in_hours or "." in fields[0]
+        rows.append((_number(fields[0], where), _count(fields[1], where)))
+        if len(rows) > 1 and rows[-1][0] < rows[-2][0]:
+            raise ConfigError(f"{where}: time goes backwards")
+    if not rows:
+        raise ConfigError("the file is empty")
+    unit_s = 3600.0 if in_hours else 1.0
+    counts = [(t * unit_s, count) for t, count in rows]
+    words = f"{source.name} (Bamboo, NSDI'23)"
+    return trace_of_counts(counts, seed=source.seed, source=words, duration_s=counts[-1][0])
+
+
+def _skypilot(source: _Source) -> Trace:
+    table = JsonTable(_json(source.text, "the file"), "the file")
+    if "metadata" not in table.items or "data" not in table.items:
+        raise ConfigError("the file has no metadata, or no data")
+    metadata = table.table("metadata")
+    gap_s = _number(metadata.items.get("gap_seconds"), "metadata: gap_seconds")
+    if gap_s <= 0:
+        raise ConfigError(f"metadata: gap_seconds is {gap_s!r}; it must be above 0")
+    data = [_count(value, f"data, entry {index}") for index, value in enumerate(table.list("data"))]
+    counts = [(index * gap_s, count) for index, count in enumerate(data)]
+    return trace_of_counts(counts, seed=source.seed, source=f"{source.name} (SkyPilot)", duration_s=len(data) * gap_s)
+
+
+def _count(text: object, where: str) -> int:
+    value = _number(text, where)
+    if value < 0 or value != int(value) or value > 1_000_000:
+        raise ConfigError(f"{where}: {text!r} is not a number of nodes")
+    return int(value)
+
+
+FORMATS: Mapping[str, Callable[[_Source], Trace]] = {
+    "oobleck": _oobleck,
+    "bamboo": _bamboo,
+    "infinitehbd": _infinitehbd,
+    "parcae": _parcae,
+    "skypilot": _skypilot,
+    "lanl": _lanl,
+}

@@ -1,0 +1,248 @@
+"""Failure traces drawn from a seed: how often nodes fail, together with whom, for how long, and how else they ail.
+
+A node's lifetimes follow a Weibull distribution: exponential with shape 1; with shapes below 1 failures come in
+clusters, as in LANL's clusters (0.7 to 0.8; Schroeder and Gibson, DSN 2006).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from oobleck.errors import ConfigError
+
+from .trace import Joined, Lost, Noticed, Slowed, Trace, TraceEvent
+
+__all__ = ["PRESETS", "FailSlow", "FailureModel", "generate"]
+
+_DAY_S = 86_400.0
+_HOUR_S = 3600.0
+
+_SPOT_BATCHES: Mapping[int, float] = {1: 39, 2: 13, 3: 15, 4: 7, 5: 1, 6: 4}
+"""How many nodes were taken at once, in AWS P3 spot instances (the SOSP'23 artifact's trace): size -> events."""
+_TOGETHER: Mapping[int, float] = {1: 96, 2: 4}
+"""3 to 5 % of hardware failures come together with others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailSlow:
+    """Nodes that become slow for a while."""
+
+    rate_per_node_hour: float
+    mean_duration_s: float
+    least_factor: float
+    most_factor: float
+
+    def __post_init__(self) -> None:
+        _require(self.rate_per_node_hour >= 0, "rate_per_node_hour", self.rate_per_node_hour, "at least 0")
+        _require(self.mean_duration_s > 0, "mean_duration_s", self.mean_duration_s, "above 0")
+        _require(1 <= self.least_factor <= self.most_factor, "least_factor", self.least_factor, "1 to most_factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureModel:
+    """How the nodes of a cluster fail and come back."""
+
+    mean_time_to_failure_s: float
+    """Of one node."""
+    shape: float = 1.0
+    """Of the Weibull distribution of lifetimes."""
+    batches: Mapping[int, float]
+    """How many nodes go at once, each with its weight; those that go together are neighbours by number."""
+    repairs: tuple[tuple[float, float], ...] = ()
+    """Quantiles of the time until a node is back: (share of repairs, seconds), growing. None come back without."""
+    fail_slow: FailSlow | None = None
+    notice_s: float | None = None
+    """How long before a loss the provider gives notice of it; None for never."""
+    source: str = ""
+    """Where the numbers are from."""
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.mean_time_to_failure_s) and self.mean_time_to_failure_s > 0,
+            "mean_time_to_failure_s",
+            self.mean_time_to_failure_s,
+            "above 0",
+        )
+        _require(0.1 <= self.shape <= 10, "shape", self.shape, "0.1 to 10")
+        _require(bool(self.batches) and min(self.batches) >= 1, "batches", self.batches, "sizes of at least 1")
+        _require(min(self.batches.values()) > 0, "batches", self.batches, "sizes with weights above 0")
+        _require(self.notice_s is None or self.notice_s >= 0, "notice_s", self.notice_s, "at least 0")
+        _require(all(seconds > 0 for _, seconds in self.repairs), "repairs", self.repairs, "seconds above 0")
+
+    @property
+    def mean_batch(self) -> float:
+        return sum(size * weight for size, weight in self.batches.items()) / sum(self.batches.values())
+
+
+def _require(condition: bool, name: str, value: object, expectation: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} is {value!r}; it must be {expectation}")
+
+
+_AWAY_H = {"p3": 0.54, "g4dn": 1.6, "gcp": 1.1}
+"""Mean hours until a node is back: nodes away over losses an hour (Little's law), in the SOSP'23 artifact's traces."""
+
+
+def _per_thousand_node_days(failures: float) -> float:
+    """Mean time to failure of one node, in seconds."""
+    return 1000 * _DAY_S / failures
+
+
+_HARDWARE_REPAIRS = tuple(
+    (share, hours * _HOUR_S)
+    for share, hours in ((0.1, 0.23), (0.25, 2.05), (0.5, 20.4), (0.75, 76.0), (0.9, 312.0), (0.99, 1748.0))
+)
+"""InfiniteHBD's trace (SIGCOMM 2025): 584 faults of 400 servers in 348 days."""
+
+
+def _hardware(failures: float, source: str) -> FailureModel:
+    return FailureModel(
+        mean_time_to_failure_s=_per_thousand_node_days(failures),
+        batches=_TOGETHER,
+        repairs=_HARDWARE_REPAIRS,
+        source=source,
+    )
+
+
+def _spot(per_node_hour: float, mean_away_h: float, source: str) -> FailureModel:
+    # Only the mean of the time away is known: three quantiles of an exponential distribution around it.
+    away = tuple((share, -math.log(1 - share) * mean_away_h * _HOUR_S) for share in (0.1, 0.5, 0.9))
+    return FailureModel(
+        mean_time_to_failure_s=_HOUR_S / per_node_hour, batches=_SPOT_BATCHES, repairs=away, source=source
+    )
+
+
+PRESETS: Mapping[str, FailureModel] = {
+    "llama3": _hardware(3.79, "Llama 3 pretraining: 419 unexpected interruptions of 2,048 8-GPU nodes in 54 days"),
+    "rsc1": _hardware(6.50, "Meta RSC-1: 6.50 failures in 1,000 node-days"),
+    "rsc2": _hardware(2.34, "Meta RSC-2: 2.34 failures in 1,000 node-days"),
+    "infinitehbd": _hardware(4.2, "InfiniteHBD, SIGCOMM 2025: 4.2 faults in 1,000 node-days"),
+    "byterobust": _hardware(1.6, "ByteRobust: about 1.6 failures in 1,000 node-days"),
+    "spot-p3": _spot(0.61, _AWAY_H["p3"], "AWS P3 spot instances: 0.61 preemptions in a node-hour"),
+    "spot-g4dn": _spot(0.55, _AWAY_H["g4dn"], "AWS g4dn spot instances: 0.55 preemptions in a node-hour"),
+    "spot-gcp": _spot(0.31, _AWAY_H["gcp"], "GCP a2-highgpu-1g spot instances: 0.31 preemptions in a node-hour"),
+}
+"""Published rates, by name."""
+
+
+def generate(model: FailureModel, *, num_nodes: int, duration_s: float, seed: int) -> Trace:
+    """Draw a trace: O(events · log(nodes)). The same arguments give the same trace, everywhere."""
+    return _Generator(model, num_nodes, duration_s, seed).trace()
+
+
+class _Generator:
+    def __init__(self, model: FailureModel, num_nodes: int, duration_s: float, seed: int) -> None:
+        _require(num_nodes >= 1, "nodes", num_nodes, "at least 1")
+        self._model = model
+        self._duration_s = duration_s
+        self._seed = seed
+        self._rng = random.Random(seed)
+        self._nodes = tuple(f"node{number}" for number in range(num_nodes))
+        self._lives = [0] * num_nodes
+        self._is_here = [True] * num_nodes
+        self._queue: list[tuple[float, int, str, int, int]] = []
+        self._events: list[TraceEvent] = []
+
+    def trace(self) -> Trace:
+        for number in range(len(self._nodes)):
+            self._begin_life(number, 0.0)
+        while self._queue:
+            t_s, _, what, number, life = heapq.heappop(self._queue)
+            if life == self._lives[number]:
+                self._happen(t_s, what, number)
+        events = tuple(sorted([*self._events, *self._notices()], key=lambda event: event.t_s))
+        return Trace(
+            duration_s=self._duration_s,
+            nodes=self._nodes,
+            start=self._nodes,
+            events=events,
+            source=f"{self._model.source or 'generated'}; seed {self._seed}",
+        )
+
+    def _at(self, t_s: float, what: str, number: int) -> None:
+        if t_s <= self._duration_s:
+            heapq.heappush(self._queue, (t_s, len(self._queue) + len(self._events), what, number, self._lives[number]))
+
+    def _begin_life(self, number: int, now_s: float) -> None:
+        model = self._model
+        # A failure takes several nodes on average, so that each begins fewer of them.
+        mean_s = model.mean_time_to_failure_s * model.mean_batch
+        scale_s = mean_s / math.gamma(1 + 1 / model.shape)
+        self._at(now_s + self._rng.weibullvariate(scale_s, model.shape), "fail", number)
+        self._be_slow_later(number, now_s)
+
+    def _be_slow_later(self, number: int, now_s: float) -> None:
+        slow = self._model.fail_slow
+        if slow is not None and slow.rate_per_node_hour > 0:
+            self._at(now_s + self._rng.expovariate(slow.rate_per_node_hour / _HOUR_S), "slow", number)
+
+    def _happen(self, t_s: float, what: str, number: int) -> None:
+        match what:
+            case "fail":
+                self._fail(t_s, number)
+            case "join":
+                self._is_here[number] = True
+                self._events.append(Joined(t_s=t_s, node=self._nodes[number]))
+                self._begin_life(number, t_s)
+            case "slow":
+                self._slow_down(t_s, number)
+            case "well":
+                self._events.append(Slowed(t_s=t_s, node=self._nodes[number], factor=1.0))
+                self._be_slow_later(number, t_s)
+
+    def _fail(self, t_s: float, first: int) -> None:
+        sizes, weights = list(self._model.batches), list(self._model.batches.values())
+        size = self._rng.choices(sizes, weights)[0]
+        for number in self._neighbours(first, size):
+            self._lives[number] += 1
+            self._is_here[number] = False
+            self._events.append(Lost(t_s=t_s, node=self._nodes[number]))
+            if self._model.repairs:
+                self._at(t_s + _draw(self._rng, self._model.repairs), "join", number)
+
+    def _neighbours(self, first: int, size: int) -> list[int]:
+        """The node and those after it that are there, `size` in all where there are so many."""
+        count = len(self._nodes)
+        following = ((first + offset) % count for offset in range(count))
+        return [number for number, _ in zip((n for n in following if self._is_here[n]), range(size), strict=False)]
+
+    def _slow_down(self, t_s: float, number: int) -> None:
+        slow = self._model.fail_slow
+        assert slow is not None
+        factor = self._rng.uniform(slow.least_factor, slow.most_factor)
+        self._events.append(Slowed(t_s=t_s, node=self._nodes[number], factor=factor))
+        self._at(t_s + self._rng.expovariate(1 / slow.mean_duration_s), "well", number)
+
+    def _notices(self) -> Iterator[Noticed]:
+        """A notice before each loss, as early as promised or as the node is there."""
+        if self._model.notice_s is None:
+            return
+        since = dict.fromkeys(self._nodes, 0.0)
+        for event in self._events:
+            match event:
+                case Joined(t_s=t_s, node=node):
+                    since[node] = t_s
+                case Lost(t_s=t_s, node=node):
+                    noticed_s = max(since[node], t_s - self._model.notice_s)
+                    if noticed_s < t_s:
+                        yield Noticed(t_s=noticed_s, node=node, grace_s=t_s - noticed_s)
+                case _:
+                    pass
+
+
+def _draw(rng: random.Random, quantiles: Sequence[tuple[float, float]]) -> float:
+    """Draw from a distribution known by some quantiles: between them its logarithm grows evenly.
+
+    What lies below the first or above the last counts as that one.
+    """
+    share = rng.random()
+    index = bisect_right([known for known, _ in quantiles], share)
+    if index in (0, len(quantiles)):
+        return quantiles[max(0, index - 1)][1]
+    (low, low_s), (high, high_s) = quantiles[index - 1], quantiles[index]
+    return float(low_s * (high_s / low_s) ** ((share - low) / (high - low)))
