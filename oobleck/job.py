@@ -25,12 +25,17 @@ def _require(condition: bool, field_name: str, value: object, expectation: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A transformers model built from its configuration, without weights from anywhere."""
+    """A transformers model, built from its configuration, or from a directory with its weights."""
 
     type: str = "gpt2"
     """The `model_type` of a transformers configuration: gpt2, llama, qwen2, …"""
     config: Mapping[str, Scalar] = field(default_factory=dict)
     """Overrides of that configuration. `vocab_size` is the tokenizer's where it is left out."""
+    path: str | None = None
+    """A directory, on every node, that transformers' `save_pretrained` wrote: `type` is its own then, training starts
+    from its weights, and its tokenizer is taken unless another is named."""
+    task: Literal["causal_lm", "masked_lm"] | None = None
+    """What is predicted; None: masked tokens by encoders such as BERT, the next token by all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,18 +170,20 @@ def _read(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenien
         if isinstance(value, YamlScalar) and value.value is None:
             return None
         (annotation,) = (argument for argument in arguments if argument is not types.NoneType)
+        return _read(annotation, value, path, lenient=lenient)
     return _read_scalar(annotation, value, path, lenient=lenient)
 
 
 def _read_model(value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
-    """Read `llama`, or a mapping: `type`, and the keys of the model's configuration beside it or under `config`."""
+    """Read `llama`, or a mapping: its own keys, and the configuration's beside them or under `config`."""
     if isinstance(value, YamlScalar) and value.value is not None:
         return {"type": _read_scalar(str, value, path, lenient=lenient)}
+    annotations = get_type_hints(ModelSpec)
     changes: dict[str, object] = {}
     config: dict[str, object] = {}
     for key, item in _entries(value, path):
-        if key.text == "type":
-            changes["type"] = _read_scalar(str, item, (*path, "type"), lenient=lenient)
+        if key.text in annotations and key.text != "config":
+            changes[key.text] = _read(annotations[key.text], item, (*path, key.text), lenient=lenient)
         elif key.text == "config":
             config |= {inner.text: _read_any(part, (*path, inner.text)) for inner, part in _entries(item, path)}
         else:
@@ -245,7 +247,7 @@ def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
         values[name] = change
     if isinstance(spec, ModelSpec):
         # The configuration of one type means nothing to another; and who names a type wants that, as it is.
-        kept = {} if "type" in changes else spec.config
+        kept = {} if changes.keys() & {"type", "path"} else spec.config
         given = changes.get("config", {})
         assert isinstance(given, dict)
         values["config"] = {**kept, **given}

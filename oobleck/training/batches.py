@@ -16,22 +16,27 @@ IGNORED_LABEL = -100
 class Batch:
     """Samples side by side.
 
-    `labels` are not shifted: position i of a sample is predicted from the positions before it, which is the
-    model's own business, so labels usually are the input itself.
+    `labels` are not shifted: in causal language modelling, position i of a sample is predicted from the positions
+    before it, which is the model's own business, so labels usually are the input itself. In masked language modelling
+    they are what was there before some of the input was masked.
     """
 
     input_ids: torch.Tensor
     """[batch, length], int64."""
     labels: torch.Tensor
     """[batch, length], int64."""
+    is_causal: bool = True
 
     @property
     def num_items(self) -> int:
-        """Predicted tokens: every label but each sample's first, unless ignored. Waits for the device."""
-        return int((self.labels[:, 1:] != IGNORED_LABEL).sum())
+        """Predicted tokens: every label unless ignored, but for each sample's first if causal. Waits for the device."""
+        labels = self.labels[:, 1:] if self.is_causal else self.labels
+        return int((labels != IGNORED_LABEL).sum())
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`, itself if it is there."""
         return Batch(
-            input_ids=self.input_ids.to(device, non_blocking=True), labels=self.labels.to(device, non_blocking=True)
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            is_causal=self.is_causal,
         )

@@ -1,7 +1,7 @@
 """From a job's model specification to a transformers configuration and the class that it configures.
 
-Only causal language models are known here. Every mistake that a user can make in a specification is found
-here or in `splitting`, before anything is allocated.
+Causal language models are known here and, for BERT and its kin, masked ones. Every mistake that a user can
+make in a specification is found here or in `splitting`, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ import copy
 import dataclasses
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Scalar
 
-__all__ = ["CAUSAL_LM_LOSS", "build_config", "build_model", "model_types"]
+__all__ = ["CAUSAL_LM_LOSS", "Task", "build_config", "build_model", "model_types", "prepared", "task_of"]
+
+Task = Literal["causal_lm", "masked_lm"]
 
 CAUSAL_LM_LOSS = "ForCausalLM"
 """What transformers calls the loss of a causal language model."""
@@ -33,8 +37,22 @@ _INTERNAL_KEYS = frozenset(
 
 
 def model_types() -> tuple[str, ...]:
-    """Return the names of all causal language models that transformers has."""
-    return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    """Return the names of all language models that transformers has."""
+    return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}))
+
+
+def task_of(model: ModelSpec, config: PreTrainedConfig) -> Task:
+    """Return what a model is to predict.
+
+    Raises ConfigError for a task that its type has no head for.
+    """
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_encoder = masked and not getattr(config, "is_decoder", False) and not config.is_encoder_decoder
+    task = model.task or ("masked_lm" if is_encoder else "causal_lm")
+    if not (causal if task == "causal_lm" else masked):
+        raise ConfigError(f"model.task: {config.model_type} has no head for {task}")
+    return task
 
 
 def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> PreTrainedConfig:
@@ -44,22 +62,49 @@ def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> 
         ConfigError: unknown type or key, a value that the configuration refuses, a vocabulary smaller than
             the tokenizer's, or fewer positions than `sequence_length`.
     """
-    config_class = _config_class(model.type)
-    known = _keys_of(config_class)
-    for key in model.config:
-        if key not in known:
-            raise ConfigError(f"model.config.{key}: {model.type} has no such key{_suggestion(key, known)}")
-    values: dict[str, Scalar] = {**_defaults(config_class, vocab_size=vocab_size), **model.config}
-    try:
-        config = config_class(**values)  # type: ignore[arg-type]  # checked by the class itself
-    # What a configuration class raises is its own choice: dataclass validation, TypeError, ValueError, KeyError.
-    except Exception as error:
-        raise ConfigError(f"model.config: {model.type} refuses it: {_one_line(error)}") from error
+    config = _new_config(model, vocab_size=vocab_size) if model.path is None else _saved_config(model, model.path)
     _require_room(config, vocab_size=vocab_size, sequence_length=sequence_length)
     return config
 
 
-def build_model(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+def _new_config(model: ModelSpec, *, vocab_size: int) -> PreTrainedConfig:
+    config_class = _config_class(model.type)
+    _require_known_keys(model, config_class)
+    values: dict[str, Scalar] = {**_defaults(config_class, vocab_size=vocab_size), **model.config}
+    try:
+        return config_class(**values)  # type: ignore[arg-type]  # checked by the class itself
+    # What a configuration class raises is its own choice: dataclass validation, TypeError, ValueError, KeyError.
+    except Exception as error:
+        raise ConfigError(f"model.config: {model.type} refuses it: {_one_line(error)}") from error
+
+
+def _saved_config(model: ModelSpec, path: str) -> PreTrainedConfig:
+    directory = Path(path).expanduser()
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path: {path} is no directory with a config.json on this node")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, use_cache=False)
+        _require_known_keys(model, type(config))
+        for key, value in model.config.items():
+            setattr(config, key, value)
+    except ConfigError:
+        raise
+    # As above; and a file may hold anything.
+    except Exception as error:
+        raise ConfigError(f"model.path: the configuration in {path} cannot be used: {_one_line(error)}") from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def _require_known_keys(model: ModelSpec, config_class: type[PreTrainedConfig]) -> None:
+    known = _keys_of(config_class)
+    for key in model.config:
+        if key not in known:
+            name = config_class.model_type
+            raise ConfigError(f"model.config.{key}: {name} has no such key{_suggestion(key, known)}")
+
+
+def build_model(config: PreTrainedConfig, *, task: Task, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model where torch's contexts say (a device, or fake tensors), in training mode.
 
     The configuration is copied, since a model writes to its own.
@@ -68,11 +113,17 @@ def build_model(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedMo
         ConfigError: the model's class refuses the configuration.
     """
     try:
-        model: object = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+        auto = AutoModelForCausalLM if task == "causal_lm" else AutoModelForMaskedLM
+        model: object = auto.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
     # A model's constructor may refuse its configuration with whatever its author chose.
     except Exception as error:
         raise ConfigError(f"model.config: {config.model_type} cannot be built: {_one_line(error)}") from error
     assert isinstance(model, PreTrainedModel)
+    return prepared(model)
+
+
+def prepared(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a new model ready to be taken apart: in training mode, with a loss that it names."""
     if getattr(model, "loss_type", None) is None:
         # What transformers falls back to, but not without a warning.
         model.loss_type = CAUSAL_LM_LOSS
@@ -83,7 +134,7 @@ def build_model(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedMo
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
     known = model_types()
     if model_type not in known:
-        raise ConfigError(f"model.type: {model_type!r} is no causal language model{_suggestion(model_type, known)}")
+        raise ConfigError(f"model.type: {model_type!r} is no language model{_suggestion(model_type, known)}")
     config_class = CONFIG_MAPPING[model_type]
     assert issubclass(config_class, PreTrainedConfig)
     return config_class

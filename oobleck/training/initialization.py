@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from oobleck.errors import ConfigError
 
 from .randomness import derive_seed, drawing_from
+from .structure import SplittableModel
 
 __all__ = ["initialize_module", "materialize_buffers", "unset"]
 
@@ -30,7 +31,7 @@ def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> tor
     return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
-def initialize_module(model: PreTrainedModel, module: nn.Module, name: str, *, seed: int) -> None:
+def initialize_module(model: SplittableModel, module: nn.Module, name: str, *, seed: int) -> None:
     """Set the parameters of the module that `model` calls `name`, and of all in it, to their initial values.
 
     `module` need not be in its place. Drawn on the CPU whatever the parameters' device, so that equal seeds
@@ -39,10 +40,10 @@ def initialize_module(model: PreTrainedModel, module: nn.Module, name: str, *, s
     for child_name, child in module.named_children():
         initialize_module(model, child, f"{name}.{child_name}", seed=seed)
     with drawing_from(derive_seed(seed, "initial value", name)), torch.no_grad(), _on_cpu(module):
-        _rules_of(model, name)._init_weights(module)  # type: ignore[no-untyped-call]
+        _rules_of(model, name)._init_weights(module)
 
 
-def materialize_buffers(model: PreTrainedModel, *, device: torch.device) -> None:
+def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None:
     """Give all buffers of a model built on the meta device memory on `device`, and their values.
 
     Only persistent buffers are in checkpoints; the others (rotary tables, scales) exist nowhere but in the
@@ -58,7 +59,7 @@ def materialize_buffers(model: PreTrainedModel, *, device: torch.device) -> None
         for attribute, buffer in buffers.items():
             module._buffers[attribute] = unset(buffer.shape, dtype=buffer.dtype, device=torch.device("cpu"))
         with torch.no_grad():
-            _rules_of(model, name)._init_weights(module)  # type: ignore[no-untyped-call]
+            _rules_of(model, name)._init_weights(module)
         for attribute in buffers:
             value = module._buffers[attribute]
             assert value is not None
@@ -76,9 +77,9 @@ def _is_unset(value: torch.Tensor) -> bool:
     return value.dtype != torch.bool and bool((value == torch.iinfo(value.dtype).min).any())
 
 
-def _rules_of(model: PreTrainedModel, name: str) -> PreTrainedModel:
+def _rules_of(model: SplittableModel, name: str) -> SplittableModel:
     """Return the innermost transformers model around a module: its rules hold for it."""
-    rules, module = model, model
+    rules, module = model, model  # type: SplittableModel, nn.Module
     for part in name.split(".") if name else ():
         module = getattr(module, part)
         if isinstance(module, PreTrainedModel):

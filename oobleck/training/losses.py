@@ -1,4 +1,4 @@
-"""The loss of a causal language model in the precision of its logits."""
+"""The losses of language models in the precision of their logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from .batches import IGNORED_LABEL
 
-__all__ = ["causal_lm_loss"]
+__all__ = ["causal_lm_loss", "masked_lm_loss"]
 
 
 def causal_lm_loss(
@@ -29,3 +29,16 @@ def causal_lm_loss(
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = functional.cross_entropy(predictions, targets, ignore_index=IGNORED_LABEL, reduction=reduction)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def masked_lm_loss(logits: torch.Tensor, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+    """Return the sum of the losses of all tokens that have a label, over `num_items`, in the logits' dtype.
+
+    Models of masked language modelling take the mean over the microbatch instead, which is not to be added up.
+    """
+    return (
+        functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+        / num_items
+    )

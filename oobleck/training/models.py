@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+
+from oobleck.errors import ConfigError
 
 from .batches import Batch
 from .configuration import CAUSAL_LM_LOSS
 from .initialization import initialize_module, materialize_buffers, unset
-from .losses import causal_lm_loss
+from .losses import causal_lm_loss, masked_lm_loss
 from .randomness import MicrobatchKey, derive_seed, seed_device
 from .recomputation import recompute_activations
 from .stand_ins import Passthrough, ZeroEmbedding, replace_module
 from .structure import ModelStructure, Site
+from .weights import WeightFiles
 
 __all__ = ["MicrobatchKey", "ModelStructure", "StageModel"]
 
@@ -134,15 +138,20 @@ class StageModel:
             self._place(layer)
 
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
-        """Set the parameters of held layers to initial values that depend on (seed, their names) alone.
+        """Set the parameters of held layers to their initial values.
 
-        They follow the model's own distributions, and are the same bits for any cut and on any device.
+        Those of a directory of weights, if the model starts from one. Else they depend on (seed, their names) alone,
+        follow the model's own distributions, and are the same bits for any cut and on any device.
         """
         for layer in layers:
             assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
-            self._initialize_layer(layer, seed=seed)
+            if self.structure.weights is not None:
+                self._read_layer(layer, self.structure.weights)
+            else:
+                self._initialize_layer(layer, seed=seed)
             for name in self.structure.layer_parameters(layer):
-                assert not self._parameters[name].isnan().any(), f"the model's own rules leave {name} without a value"
+                if self._parameters[name].isnan().any():
+                    raise ConfigError(f"model: its own rules for initialization leave {name} without a value")
 
     # --- what it computes ----------------------------------------------------------------------------------
 
@@ -173,9 +182,14 @@ class StageModel:
         return hidden.to(self.dtype)
 
     def _loss(self, batch: Batch, num_items: int) -> torch.Tensor:
-        loss: torch.Tensor = self._model(
-            input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
-        ).loss
+        loss: torch.Tensor
+        if self.structure.task == "masked_lm":
+            logits = self._model(input_ids=batch.input_ids).logits
+            loss = masked_lm_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
+        else:
+            loss = self._model(
+                input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
+            ).loss
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
 
     # --- modules and their stand-ins -----------------------------------------------------------------------
@@ -251,19 +265,28 @@ class StageModel:
         for site in sites:
             self._modules[site.module]._parameters[site.attribute] = self._vacant[site.name]
 
+    @torch.no_grad()
+    def _read_layer(self, layer: int, weights: WeightFiles) -> None:
+        assert isinstance(self._model, PreTrainedModel)
+        values = weights.read(self.structure.layer_parameters(layer), self._model, self.structure.shapes)
+        for name, value in values.items():
+            self._parameters[name].copy_(value)
+
     def _initialize_layer(self, layer: int, *, seed: int) -> None:
         # A tied parameter takes the value that it has at its home, so it is kept from the rules of this layer.
         borrowed = [site for site in self.structure.sites[layer] if site.name != site.parameter]
         self._unplug(borrowed)
         for root in self.structure.layer_roots(layer):
             initialize_module(self._model, self._modules[root], root, seed=seed)
-        self._plug(borrowed, self._parameters)
         for name in sorted({site.parameter for site in borrowed}):
             home_layer, home = self._home_of(name)
+            if home_layer == layer:
+                continue  # it has its value, with the rest of this layer
             self._plug([home], self._parameters)
             initialize_module(self._model, self._modules[home.module], home.module, seed=seed)
             if home_layer not in self.layers:
                 self._unplug([home])
+        self._plug(borrowed, self._parameters)
 
     def _home_of(self, parameter: str) -> tuple[int, Site]:
         """Find the layer and the place that a tied parameter is named for."""

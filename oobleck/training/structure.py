@@ -7,7 +7,8 @@ names does not depend on a cut. A tied parameter has one canonical name and belo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,12 +17,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec
 
-from .configuration import build_config, build_model
+from .configuration import Task, build_config, build_model, prepared, task_of
+from .layered_model import LayeredModel, Loss, anatomy_of_layers
 from .splitting import Anatomy, dissect
+from .weights import WeightFiles
 
-__all__ = ["ModelStructure", "Site"]
+__all__ = ["ModelStructure", "Site", "SplittableModel"]
+
+SplittableModel = PreTrainedModel | LayeredModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,7 @@ class ModelStructure:
     """The layers of a model: the embedding, every block, and the head (the final norm included)."""
 
     config: PreTrainedConfig
+    task: Task
     sequence_length: int
     anatomy: Anatomy
     sites: tuple[tuple[Site, ...], ...]
@@ -52,27 +59,87 @@ class ModelStructure:
     draws_at_random: bool
     """Whether a forward pass in training draws random numbers (dropout, router jitter)."""
 
+    make: Callable[[torch.dtype], SplittableModel]
+    """Builds the model where torch's contexts say (a device, or fake tensors), in training mode."""
+    weights: WeightFiles | None
+    """Where parameters start from; None: from the seed."""
+
     @classmethod
     def from_spec(cls, model: ModelSpec, *, vocab_size: int, sequence_length: int) -> ModelStructure:
-        """Build the model of fake tensors and find its layers.
+        """Build a transformers model of fake tensors and find its layers.
 
         Raises:
             ConfigError: unknown type or configuration key, a configuration that the model refuses, or a model
                 that cannot be split.
         """
         config = build_config(model, vocab_size=vocab_size, sequence_length=sequence_length)
+        task = task_of(model, config)
+        return cls._of(
+            lambda dtype: build_model(config, task=task, dtype=dtype),
+            config=config,
+            task=task,
+            sequence_length=sequence_length,
+            weights=None if model.path is None else WeightFiles(model.path),
+        )
+
+    @classmethod
+    def from_factory(
+        cls,
+        factory: Callable[[], object],
+        *,
+        loss: Loss | None = None,
+        task: Task = "causal_lm",
+        vocab_size: int,
+        sequence_length: int,
+    ) -> ModelStructure:
+        """Find the layers of what `factory` builds: a transformers model, or a list of layers with its loss.
+
+        Without a loss, that of the next token is taken. Raises ConfigError as above, for what the factory raises too.
+        """
+
+        def make(dtype: torch.dtype) -> SplittableModel:
+            try:
+                with _default_dtype(dtype):
+                    built = factory()
+            # It is somebody else's code, and may fail in any way.
+            except Exception as error:
+                raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
+            if isinstance(built, PreTrainedModel):
+                return prepared(built)
+            return LayeredModel(built, loss, vocab_size=vocab_size)  # type: ignore[arg-type]  # checked there
+
         with FakeTensorMode():
-            skeleton = build_model(config, dtype=torch.float32)
-            anatomy = dissect(skeleton, sequence_length=sequence_length)
+            config = make(torch.float32).config
+        return cls._of(make, config=config, task=task, sequence_length=sequence_length, weights=None)
+
+    @classmethod
+    def _of(
+        cls,
+        make: Callable[[torch.dtype], SplittableModel],
+        *,
+        config: PreTrainedConfig,
+        task: Task,
+        sequence_length: int,
+        weights: WeightFiles | None,
+    ) -> ModelStructure:
+        with FakeTensorMode():
+            skeleton = make(torch.float32)
+            if isinstance(skeleton, LayeredModel):
+                anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
+            else:
+                anatomy = dissect(skeleton, sequence_length=sequence_length)
         sites = tuple(tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy))
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         return cls(
             config=config,
+            task=task,
             sequence_length=sequence_length,
             anatomy=anatomy,
             sites=sites,
             shapes={site.parameter: parameters[site.name].shape for layer in sites for site in layer},
-            draws_at_random=_draws_at_random(skeleton),
+            draws_at_random=isinstance(skeleton, LayeredModel) or _draws_at_random(skeleton),
+            make=make,
+            weights=weights,
         )
 
     @property
@@ -126,10 +193,10 @@ class ModelStructure:
         said = [getattr(self.config, key, None) for key in ("layer_types", "mlp_layer_types")]
         return repr([kinds[layer - 1] for kinds in said if kinds]) if self.is_block(layer) else None
 
-    def build(self, *, dtype: torch.dtype) -> PreTrainedModel:
+    def build(self, *, dtype: torch.dtype) -> SplittableModel:
         """Return the model's modules on the meta device, in training mode."""
         with torch.device("meta"):
-            return build_model(self.config, dtype=dtype)
+            return self.make(dtype)
 
     @cached_property
     def _layers_by_parameter(self) -> dict[str, tuple[int, ...]]:
@@ -140,12 +207,23 @@ class ModelStructure:
         return {name: tuple(layers) for name, layers in found.items()}
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within the block, floating-point tensors are of this type unless another is asked for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _layer_roots(anatomy: Anatomy) -> tuple[tuple[str, ...], ...]:
     blocks = ((f"{anatomy.block_list}.{index}",) for index in range(anatomy.num_blocks))
     return (anatomy.prelude, *blocks, anatomy.postlude)
 
 
-def _sites(skeleton: PreTrainedModel, anatomy: Anatomy, roots: tuple[str, ...]) -> Iterator[Site]:
+def _sites(skeleton: SplittableModel, anatomy: Anatomy, roots: tuple[str, ...]) -> Iterator[Site]:
     for root in roots:
         for path, module in skeleton.get_submodule(root).named_modules(prefix=root):
             for attribute, _ in module.named_parameters(recurse=False):

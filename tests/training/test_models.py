@@ -8,8 +8,10 @@ import torch
 from oobleck.training.models import MicrobatchKey, StageModel
 from tests.training.zoo import (
     KEY,
+    OTHER_TIES,
     SPECS,
     gradients_of,
+    loss_of,
     random_batch,
     run_pipeline,
     seed_each_layer,
@@ -35,25 +37,45 @@ def _cuts(num_layers: int, seed: int) -> list[list[int]]:
     return [[1], [num_layers - 1], list(range(1, num_layers)), *some]
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_any_cut_equals_the_transformers_model_bit_for_bit(name: str):
+def _assert_every_cut_equals_the_transformers_model(name: str, *, num_cuts: int) -> None:
     structure = structure_of(name)
     state = state_of(whole_stage(structure))
-    batch = random_batch(1)
+    batch = random_batch(1, is_causal=structure.task == "causal_lm")
     model = transformers_model(structure, state)
     seed_each_layer(model, structure, KEY)
-    loss = model(
-        input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=batch.num_items
-    ).loss
+    loss = loss_of(model, structure, batch)
     loss.backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
-    for cuts in _cuts(structure.num_layers, seed=len(name)):
+    for cuts in _cuts(structure.num_layers, seed=len(name))[:num_cuts]:
         stages = stages_of(structure, cuts, state, dtype=torch.float32)
         assert torch.equal(run_pipeline(stages, batch), loss.detach()), cuts
         gradients = gradients_of(stages)
         assert gradients.keys() == expected.keys()
         assert [n for n in gradients if not torch.equal(gradients[n], expected[n])] == [], cuts
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_any_cut_equals_the_transformers_model_bit_for_bit(name: str):
+    _assert_every_cut_equals_the_transformers_model(name, num_cuts=5)
+
+
+@pytest.mark.parametrize("name", OTHER_TIES)
+def test_so_it_does_with_the_head_tied_or_not(name: str):
+    structure = structure_of(name)
+    tied = [n for n in structure.shapes if len(structure.layers_with(n)) > 1]
+    assert len(tied) == (0 if name.endswith("untied") else 1)
+    _assert_every_cut_equals_the_transformers_model(name, num_cuts=3)
+
+
+def test_the_loss_of_masked_tokens_is_the_models_own():
+    structure = structure_of("bert")
+    batch = random_batch(1, is_causal=False)
+    whole = whole_stage(structure)
+    model = transformers_model(structure, state_of(whole)).eval()
+    whole._model.eval()
+    loss = whole.forward(batch, None, num_items=batch.num_items, key=KEY)
+    torch.testing.assert_close(loss, model(input_ids=batch.input_ids, labels=batch.labels).loss)
 
 
 @pytest.mark.parametrize("name", ["gpt2-dropout", "llama-tied"])

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Scalar
@@ -41,8 +41,9 @@ def test_a_tied_parameter_belongs_to_both_layers_and_counts_once():
 @pytest.mark.parametrize("name", SPECS)
 def test_parameters_are_those_of_the_transformers_model(name: str):
     structure = structure_of(name)
+    auto = AutoModelForCausalLM if structure.task == "causal_lm" else AutoModelForMaskedLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(structure.config)
+        model = auto.from_config(structure.config)
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
     assert dict(structure.shapes) == expected
     assert structure.num_parameters == model.num_parameters()
@@ -62,8 +63,8 @@ def test_dropout_is_noticed_wherever_it_hides():
 @pytest.mark.parametrize(
     ("model_type", "config", "message"),
     [
-        ("gpt-2", {}, r"'gpt-2' is no causal language model; did you mean 'gpt2'\?"),
-        ("bert-like-thing-from-nowhere", {}, r"is no causal language model$"),
+        ("gpt-2", {}, r"'gpt-2' is no language model; did you mean 'gpt2'\?"),
+        ("bert-like-thing-from-nowhere", {}, r"is no language model$"),
         ("gpt2", {"n_layers": 3}, r"model\.config\.n_layers: gpt2 has no such key; did you mean 'n_layer'\?"),
         ("gpt2", {"n_layer": "three"}, r"gpt2 refuses it: .*n_layer.*expected int, got str"),
         ("gpt2", {"n_embd": 30, "n_head": 4}, r"gpt2 cannot be built"),
@@ -108,3 +109,13 @@ def test_layers_of_a_kind_compute_alike():
     blocks = {structure.layer_kind(layer) for layer in range(1, structure.num_layers - 1)}
     assert len(blocks) == 1
     assert len({structure.layer_kind(layer) for layer in range(structure.num_layers)}) == 3
+
+
+def test_what_is_predicted_follows_from_the_type_unless_it_is_said():
+    bert = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    assert _from_spec("bert", bert).task == "masked_lm"
+    assert _from_spec("bert", {**bert, "is_decoder": True}).task == "causal_lm"
+    assert structure_of("opt").task == "causal_lm"
+    spec = ModelSpec(type="opt", config=SPECS["opt"].config, task="masked_lm")
+    with pytest.raises(ConfigError, match=r"model\.task: opt has no head for masked_lm"):
+        ModelStructure.from_spec(spec, vocab_size=96, sequence_length=24)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from oobleck.job import ModelSpec, Scalar
 from oobleck.training.batches import Batch
+from oobleck.training.configuration import build_config
+from oobleck.training.losses import masked_lm_loss
 from oobleck.training.models import MicrobatchKey, ModelStructure, StageModel
 from oobleck.training.randomness import derive_seed
 
@@ -59,18 +62,40 @@ SPECS: Mapping[str, ModelSpec] = {
     ),
     "bloom": ModelSpec(type="bloom", config={"hidden_size": 32, "n_layer": NUM_BLOCKS, "n_head": 4}),
     "mixtral": ModelSpec(type="mixtral", config={**_GROUPED, "num_local_experts": 4}),
+    "bert": ModelSpec(type="bert", config=_COMMON),
+}
+
+
+def _with_the_other_ties(spec: ModelSpec) -> ModelSpec:
+    """The same model with its head tied to its embedding if it is not, and the other way round."""
+    config = build_config(spec, vocab_size=VOCAB_SIZE, sequence_length=SEQUENCE_LENGTH)
+    return replace(spec, config={**spec.config, "tie_word_embeddings": not config.tie_word_embeddings})
+
+
+_TIED = ("gpt2", "gemma2", "gemma3", "opt", "bloom", "bert")
+"""Families whose heads are tied unless they are told otherwise."""
+
+OTHER_TIES: Mapping[str, ModelSpec] = {
+    f"{name}-{'untied' if name in _TIED else 'tied'}": _with_the_other_ties(spec)
+    for name, spec in SPECS.items()
+    if name not in ("gpt2-dropout", "llama-tied", "llama")
 }
 
 KEY = MicrobatchKey(seed=7, step=3, microbatch=2)
 
 
 def structure_of(name: str) -> ModelStructure:
-    return ModelStructure.from_spec(SPECS[name], vocab_size=VOCAB_SIZE, sequence_length=SEQUENCE_LENGTH)
+    spec = {**SPECS, **OTHER_TIES}[name]
+    return ModelStructure.from_spec(spec, vocab_size=VOCAB_SIZE, sequence_length=SEQUENCE_LENGTH)
 
 
-def random_batch(seed: int, *, batch_size: int = 2) -> Batch:
-    ids = torch.randint(0, VOCAB_SIZE, (batch_size, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(seed))
-    return Batch(input_ids=ids, labels=ids)
+def random_batch(seed: int, *, batch_size: int = 2, is_causal: bool = True) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB_SIZE, (batch_size, SEQUENCE_LENGTH), generator=generator)
+    if is_causal:
+        return Batch(input_ids=ids, labels=ids)
+    is_masked = torch.rand(ids.shape, generator=generator) < 0.3
+    return Batch(input_ids=ids.masked_fill(is_masked, 1), labels=ids.masked_fill(~is_masked, -100), is_causal=False)
 
 
 def whole_stage(structure: ModelStructure, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> StageModel:
@@ -84,13 +109,23 @@ def whole_stage(structure: ModelStructure, *, seed: int = 0, dtype: torch.dtype 
 def transformers_model(structure: ModelStructure, state: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """The model as transformers makes it, with the parameters of `state`, in their dtype."""
     dtype = next(iter(state.values())).dtype
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(structure.config), dtype=dtype).train()
+    auto = AutoModelForCausalLM if structure.task == "causal_lm" else AutoModelForMaskedLM
+    model = auto.from_config(copy.deepcopy(structure.config), dtype=dtype).train()
     parameters = dict(model.named_parameters())
     assert parameters.keys() == state.keys()
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state[name])
     return model
+
+
+def loss_of(model: PreTrainedModel, structure: ModelStructure, batch: Batch) -> torch.Tensor:
+    """The loss of the whole model, as a mean over all predicted tokens."""
+    if structure.task == "masked_lm":
+        return masked_lm_loss(model(input_ids=batch.input_ids).logits, batch.labels, batch.num_items)
+    return model(
+        input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=batch.num_items
+    ).loss
 
 
 def seed_each_layer(model: PreTrainedModel, structure: ModelStructure, key: MicrobatchKey) -> None:
@@ -142,6 +177,7 @@ def gradients_of(stages: Sequence[StageModel]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for stage in reversed(stages):
         for name, parameter in stage.parameters.items():
-            assert parameter.grad is not None, f"{name} has no gradient"
+            if parameter.grad is None:
+                continue  # a model may have parameters that it does not use
             found[name] = found[name] + parameter.grad if name in found else parameter.grad.clone()
     return found

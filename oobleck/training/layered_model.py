@@ -1,0 +1,169 @@
+"""One's own model, given as a list of layers: the first takes token ids, the last gives what the loss is taken of.
+
+    [embedding, block, …, block, head]      ids [batch, length] -> hidden [batch, length, size] -> … -> output
+
+Every module between the first and the last takes the hidden states alone and returns hidden states of the same shape,
+so the list may be cut anywhere. The list is made twice, of fake tensors and on the meta device, and never holds
+memory of its own: values come from `reset_parameters`, which torch's own modules have, and which modules with
+parameters or buffers of their own need (torch's FSDP wants the same).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from oobleck.errors import ConfigError
+
+from .losses import causal_lm_loss
+from .splitting import Anatomy
+
+__all__ = ["LayeredModel", "Loss", "anatomy_of_layers"]
+
+Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""From the last layer's output, the labels [batch, length] and the number of predicted tokens in the whole step, to
+this microbatch's share of the loss: a sum over its tokens, divided by that number."""
+
+_PLACE = "the script's model"
+
+
+@dataclass(frozen=True, slots=True)
+class _Trunk:
+    """All layers but the last, called as a transformers model without its head is."""
+
+    model: LayeredModel
+
+    def __call__(self, *, input_ids: torch.Tensor, **_options: Any) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=self.model.hidden_states(input_ids))
+
+
+class LayeredModel(nn.Module):
+    """A list of layers that is called as transformers models are, so that a stage need not tell them apart."""
+
+    loss_type = None
+
+    def __init__(self, layers: Sequence[nn.Module], loss: Loss | None, *, vocab_size: int) -> None:
+        super().__init__()
+        _require_layers(layers)
+        self.embedding = layers[0]
+        self.blocks = nn.ModuleList(layers[1:-1])
+        self.head = layers[-1]
+        self.config = _config(vocab_size)
+        self._loss = loss
+        self.train()
+
+    @property
+    def base_model(self) -> _Trunk:
+        return _Trunk(self)
+
+    @property
+    def all_tied_weights_keys(self) -> dict[str, str]:
+        """Parameters that are one object with an earlier one, and that one's name."""
+        first: dict[int, str] = {}
+        named = self.named_parameters(remove_duplicate=False)
+        return {
+            name: first[id(parameter)] for name, parameter in named if first.setdefault(id(parameter), name) != name
+        }
+
+    def hidden_states(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    def forward(
+        self, *, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: int | None = None, **_options: Any
+    ) -> SimpleNamespace:
+        output = self.head(self.hidden_states(input_ids))
+        num_items = labels[:, 1:].numel() if num_items_in_batch is None else num_items_in_batch
+        if self._loss is not None:
+            return SimpleNamespace(loss=self._loss(output, labels, num_items))
+        return SimpleNamespace(loss=causal_lm_loss(output, labels, output.shape[-1], num_items))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        reset: object = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif _has_values(module):
+            raise ConfigError(
+                f"{_PLACE}: {type(module).__name__} has parameters or buffers of its own and no reset_parameters() "
+                "that gives them their initial values; write one"
+            )
+
+
+def anatomy_of_layers(model: LayeredModel, *, sequence_length: int) -> Anatomy:
+    """Run a model made of fake tensors, and see that its layers fit one another.
+
+    Raises ConfigError that names the layer which does not.
+    """
+    shape: torch.Size | None = None
+    value: Any = torch.zeros((1, sequence_length), dtype=torch.int64)
+    for index, layer in enumerate(_layers(model)):
+        is_last = index == len(model.blocks) + 1
+        try:
+            value = layer(value)
+        # A layer is somebody else's code, and may fail in any way.
+        except Exception as error:
+            raise ConfigError(f"{_PLACE}: layer {index} does not run: {' '.join(str(error).split())}") from error
+        if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+            raise ConfigError(f"{_PLACE}: layer {index} returns no tensor of hidden states")
+        if not is_last:
+            _require_hidden(value, shape, index, sequence_length)
+            shape = value.shape
+    assert shape is not None
+    return Anatomy(
+        block_list="blocks",
+        num_blocks=len(model.blocks),
+        prelude=("embedding",),
+        postlude=("head",),
+        blocks_return_tuples=False,
+        tied=model.all_tied_weights_keys,
+        hidden_size=shape[-1],
+    )
+
+
+def _config(vocab_size: int) -> PreTrainedConfig:
+    """What stands where transformers models have their configuration."""
+    config = PreTrainedConfig()
+    config.model_type = "script"  # type: ignore[misc]  # this is no class of configurations, just the one
+    config.vocab_size = vocab_size
+    return config
+
+
+def _layers(model: LayeredModel) -> Iterator[nn.Module]:
+    yield model.embedding
+    yield from model.blocks
+    yield model.head
+
+
+def _require_layers(layers: object) -> None:
+    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise ConfigError(f"{_PLACE}: it is no transformers model and no list of torch modules")
+    if len(layers) < 2:
+        raise ConfigError(f"{_PLACE}: a list of {len(layers)} layers cannot be split; it needs at least two")
+    if len({id(layer) for layer in layers}) < len(layers):
+        raise ConfigError(f"{_PLACE}: a module is in its list twice; share parameters instead, which is understood")
+
+
+def _require_hidden(value: torch.Tensor, shape: torch.Size | None, index: int, sequence_length: int) -> None:
+    if value.ndim != 3 or value.shape[:2] != (1, sequence_length):
+        raise ConfigError(
+            f"{_PLACE}: layer {index} returns the shape {tuple(value.shape)} for one sample of {sequence_length} "
+            "tokens; it must be [batch, length, size]"
+        )
+    if shape is not None and value.shape != shape:
+        raise ConfigError(
+            f"{_PLACE}: layer {index} returns the shape {tuple(value.shape)}, and those before it {tuple(shape)}; "
+            "hidden states keep their shape"
+        )
+
+
+def _has_values(module: nn.Module) -> bool:
+    values = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return bool(values)

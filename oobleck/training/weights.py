@@ -1,0 +1,103 @@
+"""The weights of a transformers model directory, read parameter by parameter where they are needed.
+
+A stage reads its own layers' parameters and no others. Files whose names differ from the model's in more than the
+prefix of its trunk (some models were renamed, and some merge experts while loading) are read by transformers itself,
+whole, once a worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from oobleck.errors import ConfigError
+
+__all__ = ["WeightFiles"]
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class WeightFiles:
+    """The safetensors files of a directory. Nothing is read before it is asked for."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory).expanduser()
+        self._loaded: dict[str, torch.Tensor] | None = None
+
+    def read(
+        self, names: Iterable[str], model: PreTrainedModel, shapes: Mapping[str, torch.Size]
+    ) -> dict[str, torch.Tensor]:
+        """Return the parameters of these names; `model`, which may be on the meta device, tells how it is named.
+
+        Raises ConfigError where the directory has no such parameter, or one of another shape.
+        """
+        wanted = list(names)
+        found = {name: self._name_in_files(name, model) for name in wanted}
+        if all(value is not None for value in found.values()):
+            state = {name: self._tensor(known) for name, known in found.items() if known is not None}
+        else:
+            state = {name: value for name, value in self._all_of(model).items() if name in found}
+        for name in wanted:
+            if name not in state:
+                raise ConfigError(f"model.path: {self._directory} has no weights for {name}")
+            if state[name].shape != shapes[name]:
+                raise ConfigError(
+                    f"model.path: {name} has the shape {tuple(state[name].shape)} in {self._directory}, and "
+                    f"{tuple(shapes[name])} in the model; leave the keys of its configuration as they are"
+                )
+        return state
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """The file of each tensor."""
+        index = self._directory / _INDEX
+        try:
+            if index.exists():
+                names = json.loads(index.read_text())["weight_map"]
+                return {name: self._directory / file for name, file in names.items()}
+            single = self._directory / _SINGLE
+            with safe_open(single, framework="pt") as file:
+                return dict.fromkeys(file.keys(), single)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ConfigError(
+                f"model.path: {self._directory} has no weights as safetensors ({_SINGLE}): {error}"
+            ) from error
+
+    def _name_in_files(self, name: str, model: PreTrainedModel) -> str | None:
+        """Files of a model without its head lack the prefix of its trunk."""
+        for candidate in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+            if candidate in self._files:
+                return candidate
+        return None
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        try:
+            with safe_open(self._files[name], framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model.path: {self._files[name]} cannot be read: {error}") from error
+        return tensor
+
+    def _all_of(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """All parameters, by transformers' own loading; those that the directory lacks are left out."""
+        if self._loaded is None:
+            loaded: Any = type(model).from_pretrained(
+                self._directory,
+                config=model.config,
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            whole, told = loaded
+            missing = set(told["missing_keys"])
+            self._loaded = {
+                name: parameter.detach() for name, parameter in whole.named_parameters() if name not in missing
+            }
+        return self._loaded
