@@ -239,6 +239,10 @@ class Finished:
 
     device: int
     applied: int
+    computed_s: float = 0.0
+    """What it computed in the latest steps, in seconds."""
+    waited_s: float = 0.0
+    """What it waited meanwhile for the neighbours in its pipeline: the bubble as it really was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

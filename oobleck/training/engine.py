@@ -35,6 +35,8 @@ from .transfer import exchange_layers, transfer_key
 
 __all__ = ["Engine"]
 
+_STEPS_TIMED = 16
+"""Over how many steps it is told what was computed and what waited for."""
 _BUSY_TIMES = 16
 """How many stretches of computation are remembered, to tell how long a recovery kept everybody waiting."""
 
@@ -111,6 +113,7 @@ class Engine:
         self._step_ended_s = time.monotonic()
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
+        self._spent_s: deque[tuple[float, float]] = deque(maxlen=_STEPS_TIMED)
         self._resumed_generation: int | None = None
         self._transfer_s = 0.0
         self._received_bytes = 0
@@ -139,6 +142,10 @@ class Engine:
             self._compute(self._plan, self._lane, self._standing.applied + 1)
             stop = self._end_step(self._buckets, self._commit_key)
         return True
+
+    def time_spent(self) -> tuple[float, float]:
+        """Seconds of the latest steps in which this worker computed, and in which it waited for its neighbours."""
+        return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
 
     # --- a step ----------------------------------------------------------------------------------------------
 
@@ -256,6 +263,9 @@ class Engine:
         self._loss_scale = scale.after(is_skipped=record.is_skipped)
         self._step_ended_s = time.monotonic()
         self._busy_s.extend(self._busy_in_step)
+        if self._work is not None:
+            whole_s = sum(end_s - start_s for start_s, end_s in self._busy_in_step)
+            self._spent_s.append((whole_s - self._work.waited_s, self._work.waited_s))
         self._kept = {}
         self._forget_step()
         if self._lane is not None and self._lane.is_first:

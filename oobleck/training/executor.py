@@ -8,6 +8,7 @@ for; sends are posted and forgotten until the step is committed, by which time e
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ class StepWork:
     microbatch_size: int
     items_per_sample: int
     """Predicted tokens in one sample."""
+    waited_s: float = 0.0
+    """How long it waited for its neighbours."""
     loss: float = 0.0
     """Its share of the step's loss; non-zero on last stages only."""
     counts: dict[int, int] = field(default_factory=dict)
@@ -205,7 +208,7 @@ class _Execution:
 
     def _receive_forward(self, position: int) -> None:
         assert self._forwards is not None
-        self._inputs[position] = self._forwards.take(self._interrupted).requires_grad_()
+        self._inputs[position] = self._take(self._forwards).requires_grad_()
 
     def _forward(self, position: int) -> None:
         self._outputs[position] = self._model.forward(
@@ -220,7 +223,13 @@ class _Execution:
 
     def _receive_backward(self, position: int) -> None:
         assert self._backwards is not None
-        self._output_gradients[position] = self._backwards.take(self._interrupted)
+        self._output_gradients[position] = self._take(self._backwards)
+
+    def _take(self, receiver: _Receiver) -> torch.Tensor:
+        began_s = time.monotonic()
+        tensor = receiver.take(self._interrupted)
+        self._work.waited_s += time.monotonic() - began_s
+        return tensor
 
     def _backward(self, position: int) -> None:
         self._check()

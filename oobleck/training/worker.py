@@ -112,7 +112,14 @@ class _Worker:
             try:
                 self._engine.follow(order)
                 if self._engine.train():
-                    self._link.send(Finished(device=self._device, applied=self._standing.applied))
+                    computed_s, waited_s = self._engine.time_spent()
+                    finished = Finished(
+                        device=self._device,
+                        applied=self._standing.applied,
+                        computed_s=computed_s,
+                        waited_s=waited_s,
+                    )
+                    self._link.send(finished)
             except Interrupted:
                 continue
             except PeerLost as error:

@@ -1,0 +1,159 @@
+"""The baselines of `throughput.py`: the same training by torch alone, in a pipeline of its own or in one process.
+
+Both are written as one would write them by hand: transformers' own GPT-2, fused AdamW, clipping by the global norm,
+losses summed over the step's tokens. Initial weights and samples are Oobleck's, so that losses can be compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from transformers import PreTrainedModel
+
+from oobleck.job import JobSpec
+from oobleck.training.configuration import build_model
+from oobleck.training.data import Dataset, prepare_dataset
+from oobleck.training.learning_rate import learning_rate
+from oobleck.training.models import ModelStructure, StageModel
+from oobleck.training.sampling import samples_of_step
+
+__all__ = ["StepTimes", "train_alone", "train_pipelined"]
+
+StepTimes = list[tuple[float, float]]
+"""(seconds, loss) of each step."""
+
+
+class _FirstStage(nn.Module):
+    def __init__(self, model: Any, num_blocks: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
+        self.blocks = model.transformer.h[:num_blocks]
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class _LastStage(nn.Module):
+    def __init__(self, model: Any, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = model.transformer.h[num_blocks:]
+        self.ln_f, self.lm_head = model.transformer.ln_f, model.lm_head
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.lm_head(self.ln_f(hidden))
+        return logits
+
+
+def train_pipelined(rank: int, job: JobSpec, num_blocks: int, threads: int, directory: Path) -> StepTimes:
+    """Train one of two stages under Schedule1F1B, the first with the embedding and `num_blocks` blocks."""
+    torch.set_num_threads(threads)
+    store = dist.FileStore(str(directory / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=100))
+    dataset, model = _prepare(job, directory)
+    module = (_FirstStage, _LastStage)[rank](model, num_blocks)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    num_items = job.global_batch_size * dataset.items_per_sample
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        predictions = logits[:, :-1].reshape(-1, logits.shape[-1])
+        return nn.functional.cross_entropy(predictions, labels[:, 1:].reshape(-1), reduction="sum") / num_items
+
+    schedule = Schedule1F1B(stage, job.num_microbatches, loss_fn=loss_of, scale_grads=False)
+
+    def run_step(samples: Sequence[int]) -> float:
+        batch = dataset.batch(samples)
+        if rank == 0:
+            schedule.step(batch.input_ids)
+            return 0.0
+        losses: list[torch.Tensor] = []
+        schedule.step(target=batch.labels, losses=losses)
+        return float(torch.stack(losses).detach().sum())
+
+    def agree(values: torch.Tensor) -> None:
+        dist.all_reduce(values)
+
+    return _train(job, list(module.parameters()), dataset, run_step, agree)
+
+
+def train_alone(job: JobSpec, threads: int, directory: Path) -> StepTimes:
+    """Train the whole model in this process, microbatch by microbatch."""
+    torch.set_num_threads(threads)
+    dataset, model = _prepare(job, directory)
+    num_items = job.global_batch_size * dataset.items_per_sample
+
+    def run_step(samples: Sequence[int]) -> float:
+        total = 0.0
+        for first in range(0, len(samples), job.microbatch_size):
+            batch = dataset.batch(samples[first : first + job.microbatch_size])
+            output = model(
+                input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
+            )
+            output.loss.backward()
+            total += float(output.loss.detach())
+        return total
+
+    return _train(job, list(model.parameters()), dataset, run_step, lambda _: None)
+
+
+def _prepare(job: JobSpec, directory: Path) -> tuple[Dataset, PreTrainedModel]:
+    """Return the data and the whole model with Oobleck's initial values."""
+    dataset = prepare_dataset(job.data, cache_dir=directory / "cache")
+    structure = ModelStructure.from_spec(
+        job.model, vocab_size=dataset.vocab_size, sequence_length=job.data.sequence_length
+    )
+    model = build_model(structure.config, dtype=torch.float32)
+    ours = StageModel(structure, dtype=torch.float32, device="cpu")
+    ours.adopt(0, structure.num_layers, {})
+    ours.initialize(range(structure.num_layers), seed=job.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(ours.parameters[name])
+    return dataset, model
+
+
+def _train(
+    job: JobSpec,
+    parameters: list[nn.Parameter],
+    dataset: Dataset,
+    run_step: Callable[[Sequence[int]], float],
+    agree: Callable[[torch.Tensor], None],
+) -> StepTimes:
+    """Run the job's steps; `agree` sums a vector over all processes."""
+    spec = job.optimizer
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": spec.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, betas=(spec.adam_beta1, spec.adam_beta2), eps=spec.adam_epsilon, fused=True
+    )
+    times: StepTimes = []
+    began_s = time.monotonic()
+    for step in range(1, job.max_steps + 1):
+        loss = run_step(samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        agreed = torch.stack([torch.tensor(loss), torch.stack(torch._foreach_norm(gradients)).square().sum()])
+        agree(agreed)
+        clip = min(1.0, spec.max_grad_norm / (float(agreed[1]) ** 0.5 + 1e-6))
+        torch._foreach_mul_(gradients, clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(spec, step=step, max_steps=job.max_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        now_s = time.monotonic()
+        times.append((now_s - began_s, float(agreed[0])))
+        began_s = now_s
+    return times

@@ -1,0 +1,234 @@
+"""How fast training is beside PyTorch's own pipelining: the same model, batch and microbatches on one machine.
+
+    python tools/bench/throughput.py --rounds 5
+
+Four ways take turns, several times over, each in fresh processes:
+
+    torch     torch.distributed.pipelining's Schedule1F1B, two stages cut by hand
+    same cut  Oobleck's workers with the same two stages
+    own plan  Oobleck's workers with the plan that its planner makes from a profile measured here
+    alone     one process without a pipeline, which has all cores to itself
+
+The step time of a turn is the median of its steps, warm-up left out; that of a way the median over its turns; the
+ratios are medians of the ratios within a round, so that a machine that slows down for a while slows all of them.
+All have to come to the same losses. The share of the bubble is measured by the workers themselves, as the time in
+which they wait for a neighbour, and compared with the timeline of the plan's schedule on the same profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from oobleck.job import DataSpec, JobSpec, ModelSpec
+from oobleck.planner import (
+    ExecutionPlan,
+    Pipeline,
+    PipelineTemplate,
+    Place,
+    Planner,
+    PlannerSettings,
+    Profile,
+    StageTemplate,
+)
+from oobleck.schedule import ScheduleKind
+from oobleck.schedule.forecast import forecast
+from tools.bench.local_workers import LocalWorkers, fork_context
+from tools.bench.pipelining_job import StepTimes, train_alone, train_pipelined
+
+__all__ = ["Setting", "Turn", "main", "measure"]
+
+_NODES = ("node0", "node1")
+_PLACES = tuple(Place(node=node, device=0) for node in _NODES)
+_LOSS_TOLERANCE = 1e-3
+"""Float32 sums in different orders, through some steps of training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is trained, and where."""
+
+    job: JobSpec
+    num_blocks: int
+    warm_up: int
+    """Steps at the beginning of each turn that are not timed."""
+    directory: Path
+    context: ForkServerContext
+
+    @property
+    def hand_cut(self) -> ExecutionPlan:
+        """Two stages with half of the blocks each."""
+        middle = 1 + self.num_blocks // 2
+        stages = (
+            StageTemplate(first_layer=0, stop_layer=middle, node_index=0),
+            StageTemplate(first_layer=middle, stop_layer=self.num_blocks + 2, node_index=1),
+        )
+        template = PipelineTemplate(stages=stages)
+        return ExecutionPlan(
+            pipelines=(Pipeline(template=template, nodes=_NODES, num_microbatches=self.job.num_microbatches),)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one turn of one way measured."""
+
+    step_s: float
+    losses: tuple[float, ...]
+    bubble_share: float | None = None
+    """Measured; None for those who do not measure it."""
+
+
+def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn]], dict[str, ExecutionPlan]]:
+    """Let the four ways take turns; returns the profile, the turns and the plans, by way."""
+    with _workers(setting, _PLACES[:1]) as workers:
+        profile = workers.profile()
+    plans = {"same cut": setting.hand_cut, "own plan": _own_plan(setting, profile)}
+    ways: dict[str, Callable[[], Turn]] = {
+        "torch": partial(_torch_turn, setting),
+        **{way: partial(_oobleck_turn, setting, plan) for way, plan in plans.items()},
+        "alone": partial(_alone_turn, setting),
+    }
+    turns: dict[str, list[Turn]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]:
+            turns[way].append(ways[way]())
+    return profile, turns, plans
+
+
+def _own_plan(setting: Setting, profile: Profile) -> ExecutionPlan:
+    settings = PlannerSettings(num_microbatches=setting.job.num_microbatches, fault_threshold=0)
+    return Planner(profile, settings).initial_plan(_NODES).plan
+
+
+def _workers(setting: Setting, places: tuple[Place, ...]) -> LocalWorkers:
+    cache_dir = setting.directory / "cache"
+    return LocalWorkers(setting.job, places, context=setting.context, cache_dir=cache_dir, threads=1)
+
+
+def _oobleck_turn(setting: Setting, plan: ExecutionPlan) -> Turn:
+    with _workers(setting, plan.places) as workers:
+        trained = workers.train(plan)
+    shares = []
+    for pipeline in plan.pipelines:
+        spent = [trained.finished[place] for place in pipeline.places]
+        # A stage that is done before the others has waited for them until the longest is done, as in the timeline.
+        whole_s = max(each.computed_s + each.waited_s for each in spent)
+        shares.append(1 - sum(each.computed_s for each in spent) / (len(spent) * whole_s))
+    return Turn(
+        step_s=statistics.median(record.duration_s for record in trained.records[setting.warm_up :]),
+        losses=tuple(record.loss for record in trained.records),
+        bubble_share=statistics.fmean(shares),
+    )
+
+
+def _torch_turn(setting: Setting) -> Turn:
+    with (
+        tempfile.TemporaryDirectory(dir=setting.directory) as directory,
+        ProcessPoolExecutor(2, mp_context=setting.context) as pool,
+    ):
+        (Path(directory) / "cache").symlink_to(setting.directory / "cache")
+        run = partial(
+            train_pipelined,
+            job=setting.job,
+            num_blocks=setting.num_blocks // 2,
+            threads=1,
+            directory=Path(directory),
+        )
+        return _turn(setting, list(pool.map(run, range(2)))[0])
+
+
+def _alone_turn(setting: Setting) -> Turn:
+    with ProcessPoolExecutor(1, mp_context=setting.context) as pool:
+        return _turn(setting, pool.submit(train_alone, setting.job, 2, setting.directory).result())
+
+
+def _turn(setting: Setting, times: StepTimes) -> Turn:
+    return Turn(
+        step_s=statistics.median(duration_s for duration_s, _ in times[setting.warm_up :]),
+        losses=tuple(loss for _, loss in times),
+    )
+
+
+def _print_table(turns: dict[str, list[Turn]], tokens: int) -> None:
+    print(f"{'way':<10}{'step s, median (all turns)':<52}{'tokens/s':>10}{'of torch':>10}")
+    for way, measured in turns.items():
+        step_s = statistics.median(turn.step_s for turn in measured)
+        ratio = statistics.median(
+            torch.step_s / turn.step_s for torch, turn in zip(turns["torch"], measured, strict=True)
+        )
+        each = " ".join(f"{turn.step_s:.3f}" for turn in measured)
+        print(f"{way:<10}{f'{step_s:.4f} ({each})':<52}{tokens / step_s:>10.0f}{ratio:>10.3f}")
+
+
+def _print_bubbles(profile: Profile, turns: dict[str, list[Turn]], plans: dict[str, ExecutionPlan]) -> None:
+    for way, plan in plans.items():
+        predicted = forecast(profile, plan, kind=ScheduleKind.ONE_F_ONE_B)
+        share = predicted.pipelines[0].timeline.bubble_share
+        found = statistics.median(turn.bubble_share or 0.0 for turn in turns[way])
+        step_s = statistics.median(turn.step_s for turn in turns[way])
+        cuts = "; ".join(
+            " | ".join(f"{stage.first_layer}-{stage.stop_layer - 1}" for stage in pipeline.template.stages)
+            for pipeline in plan.pipelines
+        )
+        print(
+            f"{way}: layers {cuts}; bubble {found:.1%}, predicted {share:.1%}; "
+            f"step {step_s:.4f} s, predicted {predicted.step_s:.4f} s ({step_s / predicted.step_s - 1:+.1%})"
+        )
+
+
+def _check_losses(turns: dict[str, list[Turn]]) -> None:
+    expected = turns["alone"][0].losses
+    for way, measured in turns.items():
+        for turn in measured:
+            gap = max(abs(one - other) / other for one, other in zip(turn.losses, expected, strict=True))
+            if gap > _LOSS_TOLERANCE:
+                raise RuntimeError(f"{way} came to other losses than one process: {gap:.2e} apart")
+
+
+def _setting(arguments: argparse.Namespace, directory: Path) -> Setting:
+    # No dropout, so that losses can be compared; an untied head, so that torch's stages share no parameter.
+    config = {"n_embd": arguments.hidden, "n_layer": arguments.blocks, "n_head": arguments.hidden // 64}
+    options = {"tie_word_embeddings": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    job = JobSpec(
+        tag="bench-throughput",
+        model=ModelSpec(type="gpt2", config={**config, **options, "n_positions": arguments.length}),
+        data=DataSpec(sequence_length=arguments.length, vocab_size=2048, max_bytes=1_000_000),
+        max_steps=arguments.steps,
+        global_batch_size=arguments.microbatches * arguments.microbatch_size,
+        microbatch_size=arguments.microbatch_size,
+        fault_threshold=0,
+    )
+    return Setting(
+        job=job, num_blocks=arguments.blocks, warm_up=3, directory=directory, context=fork_context()
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=19, help="in each turn")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64, help="tokens in a sample")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatch-size", type=int, default=2)
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        setting = _setting(chosen, Path(temporary))
+        profile, turns, plans = measure(setting, chosen.rounds)
+    _check_losses(turns)
+    _print_table(turns, setting.job.global_batch_size * setting.job.data.sequence_length)
+    _print_bubbles(profile, turns, plans)
+
+
+if __name__ == "__main__":
+    main()
