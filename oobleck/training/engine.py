@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ from .loss_scale import LossScale
 from .models import ModelStructure, StageModel
 from .optimizer import Optimizer
 from .precision import Precision
-from .reduction import Bucket, commit, commit_key, make_buckets, reduce_gradients, squared_norm
+from .reduction import Bucket, GradientReducer, commit, commit_key, make_buckets, squared_norm
 from .sampling import samples_of_step
 from .signals import Signals
 from .transfer import exchange_layers, transfer_key
@@ -103,7 +104,7 @@ class Engine:
         self._schedule = ScheduleKind(job.schedule)
         self._plan: ExecutionPlan | None = None
         self._lane: Lane | None = None
-        self._buckets: tuple[Bucket, ...] = ()
+        self._reducer: GradientReducer | None = None
         self._commit_key: GroupKey | None = None
         self._work: StepWork | None = None
         self._base_done = False
@@ -136,11 +137,12 @@ class Engine:
         if self._lane is None:
             return False
         assert self._plan is not None
+        assert self._reducer is not None
         assert self._commit_key is not None
         stop = False
         while self._standing.applied < self._job.max_steps and not stop:
-            self._compute(self._plan, self._lane, self._standing.applied + 1)
-            stop = self._end_step(self._buckets, self._commit_key)
+            self._compute(self._plan, self._lane, self._standing.applied + 1, self._reducer)
+            stop = self._end_step(self._reducer, self._commit_key)
         return True
 
     def time_spent(self) -> tuple[float, float]:
@@ -149,15 +151,19 @@ class Engine:
 
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def _compute(self, plan: ExecutionPlan, lane: Lane, step: int) -> StepWork:
-        """Run this stage's program for its own share of the step; nothing when that is done already."""
+    def _compute(self, plan: ExecutionPlan, lane: Lane, step: int, reducer: GradientReducer | None = None) -> StepWork:
+        """Run this stage's program for its own share of the step; nothing when that is done already.
+
+        With a `reducer`, gradients begin to be reduced with the last backward pass.
+        """
         work = self._work
         if work is None or work.step != step:
             work = self._begin_step(step)
         if not self._base_done:
             located = plan.locate(self._place)
             assert located is not None
-            self._execute(work, lane, plan.microbatches_of(located[0]))
+            around_last = nullcontext() if reducer is None else reducer.overlapping()
+            self._execute(work, lane, plan.microbatches_of(located[0]), around_last)
             self._base_done = True
         return work
 
@@ -174,7 +180,15 @@ class Engine:
         )
         return self._work
 
-    def _execute(self, work: StepWork, lane: Lane, microbatches: Sequence[int], *, commits: bool = True) -> None:
+    def _execute(
+        self,
+        work: StepWork,
+        lane: Lane,
+        microbatches: Sequence[int],
+        around_last: AbstractContextManager[None],
+        *,
+        commits: bool = True,
+    ) -> None:
         schedule = compile_schedule(
             self._schedule, num_stages=lane.num_stages, num_microbatches=len(microbatches), commits=commits
         )
@@ -193,6 +207,7 @@ class Engine:
                 dataset=self._dataset,
                 lane=lane,
                 on_backward=self._standing.note_microbatch,
+                around_last=around_last,
                 signals=self._signals,
                 interrupted=self._standing.is_pipeline_stopped,
             )
@@ -215,18 +230,17 @@ class Engine:
             )
             self._report(resumed)
 
-    def _end_step(self, buckets: Sequence[Bucket], key: GroupKey) -> bool:
+    def _end_step(self, reducer: GradientReducer, key: GroupKey) -> bool:
         """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
         work = self._work
         assert work is not None
         interrupted = self._standing.is_fenced
-        reduced = reduce_gradients(buckets, self._model.parameters, self._groups, self._signals, interrupted)
-        self._reduced = reduced
+        reduced = self._reduced = reducer.finish(interrupted)
         self._standing.note_reduced(work.step)
         outcome = commit(
             key,
             loss=work.loss,
-            squared_grad_norm=squared_norm(buckets, reduced, self._place),
+            squared_grad_norm=squared_norm(reducer.buckets, reduced, self._place),
             stop=self._standing.is_stop_wanted,
             counts=work.counts,
             num_microbatches=self._job.num_microbatches,
@@ -301,18 +315,17 @@ class Engine:
         located = plan.locate(self._place)
         assert located is not None
         pipeline = plan.pipelines[located[0]]
-        keys = self._reduction_keys(plan, order.generation, order.lost)
+        buckets, key = self._reduction_keys(plan, order.generation, order.lost)
         if any(node in order.lost for node in pipeline.nodes):
             self._begin_step(step)
         else:
             work = self._compute(plan, lane, step)
             for segment in order.segments:
                 if segment.pipeline == located[0] and segment.segment not in self._segments_done:
-                    self._execute(work, lane, segment.microbatches, commits=False)
+                    self._execute(work, lane, segment.microbatches, nullcontext(), commits=False)
                     self._segments_done.add(segment.segment)
-        buckets, key = keys
         self._groups.form([key, *(bucket.key for bucket in buckets)], self._standing.is_fenced)
-        self._end_step(buckets, key)
+        self._end_step(self._reducer_of(buckets), key)
 
     def _adopt(self, order: Order) -> None:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
@@ -325,7 +338,7 @@ class Engine:
         commit_group: GroupKey | None = None
         keys = [] if moving is None else [moving]
         if place is not None:
-            buckets, commit_group = self._reduction_keys(plan, order.generation, ())
+            buckets, commit_group = self._reduction_keys(plan, order.generation)
             keys += [place.lane_key, commit_group, *(bucket.key for bucket in buckets)]
         self._groups.form(keys, self._standing.is_fenced)
         began_s = time.monotonic()
@@ -347,8 +360,9 @@ class Engine:
         kept = self._states_to_keep(order, layers)
         self._standing.adopt(order, tuple(layers), tuple(kept))
         self._kept = kept
-        self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_group, None
+        self._plan, self._commit_key, self._lane = plan, commit_group, None
         self._take_layers(layers, states, initial=order.initial)
+        self._reducer = self._reducer_of(buckets)
         if place is not None:
             group = self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None
             self._lane = Lane(stage=place.stage, num_stages=place.num_stages, group=group)
@@ -377,11 +391,14 @@ class Engine:
         )
 
     def _reduction_keys(
-        self, plan: ExecutionPlan, generation: int, lost: Collection[str]
+        self, plan: ExecutionPlan, generation: int, lost: Collection[str] = ()
     ) -> tuple[tuple[Bucket, ...], GroupKey]:
         """The buckets of this worker and the group of the commit, among the nodes that are left."""
         buckets = make_buckets(plan, self._place, self._structure, generation=generation, lost=lost)
         return buckets, commit_key(plan, generation=generation, lost=lost)
+
+    def _reducer_of(self, buckets: Sequence[Bucket]) -> GradientReducer:
+        return GradientReducer(buckets, self._model.parameters, self._groups, self._signals)
 
     def _states_to_keep(self, order: Order, layers: Collection[int]) -> dict[int, torch.Tensor]:
         """The layers that others are to receive, and that this worker holds no longer.

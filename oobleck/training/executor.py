@@ -7,26 +7,24 @@ for; sends are posted and forgotten until the step is committed, by which time e
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from oobleck.control.standing import PeerLost
+from oobleck.control.standing import Interrupted
 from oobleck.schedule import Instruction, Op, Program
 
 from .data import Batch, Dataset
 from .groups import Group
+from .inbox import Inbox
 from .models import MicrobatchKey, StageModel
 from .signals import Signals
 
 __all__ = ["Lane", "StepWork", "execute"]
-
-_READ_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +58,8 @@ class StepWork:
     """Predicted tokens in one sample."""
     waited_s: float = 0.0
     """How long it waited for its neighbours."""
-    loss: float = 0.0
-    """Its share of the step's loss; non-zero on last stages only."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Its microbatches' losses, on the device; on last stages only."""
     counts: dict[int, int] = field(default_factory=dict)
     """How often each microbatch went through, noted by first stages, where it ends."""
     sends: list[tuple[Work, torch.Tensor]] = field(default_factory=list)
@@ -72,46 +70,14 @@ class StepWork:
         """Predicted tokens in the step: what its loss is averaged over."""
         return len(self.samples) * self.items_per_sample
 
+    @property
+    def loss(self) -> float:
+        """Its share of the step's loss. Waits for the device."""
+        return sum(torch.stack(self.losses).tolist()) if self.losses else 0.0
+
     def samples_of(self, microbatch: int) -> Sequence[int]:
         first = microbatch * self.microbatch_size
         return self.samples[first : first + self.microbatch_size]
-
-
-class _Receiver:
-    """Receives the tensors of one direction in order, at most `_READ_AHEAD` of them before they are taken."""
-
-    def __init__(
-        self, group: Group, source: int, tags: Sequence[int], like: Callable[[], torch.Tensor], signals: Signals
-    ) -> None:
-        self._ready: deque[torch.Tensor] = deque()
-        self._failure: PeerLost | None = None
-        self._room = threading.Semaphore(_READ_AHEAD)
-        self._signals = signals
-
-        def receive_all() -> None:
-            for tag in tags:
-                self._room.acquire()
-                tensor = like()
-                try:
-                    group.receive(tensor, source, tag)
-                except PeerLost as error:
-                    self._failure = error
-                    signals.announce()
-                    return
-                self._ready.append(tensor)
-                signals.announce()
-
-        threading.Thread(target=receive_all, daemon=True, name=f"receive from {source}").start()
-
-    def take(self, interrupted: Callable[[], bool]) -> torch.Tensor:
-        """Wait for the next tensor. Raises Interrupted or PeerLost."""
-        self._signals.wait(lambda: bool(self._ready) or self._failure is not None, interrupted)
-        if not self._ready:
-            assert self._failure is not None
-            raise self._failure
-        tensor = self._ready.popleft()
-        self._room.release()
-        return tensor
 
 
 def execute(
@@ -123,17 +89,20 @@ def execute(
     dataset: Dataset,
     lane: Lane,
     on_backward: Callable[[], None],
+    around_last: AbstractContextManager[object],
     signals: Signals,
     interrupted: Callable[[], bool],
 ) -> None:
     """Run a stage's program for the given microbatches, adding to `work` and to the gradients.
 
     The program's positions 0 .. m-1 stand for `microbatches`, the step's own numbers. The instructions that
-    end a step (reduce, commit, apply) are not this function's: it stops before them.
+    end a step (reduce, commit, apply) are not this function's: it stops before them. `around_last` is entered for
+    the backward pass after which gradients are final.
 
     Raises Interrupted once `interrupted()`, PeerLost when a neighbour is gone; gradients are then partial.
     """
-    _Execution(program, microbatches, work, model, dataset, lane, on_backward, signals, interrupted).run()
+    execution = _Execution(program, microbatches, work, model, dataset, lane, on_backward, signals, interrupted)
+    execution.run(around_last)
 
 
 class _Execution:
@@ -156,14 +125,13 @@ class _Execution:
         self._dataset = dataset
         self._lane = lane
         self._on_backward = on_backward
-        self._signals = signals
         self._interrupted = interrupted
         self._batches: dict[int, Batch] = {}
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._output_gradients: dict[int, torch.Tensor] = {}
-        self._forwards = self._receiver(Op.RECV_F, lane.stage - 1)
-        self._backwards = self._receiver(Op.RECV_B, lane.stage + 1)
+        self._forwards = self._expect(Op.RECV_F, lane.stage - 1, signals)
+        self._backwards = self._expect(Op.RECV_B, lane.stage + 1, signals)
         self._steps: dict[Op, Callable[[int], None]] = {
             Op.LOAD: self._load,
             Op.RECV_F: self._receive_forward,
@@ -174,40 +142,59 @@ class _Execution:
             Op.SEND_B: self._send_backward,
         }
 
-    def run(self) -> None:
-        for instruction in self._program:
-            step = self._steps.get(instruction.op)
-            if step is None:
+    def run(self, around_last: AbstractContextManager[object]) -> None:
+        last = max((at for at, instruction in enumerate(self._program) if instruction.op is Op.BACKWARD), default=None)
+        for at, instruction in enumerate(self._program):
+            if instruction.op.is_tail:
                 break
-            assert instruction.microbatch is not None, instruction
-            step(instruction.microbatch)
+            with around_last if at == last else nullcontext():
+                self._steps[instruction.op](_position(instruction))
 
-    def _receiver(self, op: Op, source: int) -> _Receiver | None:
+    def _expect(self, op: Op, source: int, signals: Signals) -> Inbox | None:
+        """Have all messages of one direction received, in the program's order."""
         positions = [_position(instruction) for instruction in self._program if instruction.op is op]
         if not positions:
             return None
         assert self._lane.group is not None
-        tags = [self._tag(op, position) for position in positions]
-        structure = self._model.structure
+        inbox = self._lane.group.inbox(source, signals)
+        post = self._receive_from(source)
+        for position in positions:
+            inbox.expect(self._tag(op, position), post)
+        return inbox
+
+    def _receive_from(self, source: int) -> Callable[[int], tuple[Work, torch.Tensor]]:
+        group, structure = self._lane.group, self._model.structure
+        assert group is not None
         shape = (self._work.microbatch_size, structure.sequence_length, structure.hidden_size)
         dtype, device = self._model.hidden_dtype, self._model.device
-        return _Receiver(
-            self._lane.group, source, tags, lambda: torch.empty(shape, dtype=dtype, device=device), self._signals
-        )
+
+        def post(tag: int) -> tuple[Work, torch.Tensor]:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            return group.post_receive(tensor, source, tag), tensor
+
+        return post
 
     def _tag(self, op: Op, position: int) -> int:
         return 2 * self._microbatches[position] + (op in (Op.SEND_B, Op.RECV_B))
 
     def _check(self) -> None:
         """Computation is not interruptible; look once for each piece of it."""
-        self._signals.wait(lambda: not self._interrupted(), self._interrupted)
+        if self._interrupted():
+            raise Interrupted
+
+    def _take(self, inbox: Inbox | None) -> torch.Tensor:
+        assert inbox is not None
+        began_s = time.monotonic()
+        tensor = inbox.take(self._interrupted)
+        self._work.waited_s += time.monotonic() - began_s
+        return tensor
 
     def _load(self, position: int) -> None:
         self._check()
-        self._batches[position] = self._dataset.batch(self._work.samples_of(self._microbatches[position]))
+        batch = self._dataset.batch(self._work.samples_of(self._microbatches[position]))
+        self._batches[position] = batch.to(self._model.device)
 
     def _receive_forward(self, position: int) -> None:
-        assert self._forwards is not None
         self._inputs[position] = self._take(self._forwards).requires_grad_()
 
     def _forward(self, position: int) -> None:
@@ -222,20 +209,13 @@ class _Execution:
         self._send(Op.SEND_F, position, self._outputs[position].detach(), self._lane.stage + 1)
 
     def _receive_backward(self, position: int) -> None:
-        assert self._backwards is not None
         self._output_gradients[position] = self._take(self._backwards)
-
-    def _take(self, receiver: _Receiver) -> torch.Tensor:
-        began_s = time.monotonic()
-        tensor = receiver.take(self._interrupted)
-        self._work.waited_s += time.monotonic() - began_s
-        return tensor
 
     def _backward(self, position: int) -> None:
         self._check()
         output = self._outputs.pop(position)
         if self._lane.is_last:
-            self._work.loss += float(output.detach())
+            self._work.losses.append(output.detach())
             output.backward()  # type: ignore[no-untyped-call]
         else:
             output.backward(self._output_gradients.pop(position))  # type: ignore[no-untyped-call]

@@ -23,10 +23,11 @@ from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.planner import Place
 
+from .inbox import Inbox
 from .rendezvous import Board, BoardStore
 from .signals import Signals
 
-__all__ = ["Group", "GroupKey", "GroupTable"]
+__all__ = ["Group", "GroupKey", "GroupTable", "Reduction"]
 
 _FORMING_TIMEOUT_S = 60.0
 _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane, never by a timeout down here
@@ -54,6 +55,7 @@ class Group:
         self.key = key
         self.rank = key.members.index(place)
         self._process_group: Any = process_group  # torch's stubs leave out what a backend inherits
+        self._inboxes: dict[int, Inbox] = {}
         self._store = store  # torch keeps no reference to a store that is written in Python
 
     def rank_of(self, place: Place) -> int:
@@ -70,9 +72,28 @@ class Group:
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Block until the tensor is filled. Raises PeerLost."""
         try:
-            self._process_group.recv([tensor], source, tag).wait()
+            self.post_receive(tensor, source, tag).wait()
         except RuntimeError as error:
             raise PeerLost(f"receive from {self.key.members[source]}: {error}") from error
+
+    def post_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
+        """Begin to fill a tensor; its contents are there once the returned work was waited for."""
+        try:
+            work: Work = self._process_group.recv([tensor], source, tag)
+        except RuntimeError as error:
+            raise PeerLost(f"receive from {self.key.members[source]}: {error}") from error
+        return work
+
+    def inbox(self, source: int, signals: Signals) -> Inbox:
+        """Return the one inbox for what `source` sends."""
+        if source not in self._inboxes:
+            self._inboxes[source] = Inbox(f"receive from {self.key.members[source]}", signals)
+        return self._inboxes[source]
+
+    def close(self) -> None:
+        """Let go of the helper threads; the group itself stays, as what is stuck in it cannot be ended."""
+        for inbox in self._inboxes.values():
+            inbox.close()
 
     def all_reduce(self, tensor: torch.Tensor, signals: Signals) -> Reduction:
         """Post a sum over the members, in place."""
@@ -140,7 +161,9 @@ class GroupTable:
         """Put every other group aside."""
         wanted = set(keys)
         for key in sorted(self._groups.keys() - wanted):
-            self._abandoned.append(self._groups.pop(key))
+            group = self._groups.pop(key)
+            group.close()
+            self._abandoned.append(group)
 
     def _form_one(self, key: GroupKey) -> Group:
         nodes = tuple(sorted({place.node for place in key.members}))

@@ -6,18 +6,33 @@ whole. The commit is one small all-reduce over all workers; it carries what ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from oobleck.control.standing import PeerLost
 from oobleck.planner import ExecutionPlan, Place
 
-from .groups import GroupKey, GroupTable
+from .groups import GroupKey, GroupTable, Reduction
 from .models import ModelStructure
 from .signals import Signals
 
-__all__ = ["Bucket", "Commit", "commit", "commit_key", "make_buckets", "reduce_gradients", "squared_norm"]
+__all__ = [
+    "BUCKET_ELEMENTS",
+    "Bucket",
+    "Commit",
+    "GradientReducer",
+    "commit",
+    "commit_key",
+    "make_buckets",
+    "squared_norm",
+]
+
+BUCKET_ELEMENTS = 2 << 20
+"""Gradients that are reduced together: enough to use a link well, few enough to begin early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,28 +67,60 @@ class Commit:
 
 
 def make_buckets(
-    plan: ExecutionPlan, place: Place, structure: ModelStructure, *, generation: int, lost: Collection[str] = ()
+    plan: ExecutionPlan,
+    place: Place,
+    structure: ModelStructure,
+    *,
+    generation: int,
+    lost: Collection[str] = (),
+    max_elements: int = BUCKET_ELEMENTS,
 ) -> tuple[Bucket, ...]:
     """Group the parameters that `place` holds by their owner sets among the nodes not lost; O(parameters).
 
-    A tied parameter belongs to several layers; its owners are all who hold any of them.
+    A tied parameter belongs to several layers; its owners are all who hold any of them. Buckets come in the order
+    in which a backward pass completes them, the last layers' first; owners of the same parameters put them into the
+    same buckets, and any two workers have the buckets that they share in the same order. None is larger than
+    `max_elements`, unless a single parameter is.
     """
     located = plan.locate(place)
     assert located is not None
     pipeline, stage = located
     owners = {layer: plan.owners_of(layer) for layer in range(plan.num_layers)}
     by_owners: dict[tuple[Place, ...], list[str]] = {}
-    names = dict.fromkeys(
+    names = {
         name for layer in plan.pipelines[pipeline].stages[stage].layers for name in structure.layer_parameters(layer)
-    )
-    for name in names:
+    }
+    for name in sorted(names, key=lambda name: (-structure.layers_with(name)[0], name)):
         holders = {owner for layer in structure.layers_with(name) for owner in owners[layer]}
         living = tuple(sorted(owner for owner in holders if owner.node not in lost))
         by_owners.setdefault(living, []).append(name)
-    return tuple(
-        Bucket(key=GroupKey("reduce", generation, members), parameters=tuple(sorted(parameters)))
-        for members, parameters in sorted(by_owners.items())
-    )
+    buckets = [
+        Bucket(key=GroupKey("reduce", generation, members), parameters=parameters)
+        for members, names_of in by_owners.items()
+        for parameters in _cut(names_of, structure, max_elements)
+    ]
+    return tuple(sorted(buckets, key=lambda bucket: _rank(bucket, structure)))
+
+
+def _cut(names: Sequence[str], structure: ModelStructure, max_elements: int) -> Iterator[tuple[str, ...]]:
+    """Cut a list of parameters into runs of at most `max_elements`."""
+    run: list[str] = []
+    size = 0
+    for name in names:
+        elements = structure.shapes[name].numel()
+        if run and size + elements > max_elements:
+            yield tuple(run)
+            run, size = [], 0
+        run.append(name)
+        size += elements
+    if run:
+        yield tuple(run)
+
+
+def _rank(bucket: Bucket, structure: ModelStructure) -> tuple[int, GroupKey, str]:
+    """When a backward pass completes a bucket: with the first layer of all its parameters."""
+    first_layer = min(structure.layers_with(name)[0] for name in bucket.parameters)
+    return -first_layer, bucket.key, bucket.parameters[0]
 
 
 def commit_key(plan: ExecutionPlan, *, generation: int, lost: Collection[str] = ()) -> GroupKey:
@@ -81,34 +128,107 @@ def commit_key(plan: ExecutionPlan, *, generation: int, lost: Collection[str] = 
     return GroupKey("reduce", generation, tuple(place for place in plan.places if place.node not in lost))
 
 
-def reduce_gradients(
-    buckets: Sequence[Bucket],
-    parameters: Mapping[str, torch.nn.Parameter],
-    groups: GroupTable,
-    signals: Signals,
-    interrupted: Callable[[], bool],
-) -> dict[str, torch.Tensor]:
-    """Sum each parameter's gradient over its owners; a parameter without a gradient counts as zeros.
+class GradientReducer:
+    """Sums gradients over their owners, bucket by bucket, from flat copies.
 
-    Buckets are posted in the same order by all (they are sorted by members), then waited for together.
-    Raises Interrupted or PeerLost; the parameters' own gradients are untouched either way.
+    Buckets are posted in their order, by all, and waited for together. Those whose gradients are final are posted
+    already while the last backward pass runs on. What fails then is told by `finish`, since the pipeline's own work
+    is sound. After a failure the copies are left to the reductions that may still write to them.
     """
-    flats = [_flatten(bucket, parameters) for bucket in buckets]
-    pending = [
-        groups[bucket.key].all_reduce(flat, signals)
-        for bucket, flat in zip(buckets, flats, strict=True)
-        if len(bucket.key.members) > 1
-    ]
-    for reduction in pending:
-        reduction.wait(interrupted)
-    reduced: dict[str, torch.Tensor] = {}
-    for bucket, flat in zip(buckets, flats, strict=True):
-        shapes = [parameters[name].shape for name in bucket.parameters]
-        pieces = torch.split(flat, [shape.numel() for shape in shapes])
-        reduced.update(
-            (name, piece.view(shape)) for name, piece, shape in zip(bucket.parameters, pieces, shapes, strict=True)
-        )
-    return reduced
+
+    def __init__(
+        self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], groups: GroupTable, signals: Signals
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._parameters = parameters
+        self._groups = groups
+        self._signals = signals
+        self._flats: dict[int, torch.Tensor] = {}
+        self._pending: list[Reduction] = []
+        self._num_posted = 0
+        self._failure: PeerLost | None = None
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Post each bucket as soon as its gradients are final; the block is the last backward pass of the step."""
+        missing = [len(bucket.parameters) for bucket in self.buckets]
+        handles = [
+            self._parameters[name].register_post_accumulate_grad_hook(self._note(missing, index))  # type: ignore[no-untyped-call]
+            for index, bucket in enumerate(self.buckets)
+            if len(bucket.key.members) > 1
+            for name in bucket.parameters
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish(self, interrupted: Callable[[], bool]) -> dict[str, torch.Tensor]:
+        """Post what is left, and return the sums, by parameter; one without a gradient counts as zeros.
+
+        Raises Interrupted or PeerLost; the parameters' own gradients are untouched either way.
+        """
+        try:
+            self._post_before(len(self.buckets))
+            if self._failure is not None:
+                raise self._failure
+            for reduction in self._pending:
+                reduction.wait(interrupted)
+        except BaseException:
+            self._flats = {}
+            raise
+        finally:
+            self._pending, self._num_posted, self._failure = [], 0, None
+        reduced: dict[str, torch.Tensor] = {}
+        for index, bucket in enumerate(self.buckets):
+            reduced.update(self._sums_of(index, bucket))
+        return reduced
+
+    def _note(self, missing: list[int], index: int) -> Callable[[torch.Tensor], None]:
+        """Make the hook that counts a bucket's final gradients, and posts what is complete."""
+
+        def hook(_parameter: torch.Tensor) -> None:
+            missing[index] -= 1
+            if missing[index] == 0:
+                complete = next((at for at, count in enumerate(missing) if count and self._is_shared(at)), len(missing))
+                self._post_before(complete)
+
+        return hook
+
+    def _is_shared(self, index: int) -> bool:
+        return len(self.buckets[index].key.members) > 1
+
+    def _post_before(self, stop: int) -> None:
+        """Post all buckets before `stop` that were not posted yet; in a hook, nothing may be raised."""
+        while self._num_posted < stop and self._failure is None:
+            index, bucket = self._num_posted, self.buckets[self._num_posted]
+            self._num_posted += 1
+            if not self._is_shared(index):
+                continue
+            flat = self._flats[index] = self._flatten(bucket, self._flats.get(index))
+            try:
+                self._pending.append(self._groups[bucket.key].all_reduce(flat, self._signals))
+            except PeerLost as error:
+                self._failure = error
+
+    def _flatten(self, bucket: Bucket, out: torch.Tensor | None) -> torch.Tensor:
+        flat = [self._gradient(name).reshape(-1) for name in bucket.parameters]
+        with torch.no_grad():
+            return torch.cat(flat) if out is None else torch.cat(flat, out=out)
+
+    def _gradient(self, name: str) -> torch.Tensor:
+        parameter = self._parameters[name]
+        return torch.zeros_like(parameter).detach() if parameter.grad is None else parameter.grad.detach()
+
+    def _sums_of(self, index: int, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self._is_shared(index):
+            yield from ((name, self._gradient(name)) for name in bucket.parameters)
+            return
+        shapes = [self._parameters[name].shape for name in bucket.parameters]
+        pieces = torch.split(self._flats[index], [shape.numel() for shape in shapes])
+        for name, shape, piece in zip(bucket.parameters, shapes, pieces, strict=True):
+            yield name, piece.view(shape)
 
 
 def squared_norm(buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], place: Place) -> float:
@@ -148,11 +268,4 @@ def commit(
         grad_norm=values[1] ** 0.5,
         stop=values[2] > 0,
         counts=tuple(round(value) for value in values[3:]),
-    )
-
-
-def _flatten(bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
-    tensors = [parameters[name] for name in bucket.parameters]
-    return torch.cat(
-        [(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach().reshape(-1) for tensor in tensors]
     )

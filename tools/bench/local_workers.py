@@ -145,7 +145,7 @@ class LocalWorkers:
                 raise RuntimeError(f"the worker of {place} is gone")
             for message in decoder.feed(data):
                 if isinstance(message, WorkerFailed):
-                    raise RuntimeError(message.traceback)
+                    raise RuntimeError(message.traceback)  # noqa: TRY004
                 if isinstance(message, StorePut):
                     for other in self._places:
                         if other != place and other.node in message.nodes:

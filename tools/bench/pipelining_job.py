@@ -137,9 +137,7 @@ def _train(
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": spec.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
-        groups, betas=(spec.adam_beta1, spec.adam_beta2), eps=spec.adam_epsilon, fused=True
-    )
+    optimizer = torch.optim.AdamW(groups, betas=(spec.adam_beta1, spec.adam_beta2), eps=spec.adam_epsilon, fused=True)
     times: StepTimes = []
     began_s = time.monotonic()
     for step in range(1, job.max_steps + 1):

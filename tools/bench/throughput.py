@@ -18,7 +18,9 @@ which they wait for a neighbour, and compared with the timeline of the plan's sc
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +28,10 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+# Threads that wait should sleep: where a core is wanted by others too, spinning costs many times the work itself.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours, and those of processes
 
 from oobleck.job import DataSpec, JobSpec, ModelSpec
 from oobleck.planner import (
@@ -142,7 +148,7 @@ def _torch_turn(setting: Setting) -> Turn:
             threads=1,
             directory=Path(directory),
         )
-        return _turn(setting, list(pool.map(run, range(2)))[0])
+        return _turn(setting, next(iter(pool.map(run, range(2)))))
 
 
 def _alone_turn(setting: Setting) -> Turn:
@@ -206,9 +212,7 @@ def _setting(arguments: argparse.Namespace, directory: Path) -> Setting:
         microbatch_size=arguments.microbatch_size,
         fault_threshold=0,
     )
-    return Setting(
-        job=job, num_blocks=arguments.blocks, warm_up=3, directory=directory, context=fork_context()
-    )
+    return Setting(job=job, num_blocks=arguments.blocks, warm_up=3, directory=directory, context=fork_context())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,91 @@
+"""What one peer sends: received on a thread of its own, in an order that is known beforehand.
+
+A wait for a message cannot be interrupted, so the training thread does not wait for it: a helper does, and
+announces what has arrived. It lives as long as its group and receives ahead, so that messages are on their way
+into their buffers before they are asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from oobleck.control.standing import PeerLost
+
+from .signals import Signals
+
+__all__ = ["RECEIVES_AHEAD", "Inbox"]
+
+RECEIVES_AHEAD = 2
+"""Messages of one peer that are received before they are taken, at most: what they cost in memory."""
+
+Post = Callable[[int], tuple[Work, torch.Tensor]]
+"""Begins to receive the message with a tag; returns what to wait for, and the buffer. May raise PeerLost."""
+
+
+class Inbox:
+    """Messages of one peer. After an interrupted `take` the peer's group is not used any more, nor is this."""
+
+    def __init__(self, name: str, signals: Signals) -> None:
+        self._signals = signals
+        self._expected: SimpleQueue[tuple[int, Post] | None] = SimpleQueue()
+        self._ready: deque[torch.Tensor] = deque()
+        self._failure: PeerLost | None = None
+        self._room = threading.Semaphore(RECEIVES_AHEAD)
+        threading.Thread(target=self._receive_all, daemon=True, name=name).start()
+
+    def expect(self, tag: int, post: Post) -> None:
+        """Receive this message after those that are expected already."""
+        self._expected.put((tag, post))
+
+    def take(self, interrupted: Callable[[], bool]) -> torch.Tensor:
+        """Wait for the next message. Raises Interrupted or PeerLost."""
+        if not self._ready:
+            self._signals.wait(lambda: bool(self._ready) or self._failure is not None, interrupted)
+        if not self._ready:
+            assert self._failure is not None
+            raise self._failure
+        tensor = self._ready.popleft()
+        self._room.release()
+        return tensor
+
+    def close(self) -> None:
+        """Expect nothing more; the thread ends unless it is stuck in a receive."""
+        self._expected.put(None)
+        self._room.release()
+
+    def _receive_all(self) -> None:
+        posted: deque[tuple[Work, torch.Tensor]] = deque()
+        try:
+            while self._post_ahead(posted):
+                work, tensor = posted.popleft()
+                _wait(work)
+                self._ready.append(tensor)
+                self._signals.announce()
+        except PeerLost as error:
+            self._failure = error
+            self._signals.announce()
+
+    def _post_ahead(self, posted: deque[tuple[Work, torch.Tensor]]) -> bool:
+        """Post as many receives as there is room for, at least one; False when no more are expected."""
+        while not posted or not self._expected.empty():
+            if not self._room.acquire(blocking=not posted):
+                break
+            message = self._expected.get()
+            if message is None:
+                return False
+            tag, post = message
+            posted.append(post(tag))
+        return True
+
+
+def _wait(work: Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(f"receive: {error}") from error
