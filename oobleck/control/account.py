@@ -24,6 +24,8 @@ class RecoveryAccount:
     nodes: list[str] = field(default_factory=list)
     settles_s: float = 0.0
     """Until then, answers may be complete and are waited with: losses that belong together come together."""
+    awaited: set[Place] = field(default_factory=set)
+    """Workers that have still to answer the fence; then, those that have still to compute under the new plan."""
     statuses: dict[Place, Status] = field(default_factory=dict)
     ordered_s: float = 0.0
     """0 until there are orders."""

@@ -28,6 +28,7 @@ from oobleck.planner import Place, Planner, PlannerSettings, Profile, profile_to
 
 from .events import (
     AddRequested,
+    AllSaid,
     Command,
     Connect,
     Disconnect,
@@ -214,6 +215,8 @@ class Coordinator:
                 self._unreachable(node, cause, evidence)
             case Said(node=node, message=message):
                 self._said(node, message)
+            case AllSaid():
+                self._all_said(event)
             case ProfileFound():
                 self._outbox.command(*self._preparation.take_profile(event))
                 self._train_when_prepared()
@@ -370,6 +373,23 @@ class Coordinator:
             # Whoever comes later must fit; those who train are not to suffer.
             self._node_failed(node, Cause.UNREACHABLE, str(error))
 
+    def _all_said(self, event: AllSaid) -> None:
+        """Like `_said` of each; what no worker of ours can say wrong is not checked again for each."""
+        now_s = self._outbox.now_s
+        speakers = []
+        for place in event.places:
+            member = self._members[place.node]
+            if member.state in (NodeState.CONNECTED, NodeState.READY):
+                member.last_heard_s = max(member.last_heard_s, now_s)
+                speakers.append(place)
+        match event.message:
+            case Status() as status:
+                self._reconfiguration.status(speakers, status)
+            case Resumed() as resumed:
+                self._reconfiguration.resumed(speakers, resumed)
+            case _:
+                assert_never(event.message)
+
     def _understand(self, member: Member, message: AgentMessage) -> None:
         node = member.spec.name
         match message:
@@ -380,9 +400,9 @@ class Coordinator:
             case StepCommitted(record=record):
                 self._step_committed(record)
             case Status():
-                self._reconfiguration.status(Place(node=node, device=message.device), message)
+                self._reconfiguration.status([Place(node=node, device=message.device)], message)
             case Resumed():
-                self._reconfiguration.resumed(Place(node=node, device=message.device), message)
+                self._reconfiguration.resumed([Place(node=node, device=message.device)], message)
             case Finished():
                 self._worker_finished(Place(node=node, device=message.device))
             case PeerFailed():

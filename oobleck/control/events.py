@@ -6,15 +6,18 @@ out the other, in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from oobleck.job import NodeSpec
+from oobleck.planner import Place
 
 from .journal import Cause, JournalEntry
-from .messages import AgentMessage, Hello, MasterMessage
+from .messages import AgentMessage, Fence, Hello, MasterMessage, Order, Resumed, Status
 
 __all__ = [
     "AddRequested",
+    "AllSaid",
     "Command",
     "Connect",
     "Disconnect",
@@ -29,6 +32,7 @@ __all__ = [
     "Record",
     "Said",
     "Send",
+    "SendAll",
     "StopRequested",
     "StoreProfile",
 ]
@@ -58,6 +62,14 @@ class Said:
 
     node: str
     message: AgentMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllSaid:
+    """Many workers said the same at once, each of its own device. So thousands of them are one event."""
+
+    places: tuple[Place, ...]
+    message: Status | Resumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,9 @@ class DrainRequested:
     node: str
 
 
-Event = AddRequested | DrainRequested | KillRequested | NodeUp | NodeFailed | Said | ProfileFound | StopRequested
+Event = (
+    AddRequested | AllSaid | DrainRequested | KillRequested | NodeUp | NodeFailed | Said | ProfileFound | StopRequested
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +127,19 @@ class Connect:
 class Send:
     node: str
     message: MasterMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendAll:
+    """Send the same to many workers, to each for its own device."""
+
+    places: tuple[Place, ...]
+    message: Fence | Order
+
+    def each(self) -> Iterator[Send]:
+        """What is sent to each of them."""
+        for place in self.places:
+            yield Send(node=place.node, message=replace(self.message, device=place.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,4 +179,4 @@ class End:
     reason: str
 
 
-Command = Connect | Send | Disconnect | Record | LookUpProfile | StoreProfile | End
+Command = Connect | Send | SendAll | Disconnect | Record | LookUpProfile | StoreProfile | End

@@ -61,14 +61,15 @@ class Member:
     """How often its worker was started again."""
     is_banned: bool = False
     """The user wants it gone: nobody tries to get it back."""
+    places: tuple[Place, ...] = field(init=False)
+    """Its workers."""
 
     @property
     def is_ready(self) -> bool:
         return self.state is NodeState.READY
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        return tuple(Place(node=self.spec.name, device=device) for device in range(self.spec.num_devices))
+    def __post_init__(self) -> None:
+        self.places = tuple(Place(node=self.spec.name, device=device) for device in range(self.spec.num_devices))
 
     def meet(self, hello: Hello, *, address: str, now_s: float) -> None:
         """Note who speaks for the node; `address` is where SSH reached it."""
@@ -135,6 +136,20 @@ class Membership:
         """Tell whether a node has lived, as the same worker, ever since the plan of `generation` was ordered."""
         member = self._members[node]
         return member.state is NodeState.READY and member.ready_since < generation
+
+    def without_part(self, generation: int) -> tuple[str, ...]:
+        """Return the nodes for which `took_part` is false."""
+        ready = NodeState.READY
+        members = self._members.items()
+        return tuple(name for name, each in members if each.state is not ready or each.ready_since >= generation)
+
+    @property
+    def first_ready_worker(self) -> WorkerUp | None:
+        """Any worker that is ready, on a node whose agent speaks to us."""
+        for member in self._members.values():
+            if member.state in (NodeState.CONNECTED, NodeState.READY) and member.ready:
+                return next(iter(member.ready.values()))
+        return None
 
     @property
     def living(self) -> tuple[Member, ...]:

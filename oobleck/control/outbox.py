@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from .events import Command, Record, Send
+from oobleck.planner import Place
+
+from .events import Command, Record, Send, SendAll
 from .journal import JournalEntry
-from .messages import MasterMessage
+from .messages import Fence, MasterMessage, Order
 
 __all__ = ["Outbox", "RunOver"]
 
@@ -30,6 +32,10 @@ class Outbox:
 
     def send(self, node: str, message: MasterMessage) -> None:
         self._commands.append(Send(node=node, message=message))
+
+    def send_all(self, places: tuple[Place, ...], message: Fence | Order) -> None:
+        """Send a message to many workers, to each for its own device."""
+        self._commands.append(SendAll(places=places, message=message))
 
     def record(self, entry: JournalEntry) -> None:
         self._commands.append(Record(entry=entry))

@@ -65,13 +65,12 @@ class Preparation:
 
         Raises ConfigError when it trains on other data than the rest.
         """
-        for other in self._members.living:
-            for ready in other.ready.values():
-                if ready.data_digest != message.data_digest:
-                    raise ConfigError(
-                        f"{member.spec.name} and {other.spec.name} would train on different text (digests "
-                        f"{message.data_digest} and {ready.data_digest}); give all nodes the same files"
-                    )
+        other = self._members.first_ready_worker  # all others have its digest
+        if other is not None and other.data_digest != message.data_digest:
+            raise ConfigError(
+                f"{member.spec.name} and {other.node} would train on different text (digests "
+                f"{message.data_digest} and {other.data_digest}); give all nodes the same files"
+            )
         if self.profile is not None or self._key is not None:
             return []
         assert member.hello is not None

@@ -11,6 +11,7 @@ A part of the coordinator's machine, with its rules; raises RunOver where there 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from oobleck.errors import PlanningError, Unrecoverable
@@ -88,11 +89,12 @@ class Reconfiguration:
         self._count_regrouping(cause)
         self._fence()
 
-    def status(self, place: Place, status: Status) -> None:
-        """Take an answer to a fence; the last one that is missing leads to orders."""
+    def status(self, places: Collection[Place], status: Status) -> None:
+        """Workers answer the fence; an answer to an older one is dropped."""
         if self.is_fencing and status.generation == self.generations.current:
             assert self._account is not None
-            self._account.statuses[place] = status
+            self._account.statuses.update(dict.fromkeys(places, status))
+            self._account.awaited.difference_update(places)
             self._decide_when_answered()
 
     def suspect(self, message: PeerFailed) -> None:
@@ -100,13 +102,14 @@ class Reconfiguration:
         if not self.is_fencing and message.generation == self.generations.current:
             self.deadline_s = min(self.deadline_s, self._outbox.now_s + _SUSPICION_S)
 
-    def resumed(self, place: Place, message: Resumed) -> None:
-        """A worker computes under the new plan; the last one closes the recovery."""
+    def resumed(self, places: Collection[Place], message: Resumed) -> None:
+        """Workers compute under the new plan; the last one closes the recovery."""
         recovery = self._account
         if recovery is None or not recovery.ordered_s or message.generation != self.generations.current:
             return
-        recovery.resumed[place] = message
-        if recovery.resumed.keys() >= set(self.generations.plan.places):
+        recovery.resumed.update(dict.fromkeys(places, message))
+        recovery.awaited.difference_update(places)
+        if not recovery.awaited:
             self.close()
             self._dismiss_drained()
 
@@ -127,8 +130,7 @@ class Reconfiguration:
             return ()
         if self.deadline_s <= self._account.settles_s:
             return ()
-        answered = self._account.statuses.keys()
-        return tuple(member.spec.name for member in self._members.ready if not answered >= set(member.places))
+        return tuple(sorted({place.node for place in self._account.awaited}))
 
     def close(self) -> None:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
@@ -138,8 +140,7 @@ class Reconfiguration:
 
     def lost_for(self, generation: int) -> tuple[str, ...]:
         """The nodes that have no part, or no part any more, in the plan that was ordered in `generation`."""
-        names = (member.spec.name for member in self._members.all)
-        return tuple(name for name in names if not self._members.took_part(name, generation))
+        return self._members.without_part(generation)
 
     # --- fencing ---------------------------------------------------------------------------------------------
 
@@ -157,22 +158,19 @@ class Reconfiguration:
         if not survivors:
             raise RunOver(1, "all nodes are lost")
         lost = self.lost_for(self.generations.newest)
-        for member in survivors:
-            for place in member.places:
-                fence = Fence(device=place.device, generation=self.generations.current, lost=lost)
-                self._outbox.send(member.spec.name, fence)
+        places = tuple(place for member in survivors for place in member.places)
+        assert self._account is not None
+        self._account.awaited = set(places)
+        self._outbox.send_all(places, Fence(device=0, generation=self.generations.current, lost=lost))
 
     def _decide_when_answered(self) -> None:
         recovery = self._account
-        if not self.is_fencing or recovery is None:
-            return
-        places = [place for member in self._members.ready for place in member.places]
-        if not recovery.statuses.keys() >= set(places):
+        if not self.is_fencing or recovery is None or recovery.awaited:
             return
         if self._outbox.now_s < recovery.settles_s:
             self.deadline_s = recovery.settles_s
             return
-        self._decide({place: recovery.statuses[place] for place in places})
+        self._decide({place: recovery.statuses[place] for member in self._members.ready for place in member.places})
 
     # --- deciding --------------------------------------------------------------------------------------------
 
@@ -187,31 +185,32 @@ class Reconfiguration:
         verdict = self._confirm(judge(statuses, self._progress.last_record, self.generations.plans), statuses)
         in_force = self.generations.in_force(verdict)
         base = self.generations.plans[in_force]
-        finish = self.generations.step_to_finish(verdict, statuses, self.lost_for(in_force))
+        absent = frozenset(self.lost_for(in_force))
+        finish = self.generations.step_to_finish(verdict, statuses, absent)
         held = _held(verdict, statuses, base, finish=finish)
         try:
-            decision = self._replan(base, held, lost=self.lost_for(in_force))
+            decision = self._replan(base, held, lost=absent)
         except (PlanningError, Unrecoverable) as error:
             if self._keep_draining_nodes():
                 self._decide(statuses)
                 return
             raise RunOver(1, f"cannot go on after losing {', '.join(self._account.nodes)}: {error}") from error
-        lost = [node for node in base.nodes if node in self.lost_for(in_force)]
+        lost = absent.intersection(base.nodes)
         redone = microbatches_redone(base, lost, statuses) if verdict.adopted is not None else 0
         self._account.steps_lost += max(0, self._progress.last_step - verdict.applied)
         self._account.microbatches_redone += redone
         self._order(decision, verdict, finish=finish)
 
-    def _replan(self, base: ExecutionPlan, held: dict[Place, frozenset[int]], *, lost: tuple[str, ...]) -> Decision:
+    def _replan(self, base: ExecutionPlan, held: dict[Place, frozenset[int]], *, lost: frozenset[str]) -> Decision:
         """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
         assert self._planner is not None
-        known = (*base.nodes, *base.spares)
-        living = [member.spec.name for member in self._members.ready]
-        staying = [member.spec.name for member in self._members.ready if not member.is_draining]
-        gone = [node for node in known if node not in living or node in lost]
+        known = dict.fromkeys((*base.nodes, *base.spares))
+        living = dict.fromkeys(member.spec.name for member in self._members.ready)
+        staying = dict.fromkeys(member.spec.name for member in self._members.ready if not member.is_draining)
+        gone = dict.fromkeys(node for node in known if node not in living or node in lost)
         return self._planner.reconfigure(
             base,
-            lost=gone,
+            lost=tuple(gone),
             joined=[node for node in staying if node not in known or node in gone],
             leaving=[node for node in living if node not in staying and node not in gone],
             held=held,
@@ -221,7 +220,7 @@ class Reconfiguration:
         """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
         if verdict.adopted is None:
             return verdict
-        plan, lost = self.generations.plans[verdict.adopted], self.lost_for(verdict.adopted)
+        plan, lost = self.generations.plans[verdict.adopted], frozenset(self.lost_for(verdict.adopted))
         members = [statuses[place] for place in plan.places if place.node not in lost]
         is_in_force = all(status.adopted == verdict.adopted for status in members)
         return verdict if is_in_force else replace(verdict, adopted=None)
@@ -248,9 +247,8 @@ class Reconfiguration:
         """Send everyone the orders of a new generation, and train."""
         lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
         order = self.generations.order(decision, verdict, finish=finish, lost=lost)
-        for member in self._members.ready:
-            for place in member.places:
-                self._outbox.send(member.spec.name, replace(order, device=place.device))
+        places = tuple(place for member in self._members.ready for place in member.places)
+        self._outbox.send_all(places, order)
         self.is_fencing = False
         self.deadline_s = math.inf
         self._progress.expect(self._job.control.start_timeout_s)
@@ -260,6 +258,7 @@ class Reconfiguration:
 
     def _note_orders(self, recovery: RecoveryAccount, decision: Decision, order: Order) -> None:
         recovery.ordered_s = self._outbox.now_s
+        recovery.awaited = set(decision.plan.places)
         recovery.action = Action(decision.action)
         if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
             recovery.action = Action.RESTART_WORKER

@@ -57,12 +57,15 @@ def judge(
     `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation.
     Spares and newcomers hold no layers: they count for nothing here.
     """
-    holders = {place: status for place, status in sorted(statuses.items()) if status.layers}
+    ordered = sorted(statuses.items(), key=lambda item: (item[0].node, item[0].device))
+    holders = {place: status for place, status in ordered if status.layers}
     records = [status.last_record for status in holders.values() if status.last_record is not None]
     newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
     applied = max([newest.step if newest else 0, *(status.applied for status in holders.values())])
-    behind = [place for place, status in holders.items() if status.reduced == applied]
+    behind = {place for place, status in holders.items() if status.reduced == applied}
     current = {place: status for place, status in holders.items() if status.applied == applied or place in behind}
+    # Workers that hold the same share one set, so that thousands of them cost little.
+    layers = {held: frozenset(held) for held in {status.layers for status in current.values()}}
     generations = {status.adopted for status in current.values()}
     assert not behind or (newest is not None and newest.step == applied), (newest, applied)
     return Verdict(
@@ -70,9 +73,9 @@ def judge(
         catch_up=newest if behind else None,
         adopted=generations.pop() if len(generations) == 1 else None,
         held={
-            place: frozenset(status.layers) & planned_layers(plans[status.adopted], place)
+            place: layers[status.layers] & planned_layers(plans[status.adopted], place)
             if place in behind
-            else frozenset(status.layers)
+            else layers[status.layers]
             for place, status in current.items()
         },
     )
@@ -80,8 +83,7 @@ def judge(
 
 def planned_layers(plan: ExecutionPlan, place: Place) -> frozenset[int]:
     """The layers that a plan gives a worker; none for a spare."""
-    located = plan.locate(place)
-    return frozenset(plan.pipelines[located[0]].stages[located[1]].layers) if located else frozenset()
+    return plan.layers_at.get(place, frozenset())
 
 
 def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:

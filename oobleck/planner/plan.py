@@ -156,6 +156,18 @@ class ExecutionPlan:
             for place in stage.places
         }
 
+    @cached_property
+    def layers_at(self) -> Mapping[Place, frozenset[int]]:
+        """The layers of every worker that trains; workers of like stages share their sets."""
+        known: dict[tuple[int, int], frozenset[int]] = {}
+        found: dict[Place, frozenset[int]] = {}
+        for pipeline in self.pipelines:
+            for stage in pipeline.stages:
+                bounds = stage.first_layer, stage.stop_layer
+                layers = known.get(bounds) or known.setdefault(bounds, frozenset(stage.layers))
+                found.update(dict.fromkeys(stage.places, layers))
+        return found
+
     def microbatches_of(self, pipeline_index: int) -> range:
         """The numbers of the microbatches that a pipeline takes in each step."""
         before = sum(pipeline.num_microbatches for pipeline in self.pipelines[:pipeline_index])

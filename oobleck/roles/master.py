@@ -23,6 +23,7 @@ from oobleck.control.events import (
     Record,
     Said,
     Send,
+    SendAll,
     StoreProfile,
 )
 from oobleck.control.journal import Cause, JournalEntry
@@ -135,9 +136,11 @@ class Master:
     def _carry_out(self, commands: list[Command], nursery: trio.Nursery) -> None:
         for command in commands:
             match command:
-                case Send(node=node, message=message):
-                    if node in self._tunnels:
-                        self._tunnels[node].post(message)
+                case Send():
+                    self._post(command)
+                case SendAll():
+                    for send in command.each():
+                        self._post(send)
                 case Record(entry=entry):
                     self._journal.append(entry)
                     for observer in self._observers:
@@ -155,6 +158,10 @@ class Master:
                     self._profiles.store(key, profile_json)
                 case End():
                     self._outcome = command
+
+    def _post(self, send: Send) -> None:
+        if send.node in self._tunnels:
+            self._tunnels[send.node].post(send.message)
 
     async def _say_farewell(self) -> None:
         """Let agents end by themselves; those that do not in time are ended by `Cluster.clean`."""

@@ -20,6 +20,7 @@ from oobleck import __version__
 from oobleck.control.coordinator import Coordinator, Phase
 from oobleck.control.events import (
     AddRequested,
+    AllSaid,
     Command,
     Disconnect,
     DrainRequested,
@@ -31,6 +32,7 @@ from oobleck.control.events import (
     Record,
     Said,
     Send,
+    SendAll,
 )
 from oobleck.control.journal import (
     Action,
@@ -87,7 +89,9 @@ __all__ = ["SweepSettings", "sweep"]
 
 _PYTHON = "3.11.0"
 _LEASE_S = 1e18
-"""The coordinator's: nobody sends heartbeats here, and whose silence is noticed is the sweep's to say."""
+"""The coordinator's: nobody sends heartbeats here, and whose silence is noticed is the sweep's to say.
+
+Nor does it try lost nodes again: the trace says when they are back."""
 
 
 _SOON_S = 0.1
@@ -119,7 +123,7 @@ class SweepSettings:
         return JobSpec(
             tag=self.tag,
             data=DataSpec(sequence_length=max(2, self.profile.sequence_length)),
-            control=ControlSpec(lease_s=_LEASE_S),
+            control=ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
             max_steps=max_steps,
             global_batch_size=self.global_batch_size,
             microbatch_size=self.profile.microbatch_size,
@@ -293,9 +297,9 @@ class _Sweep:
                     self._record_steps(entry, from_step)
                 case Record(entry=entry):
                     self._record(entry)
-                case Send(message=Fence(generation=fence)):
+                case SendAll(message=Fence(generation=fence)):
                     pass
-                case Send(message=Order() as order):
+                case SendAll(message=Order() as order):
                     ordered = order  # the same for all, but for the device
                 case Disconnect(node=node):
                     self._members.pop(node, None)
@@ -335,25 +339,30 @@ class _Sweep:
         ]
         answers = self._crew.answers(generation, self._now_s, at_work - well, idle)
         for places, status in answers:
-            for place in places:
-                if only is None or place.node in only:
-                    self._say(place, replace(status, device=place.device))
-        if self._coordinator is not None and self._coordinator.phase is Phase.FENCING:
-            self._when_seen(self._coordinator.next_deadline(), lambda: self._settle(generation))
+            speakers = places if only is None else tuple(place for place in places if place.node in only)
+            self._feed(AllSaid(places=speakers, message=status))
+        self._tick_later()
 
-    def _settle(self, generation: int) -> None:
-        """The coordinator's window for losses that belong together has passed."""
-        if self._coordinator is not None and generation == self._fence:
-            self._carry_out(self._coordinator.handle_deadline(self._now_s))
+    def _tick_later(self) -> None:
+        """Let the coordinator act when the time is over in which it waits for what belongs together."""
+        coordinator = self._coordinator
+        if coordinator is None or coordinator.phase not in (Phase.PREPARING, Phase.FENCING):
+            return
+
+        def tick() -> None:
+            if self._coordinator is coordinator:
+                self._carry_out(coordinator.handle_deadline(self._now_s))
+
+        self._when_seen(coordinator.next_deadline(), tick)
 
     def _resume(self, order: Order) -> None:
         """All have adopted the plan: say so."""
         resumed = self._crew.resumed
         num_bytes = moved_bytes(self._settings.profile, order.transfers)
-        for place in order.plan.places:
-            if self._is_well(place.node):
-                self._say(place, replace(resumed, device=place.device, received_bytes=num_bytes))
-                num_bytes = 0
+        places = tuple(place for place in order.plan.places if self._is_well(place.node))
+        # The account sums up what each worker received: one of them says all of it.
+        self._feed(AllSaid(places=places[:1], message=replace(resumed, received_bytes=num_bytes)))
+        self._feed(AllSaid(places=places[1:], message=resumed))
 
     # --- beginnings and ends ------------------------------------------------------------------------------------
 
@@ -377,6 +386,7 @@ class _Sweep:
                     self._come_up(node)
             if self._coordinator is coordinator:
                 self._feed(ProfileFound(profile_json=self._profile_json))
+            self._tick_later()
 
         self._when_seen(self._now_s + self._costs.node_start_s + read_s, come_up)
 
@@ -530,6 +540,8 @@ class _Sweep:
     def _fail(self, node: str, cause: Cause, evidence: str) -> None:
         if node in self._members:
             self._feed(NodeFailed(node=node, cause=cause, evidence=evidence))
+            if not self._generation:
+                self._tick_later()
 
     def _be_heard(self, nodes: Iterable[str]) -> None:
         """Nodes that were frozen or cut off are well again: they go on, or join anew if they were given up."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from oobleck import __version__
 from oobleck.control.coordinator import Coordinator
-from oobleck.control.events import Command, End, Event, NodeFailed, NodeUp, ProfileFound, Record, Said, Send
+from oobleck.control.events import Command, End, Event, NodeFailed, NodeUp, ProfileFound, Record, Said, Send, SendAll
 from oobleck.control.journal import Cause, JournalEntry
 from oobleck.control.messages import (
     PROTOCOL_VERSION,
@@ -58,6 +58,17 @@ def ready(device: int = 0, **fields) -> WorkerReady:
         "torch_version": "2.9",
     }
     return WorkerReady(**(defaults | fields))
+
+
+def sends(command: Command) -> Iterable[Send]:
+    """What a command sends, to each of those it sends it to."""
+    match command:
+        case Send():
+            return [command]
+        case SendAll():
+            return command.each()
+        case _:
+            return []
 
 
 class Bench:
@@ -163,4 +174,5 @@ class Bench:
 
     @staticmethod
     def messages(commands: Iterable[Command], node: str | None = None) -> list[MasterMessage]:
-        return [command.message for command in commands if isinstance(command, Send) and node in (None, command.node)]
+        sent = (each for command in commands for each in sends(command))
+        return [each.message for each in sent if node in (None, each.node)]

@@ -28,6 +28,7 @@ from oobleck.control.events import (
     Record,
     Said,
     Send,
+    SendAll,
     StopRequested,
 )
 from oobleck.control.journal import Cause, JobEnded, JournalEntry, PlanAdopted, StepDone
@@ -336,11 +337,11 @@ class World:
     def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
-                case Send(node=name, message=message):
-                    self._check_message(message)
-                    node = self.nodes[name]
-                    if not (node.is_dead or node.is_cut):
-                        node.down.append(message)
+                case Send():
+                    self._deliver(command)
+                case SendAll():
+                    for send in command.each():
+                        self._deliver(send)
                 case Connect(node=spec, attach=True):
                     self._attach(self.nodes[spec.name])
                 case Connect(node=spec):
@@ -358,6 +359,12 @@ class World:
                     self.ended = command
                 case _:
                     pass
+
+    def _deliver(self, send: Send) -> None:
+        self._check_message(send.message)
+        node = self.nodes[send.node]
+        if not (node.is_dead or node.is_cut):
+            node.down.append(send.message)
 
     def _prepare(self) -> None:
         """Bring all nodes up; nothing is interleaved here, and it is no part of a schedule."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from oobleck.control.journal import Cause, JournalEntry, NodeLeft, PlanAdopted, RecoveryDone, StepsDone
@@ -196,6 +196,14 @@ def account_is_whole(summary: Summary, duration_s: float) -> bool:
     return useful_s + sum(summary.downtime_s.values()) == pytest.approx(duration_s, abs=1e-6)
 
 
+def is_left_in_peace(trace: Trace) -> bool:
+    """Tell whether enough nodes are there at the end, whole and well, for long enough to have trained."""
+    unsettling = (Frozen, Partitioned, Slowed, MasterCrashed, Noticed)
+    last_s = trace.events[-1].t_s if trace.events else 0.0
+    is_calm = last_s < trace.duration_s - 300 and not any(isinstance(event, unsettling) for event in trace.events)
+    return is_calm and trace.counts[-1][1] >= 2
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     trace=traces(min_nodes=3, max_nodes=7, max_events=15),
@@ -203,6 +211,7 @@ def account_is_whole(summary: Summary, duration_s: float) -> bool:
     is_free=st.booleans(),
 )
 def test_any_trace_is_played_to_its_end(trace: Trace, fault_threshold: int, is_free: bool) -> None:
+    assume(max(count for _, count in trace.counts) >= 2)
     costs = FREE if is_free else RecoveryCosts()
     journal = sweep(trace, make_settings(fault_threshold=fault_threshold, costs=costs))
     summary = summarize(journal)
@@ -210,6 +219,8 @@ def test_any_trace_is_played_to_its_end(trace: Trace, fault_threshold: int, is_f
     assert 0 <= summary.goodput <= 1
     assert (summary.samples_missing, summary.samples_repeated) == (0, 0)
     assert all(earlier.t_s <= later.t_s + 1e-6 for earlier, later in pairwise(journal))
+    if is_left_in_peace(trace):
+        assert only(journal, StepsDone)[-1].t_s > trace.duration_s - 100
     for entry in only(journal, PlanAdopted):
         if entry.plan.pipelines:
             assert entry.plan.num_microbatches == 8
