@@ -5,6 +5,8 @@ The package root loads nothing heavy: `import oobleck` and `import oobleck.plann
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
+from .script import Job
+
+__all__ = ["Job", "__version__"]
 
 __version__ = "0.1.0"

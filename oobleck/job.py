@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from oobleck.errors import ConfigError
 
-__all__ = ["ControlSpec", "DataSpec", "JobSpec", "ModelSpec", "NodeSpec", "OptimizerSpec"]
+__all__ = ["ControlSpec", "DataSpec", "JobSpec", "ModelSpec", "NodeSpec", "OptimizerSpec", "ScriptSpec"]
 
 Scalar = bool | int | float | str | None
 
@@ -40,20 +40,42 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Text to train on: packed into samples of `sequence_length` tokens."""
+    """What to train on: text or tokens, packed into samples of `sequence_length` tokens."""
 
     paths: tuple[str, ...] = ()
-    """Text files or directories; none means the sources of Python's own standard library."""
+    """Files or directories: text, JSON lines (.jsonl), or tokens (.bin, .npy). None means the sources of Python's own
+    standard library."""
+    dataset_path: str | None = None
+    """A Hugging Face dataset in place of `paths`: what `datasets.load_dataset` takes for its path, or a directory that
+    its `save_to_disk` wrote."""
+    dataset_name: str | None = None
+    """Which configuration of that dataset."""
+    dataset_split: str = "train"
+    text_column: str = "text"
+    """The key of JSON lines, or the column of a dataset, that holds the text."""
+    tokenizer: str | None = None
+    """A tokenizer.json, or a directory with one; None: that of `model.path`, or else one is trained on the text."""
+    token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # noqa: S105  no password
+    """Of .bin files, which are nothing but tokens in the byte order of Intel's processors."""
     sequence_length: int = 64
     vocab_size: int = 4096
-    """Size of the BPE tokenizer that is trained on the text."""
+    """Size of the BPE tokenizer that is trained on the text; of tokens in files, one more than the largest can be."""
     max_bytes: int = 8_000_000
     """How much of the text is used."""
+    validation_split: float = 0.0
+    """The share of samples that is kept for evaluation and never trained on."""
+    mlm_probability: float = 0.15
+    """The share of a sample's tokens that masked language models predict."""
 
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
         _require(self.vocab_size >= 257, "data.vocab_size", self.vocab_size, "at least 257 (256 bytes and an end)")
         _require(self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1")
+        _require(0 <= self.validation_split < 1, "data.validation_split", self.validation_split, "at least 0, under 1")
+        _require(0 < self.mlm_probability < 1, "data.mlm_probability", self.mlm_probability, "between 0 and 1")
+        _require(
+            not (self.paths and self.dataset_path), "data.dataset_path", self.dataset_path, "left out where paths are"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +141,20 @@ class ControlSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSpec:
+    """The Python script that a job comes from; workers run it again for what no setting can name."""
+
+    name: str
+    """Of the file."""
+    source: str
+    arguments: tuple[str, ...] = ()
+    directory: str = ""
+    """Where it lies; what it imports is looked for there, on nodes that have such a directory."""
+    provides: tuple[str, ...] = ()
+    """What the script makes itself: model, loss, data, eval_data, optimizer, lr_lambda, callbacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A training job, complete: what every worker needs to know beside the plan.
 
@@ -146,6 +182,10 @@ class JobSpec:
     """Blocks keep their input alone and compute what is between again in their backward pass."""
     device: Literal["cpu", "cuda"] = "cpu"
     seed: int = 0
+    eval_steps: int | None = None
+    """Evaluate after every so many steps; None: never."""
+    max_eval_samples: int | None = None
+    """At most so many of the samples kept for evaluation; None: all."""
     fault_threshold: int = 1
     """f: the number of simultaneous node failures that never cost state."""
     num_pipelines: int | None = None
@@ -153,6 +193,8 @@ class JobSpec:
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     device_memory_bytes: int | None = None
     """Memory of one device; None asks the nodes."""
+    script: ScriptSpec | None = None
+    """What the job comes from, if not from a file alone."""
     torch_threads: int | None = None
     """Threads a worker computes with; None divides a host's cores among its workers."""
 
@@ -175,6 +217,9 @@ class JobSpec:
             "a power of two, as 65536.0",
         )
         _require(self.fault_threshold >= 0, "fault_threshold", self.fault_threshold, "0 or more")
+        for name in ("eval_steps", "max_eval_samples"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "at least 1, or left out")
         if self.num_pipelines is not None:
             _require(self.num_pipelines >= 1, "num_pipelines", self.num_pipelines, "at least 1")
             _require(
@@ -183,6 +228,11 @@ class JobSpec:
                 self.num_pipelines,
                 f"at most the {self.num_microbatches} microbatches of a step",
             )
+
+    @property
+    def text(self) -> DataSpec:
+        """The data, with the tokenizer of the model's directory where no other is named."""
+        return self.data if self.data.tokenizer else replace(self.data, tokenizer=self.model.path)
 
     @property
     def num_microbatches(self) -> int:

@@ -32,6 +32,9 @@ _INT_LIMIT = 2**63
 
 _SHOWN_CHARS = 60
 
+_NOT_IN_FILES = frozenset({"script"})
+"""Fields of a job that come from somewhere else."""
+
 _KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -135,7 +138,7 @@ def _read_spec(cls: type, value: YamlValue, path: tuple[str, ...], *, lenient: b
 
     `lenient` takes numbers and truth values for text where text is wanted: a shell has eaten the quotes.
     """
-    annotations = get_type_hints(cls)
+    annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
     changes: dict[str, object] = {}
     for key, item in _entries(value, path):
         if key.text not in annotations:
@@ -285,7 +288,7 @@ def _line_of(tree: YamlValue, path: tuple[str, ...]) -> int:
 
 def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
     place = f" in {'.'.join(path)}" if path else ""
-    own = [field.name for field in fields(cls)]
+    own = [field.name for field in fields(cls) if field.name not in _NOT_IN_FILES]
     elsewhere = {known.rpartition(".")[2]: known for known in _all_keys(JobSpec)}
     suggestion = elsewhere.get(key) or nearest(key, own) or elsewhere.get(nearest(key, elsewhere) or "")
     return f"unknown key {key!r}{place}; " + (f"did you mean {suggestion}?" if suggestion else did_you_mean(key, own))
@@ -294,6 +297,8 @@ def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
 def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
     """All keys of a job with those of its sections, outer ones last."""
     for name, annotation in get_type_hints(cls).items():
+        if name in _NOT_IN_FILES:
+            continue
         if isinstance(annotation, type) and is_dataclass(annotation):
             yield from _all_keys(annotation, f"{prefix}{name}.")
         yield prefix + name

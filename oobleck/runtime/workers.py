@@ -102,7 +102,7 @@ class ForkingWorkerHost:
         await self._connected.wait()
         if not self._has_started_server:
             return
-        fields = json.dumps(asdict(job.data))
+        fields = json.dumps(asdict(job.text))
         await trio.run_process(
             [sys.executable, "-m", "oobleck.training.corpus", str(cache_dir), fields],
             stdin=subprocess.DEVNULL,

@@ -25,14 +25,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+from tokenizers import Tokenizer
 
 from oobleck.errors import ConfigError, ResourceLost
 from oobleck.job import DataSpec
 
 from .text import read_documents
-from .tokenizer import encode_documents, train_tokenizer
+from .token_files import holds_tokens
+from .tokenizer import (
+    encode_documents,
+    encode_whole,
+    load_tokenizer,
+    mask_token_id,
+    tokenizer_file,
+    train_tokenizer,
+)
 
-__all__ = ["Corpus", "Samples", "prepare_corpus"]
+__all__ = ["Corpus", "Samples", "digest_of", "prepare_corpus"]
 
 Samples = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 """[samples, length]"""
@@ -53,6 +62,23 @@ class Corpus:
     digest: str
     vocab_size: int
     tokenizer_path: Path
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.samples.shape[0])
+
+    @property
+    def sequence_length(self) -> int:
+        return int(self.samples.shape[1])
+
+    @property
+    def mask_id(self) -> int | None:
+        """The token that stands for a masked one, where the tokenizer has one."""
+        return mask_token_id(Tokenizer.from_file(str(self.tokenizer_path)))
+
+    def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return samples by index, [indices, length]."""
+        return self.samples[np.asarray(indices, dtype=np.int64)].astype(np.int64)
 
 
 def prepare_corpus(data: DataSpec, *, cache_dir: Path) -> Corpus:
@@ -78,8 +104,10 @@ def prepare_corpus(data: DataSpec, *, cache_dir: Path) -> Corpus:
 
 def _key(data: DataSpec, documents: Sequence[str]) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    recipe = (_FORMAT, tokenizers.__version__, data.sequence_length, data.vocab_size)
-    digest.update(repr(recipe).encode())
+    own = None if data.tokenizer is None else tokenizer_file(data.tokenizer).read_bytes()
+    size = data.vocab_size if own is None else None
+    digest.update(repr((_FORMAT, tokenizers.__version__, data.sequence_length, size)).encode())
+    digest.update(own or b"")
     for document in documents:
         content = document.encode()
         digest.update(f"{len(content)}:".encode())
@@ -89,8 +117,12 @@ def _key(data: DataSpec, documents: Sequence[str]) -> str:
 
 def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
     """Write tokens and tokenizer beside their place, then move them there whole."""
-    tokenizer = train_tokenizer(documents, vocab_size=data.vocab_size)
-    tokens = encode_documents(tokenizer, documents)
+    if data.tokenizer is None:
+        tokenizer = train_tokenizer(documents, vocab_size=data.vocab_size)
+        tokens = encode_documents(tokenizer, documents)
+    else:
+        tokenizer, end = load_tokenizer(data.tokenizer)
+        tokens = encode_whole(tokenizer, documents, end_id=end)
     num_samples = len(tokens) // data.sequence_length
     if not num_samples:
         raise ConfigError(
@@ -99,7 +131,7 @@ def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
         )
     samples = _pack(tokens[: num_samples * data.sequence_length], vocab_size=tokenizer.get_vocab_size())
     samples = samples.reshape(num_samples, data.sequence_length)
-    manifest = {"digest": _digest(samples), "vocab_size": tokenizer.get_vocab_size()}
+    manifest = {"digest": digest_of(samples), "vocab_size": tokenizer.get_vocab_size()}
 
     unfinished = directory.with_suffix(f".{os.getpid()}")
     unfinished.mkdir()
@@ -125,7 +157,7 @@ def _load(directory: Path) -> Corpus | None:
         tokens = np.load(directory / _TOKENS, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         return None
-    if tokens.ndim != 2 or _digest(tokens) != manifest["digest"]:
+    if tokens.ndim != 2 or digest_of(tokens) != manifest["digest"]:
         return None
     return Corpus(
         samples=tokens,
@@ -135,7 +167,7 @@ def _load(directory: Path) -> Corpus | None:
     )
 
 
-def _digest(samples: Samples) -> str:
+def digest_of(samples: Samples) -> str:
     """Digest samples themselves, so that nodes which made them in different ways can be compared."""
     digest = hashlib.blake2b(f"{samples.shape}".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(samples, dtype="<u4").data)
@@ -164,4 +196,6 @@ def _try_lock(descriptor: int) -> bool:
 
 if __name__ == "__main__":
     fields = json.loads(sys.argv[2])
-    prepare_corpus(DataSpec(**{**fields, "paths": tuple(fields.get("paths", ()))}), cache_dir=Path(sys.argv[1]))
+    asked = DataSpec(**{**fields, "paths": tuple(fields.get("paths", ()))})
+    if not holds_tokens(asked):
+        prepare_corpus(asked, cache_dir=Path(sys.argv[1]))

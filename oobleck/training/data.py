@@ -1,56 +1,136 @@
-"""The data to train on: samples by index, as tensors."""
+"""The data to train on: samples by index, as tensors.
+
+Some samples may be kept for evaluation: which ones depends on their number alone, so that they are the same whatever
+the seed, the nodes, and the run that goes on from a checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 
 from .batches import Batch
-from .corpus import Corpus, prepare_corpus
+from .corpus import prepare_corpus
+from .masking import Masking
+from .sampling import permuted
+from .token_files import holds_tokens, open_token_files
 
-__all__ = ["Batch", "Dataset", "prepare_dataset"]
+__all__ = ["Batch", "Dataset", "Source", "open_source", "prepare_dataset"]
+
+_SPLIT = -1
+"""The epoch, which no training has, whose permutation tells the samples kept for evaluation from the others."""
+
+
+class Source(Protocol):
+    """Where samples come from. Equal digests mean equal samples."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def mask_id(self) -> int | None:
+        """The token that stands for a masked one; None where there is none among the `vocab_size`."""
+        ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def sequence_length(self) -> int: ...
+
+    def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return samples by index, [indices, length]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Samples by index. Equal digests mean equal samples."""
+    """Samples by index: all of a source, or one side of its split."""
 
-    corpus: Corpus
+    source: Source
+    masking: Masking | None = None
+    part: range | None = None
+    """Positions in the split's permutation of the source's samples; None for all samples in their own order."""
 
     @property
     def digest(self) -> str:
-        return self.corpus.digest
+        return self.source.digest
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer; less than was asked for if the text is short."""
-        return self.corpus.vocab_size
+        """Of the tokenizer, which has fewer tokens than were asked for if the text is short; with a mask token."""
+        size = self.source.vocab_size
+        return size + (self.masking is not None and self.masking.mask_id == size)
 
     @property
     def num_samples(self) -> int:
-        return int(self.corpus.samples.shape[0])
+        return self.source.num_samples if self.part is None else len(self.part)
 
     @property
     def sequence_length(self) -> int:
-        return int(self.corpus.samples.shape[1])
+        return self.source.sequence_length
 
     @property
     def items_per_sample(self) -> int:
-        """Tokens of a sample that are predicted: all but the first."""
-        return self.sequence_length - 1
+        """Tokens of a sample that are predicted: all but the first, or those that are masked."""
+        return self.sequence_length - 1 if self.masking is None else self.masking.num_masked(self.sequence_length)
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Return samples side by side, in the order of `indices`, on the CPU."""
-        input_ids = torch.from_numpy(self.corpus.samples[np.asarray(indices, dtype=np.int64)].astype(np.int64))
+    def batch(self, indices: Sequence[int], *, step: int = 0) -> Batch:
+        """Return samples side by side, in the order of `indices`, on the CPU; masked for a step, if they are."""
+        numbers = list(indices)
+        if self.part is not None:
+            numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
+        input_ids = torch.from_numpy(self.source.rows(numbers))
+        if self.masking is not None:
+            return self.masking.masked(input_ids, numbers, step)
         return Batch(input_ids=input_ids, labels=input_ids)
+
+    def with_masking(self, *, probability: float, seed: int) -> Dataset:
+        """Return the dataset as masked language models want it. A source without a mask token gets one more token."""
+        size, mask_id = self.source.vocab_size, self.source.mask_id
+        masking = Masking(
+            seed=seed, probability=probability, mask_id=size if mask_id is None else mask_id, vocab_size=size
+        )
+        return replace(self, masking=masking)
+
+    def split(self, share: float) -> tuple[Dataset, Dataset | None]:
+        """Keep a share of the samples for evaluation; returns those to train on, and those kept, if any.
+
+        Raises ConfigError where one of the two would have none.
+        """
+        if not share:
+            return self, None
+        total = self.source.num_samples
+        kept = max(1, int(share * total))
+        if kept >= total:
+            raise ConfigError(
+                f"data.validation_split: {share} of {total} samples leaves none to train on; give more data"
+            )
+        return replace(self, part=range(kept, total)), replace(self, part=range(kept))
 
 
 def prepare_dataset(data: DataSpec, *, cache_dir: Path) -> Dataset:
-    """Return the dataset that `data` describes: see `prepare_corpus`."""
-    return Dataset(prepare_corpus(data, cache_dir=cache_dir))
+    """Return all samples that `data` describes: see `open_source`."""
+    return Dataset(open_source(data, cache_dir=cache_dir))
+
+
+def open_source(data: DataSpec, *, cache_dir: Path) -> Source:
+    """Map files of tokens, or tokenise text unless `cache_dir` has it.
+
+    Blocks. Raises ConfigError for what cannot be read, or is too short, and ResourceLost as `prepare_corpus` does.
+    """
+    if holds_tokens(data):
+        return open_token_files(data)
+    return prepare_corpus(data, cache_dir=cache_dir)

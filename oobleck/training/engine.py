@@ -77,6 +77,7 @@ class Engine:
         *,
         dataset: Dataset,
         structure: ModelStructure,
+        optimizer: Optimizer,
         groups: GroupTable,
         signals: Signals,
         standing: Standing,
@@ -100,7 +101,7 @@ class Engine:
             autocast=self._precision.autocast,
             activation_checkpointing=job.activation_checkpointing,
         )
-        self._optimizer = Optimizer(job.optimizer, max_steps=job.max_steps)
+        self._optimizer = optimizer
         self._schedule = ScheduleKind(job.schedule)
         self._plan: ExecutionPlan | None = None
         self._lane: Lane | None = None

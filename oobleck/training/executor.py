@@ -191,7 +191,7 @@ class _Execution:
 
     def _load(self, position: int) -> None:
         self._check()
-        batch = self._dataset.batch(self._work.samples_of(self._microbatches[position]))
+        batch = self._dataset.batch(self._work.samples_of(self._microbatches[position]), step=self._work.step)
         self._batches[position] = batch.to(self._model.device)
 
     def _receive_forward(self, position: int) -> None:

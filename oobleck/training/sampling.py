@@ -11,6 +11,7 @@ less than four times the number of samples.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +41,11 @@ def samples_of_step(seed: int, step: int, global_batch_size: int, num_samples: i
     return tuple(indices)
 
 
-def permuted(seed: int, epoch: int, positions: range, num_samples: int) -> list[int]:
+def permuted(seed: int, epoch: int, positions: Sequence[int], num_samples: int) -> list[int]:
     """Return where an epoch's permutation of [0, num_samples) takes `positions`. O(number of positions)."""
     half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
-    values = np.arange(positions.start, positions.stop, dtype=np.uint64)
+    values = np.array(positions, dtype=np.uint64)
     outside = np.ones(len(values), dtype=bool)
     while outside.any():
         values[outside] = _feistel(values[outside], keys, np.uint64(half_bits))

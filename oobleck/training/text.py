@@ -1,11 +1,16 @@
-"""Reads the text to train on: files and directories in a fixed order, up to a number of bytes."""
+"""Reads the text to train on, document by document in a fixed order, up to a number of bytes.
+
+A file is a document; of JSON lines each line is one, and of a Hugging Face dataset each row.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
@@ -14,31 +19,84 @@ __all__ = ["read_documents"]
 
 _OTHER_PEOPLES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """Directories of the standard library that are not its sources, or differ between installations."""
+_JSON_LINES = (".jsonl", ".ndjson")
 
 
 def read_documents(data: DataSpec) -> list[str]:
-    """Return the documents to train on, one a file, in an order that depends on names alone.
+    """Return the documents to train on, in an order that depends on names alone.
 
     The last one is cut where `data.max_bytes` are reached. Bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-        ConfigError: a path cannot be read, or there is no text.
+        ConfigError: a source cannot be read, or there is no text.
     """
     documents: list[str] = []
     left = data.max_bytes
-    for path in _files(data):
+    for content in _contents(data):
         if left <= 0:
             break
-        try:
-            content = path.read_bytes()[:left]
-        except OSError as error:
-            raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
+        content = content[:left]
         left -= len(content)
         if content:
             documents.append(content.decode(errors="replace"))
     if not documents:
-        raise ConfigError(f"data.paths: no text in {', '.join(data.paths) or 'the standard library'}")
+        source = data.dataset_path or ", ".join(data.paths) or "the standard library"
+        raise ConfigError(f"data.paths: no text in {source}")
     return documents
+
+
+def _contents(data: DataSpec) -> Iterator[bytes]:
+    if data.dataset_path is not None:
+        yield from _rows(data, data.dataset_path)
+        return
+    for path in _files(data):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
+        if path.suffix in _JSON_LINES:
+            yield from _lines(path, content, data.text_column)
+        else:
+            yield content
+
+
+def _lines(path: Path, content: bytes, column: str) -> Iterator[bytes]:
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(value, Mapping) or not isinstance(value.get(column), str):
+            raise ConfigError(f"{path}:{number}: has no text under {column!r}; name its key by data.text_column")
+        yield value[column].encode(errors="replace")
+
+
+def _rows(data: DataSpec, path: str) -> Iterator[bytes]:
+    """Yield the text of a Hugging Face dataset's rows."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            "data.dataset_path: Hugging Face datasets are not installed here: pip install 'oobleck[datasets]'"
+        ) from error
+    directory = Path(path).expanduser()
+    try:
+        if (directory / "state.json").exists() or (directory / "dataset_dict.json").exists():
+            loaded: Any = datasets.load_from_disk(str(directory))
+            rows = loaded[data.dataset_split] if hasattr(loaded, "keys") else loaded
+        else:
+            rows = datasets.load_dataset(path, data.dataset_name, split=data.dataset_split)
+    # What it raises is the affair of many loaders.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"data.dataset_path: {path} cannot be loaded: {type(error).__name__}: {reason}") from error
+    if data.text_column not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise ConfigError(f"data.text_column: {path} has no column {data.text_column!r}; it has {columns}")
+    for row in rows.select_columns([data.text_column]):
+        yield str(row[data.text_column]).encode(errors="replace")
 
 
 def _files(data: DataSpec) -> Iterator[Path]:

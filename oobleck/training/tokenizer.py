@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, trained on the text at hand.
+"""A byte-level BPE tokenizer, trained on the text at hand, or one from a file.
 
 Byte-level, so that any text can be encoded and decoded without loss. Training is deterministic: equal text,
 vocabulary size and version of the tokenizers library give equal tokens.
@@ -8,19 +8,36 @@ Text is cut into words here rather than by the library: words recur, so each dis
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-__all__ = ["END_OF_TEXT", "END_OF_TEXT_ID", "encode_documents", "train_tokenizer"]
+from oobleck.errors import ConfigError
+
+__all__ = [
+    "END_OF_TEXT",
+    "END_OF_TEXT_ID",
+    "encode_documents",
+    "encode_whole",
+    "load_tokenizer",
+    "mask_token_id",
+    "tokenizer_file",
+    "train_tokenizer",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 """The trainer numbers special tokens first."""
+
+_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+"""What tokenizers call the end of a text."""
+_MASKS = ("[MASK]", "<mask>")
 
 _WORDS = r" ?[^\W\d_]+| ?[^\s\w]+|\s+(?!\S)|\s+| ?\d+|_+"
 """What merges never cross: letters, punctuation and digits, with the space before them, and white space. It
@@ -82,3 +99,50 @@ def _spread(documents: Sequence[str]) -> list[str]:
     total = sum(len(document) for document in documents)
     stride = max(1, -(-total // _TRAINING_CHARACTERS))
     return list(documents[::stride])
+
+
+def tokenizer_file(path: str) -> Path:
+    """Return the file of a tokenizer that is named by itself or by its directory. Raises ConfigError without one."""
+    given = Path(path).expanduser()
+    file = given / "tokenizer.json" if given.is_dir() else given
+    if not file.is_file():
+        raise ConfigError(f"data.tokenizer: there is no {file} on this node; name a tokenizer.json, or its directory")
+    return file
+
+
+def load_tokenizer(path: str) -> tuple[Tokenizer, int]:
+    """Return a tokenizer from a file, and its token for the end of a text. Raises ConfigError where there is none."""
+    file = tokenizer_file(path)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    # The library raises bare exceptions.
+    except Exception as error:
+        raise ConfigError(f"data.tokenizer: {file} is no tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    names = (_configured_end(file), *_ENDS)
+    end = next((number for name in names if name and (number := tokenizer.token_to_id(name)) is not None), None)
+    if end is None:
+        raise ConfigError(f"data.tokenizer: {file} has no token for the end of a text; known are {', '.join(_ENDS)}")
+    return tokenizer, end
+
+
+def mask_token_id(tokenizer: Tokenizer) -> int | None:
+    """Return the token that stands for a masked one, if there is one."""
+    return next((number for name in _MASKS if (number := tokenizer.token_to_id(name)) is not None), None)
+
+
+def encode_whole(tokenizer: Tokenizer, documents: Sequence[str], *, end_id: int) -> npt.NDArray[np.int64]:
+    """Return the tokens of all documents, each followed by `end_id`, however the tokenizer cuts them into words."""
+    encoded = tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
+    return np.fromiter(chain.from_iterable((*each.ids, end_id) for each in encoded), dtype=np.int64)
+
+
+def _configured_end(file: Path) -> str | None:
+    """What transformers has noted beside the tokenizer."""
+    try:
+        value = json.loads((file.parent / "tokenizer_config.json").read_text())["eos_token"]
+    except (OSError, ValueError, KeyError):
+        return None
+    name = value.get("content") if isinstance(value, dict) else value
+    return name if isinstance(name, str) else None

@@ -37,11 +37,10 @@ from oobleck.wire import (
     WorkerReady,
 )
 
-from .data import prepare_dataset
+from .assembly import assemble
 from .engine import Engine
 from .groups import GroupTable
 from .link import AgentLink
-from .models import ModelStructure
 from .profiler import profile_of_job
 from .rendezvous import Board
 from .signals import Signals
@@ -77,15 +76,15 @@ class _Worker:
         self._standing = Standing(setup.place, self._signals.announce, lock=threading.Lock())
         self._board = Board(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
         self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
-        self._dataset = prepare_dataset(job.data, cache_dir=Path(setup.cache_dir))
-        self._structure = ModelStructure.from_spec(
-            job.model, vocab_size=self._dataset.vocab_size, sequence_length=job.data.sequence_length
-        )
+        assembly = assemble(job, cache_dir=Path(setup.cache_dir))
+        self._dataset = assembly.train
+        self._structure = assembly.structure
         self._engine = Engine(
             job,
             setup.place,
             dataset=self._dataset,
             structure=self._structure,
+            optimizer=assembly.optimizer,
             groups=GroupTable(setup.place, setup.address, self._board, self._signals),
             signals=self._signals,
             standing=self._standing,

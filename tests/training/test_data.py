@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import subprocess
@@ -7,14 +8,19 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
-from oobleck.training.data import prepare_dataset
+from oobleck.training.data import Dataset, prepare_dataset
+from oobleck.training.script_data import ScriptSamples
 from oobleck.training.text import read_documents
 from oobleck.training.tokenizer import END_OF_TEXT_ID
 
@@ -33,8 +39,8 @@ def spec(tmp_path: Path) -> DataSpec:
 
 def test_samples_hold_the_text_and_nothing_else(spec: DataSpec, tmp_path: Path):
     dataset = prepare_dataset(spec, cache_dir=tmp_path / "cache")
-    tokenizer = Tokenizer.from_file(str(dataset.corpus.tokenizer_path))
-    tokens = dataset.corpus.samples.reshape(-1).tolist()
+    tokenizer = Tokenizer.from_file(str(dataset.source.tokenizer_path))
+    tokens = dataset.source.samples.reshape(-1).tolist()
     documents, start = [], 0
     for position, token in enumerate(tokens):
         if token == END_OF_TEXT_ID:
@@ -50,25 +56,25 @@ def test_samples_hold_the_text_and_nothing_else(spec: DataSpec, tmp_path: Path):
 
 def test_what_is_stored_is_what_the_saved_tokenizer_says(spec: DataSpec, tmp_path: Path):
     dataset = prepare_dataset(spec, cache_dir=tmp_path / "cache")
-    tokenizer = Tokenizer.from_file(str(dataset.corpus.tokenizer_path))
+    tokenizer = Tokenizer.from_file(str(dataset.source.tokenizer_path))
     expected = [i for document in read_documents(spec) for i in [*tokenizer.encode(document).ids, END_OF_TEXT_ID]]
-    assert dataset.corpus.samples.reshape(-1).tolist() == expected[: dataset.corpus.samples.size]
-    assert len(expected) - dataset.corpus.samples.size < spec.sequence_length
+    assert dataset.source.samples.reshape(-1).tolist() == expected[: dataset.source.samples.size]
+    assert len(expected) - dataset.source.samples.size < spec.sequence_length
 
 
 def test_batches_are_the_samples_asked_for(spec: DataSpec, tmp_path: Path):
     dataset = prepare_dataset(spec, cache_dir=tmp_path / "cache")
     batch = dataset.batch([2, 0])
-    assert batch.input_ids.tolist() == [dataset.corpus.samples[2].tolist(), dataset.corpus.samples[0].tolist()]
+    assert batch.input_ids.tolist() == [dataset.source.samples[2].tolist(), dataset.source.samples[0].tolist()]
     assert batch.labels.tolist() == batch.input_ids.tolist()
     assert batch.num_items == 2 * (spec.sequence_length - 1)
 
 
 def test_a_second_call_reads_the_cache(spec: DataSpec, tmp_path: Path):
     first = prepare_dataset(spec, cache_dir=tmp_path / "cache")
-    written = first.corpus.tokenizer_path.stat().st_mtime_ns
+    written = first.source.tokenizer_path.stat().st_mtime_ns
     second = prepare_dataset(spec, cache_dir=tmp_path / "cache")
-    assert second.corpus.tokenizer_path.stat().st_mtime_ns == written
+    assert second.source.tokenizer_path.stat().st_mtime_ns == written
     assert second.digest == first.digest
 
 
@@ -84,7 +90,7 @@ def test_any_change_of_what_it_is_made_from_makes_another(spec: DataSpec, tmp_pa
 def test_damage_is_noticed_and_repaired(spec: DataSpec, tmp_path: Path):
     cache = tmp_path / "cache"
     dataset = prepare_dataset(spec, cache_dir=cache)
-    path = dataset.corpus.tokenizer_path.with_name("tokens.npy")
+    path = dataset.source.tokenizer_path.with_name("tokens.npy")
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
@@ -95,7 +101,7 @@ def test_damage_is_noticed_and_repaired(spec: DataSpec, tmp_path: Path):
 
 def _prepare(spec: DataSpec, cache: Path, results: multiprocessing.Queue[tuple[str, int]]) -> None:
     dataset = prepare_dataset(spec, cache_dir=cache)
-    results.put((dataset.digest, dataset.corpus.tokenizer_path.stat().st_ino))
+    results.put((dataset.digest, dataset.source.tokenizer_path.stat().st_ino))
 
 
 def test_of_processes_that_start_at_once_one_does_the_work(spec: DataSpec, tmp_path: Path):
@@ -148,6 +154,144 @@ def test_the_standard_library_is_read_without_tests_and_packages():
     assert not any("import pytest" in document for document in documents)
 
 
+def test_json_lines_are_documents(tmp_path: Path):
+    lines = [{"text": f"line {number}", "other": 1} for number in range(3)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    assert read_documents(DataSpec(paths=(str(path),))) == ["line 0", "line 1", "line 2"]
+    with pytest.raises(
+        ConfigError, match=r"text\.jsonl:1: has no text under 'content'; name its key by data\.text_column"
+    ):
+        read_documents(DataSpec(paths=(str(path),), text_column="content"))
+    path.write_text('{"text": "good"}\n{bad')
+    with pytest.raises(ConfigError, match=r"text\.jsonl:2: not JSON"):
+        read_documents(DataSpec(paths=(str(path),)))
+
+
+def test_a_dataset_is_read_by_its_column(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"body": ["one", "two"]}).save_to_disk(tmp_path / "saved")
+    data = DataSpec(dataset_path=str(tmp_path / "saved"), text_column="body")
+    assert read_documents(data) == ["one", "two"]
+    with pytest.raises(ConfigError, match=r"has no column 'text'; it has body"):
+        read_documents(replace(data, text_column="text"))
+
+
+def test_without_the_package_a_dataset_says_what_to_install():
+    if importlib.util.find_spec("datasets") is not None:
+        pytest.skip("it is installed here")
+    with pytest.raises(ConfigError, match=r"pip install 'oobleck\[datasets\]'"):
+        read_documents(DataSpec(dataset_path="wikitext", dataset_name="wikitext-2-raw-v1"))
+
+
+def test_token_files_are_mapped_and_cut_into_samples(tmp_path: Path):
+    np.arange(40, dtype="<u2").tofile(tmp_path / "one.bin")
+    np.save(tmp_path / "two.npy", np.arange(100, 127, dtype=np.int32))
+    data = DataSpec(paths=(str(tmp_path / "one.bin"), str(tmp_path / "two.npy")), sequence_length=8, vocab_size=300)
+    dataset = prepare_dataset(data, cache_dir=tmp_path / "cache")
+    assert dataset.num_samples == 5 + 3
+    assert dataset.vocab_size == 300
+    assert dataset.batch([6, 0, 4]).input_ids.tolist() == [
+        list(range(108, 116)),
+        list(range(8)),
+        list(range(32, 40)),
+    ]
+    assert not (tmp_path / "cache").exists(), "nothing is copied"
+    assert dataset.digest == prepare_dataset(data, cache_dir=tmp_path).digest
+    assert dataset.digest != prepare_dataset(replace(data, sequence_length=4), cache_dir=tmp_path).digest
+
+
+def test_mistakes_about_token_files_are_named(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "floats.npy", np.ones(100))
+
+    def prepare(*names: str, **options: Any) -> Dataset:
+        return prepare_dataset(
+            DataSpec(paths=tuple(str(tmp_path / name) for name in names), **options), cache_dir=tmp_path
+        )
+
+    with pytest.raises(ConfigError, match=r"text and tokens .* cannot be mixed"):
+        prepare("a.txt", "a.bin")
+    with pytest.raises(ConfigError, match="holds float64, which are no tokens"):
+        prepare("floats.npy")
+    with pytest.raises(ConfigError, match="has 2000 tokens, which is not one sample of 5000"):
+        prepare("a.bin", sequence_length=5000)
+    with pytest.raises(ConfigError, match=r"has the token 1023, and data\.vocab_size is 1000; raise it"):
+        prepare("a.bin", vocab_size=1000).batch([15])
+    with pytest.raises(ConfigError, match=r"none\.bin cannot be read as tokens"):
+        prepare("none.bin")
+
+
+@settings(max_examples=40)
+@given(num_samples=st.integers(2, 400), share=st.floats(0.001, 0.9), step=st.integers(0, 9))
+def test_the_split_keeps_every_sample_on_one_side(num_samples: int, share: float, step: int):
+    source = ScriptSamples(
+        lambda: np.arange(num_samples)[:, None] + np.zeros((1, 3), np.int64), sequence_length=3, vocab_size=500
+    )
+    if max(1, int(share * num_samples)) >= num_samples:
+        return
+    train, validation = Dataset(source).split(share)
+    assert validation is not None
+    sides = [side.batch(range(side.num_samples), step=step).input_ids[:, 0].tolist() for side in (train, validation)]
+    assert sorted(sides[0] + sides[1]) == list(range(num_samples))
+    assert len(sides[1]) == max(1, int(share * num_samples))
+
+
+def test_masked_samples_are_a_function_of_seed_step_and_sample_with_a_fixed_number_of_labels(
+    spec: DataSpec, tmp_path: Path
+):
+    dataset = prepare_dataset(spec, cache_dir=tmp_path).with_masking(probability=0.25, seed=3)
+    plain = prepare_dataset(spec, cache_dir=tmp_path)
+    assert dataset.vocab_size == plain.vocab_size + 1, "the mask is a token of its own"
+    assert dataset.items_per_sample == 4
+    samples = list(range(40))
+    batch, original = dataset.batch(samples, step=5), plain.batch(samples).input_ids
+    chosen = batch.labels != -100
+    assert chosen.sum(dim=1).tolist() == [4] * 40
+    assert batch.num_items == 160
+    assert torch.equal(batch.labels[chosen], original[chosen])
+    assert torch.equal(batch.input_ids[~chosen], original[~chosen])
+    is_mask = batch.input_ids[chosen] == plain.vocab_size
+    assert 0.7 < is_mask.float().mean() < 0.9
+    assert (batch.input_ids[chosen] == original[chosen]).any(), "some stay as they are"
+    one = dataset.batch([17], step=5)
+    assert torch.equal(one.input_ids[0], batch.input_ids[17])
+    assert not torch.equal(dataset.batch(samples, step=6).labels, batch.labels)
+
+
+def test_a_tokenizer_from_a_file_is_taken_with_its_own_special_tokens(spec: DataSpec, tmp_path: Path):
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "</s>", "[MASK]"], vocab_size=300, show_progress=False)
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    own = replace(spec, tokenizer=str(tmp_path))
+    dataset = prepare_dataset(own, cache_dir=tmp_path / "cache")
+    expected = [token for text in read_documents(own) for token in [*tokenizer.encode(text).ids, 1]]
+    assert dataset.source.rows(range(dataset.num_samples)).reshape(-1).tolist() == expected[: dataset.num_samples * 16]
+    assert dataset.vocab_size == tokenizer.get_vocab_size()
+    assert dataset.with_masking(probability=0.2, seed=0).vocab_size == dataset.vocab_size, "it has a mask already"
+    with pytest.raises(ConfigError, match=r"name a tokenizer\.json, or its directory"):
+        prepare_dataset(replace(spec, tokenizer=str(tmp_path / "none")), cache_dir=tmp_path)
+
+
+def test_what_a_script_makes_is_checked():
+    def source(value: Any) -> ScriptSamples:
+        return ScriptSamples(lambda: value, sequence_length=2, vocab_size=10)
+
+    rows = source([{"input_ids": [1, 2]}, {"input_ids": torch.tensor([3, 4])}]).rows([1, 0])
+    assert rows.tolist() == [[3, 4], [1, 2]]
+    for value, message in [
+        ([], "it has no samples"),
+        ([[1, 2, 3]], r"sample 0 is int64 of the shape \(3,\); it must be data.sequence_length = 2"),
+        ([[1, 10]], "sample 0 has the token 10"),
+        (5, "TypeError"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            source(value)
+
+
 @pytest.mark.slow
 def test_eight_megabytes_take_seconds(tmp_path: Path):
     start = time.process_time()
@@ -156,6 +300,6 @@ def test_eight_megabytes_take_seconds(tmp_path: Path):
     assert dataset.vocab_size == 8192
     assert dataset.num_samples > 10_000
     assert elapsed < 20, f"{elapsed:.1f} s of CPU"
-    manifest = json.loads(dataset.corpus.tokenizer_path.with_name("manifest.json").read_text())
+    manifest = json.loads(dataset.source.tokenizer_path.with_name("manifest.json").read_text())
     assert manifest["digest"] == dataset.digest
-    assert int(np.max(dataset.corpus.samples)) < 8192
+    assert int(np.max(dataset.source.samples)) < 8192

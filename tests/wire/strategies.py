@@ -99,6 +99,9 @@ def _data_specs() -> st.SearchStrategy[DataSpec]:
         sequence_length=st.integers(2, 2**40),
         vocab_size=st.integers(257, 2**40),
         max_bytes=st.integers(1, 2**40),
+        dataset_path=st.none(),
+        validation_split=st.floats(0, 1, exclude_max=True),
+        mlm_probability=st.floats(0, 1, exclude_min=True, exclude_max=True),
     )
 
 
@@ -133,6 +136,8 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
             fault_threshold=st.integers(0, 99),
+            eval_steps=st.none() | st.integers(1, 2**40),
+            max_eval_samples=st.none() | st.integers(1, 2**40),
             initial_loss_scale=st.integers(-40, 40).map(lambda exponent: 2.0**exponent),
             num_pipelines=st.none() | st.integers(1, num_microbatches),
         )

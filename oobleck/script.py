@@ -1,0 +1,131 @@
+"""The job as a Python script: what `oobleck up HOSTFILE train.py -- --its-args` runs.
+
+    from oobleck import Job
+
+    def job():
+        return Job(model={"type": "llama", "hidden_size": 512}, learning_rate=3e-4, max_steps=1000)
+
+A script is one file. Its text travels with the job, so the nodes need not have it; what it imports they need. It is
+run once where `oobleck up` is, for its settings, and once in every worker, for what it makes: so it must not depend on
+where or when it runs. Loads nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import ScriptSpec
+
+__all__ = ["Job", "run_script"]
+
+_MODULE = "__oobleck_script__"
+_FUNCTION = "job"
+
+
+class Job:
+    """What a script's `job()` returns: settings, and what makes things that no setting can name.
+
+    Arguments:
+        model: settings of the model as in a job file, or a function that returns a transformers model or a list of
+            layers.
+        loss: with a list of layers, (output, labels, number of predicted tokens in the step) -> this microbatch's
+            share of the loss; that of the next token where it is left out.
+        data: settings as in a job file, or a function that returns samples: anything with a length whose items are
+            `sequence_length` tokens.
+        eval_data: a function like that, for evaluation.
+        optimizer: settings, or a function from torch's parameter groups to an optimizer.
+        lr_lambda: from a step's number, from 1, to a factor of the learning rate, as torch's LambdaLR takes it.
+        callbacks: objects with the events of transformers' `TrainerCallback`, and `on_recovery`.
+        settings: any other key of a job file, and those of `TrainingArguments` that mean the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | Mapping[str, Any] | Callable[[], Any] | None = None,
+        loss: Callable[..., Any] | None = None,
+        data: Mapping[str, Any] | Callable[[], Any] | None = None,
+        eval_data: Callable[[], Any] | None = None,
+        optimizer: Mapping[str, Any] | Callable[..., Any] | None = None,
+        lr_lambda: Callable[[int], float] | None = None,
+        callbacks: Sequence[object] = (),
+        **settings: Any,
+    ) -> None:
+        parts = {"model": model, "loss": loss, "data": data, "eval_data": eval_data, "optimizer": optimizer}
+        self.made: Mapping[str, Callable[..., Any]] = {
+            name: value for name, value in {**parts, "lr_lambda": lr_lambda}.items() if callable(value)
+        }
+        """What the script makes itself, by the names of the arguments."""
+        self.callbacks = tuple(callbacks)
+        given = {name: value for name, value in parts.items() if value is not None and not callable(value)}
+        self.settings: Mapping[str, Any] = {**settings, **given}
+        if callable(model):
+            self.settings = {**self.settings, "model": {"type": "script"}}
+
+    @property
+    def provides(self) -> tuple[str, ...]:
+        """What is to be asked of the script wherever it runs."""
+        return (*sorted(self.made), *(("callbacks",) if self.callbacks else ()))
+
+
+def run_script(script: ScriptSpec) -> Job:
+    """Run a script, and its `job()`; its arguments are in `sys.argv` meanwhile.
+
+    Raises ConfigError for one that fails, and UsageError for one that exits (argparse does, for wrong arguments).
+    """
+    module = types.ModuleType(_MODULE)
+    module.__file__ = script.name
+    try:
+        with _surroundings(script):
+            sys.modules[_MODULE] = module  # dataclasses, among others, look their own module up
+            exec(compile(script.source, script.name, "exec"), module.__dict__)  # noqa: S102  it is the user's own
+            job = _function(module, script)()
+    except (ConfigError, UsageError):
+        raise
+    except SystemExit as end:
+        raise UsageError(f"{script.name} exits with {end.code} for the arguments {' '.join(script.arguments)}") from end
+    # It is somebody else's code, and may fail in any way.
+    except Exception as error:
+        raise ConfigError(f"{script.name}{_line_of(error, script)}: {type(error).__name__}: {error}") from error
+    if not isinstance(job, Job):
+        raise ConfigError(f"{script.name}: {_FUNCTION}() returns {type(job).__name__}, not an oobleck.Job")
+    return job
+
+
+def _function(module: types.ModuleType, script: ScriptSpec) -> Callable[[], object]:
+    function: object = getattr(module, _FUNCTION, None)
+    if not callable(function):
+        raise ConfigError(f"{script.name}: it has no function {_FUNCTION}() that returns an oobleck.Job")
+    return function
+
+
+@contextmanager
+def _surroundings(script: ScriptSpec) -> Iterator[None]:
+    """What a script finds around it: its arguments, and the modules beside it where its directory is."""
+    arguments = sys.argv
+    sys.argv = [script.name, *script.arguments]
+    if Path(script.directory).is_dir() and script.directory not in sys.path:
+        sys.path.insert(0, script.directory)
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+
+
+def _line_of(error: BaseException, script: ScriptSpec) -> str:
+    """The line of the script where an error came about."""
+    if isinstance(error, SyntaxError) and error.filename == script.name:
+        return f":{error.lineno}"
+    line = None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == script.name:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return "" if line is None else f":{line}"
