@@ -20,6 +20,7 @@ from typing import Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, ModelSpec
 
+from .job_aliases import in_own_words
 from .nearest import did_you_mean, nearest
 from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
 
@@ -57,20 +58,23 @@ def default_job(num_nodes: int) -> JobSpec:
     return JobSpec(num_pipelines=2 if num_nodes > 1 else None)
 
 
-def load_job(text: str, *, source: str) -> JobSpec:
-    """Read a job file; `source` names it in errors.
+def load_job(text: str, *, source: str, base: JobSpec | None = None, has_lines: bool = True) -> JobSpec:
+    """Read a job file; `source` names it in errors, together with the line unless `has_lines` says that it has none.
+
+    What the file leaves out keeps the value that it has in `base`, by default its own default.
 
     Raises ConfigError, beginning with "source:line:", that names the key, the value and what to change.
     """
     try:
-        tree = parse_yaml(text)
+        tree = in_own_words(parse_yaml(text))
         changes = _read_spec(JobSpec, tree, (), lenient=False)
     except YamlError as error:
-        raise ConfigError(f"{source}:{error.line}: {error}") from error
+        raise ConfigError(f"{source}{f':{error.line}' if has_lines else ''}: {error}") from error
     try:
-        return _changed(JobSpec(), changes)
+        return _changed(base or JobSpec(), changes)
     except ConfigError as error:
-        raise ConfigError(f"{source}:{_line_of(tree, _blamed(error))}: {error}") from error
+        line = f":{_line_of(tree, _blamed(error))}" if has_lines else ""
+        raise ConfigError(f"{source}{line}: {error}") from error
 
 
 def parse_override(text: str) -> Override:
@@ -97,7 +101,8 @@ def apply_overrides(job: JobSpec, overrides: Sequence[Override]) -> JobSpec:
     changes: dict[str, object] = {}
     for override in overrides:
         try:
-            read = _read_spec(JobSpec, _nested(override.path, override.value), (), lenient=True)
+            tree = in_own_words(_nested(override.path, override.value))
+            read = _read_spec(JobSpec, tree, (), lenient=True)
         except YamlError as error:
             raise UsageError(f"--set {override.text}: {error}") from error
         changes = _merged(changes, read)

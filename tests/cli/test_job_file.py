@@ -36,6 +36,40 @@ def test_a_file_that_says_nothing_is_the_default_job(text):
     assert load(text) == JobSpec()
 
 
+def test_the_names_of_training_arguments_are_understood():
+    text = """
+        run_name: mine
+        learning_rate: 1e-4
+        optimizer: {weight_decay: 0.3}
+        per_device_train_batch_size: 4
+        bf16: true
+        fp16: false
+        gradient_checkpointing: true
+    """
+    job = load(text)
+    assert (job.tag, job.microbatch_size, job.dtype, job.activation_checkpointing) == ("mine", 4, "bfloat16", True)
+    assert (job.optimizer.learning_rate, job.optimizer.weight_decay) == (1e-4, 0.3)
+    assert change("learning_rate=0.5", "optimizer.weight_decay=0").optimizer.learning_rate == 0.5
+
+
+def test_the_job_files_of_oobleck_0_1_are_understood():
+    text = """
+        dist: {master_ip: 10.0.0.1, node_ips: [10.0.0.2, 10.0.0.3], num_workers: 1}
+        job: {fault_threshold: 3, microbatch_size: 8, global_microbatch_size: 128, steps: 50}
+        model:
+          model_name: gpt2
+          model_tag: test
+          dataset_path: wikitext
+          dataset_name: wikitext-2-raw-v1
+          model_args: {n_layer: 24}
+    """
+    job = load(text)
+    assert (job.tag, job.fault_threshold, job.max_steps) == ("test", 3, 50)
+    assert (job.microbatch_size, job.global_batch_size) == (8, 128)
+    assert (job.model.type, dict(job.model.config)) == ("gpt2", {"n_layer": 24})
+    assert (job.data.dataset_path, job.data.dataset_name) == ("wikitext", "wikitext-2-raw-v1")
+
+
 def test_the_default_job_shows_two_pipelines_where_there_are_nodes_for_them():
     assert default_job(1) == JobSpec()
     assert default_job(4) == JobSpec(num_pipelines=2)
@@ -136,7 +170,11 @@ def test_every_job_that_can_be_written_is_read_back(job):
     ("text", "line", "problem"),
     [
         ("seed: 1\nmax_stps: 3", 2, "unknown key 'max_stps'; did you mean max_steps?"),
-        ("learning_rate: 1", 1, "unknown key 'learning_rate'; did you mean optimizer.learning_rate?"),
+        ("max_bytes: 1", 1, "unknown key 'max_bytes'; did you mean data.max_bytes?"),
+        ("seed: 1\nlearning_rate: fast", 2, "optimizer.learning_rate: expected a number, got 'fast'"),
+        ("learning_rate: 1\noptimizer:\n  learning_rate: 2", 3, "optimizer.learning_rate is given twice, here and in"),
+        ("dtype: float32\nfp16: true", 2, "dtype is given twice, here and in line 1"),
+        ("bf16: 3", 1, "bf16: expected true or false"),
         ("data:\n  seed: 1", 2, "unknown key 'seed' in data; did you mean seed?"),
         ("optimizer:\n  learning_rte: 1", 2, "unknown key 'learning_rte' in optimizer; did you mean learning_rate?"),
         ("optimiser:\n  learning_rate: 1", 1, "unknown key 'optimiser'; did you mean optimizer?"),

@@ -1,0 +1,123 @@
+"""Other names of a job's keys: those of `TrainingArguments`, and those of Oobleck 0.1's job files.
+
+Both are put where the job has them before anything else is read, so that lines and errors stay those of the file.
+
+    TrainingArguments   learning_rate, warmup_steps, per_device_train_batch_size, bf16, gradient_checkpointing, …
+    Oobleck 0.1         sections `job` and `model` (model_name, model_args, dataset_path, …), `dist`, `steps`, …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue
+
+__all__ = ["in_own_words"]
+
+_OPTIMIZER = (
+    "optim",
+    "optim_args",
+    "learning_rate",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "weight_decay",
+    "max_grad_norm",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+)
+_PLACES: dict[str, tuple[str, ...]] = {
+    **{key: ("optimizer", key) for key in _OPTIMIZER},
+    "per_device_train_batch_size": ("microbatch_size",),
+    "gradient_checkpointing": ("activation_checkpointing",),
+    "run_name": ("tag",),
+    "global_microbatch_size": ("global_batch_size",),
+    "steps": ("max_steps",),
+    "model_name": ("model", "type"),
+    "model_args": ("model", "config"),
+    "model_tag": ("tag",),
+    "dataset_path": ("data", "dataset_path"),
+    "dataset_name": ("data", "dataset_name"),
+}
+"""Where a key of the top, or of the sections `job` and `model`, belongs."""
+_MODEL_KEYS = ("model_name", "model_args", "model_tag", "dataset_path", "dataset_name")
+"""What is not a key of the model's configuration, in its section."""
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+_NODES = "dist"
+"""The section that named the nodes; a hostfile does now."""
+
+_Entry = tuple[tuple[str, ...], YamlScalar, YamlValue]
+
+
+def in_own_words(tree: YamlValue) -> YamlValue:
+    """Return the tree with every key where the job has it. Raises YamlError for one that is given twice."""
+    if not isinstance(tree, YamlMapping):
+        return tree
+    return _nested(tree, list(_placed(tree)), ())
+
+
+def _placed(tree: YamlMapping) -> Iterator[_Entry]:
+    """The entries with the paths at which they belong."""
+    for key, value in tree.entries:
+        if key.text == "job" and isinstance(value, YamlMapping):
+            yield from _placed(value)
+        elif key.text == "model" and isinstance(value, YamlMapping):
+            yield from _placed_of_model(key, value)
+        elif key.text in _PRECISIONS:
+            yield from _precision(key, value)
+        elif key.text != _NODES:
+            yield from _spread(_PLACES.get(key.text, (key.text,)), key, value)
+
+
+def _placed_of_model(key: YamlScalar, section: YamlMapping) -> Iterator[_Entry]:
+    own = []
+    for inner, value in section.entries:
+        if inner.text in _MODEL_KEYS:
+            yield _PLACES[inner.text], inner, value
+        else:
+            own.append((inner, value))
+    if own or not section.entries:
+        yield from _spread(("model",), key, YamlMapping(entries=tuple(own), line=section.line))
+
+
+def _spread(path: tuple[str, ...], key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
+    """A section as its entries, so that a key within it and another name of that key can be told to be one."""
+    if path in (("optimizer",), ("data",), ("model",)) and isinstance(value, YamlMapping) and value.entries:
+        for inner, item in value.entries:
+            yield (*path, inner.text), inner, item
+    else:
+        yield path, key, value
+
+
+def _precision(key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
+    if not isinstance(value, YamlScalar) or not isinstance(value.value, bool):
+        raise YamlError(f"{key.text}: expected true or false", key.line)
+    if value.value:
+        name = _PRECISIONS[key.text]
+        yield ("dtype",), key, YamlScalar(value=name, text=name, line=value.line)
+
+
+def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -> YamlMapping:
+    """The entries below a path as a mapping."""
+    found: dict[str, tuple[YamlScalar, YamlValue]] = {}
+    for path, key, value in entries:
+        if path[: len(prefix)] != prefix or path == prefix:
+            continue
+        name, rest = path[len(prefix)], path[len(prefix) + 1 :]
+        if not rest:
+            if name in found and _is_nothing(value):
+                continue
+            if name in found:
+                raise YamlError(f"{'.'.join(path)} is given twice, here and in line {found[name][0].line}", key.line)
+            found[name] = (YamlScalar(value=name, text=name, line=key.line), value)
+        elif name not in found or _is_nothing(found[name][1]):
+            inner = _nested(YamlMapping(entries=(), line=key.line), entries, (*prefix, name))
+            found[name] = (YamlScalar(value=name, text=name, line=key.line), inner)
+        elif not isinstance(found[name][1], YamlMapping):
+            raise YamlError(f"{name} is given twice, here and in line {found[name][0].line}", key.line)
+    return YamlMapping(entries=tuple(found.values()), line=tree.line)
+
+
+def _is_nothing(value: YamlValue) -> bool:
+    return isinstance(value, YamlScalar) and value.value is None
