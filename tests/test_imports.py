@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "ui": _PURE,
     "cli": _WORLD | {"script", "checkpoint", "runtime", "sim", "ui"},
     "__main__": {"cli"},
+    "__init__": {"script"},
 }
 
 PURE_FLOORS = ("errors", "job", "json_table", "planner", "schedule", "control")
