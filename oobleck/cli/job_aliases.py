@@ -27,7 +27,9 @@ _OPTIMIZER = (
     "lr_scheduler_kwargs",
     "warmup_steps",
 )
+_DATA = ("sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
 _PLACES: dict[str, tuple[str, ...]] = {
+    **{key: ("data", key) for key in _DATA},
     **{key: ("optimizer", key) for key in _OPTIMIZER},
     "per_device_train_batch_size": ("microbatch_size",),
     "gradient_checkpointing": ("activation_checkpointing",),

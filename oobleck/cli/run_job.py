@@ -41,6 +41,7 @@ from oobleck.runtime.journal_file import JournalWriter, read_journal, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.run_dir import RunDirectory
+from oobleck.runtime.script_process import CallbackProcess
 from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
 from oobleck.ui.live import LineLog, run_dashboard, run_lines, wants_dashboard
 from oobleck.ui.summary_table import summary_table
@@ -112,7 +113,11 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
             try:
                 async with trio.open_nursery() as watching:
                     session.show(console, watching)
+                    callbacks = session.start_callbacks(directory, watching)
                     end = await master.run()
+                    if callbacks is not None:
+                        callbacks.finish()
+                        await callbacks.closed.wait()
                     watching.cancel_scope.cancel()
             finally:
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
@@ -250,6 +255,19 @@ class _Session:
         master.observe(self._note)
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)
+
+    def start_callbacks(self, directory: RunDirectory, nursery: trio.Nursery) -> CallbackProcess | None:
+        """Start what runs the script's callbacks, if it has any."""
+        script = self._run.job.script
+        if script is None or "callbacks" not in script.provides:
+            return None
+        stop = StopRequested(now=False, exit_code=ExitCode.DONE, reason="a callback wanted training to stop")
+        process = CallbackProcess(
+            self._run.job, log=directory.path / "script.log", on_stop=lambda: self._master.submit(stop)
+        )
+        self._master.observe(process.tell)
+        nursery.start_soon(process.run)
+        return process
 
     def show(self, console: Console, nursery: trio.Nursery) -> None:
         """Start what keeps a person informed."""

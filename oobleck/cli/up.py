@@ -22,7 +22,14 @@ _DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
 
 
 def up(
-    hostfile: Annotated[Path | None, typer.Argument(help="Nodes to train on, one a line.", show_default=False)] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[HOSTFILE] [SCRIPT.py] [-- ARGUMENTS]",
+            help="Nodes to train on, one a line; a script that returns the job; and what it wants to be told.",
+            show_default=False,
+        ),
+    ] = None,
     local: Annotated[
         int | None, typer.Option("--local", metavar="N", help="Train on N virtual nodes of this machine.")
     ] = None,
@@ -83,11 +90,12 @@ def up(
     """
     if resume not in ("auto", "never"):
         raise UsageError(f"--resume: {resume} is not known; it is auto or never")
+    hostfile, script, arguments = _parse_words(words or [])
     nodes = _read_nodes(hostfile, local)
     names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
     if summary is not None and not os.access(summary.expanduser().parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
-    job = _read_job(job_file, settings or [], num_nodes=len(names))
+    job = _read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
     job = _with_options(job, steps=steps, dtype=dtype, seed=seed, f=fault_threshold, pipelines=pipelines, tag=tag)
     if job.num_pipelines is not None and job.num_pipelines > len(names):
         raise ConfigError(
@@ -123,8 +131,31 @@ def up(
     raise SystemExit(run_job(run))
 
 
-def _read_job(path: Path | None, settings: list[str], *, num_nodes: int) -> JobSpec:
-    job = default_job(num_nodes) if path is None else load_job(_read(path, "job file"), source=str(path))
+def _parse_words(words: list[str]) -> tuple[Path | None, Path | None, tuple[str, ...]]:
+    """Tell a hostfile, a script and the script's arguments apart: a script's name ends in .py."""
+    scripts = [index for index, word in enumerate(words[:2]) if word.endswith(".py")]
+    end = scripts[0] if scripts else len(words)
+    if end > 1:
+        raise UsageError(f"{words[1]}: there is nothing more to name but a script, whose name ends in .py")
+    hostfile = Path(words[0]) if end else None
+    script = Path(words[end]) if scripts else None
+    return hostfile, script, tuple(words[end + 1 :])
+
+
+def _read_job(
+    path: Path | None, script: Path | None, arguments: tuple[str, ...], settings: list[str], *, num_nodes: int
+) -> JobSpec:
+    """The default job, or the one of a file, a script, or both: what the script says counts for more."""
+    if path is None and script is None:
+        job = default_job(num_nodes)
+    else:
+        job = JobSpec() if path is None else load_job(_read(path, "job file"), source=str(path))
+    if script is not None:
+        from oobleck.runtime.script_process import describe_script
+
+        described = describe_script(script, arguments)
+        job = load_job(described.settings, source=f"{script}, what job() returns", base=job, has_lines=False)
+        job = replace(job, script=described.spec)
     return apply_overrides(job, [parse_override(text) for text in settings])
 
 

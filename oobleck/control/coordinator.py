@@ -61,6 +61,8 @@ from .messages import (
     AgentMessage,
     AgentStopped,
     CommitRecord,
+    Evaluating,
+    EvaluationDone,
     Finished,
     FinishStep,
     Heartbeat,
@@ -244,10 +246,9 @@ class Coordinator:
 
     def _act_on_time(self, now_s: float) -> None:
         for member in self._members.living:
-            # Compared as `next_deadline` computes it: a difference may round to less, and be due for ever.
-            if now_s >= member.last_heard_s + self._job.control.lease_s:
-                evidence = f"not heard of for {now_s - member.last_heard_s:.1f} s"
-                self._node_failed(member.spec.name, Cause.LEASE_EXPIRED, evidence)
+            silent_s = now_s - member.last_heard_s
+            if silent_s >= self._job.control.lease_s:
+                self._node_failed(member.spec.name, Cause.LEASE_EXPIRED, f"not heard of for {silent_s:.1f} s")
         if now_s >= self._start_deadline_s:
             self._end_the_start()
         if now_s >= self._reconfiguration.deadline_s:
@@ -400,6 +401,8 @@ class Coordinator:
                 self._pass_on(node, message)
             case StepCommitted(record=record):
                 self._step_committed(record)
+            case Evaluating() | EvaluationDone():
+                self._evaluating(message)
             case Status():
                 self._reconfiguration.status([Place(node=node, device=message.device)], message)
             case Resumed():
@@ -520,6 +523,12 @@ class Coordinator:
         limit_s = self._job.control.start_timeout_s
         raise RunOver(1, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}")
 
+    def _evaluating(self, message: Evaluating | EvaluationDone) -> None:
+        if self.phase is Phase.TRAINING:
+            self._progress.expect(HANG_FLOOR_S)
+        if isinstance(message, EvaluationDone):
+            self._progress.evaluate(message)
+
     def _step_committed(self, record: CommitRecord) -> None:
         if self._progress.commit(record) and self.phase is Phase.TRAINING:
             self._progress.expect(HANG_FLOOR_S)
@@ -582,6 +591,8 @@ def _check_device(member: Member, message: AgentMessage) -> None:
             | WorkerExited(device=device)
             | Profiled(device=device)
             | StepCommitted(device=device)
+            | Evaluating(device=device)
+            | EvaluationDone(device=device)
             | Status(device=device)
             | Resumed(device=device)
             | PeerFailed(device=device)

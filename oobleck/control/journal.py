@@ -18,6 +18,7 @@ from .messages import CommitRecord, Segment
 __all__ = [
     "Action",
     "Cause",
+    "Evaluated",
     "JobEnded",
     "JobStarted",
     "JournalEntry",
@@ -238,6 +239,20 @@ class StepsDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The model of a step was evaluated on samples that it is not trained on."""
+
+    t_s: float
+    step: int
+    loss: float
+    num_samples: int
+    duration_s: float
+
+    def describe(self) -> str:
+        return f"evaluation after step {self.step}: loss {self.loss:.4f} ({self.num_samples} samples)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted:
     """Nodes were lost; survivors are being fenced."""
 
@@ -322,6 +337,7 @@ JournalEntry = (
     | WorkerDown
     | PlanAdopted
     | StepDone
+    | Evaluated
     | StepsDone
     | RecoveryStarted
     | RecoveryDone

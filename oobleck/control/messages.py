@@ -18,6 +18,8 @@ __all__ = [
     "AgentStopped",
     "CommitRecord",
     "Configure",
+    "Evaluating",
+    "EvaluationDone",
     "Fence",
     "FinishStep",
     "Finished",
@@ -176,6 +178,25 @@ class StepCommitted:
 
     device: int
     record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating:
+    """A worker evaluates, so no step is to be expected for a while; said every second or so."""
+
+    device: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDone:
+    """The model of a step is evaluated; said by the first stage of each pipeline."""
+
+    device: int
+    step: int
+    loss: float
+    num_samples: int
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,6 +415,8 @@ AgentMessage = (
     | WorkerExited
     | Profiled
     | StepCommitted
+    | Evaluating
+    | EvaluationDone
     | Status
     | Resumed
     | PeerFailed
@@ -410,7 +433,17 @@ MasterMessage = (
 """What the master says to an agent and, through it, to workers."""
 
 WorkerMessage = (
-    WorkerReady | Profiled | StepCommitted | Status | Resumed | PeerFailed | StorePut | Finished | WorkerFailed
+    WorkerReady
+    | Profiled
+    | StepCommitted
+    | Evaluating
+    | EvaluationDone
+    | Status
+    | Resumed
+    | PeerFailed
+    | StorePut
+    | Finished
+    | WorkerFailed
 )
 """What a worker says to its agent."""
 

@@ -7,8 +7,8 @@ from collections import deque
 
 from oobleck.job import JobSpec
 
-from .journal import StepDone
-from .messages import CommitRecord
+from .journal import Evaluated, StepDone
+from .messages import CommitRecord, EvaluationDone
 from .outbox import Outbox
 
 __all__ = ["HANG_FLOOR_S", "Progress"]
@@ -26,6 +26,7 @@ class Progress:
         self._tokens_per_sample = job.data.sequence_length
         self._outbox = outbox
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
+        self._evaluated_step = 0
         self.last_record: CommitRecord | None = None
         """Of the newest step that is known to be committed."""
         self.progressed_s = 0.0
@@ -46,6 +47,21 @@ class Progress:
         tokens = record.num_samples * self._tokens_per_sample
         self._outbox.record(StepDone(t_s=self._outbox.now_s, record=record, tokens=tokens))
         return True
+
+    def evaluate(self, message: EvaluationDone) -> None:
+        """Note an evaluation, unless another reporter told it before."""
+        if message.step <= self._evaluated_step:
+            return
+        self._evaluated_step = message.step
+        self._outbox.record(
+            Evaluated(
+                t_s=self._outbox.now_s,
+                step=message.step,
+                loss=message.loss,
+                num_samples=message.num_samples,
+                duration_s=message.duration_s,
+            )
+        )
 
     def restore(self, record: CommitRecord) -> None:
         """Note a step that the journal knows."""

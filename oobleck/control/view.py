@@ -17,6 +17,7 @@ from oobleck.planner import ExecutionPlan, Stage
 from .goodput import TimeAccount
 from .journal import (
     Cause,
+    Evaluated,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -110,7 +111,7 @@ class RunView:
                 self._recovering = {g for g in self._recovering if g > entry.generation}
                 self._num_recoveries += 1
                 self._changing = frozenset()
-            case Notice() | StepsDone() | MasterResumed() | ProfileKnown():
+            case Notice() | StepsDone() | Evaluated() | MasterResumed() | ProfileKnown():
                 pass
             case JobEnded():
                 self._ended = entry

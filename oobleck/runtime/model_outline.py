@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from oobleck.errors import ConfigError, ResourceLost
 from oobleck.job import JobSpec
+from oobleck.wire import encode_json
 
 __all__ = ["LayerOutline", "ModelOutline", "outline_of"]
 
@@ -39,16 +40,10 @@ def outline_of(job: JobSpec) -> ModelOutline:
 
     Raises ConfigError for a model that cannot be, ResourceLost when the process fails or takes more than two minutes.
     """
-    asked = {
-        "type": job.model.type,
-        "config": dict(job.model.config),
-        "vocab_size": job.data.vocab_size,
-        "sequence_length": job.data.sequence_length,
-    }
-    command = [sys.executable, "-m", "oobleck.training.outline", json.dumps(asked)]
+    command = [sys.executable, "-m", "oobleck.training.outline"]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command, input=encode_json(job).decode(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise ResourceLost(f"the model's outline took more than {_TIMEOUT_S:g} s") from error

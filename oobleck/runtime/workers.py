@@ -100,7 +100,8 @@ class ForkingWorkerHost:
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         """Tokenise the text while the fork server still imports torch; the agent that started it does so."""
         await self._connected.wait()
-        if not self._has_started_server:
+        makes_data = job.script is not None and "data" in job.script.provides
+        if not self._has_started_server or makes_data:
             return
         fields = json.dumps(asdict(job.text))
         await trio.run_process(

@@ -20,9 +20,10 @@ from oobleck.control.standing import PeerLost, Standing
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import ScheduleKind, compile_schedule
-from oobleck.wire import CommitRecord, Order, Resumed, StepCommitted
+from oobleck.wire import CommitRecord, Evaluating, EvaluationDone, Order, Resumed, StepCommitted
 
 from .data import Dataset
+from .evaluation import Evaluator
 from .executor import Lane, StepWork, execute
 from .groups import GroupKey, GroupTable
 from .loss_scale import LossScale
@@ -76,12 +77,13 @@ class Engine:
         place: Place,
         *,
         dataset: Dataset,
+        validation: Dataset | None = None,
         structure: ModelStructure,
         optimizer: Optimizer,
         groups: GroupTable,
         signals: Signals,
         standing: Standing,
-        report: Callable[[StepCommitted | Resumed], None],
+        report: Callable[[StepCommitted | Resumed | Evaluating | EvaluationDone], None],
     ) -> None:
         self._job = job
         self._place = place
@@ -102,6 +104,11 @@ class Engine:
             activation_checkpointing=job.activation_checkpointing,
         )
         self._optimizer = optimizer
+        self._evaluator = (
+            Evaluator(job, validation, signals=signals, on_progress=self._say_evaluating)
+            if validation is not None and job.eval_steps
+            else None
+        )
         self._schedule = ScheduleKind(job.schedule)
         self._plan: ExecutionPlan | None = None
         self._lane: Lane | None = None
@@ -141,10 +148,44 @@ class Engine:
         assert self._reducer is not None
         assert self._commit_key is not None
         stop = False
+        self._evaluate(self._plan, self._lane, self._commit_key)
         while self._standing.applied < self._job.max_steps and not stop:
             self._compute(self._plan, self._lane, self._standing.applied + 1, self._reducer)
             stop = self._end_step(self._reducer, self._commit_key)
+            if not stop:
+                self._evaluate(self._plan, self._lane, self._commit_key)
         return True
+
+    def _evaluate(self, plan: ExecutionPlan, lane: Lane, key: GroupKey) -> None:
+        """Evaluate the model if it is due. Raises Interrupted or PeerLost."""
+        step = self._standing.applied
+        if self._evaluator is None or not self._evaluator.is_due(step):
+            return
+        located = plan.locate(self._place)
+        assert located is not None
+        self._say_resumed()
+        outcome = self._evaluator.run(
+            step,
+            model=self._model,
+            lane=lane,
+            share=(located[0], len(plan.pipelines)),
+            generation=key.generation,
+            everyone=self._groups[key] if len(key.members) > 1 else None,
+            interrupted=self._standing.is_fenced,
+        )
+        self._step_ended_s = time.monotonic()
+        if lane.is_first:
+            done = EvaluationDone(
+                device=self._place.device,
+                step=step,
+                loss=outcome.loss,
+                num_samples=outcome.num_samples,
+                duration_s=outcome.duration_s,
+            )
+            self._report(done)
+
+    def _say_evaluating(self, step: int) -> None:
+        self._report(Evaluating(device=self._place.device, step=step))
 
     def time_spent(self) -> tuple[float, float]:
         """Seconds of the latest steps in which this worker computed, and in which it waited for its neighbours."""

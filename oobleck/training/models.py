@@ -9,6 +9,7 @@ stage, and only hidden states travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -176,6 +177,15 @@ class StageModel:
                 return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
         finally:
             self._received = self._key = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block nothing is dropped."""
+        self._model.eval()
+        try:
+            yield
+        finally:
+            self._model.train()
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         hidden: torch.Tensor = self._model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state

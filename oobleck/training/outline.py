@@ -1,7 +1,7 @@
-"""What a model is made of, told by a process of its own: `python -m oobleck.training.outline SPECIFICATION`.
+"""What a model is made of, told by a process of its own: `python -m oobleck.training.outline`.
 
-For those who may not load torch, or do not want to: the specification comes as JSON, the answer is JSON, and what is
-wrong with the specification is a message on stderr with the exit status 78. No memory is allocated for the model.
+For those who may not load torch, or do not want to: the job comes as a line of JSON on stdin, the answer is JSON, and
+what is wrong with the job is a message on stderr with the exit status 78. No memory is allocated for the model.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import json
 import math
 import sys
 
-from oobleck.errors import ConfigError
-from oobleck.job import ModelSpec
+from oobleck.errors import UserError
+from oobleck.job import JobSpec
+from oobleck.wire import decode_json
 
+from .assembly import structure_of_job
 from .structure import ModelStructure
 
 __all__ = ["main"]
@@ -33,14 +35,11 @@ _SHAPE_KEYS = (
 
 
 def main() -> int:
-    """Read the specification, print the outline; returns the exit status."""
-    asked = json.loads(sys.argv[1])
-    model = ModelSpec(type=asked["type"], config=asked["config"])
+    """Read the job, print the outline; returns the exit status."""
+    job = decode_json((JobSpec,), sys.stdin.readline())
     try:
-        structure = ModelStructure.from_spec(
-            model, vocab_size=asked["vocab_size"], sequence_length=asked["sequence_length"]
-        )
-    except ConfigError as error:
+        structure = structure_of_job(job)
+    except UserError as error:
         sys.stderr.write(f"{error}\n")
         return _EXIT_CONFIG
     sys.stdout.write(json.dumps(_outline(structure)))

@@ -83,6 +83,7 @@ class _Worker:
             job,
             setup.place,
             dataset=self._dataset,
+            validation=assembly.validation,
             structure=self._structure,
             optimizer=assembly.optimizer,
             groups=GroupTable(setup.place, setup.address, self._board, self._signals),

@@ -66,7 +66,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["hosts", "--job", "broken.yaml"], 78, ["broken.yaml:"]),
         (["hosts", "--set", "max_step=3"], 2, ["--set max_step=3", "max_steps"]),
         (["hosts", "--set", "optimizer.learning_rate=fast"], 2, ["--set", "expected a number", "'fast'"]),
-        (["hosts", "--dtype", "float8"], 2, ["--dtype", "float32 or float64"]),
+        (["hosts", "--dtype", "float8"], 2, ["--dtype", "float32, float64, bfloat16, float16"]),
         (["hosts", "--pipelines", "3"], 78, ["num_pipelines: 3", "2 nodes", "at least one node"]),
         (["hosts", "--kill", "node9@5"], 2, ["--kill", "'node9'", "node1, node2"]),
         (["hosts", "--kill", "node1"], 2, ["--kill", "NODE@STEP", "node2@20"]),

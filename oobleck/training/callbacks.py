@@ -1,0 +1,141 @@
+"""A script's callbacks, told of what the journal says.
+
+They have the events of transformers' `TrainerCallback`, whose subclasses work as they are, and one more: `on_recovery`.
+They run beside the master and not in a worker, so that no failure of a node ends them or calls them twice, and none of
+them can hold up training. So they see what the journal tells: losses, rates, evaluations, recoveries; no tensors.
+
+    event            when
+    on_init_end      the run begins
+    on_train_begin   the first plan is in force
+    on_step_begin    before each step, as far as the order of events goes
+    on_step_end      a step is committed: state.global_step, state.log_history
+    on_log           after each step and each evaluation: logs=
+    on_evaluate      an evaluation is done: metrics={"eval_loss": …}
+    on_recovery      the run goes on after a loss, a join or a departure: recovery=, the journal's entry
+    on_train_end     the run ends
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+
+from oobleck.control.journal import (
+    Evaluated,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    PlanAdopted,
+    RecoveryDone,
+    StepDone,
+)
+from oobleck.job import JobSpec
+
+__all__ = ["CallbackRunner"]
+
+
+class CallbackRunner:
+    """Calls callbacks, one event after the other. One that raises is told of on stderr, and goes on to be called."""
+
+    def __init__(self, callbacks: Sequence[object], job: JobSpec) -> None:
+        self._callbacks = callbacks
+        self._arguments = _training_arguments(job)
+        self._state = TrainerState(max_steps=job.max_steps, train_batch_size=job.microbatch_size, logging_steps=1)
+        self._state.log_history = []
+        self._control = TrainerControl()
+        self._has_begun = False
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether a callback has set `control.should_training_stop`."""
+        return bool(self._control.should_training_stop)
+
+    def take(self, entry: JournalEntry) -> None:
+        """Tell the callbacks of the next entry of the journal."""
+        for event, details in self._events(entry):
+            for callback in self._callbacks:
+                self._call(callback, event, details)
+
+    def _events(self, entry: JournalEntry) -> Iterator[tuple[str, dict[str, Any]]]:
+        match entry:
+            case JobStarted():
+                yield "on_init_end", {}
+            case PlanAdopted() if not self._has_begun:
+                self._has_begun = True
+                yield "on_train_begin", {}
+                yield "on_step_begin", {}
+            case StepDone():
+                yield from self._step(entry)
+            case Evaluated():
+                yield "on_evaluate", {"metrics": {"eval_loss": entry.loss}}
+                best = self._state.best_metric  # callbacks compare with what was best before
+                self._state.best_metric = entry.loss if best is None else min(best, entry.loss)
+                yield "on_log", {"logs": self._note({"eval_loss": entry.loss}, entry.step)}
+            case RecoveryDone():
+                yield "on_recovery", {"recovery": entry}
+            case JobEnded():
+                yield "on_train_end", {}
+
+    def _step(self, entry: StepDone) -> Iterator[tuple[str, dict[str, Any]]]:
+        record = entry.record
+        self._state.global_step = record.step
+        logs = {"loss": record.loss, "grad_norm": record.grad_norm, "learning_rate": record.learning_rate}
+        noted = self._note({name: value for name, value in logs.items() if math.isfinite(value)}, record.step)
+        yield "on_step_end", {}
+        yield "on_log", {"logs": noted}
+        if record.step < self._state.max_steps:
+            yield "on_step_begin", {}
+
+    def _note(self, logs: dict[str, float], step: int) -> dict[str, float]:
+        self._state.log_history.append({**logs, "step": step})
+        return logs
+
+    def _call(self, callback: object, event: str, details: dict[str, Any]) -> None:
+        method: Any = getattr(callback, event, None)
+        if method is None:
+            return
+        try:
+            answer = method(self._arguments, self._state, self._control, **details)
+        except Exception:  # noqa: BLE001  it is somebody else's code, and training does not depend on it
+            print(f"{type(callback).__name__}.{event} failed:", file=sys.stderr)  # noqa: T201  its own log
+            traceback.print_exc()
+            return
+        if isinstance(answer, TrainerControl):
+            self._control = answer
+
+
+def _training_arguments(job: JobSpec) -> SimpleNamespace:
+    """What callbacks may want to know, by the names of `TrainingArguments`."""
+    optimizer = job.optimizer
+    return SimpleNamespace(
+        run_name=job.tag,
+        output_dir=job.tag,
+        max_steps=job.max_steps,
+        per_device_train_batch_size=job.microbatch_size,
+        train_batch_size=job.global_batch_size,
+        seed=job.seed,
+        bf16=job.dtype == "bfloat16",
+        fp16=job.dtype == "float16",
+        gradient_checkpointing=job.activation_checkpointing,
+        eval_steps=job.eval_steps,
+        logging_steps=1,
+        optim=optimizer.optim,
+        learning_rate=optimizer.learning_rate,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_epsilon=optimizer.adam_epsilon,
+        max_grad_norm=optimizer.max_grad_norm,
+        lr_scheduler_type=optimizer.lr_scheduler_type,
+        warmup_steps=optimizer.warmup_steps,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        load_best_model_at_end=True,
+        job=job,
+    )

@@ -1,0 +1,127 @@
+"""Evaluation between two steps: every pipeline takes its share of the samples forward, and all sum their losses.
+
+Nothing of a step is in flight meanwhile, so a failure costs the evaluation alone: whoever is interrupted gives it up,
+and recovery goes on as it does between any two steps. Whether a step's evaluation is due depends on its number alone;
+a plan that takes effect at such a step begins with it, so that all who are in the plan agree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from oobleck.errors import ConfigError
+from oobleck.job import JobSpec
+
+from .data import Dataset
+from .executor import Lane
+from .groups import Group
+from .models import MicrobatchKey, StageModel
+from .randomness import derive_seed
+from .signals import Signals
+
+__all__ = ["Evaluation", "Evaluator"]
+
+_PROGRESS_INTERVAL_S = 1.0
+_TAGS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The outcome of one evaluation, equal on every rank."""
+
+    loss: float
+    num_samples: int
+    duration_s: float
+
+
+class Evaluator:
+    """Evaluates a job's model on the samples that are kept for it."""
+
+    def __init__(self, job: JobSpec, dataset: Dataset, *, signals: Signals, on_progress: Callable[[int], None]) -> None:
+        """`on_progress` is called with the step every second or so, for whoever waits for another step.
+
+        Raises ConfigError where there are fewer samples than one microbatch has.
+        """
+        self._job = job
+        self._dataset = dataset
+        self._signals = signals
+        self._on_progress = on_progress
+        num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
+        self._num_microbatches = num_samples // job.microbatch_size
+        if not self._num_microbatches:
+            raise ConfigError(
+                f"eval_steps: {num_samples} samples are not one microbatch of {job.microbatch_size}; keep more by "
+                "data.validation_split, or raise max_eval_samples"
+            )
+
+    def is_due(self, step: int) -> bool:
+        """Whether the model of a step is to be evaluated."""
+        return step > 0 and self._job.eval_steps is not None and step % self._job.eval_steps == 0
+
+    def run(
+        self,
+        step: int,
+        *,
+        model: StageModel,
+        lane: Lane,
+        share: tuple[int, int],
+        generation: int,
+        everyone: Group | None,
+        interrupted: Callable[[], bool],
+    ) -> Evaluation:
+        """Evaluate the model of a step, together with all others in the plan.
+
+        `share` is this pipeline's number and how many there are, `everyone` the group of all workers, if there are
+        others. Raises Interrupted or PeerLost; nothing is lost by it but the evaluation.
+        """
+        began_s = time.monotonic()
+        sends: list[tuple[Work, torch.Tensor]] = []
+        total = torch.zeros((), dtype=torch.float64)
+        told_s = -_PROGRESS_INTERVAL_S
+        with model.evaluating(), torch.no_grad():
+            for microbatch in range(share[0], self._num_microbatches, share[1]):
+                if time.monotonic() - told_s >= _PROGRESS_INTERVAL_S:
+                    told_s = time.monotonic()
+                    self._on_progress(step)
+                # Of an evaluation that was given up, a receive may still be waiting in a group that goes on.
+                tag = _TAGS + derive_seed("evaluation", generation, step, microbatch) % _TAGS
+                hidden = self._received(model, lane, tag, interrupted)
+                output = self._forward(model, hidden, step, microbatch)
+                if lane.is_last:
+                    total += float(output)
+                else:
+                    assert lane.group is not None
+                    output = output.contiguous()
+                    sends.append((lane.group.send(output, lane.stage + 1, tag), output))
+        if everyone is not None:
+            everyone.all_reduce(total, self._signals).wait(interrupted)
+        return Evaluation(
+            loss=float(total),
+            num_samples=self._num_microbatches * self._job.microbatch_size,
+            duration_s=time.monotonic() - began_s,
+        )
+
+    def _received(
+        self, model: StageModel, lane: Lane, tag: int, interrupted: Callable[[], bool]
+    ) -> torch.Tensor | None:
+        self._signals.wait(lambda: not interrupted(), interrupted)
+        if lane.is_first:
+            return None
+        structure, group = model.structure, lane.group
+        assert group is not None
+        shape = (self._job.microbatch_size, structure.sequence_length, structure.hidden_size)
+        hidden = torch.empty(shape, dtype=model.hidden_dtype, device=model.device)
+        self._signals.call(lambda: group.receive(hidden, lane.stage - 1, tag), interrupted)
+        return hidden
+
+    def _forward(self, model: StageModel, hidden: torch.Tensor | None, step: int, microbatch: int) -> torch.Tensor:
+        size = self._job.microbatch_size
+        batch = self._dataset.batch(range(microbatch * size, (microbatch + 1) * size)).to(model.device)
+        num_items = self._num_microbatches * size * self._dataset.items_per_sample
+        key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
+        return model.forward(batch, hidden, num_items=num_items, key=key)

@@ -1,0 +1,88 @@
+"""Every example runs, at a size that a test can afford; the scripts with a node that is killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .harness import TAG, Outcome, Runner
+from .test_losses import assert_nothing_lost
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = ("--tag", TAG, "--set", "torch_threads=1", "--set", "data.max_bytes=200000")
+
+
+def _script(runner: Runner, name: str, *arguments: str, options: tuple[str, ...] = ()) -> Outcome:
+    nodes = ("--local", "4", str(EXAMPLES / name), *options, *TINY)
+    return runner.run(*(("--", *arguments) if arguments else ()), nodes=nodes)
+
+
+def _entries(runner: Runner, kind: str) -> list[dict[str, object]]:
+    return [entry for entry in runner.journal() if entry["@type"] == kind]
+
+
+def test_every_example_is_tested() -> None:
+    mine = Path(__file__).read_text()
+    assert [path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name not in mine] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2.yaml", "llama.yaml"])
+def test_job_files(runner: Runner, name: str) -> None:
+    outcome = runner.run("--job", str(EXAMPLES / name), "--steps", "6", *TINY)
+    assert_nothing_lost(outcome, 6)
+
+
+def test_llama_from_a_script_with_evaluation_and_callbacks(runner: Runner) -> None:
+    """`llama.py`: its arguments arrive, its callbacks hear of steps, evaluations and the recovery."""
+    options = ("--set", "eval_steps=4", "--set", "num_pipelines=2", "--kill", "node3@6")
+    arguments = ("--hidden-size", "32", "--layers", "3", "--steps", "12")
+    outcome = _script(runner, "llama.py", *arguments, options=options)
+    assert_nothing_lost(outcome, 12)
+    evaluated = _entries(runner, "Evaluated")
+    assert [entry["step"] for entry in evaluated] == [4, 8, 12]
+    losses = [entry["loss"] for entry in evaluated]
+    assert losses == sorted(losses, reverse=True), "it learns"
+    log = (runner.base_dir / TAG / "script.log").read_text()
+    assert "step 12: {'loss': " in log
+    assert "step 8: {'eval_loss': " in log
+    assert "node3 lost; " in log
+    assert "failed" not in log
+
+
+def test_a_model_of_ones_own_survives_a_kill(runner: Runner) -> None:
+    """`own_model.py`: layers, data, optimizer and schedule are the script's."""
+    outcome = _script(runner, "own_model.py", options=("--steps", "60", "--kill", "node1@20"))
+    assert_nothing_lost(outcome, 60)
+    assert outcome.losses[-1] < outcome.losses[0] / 2, "it learns to say what came before"
+    rates = [entry["record"]["learning_rate"] for entry in _entries(runner, "StepDone")]  # type: ignore[index]
+    assert rates[:3] == pytest.approx([3e-4, 6e-4, 9e-4])
+
+
+def test_fine_tuning_a_saved_model(runner: Runner, tmp_path: Path) -> None:
+    """`finetune.yaml`: a directory with weights and a tokenizer, JSON lines, bfloat16, evaluation."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    lines = [f"line {number} says {number * number}" for number in range(2000)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(lines, trainer)
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    saved.save_pretrained(tmp_path / "model")
+    config = GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=tokenizer.get_vocab_size(), n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+
+    outcome = runner.run(
+        *("--job", str(EXAMPLES / "finetune.yaml"), "--steps", "12", "--tag", TAG, "--kill", "node0@5"),
+        *("--set", f"model.path={tmp_path / 'model'}", "--set", f"data.paths=[{tmp_path / 'corpus.jsonl'}]"),
+        *("--set", "data.sequence_length=32", "--set", "global_batch_size=8", "--set", "eval_steps=6"),
+        *("--set", "learning_rate=5e-3", "--set", "warmup_steps=2", "--set", "torch_threads=1"),
+    )
+    assert_nothing_lost(outcome, 12)
+    assert outcome.losses[-1] < outcome.losses[0] - 0.3, "it learns"
+    assert [entry["step"] for entry in _entries(runner, "Evaluated")] == [6, 12]

@@ -1,0 +1,106 @@
+"""Jobs as Python scripts: what they may return, and what is said of those that fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from oobleck import Job
+from oobleck.cli.job_file import load_job
+from oobleck.errors import ConfigError, OobleckError, UsageError
+from oobleck.job import JobSpec, ScriptSpec
+from oobleck.runtime.script_process import describe_script
+from oobleck.script import run_script
+
+
+def script(source: str, *arguments: str, directory: str = "/nowhere") -> ScriptSpec:
+    return ScriptSpec(name="train.py", source=source, arguments=arguments, directory=directory)
+
+
+def test_settings_and_what_is_made_are_told_apart():
+    source = """
+from oobleck import Job
+
+def layers(): ...
+
+def job():
+    return Job(model=layers, data={"sequence_length": 8}, optimizer=lambda groups: None, learning_rate=0.1,
+               callbacks=[object()])
+"""
+    job = run_script(script(source))
+    assert job.provides == ("model", "optimizer", "callbacks")
+    assert job.made.keys() == {"model", "optimizer"}
+    assert job.settings == {"learning_rate": 0.1, "data": {"sequence_length": 8}, "model": {"type": "script"}}
+
+
+def test_arguments_are_in_argv_and_modules_lie_beside(tmp_path: Path):
+    (tmp_path / "my_settings_module.py").write_text("STEPS = 7\n")
+    source = """
+import argparse
+from oobleck import Job
+from my_settings_module import STEPS
+
+def job():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    return Job(learning_rate=parser.parse_args().lr, max_steps=STEPS)
+"""
+    before = sys.argv
+    job = run_script(script(source, "--lr", "0.25", directory=str(tmp_path)))
+    assert job.settings == {"learning_rate": 0.25, "max_steps": 7}
+    assert sys.argv is before
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "message"),
+    [
+        ("x = 1", ConfigError, r"train\.py: it has no function job\(\) that returns an oobleck\.Job"),
+        ("def job():\n    return 5", ConfigError, r"job\(\) returns int, not an oobleck\.Job"),
+        ("def job():\n\n    return undefined", ConfigError, r"train\.py:3: NameError: name 'undefined' is not defined"),
+        ("import no_such_module", ConfigError, r"train\.py:1: ModuleNotFoundError"),
+        ("def job(:", ConfigError, r"train\.py:1: SyntaxError"),
+        ("import sys\ndef job():\n    sys.exit(2)", UsageError, r"train\.py exits with 2 for the arguments --what"),
+        ("from oobleck import Job\ndef job():\n    return Job(modle=3)", None, ""),
+    ],
+)
+def test_scripts_that_fail_say_where(source: str, kind: type[OobleckError] | None, message: str):
+    if kind is None:  # a wrong setting is a setting still, for the reader of job files to name
+        assert run_script(script(source)).settings == {"modle": 3}
+        return
+    with pytest.raises(kind, match=message):
+        run_script(script(source, "--what"))
+
+
+def test_a_script_is_described_in_a_process_of_its_own(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import sys\nfrom oobleck import Job\nprint('words of its own')\n"
+        "def job():\n    return Job(max_steps=int(sys.argv[1]), seed=3, bf16=True, data=list)\n"
+    )
+    described = describe_script(path, ("9",))
+    assert described.spec == ScriptSpec(
+        name="train.py", source=path.read_text(), arguments=("9",), directory=str(tmp_path), provides=("data",)
+    )
+    job = load_job(described.settings, source="train.py", base=JobSpec(tag="base"), has_lines=False)
+    assert (job.tag, job.max_steps, job.seed, job.dtype) == ("base", 9, 3, "bfloat16")
+    with pytest.raises(ConfigError, match=r"train\.py:5: ValueError: invalid literal"):
+        describe_script(path, ("many",))
+    with pytest.raises(UsageError, match="No such file"):
+        describe_script(tmp_path / "none.py", ())
+    path.write_text("import os\nos._exit(3)")
+    with pytest.raises(ConfigError, match="ended by itself, with the exit code 3"):
+        describe_script(path, ())
+
+
+def test_wrong_settings_of_a_script_are_named_without_a_line():
+    with pytest.raises(ConfigError, match=r"^train\.py: unknown key 'modle'; did you mean model\?"):
+        load_job('{"modle": 3}', source="train.py", has_lines=False)
+    with pytest.raises(ConfigError, match=r"^train\.py: max_steps: 0 is not possible"):
+        load_job('{"max_steps": 0}', source="train.py", has_lines=False)
+
+
+def test_a_job_needs_no_torch():
+    assert Job().provides == ()
+    assert Job(model="llama").settings == {"model": "llama"}
