@@ -59,6 +59,15 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        name="check",
+        target="oobleck.cli.check:check",
+        help="Test nodes before a job, and name the faulty and the slow ones.",
+        examples=(
+            ("oobleck check hosts.txt", "every node alone, then in pairs"),
+            ("oobleck check hosts.txt --json", "for a program; the exit status is 0 only when all are healthy"),
+        ),
+    ),
+    Command(
         name="plan",
         target="oobleck.cli.plan:plan",
         help="Show the pipelines that a job would use, and what failures would do to them.",

@@ -16,7 +16,7 @@ from .hostfile import parse_hostfile
 from .job_file import apply_overrides, default_job, load_job, parse_override
 from .options import BaseDirOption, JsonOption, base_dir_of
 
-__all__ = ["up"]
+__all__ = ["read_nodes", "readable_file", "up"]
 
 _DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
 
@@ -91,7 +91,7 @@ def up(
     if resume not in ("auto", "never"):
         raise UsageError(f"--resume: {resume} is not known; it is auto or never")
     hostfile, script, arguments = _parse_words(words or [])
-    nodes = _read_nodes(hostfile, local)
+    nodes = read_nodes(hostfile, local)
     names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
     if summary is not None and not os.access(summary.expanduser().parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
@@ -121,7 +121,7 @@ def up(
         num_local=local or 0,
         kills=kills,
         python=python,
-        ssh_config=_readable(ssh_config, "ssh config") if ssh_config is not None else None,
+        ssh_config=readable_file(ssh_config, "ssh config") if ssh_config is not None else None,
         plain=plain,
         as_json=as_json,
         summary=summary,
@@ -183,7 +183,7 @@ def _with_options(
     return replace(job, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]  # checked just above, and by JobSpec itself
 
 
-def _read_nodes(hostfile: Path | None, local: int | None) -> tuple[NodeSpec, ...]:
+def read_nodes(hostfile: Path | None, local: int | None) -> tuple[NodeSpec, ...]:
     """The hostfile's nodes; none where virtual nodes are wanted, which have no addresses yet."""
     if (hostfile is None) == (local is None):
         raise UsageError("name the nodes by a hostfile, or ask for virtual ones with --local N; one of the two")
@@ -208,7 +208,7 @@ def _read(path: Path, what: str) -> str:
         raise ConfigError(f"{what} {path}: not a text file ({error.reason} at byte {error.start})") from error
 
 
-def _readable(path: Path, what: str) -> Path:
+def readable_file(path: Path, what: str) -> Path:
     """A file that others will read, from anywhere. Raises UsageError where it cannot be read."""
     _read(path, what)
     return path.expanduser().absolute()

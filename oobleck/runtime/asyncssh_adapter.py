@@ -20,12 +20,14 @@ import asyncssh
 import trio
 import trio_asyncio
 
-__all__ = ["SSHStream", "await_asyncio", "awaitable_by_asyncio", "open_ssh_loop"]
+__all__ = ["SSHCommandStream", "SSHStream", "await_asyncio", "awaitable_by_asyncio", "open_ssh_loop"]
 
 T = TypeVar("T")
 
 _RECEIVE_HIGH_BYTES = 1 << 20
 """Above this many unread bytes the peer is asked to pause."""
+
+_ERRORS_KEPT_BYTES = 4096
 
 open_ssh_loop = trio_asyncio.open_loop
 """An async context manager: SSH works within it."""
@@ -180,3 +182,32 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
             yield
         finally:
             setattr(self, flag, False)
+
+
+class SSHCommandStream(SSHStream):
+    """The input and output of a command on a node as a trio stream; the end of what it says to stderr is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._errors = bytearray()
+        self.exit_status: int | None = None
+
+    @property
+    def errors(self) -> str:
+        """The last that the command said to stderr."""
+        return self._errors.decode(errors="replace").strip()
+
+    # --- called by asyncssh ----------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes, datatype: object = None) -> None:
+        if datatype is None:
+            super().data_received(data)
+            return
+        self._errors += data
+        del self._errors[:-_ERRORS_KEPT_BYTES]
+
+    def exit_status_received(self, status: int) -> None:
+        self.exit_status = status
+
+    def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
+        self.exit_status = -1

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import asyncssh
 import trio
@@ -19,7 +19,7 @@ import trio
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 
-from .asyncssh_adapter import SSHStream, await_asyncio, open_ssh_loop
+from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio, open_ssh_loop
 from .known_hosts import KnownHosts, find_known_hosts
 
 __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_ssh_loop"]
@@ -124,6 +124,14 @@ class SSHConnection:
             raise trio.BrokenResourceError(f"{self._node}: socket {path}: {error}") from error
         assert isinstance(stream, SSHStream)
         return stream
+
+    async def open_command(self, command: str) -> SSHCommandStream:
+        """Start a shell command, and talk to it. Raises trio.BrokenResourceError."""
+        try:
+            _, stream = await self._open(self._connection.create_session, SSHCommandStream, command, encoding=None)
+        except (asyncssh.Error, OSError) as error:
+            raise trio.BrokenResourceError(f"{self._node}: {error}") from error
+        return cast("SSHCommandStream", stream)
 
     async def _open(self, function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:
         """Open a channel. A cancelled attempt costs the connection: asyncssh would leave the channel half-open."""

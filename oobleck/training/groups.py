@@ -27,7 +27,7 @@ from .inbox import Inbox
 from .rendezvous import Board, BoardStore
 from .signals import Signals
 
-__all__ = ["Group", "GroupKey", "GroupTable", "Reduction"]
+__all__ = ["Group", "GroupKey", "GroupTable", "Reduction", "open_device"]
 
 _FORMING_TIMEOUT_S = 60.0
 _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane, never by a timeout down here
@@ -130,7 +130,7 @@ class GroupTable:
         self._signals = signals
         self._groups: dict[GroupKey, Group] = {}
         self._abandoned: list[Group] = []
-        self._device = _open_device(address)
+        self._device = open_device(address)
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
@@ -177,7 +177,7 @@ class GroupTable:
         return Group(key, self._place, group, store)
 
 
-def _open_device(address: str) -> object:
+def open_device(address: str) -> object:
     """Open the network device of an address, a host name or a network interface of this machine.
 
     Raises ConfigError where nobody can listen there.

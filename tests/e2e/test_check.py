@@ -1,0 +1,57 @@
+"""`oobleck check` on real nodes of which one really is slow."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+
+def throttle(node: str, share: float, check: subprocess.Popen[str]) -> None:
+    """Let the probe of a node run for a share of the time only, as a CPU limit does, until the check ends."""
+    period_s, probe = 0.1, None
+    while check.poll() is None:
+        with suppress(psutil.Error):
+            if probe is None or not probe.is_running():
+                probe = find_probe(node, check.pid)
+            if probe is not None:
+                probe.send_signal(signal.SIGSTOP)
+                time.sleep(period_s * (1 - share))
+                probe.send_signal(signal.SIGCONT)
+        time.sleep(period_s * share)
+
+
+def find_probe(node: str, master: int) -> psutil.Process | None:
+    for process in psutil.Process(master).children(recursive=True):
+        with suppress(psutil.Error):
+            line = process.cmdline()
+            if "oobleck.training.node_probe" in line and node in line:
+                return process
+    return None
+
+
+@pytest.mark.slow
+def test_a_node_under_a_cpu_limit_is_named_and_its_partner_is_not(tmp_path):
+    command = [sys.executable, "-m", "oobleck", "check", "--local", "4", "--json", "--slow-factor", "2.5"]
+    with subprocess.Popen(
+        [*command, "--base-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as check:
+        limiting = threading.Thread(target=throttle, args=("node2", 0.15, check))
+        limiting.start()
+        output, errors = check.communicate(timeout=200)
+        limiting.join()
+    assert output, errors
+    report = json.loads(output)
+    health = {node["verdict"]["node"]: node["verdict"]["health"] for node in report["nodes"]}
+    assert health == {"node0": "healthy", "node1": "healthy", "node2": "slow", "node3": "healthy"}
+    assert report["links"] == []
+    assert report["healthy"] is False
+    assert report["nodes"][2]["verdict"]["factor"] > 2.5
+    assert check.returncode == 1
