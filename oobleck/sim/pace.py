@@ -54,6 +54,10 @@ class Pace:
         slowed = tuple(factors.get(node, 1.0) for node in pipeline.nodes) if factors else ()
         return self._compute_s(pipeline.template, num_microbatches, slowed if any(f != 1.0 for f in slowed) else ())
 
+    def template_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
+        """Seconds in which a pipeline of a template, on nodes of usual speed, takes so many microbatches."""
+        return self._compute_s(template, num_microbatches, ())
+
     def reduce_s(self, plan: ExecutionPlan) -> float:
         """Seconds of the reduction of gradients, as the planner counts them."""
         templates = {id(each.template): each.template for each in plan.pipelines}

@@ -1,0 +1,172 @@
+"""ReCycle (SOSP 2024): the microbatches of a lost node go to its data-parallel peers, and no state moves.
+
+Pipelines are equal, and a stage's peers in all pipelines hold the same layers. When a stage has lost k of its D
+workers, the D - k others take its work over: D / (D - k) times as much. ReCycle splits the backward pass so that this
+fills the bubbles; at best a step takes
+
+    max( (m + P - 1) w,  m D / (D - k) w + (P - 1) w / 3 )
+
+for m microbatches a pipeline, P stages of w seconds a microbatch (a third of them forward), and the stage with the
+most losses. Here that bound is taken as reached. Nodes that join take an empty place at once, and copy its layers
+from a peer meanwhile. When a stage has no worker left, the job starts again from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from math import floor
+
+from oobleck.sim.outcome import Activity, Outcome
+from oobleck.sim.trace import Trace
+
+from .happenings import Happening, happenings
+from .ledger import Ledger
+from .throughput import Grids
+
+__all__ = ["ABOUT", "play"]
+
+ABOUT = "ReCycle (SOSP'24): peers of the same stage take over a lost node's microbatches; the step in flight is redone"
+
+_FORWARD_SHARE = 1 / 3
+
+
+def play(
+    trace: Trace,
+    grids: Grids,
+    *,
+    batch_size: int,
+    tokens_per_sample: int,
+    reroute_s: float,
+    restart_s: float,
+    start_s: float,
+    checkpoint_every_s: float,
+    seed: int = 0,
+) -> Outcome:
+    """Play a trace. `reroute_s` is the pause of a loss that peers take over, `restart_s` that of one they cannot."""
+    run = _Run(trace, grids, batch_size, tokens_per_sample, reroute_s, restart_s, start_s, checkpoint_every_s)
+    for happening in happenings(trace):
+        run.move_to(happening.t_s)
+        run.happen(happening)
+    run.move_to(trace.duration_s)
+    best_s = grids.step_s(max(count for _, count in trace.counts))
+    return run.ledger.outcome(
+        policy="recycle",
+        about=ABOUT,
+        seed=seed,
+        reason=f"the trace ends after {int(run.ledger.steps)} steps",
+        max_steps=int(trace.duration_s / best_s) if best_s else 0,
+    )
+
+
+class _Run:
+    def __init__(
+        self,
+        trace: Trace,
+        grids: Grids,
+        batch_size: int,
+        tokens_per_sample: int,
+        reroute_s: float,
+        restart_s: float,
+        start_s: float,
+        checkpoint_every_s: float,
+    ) -> None:
+        self._grids = grids
+        self._reroute_s, self._restart_s = reroute_s, restart_s
+        self._checkpoint_every_s = checkpoint_every_s
+        self.ledger = Ledger(batch_size=batch_size, tokens_per_sample=tokens_per_sample)
+        self._here = dict.fromkeys(trace.start)
+        self._slowest = 1.0
+        self._waiting = Activity.STARTING
+        self._up_s = start_s
+        self._saved_s = start_s
+        self._done = 0.0
+        """Steps since the newest checkpoint."""
+        self._build()
+
+    def _build(self) -> None:
+        """Lay the nodes that are there out as equal pipelines: node i is stage i % depth of its pipeline."""
+        depth = self._grids.depth(len(self._here))
+        whole_s = self._grids.step_s(len(self._here))
+        self._depth = depth or 0
+        self._num_pipelines = len(self._here) // depth if depth else 0
+        self._whole_s = whole_s
+        self._stage_of = {node: index % depth for index, node in enumerate(self._here)} if depth else {}
+        self._away: dict[str, int] = {}  # node -> its stage, of lost nodes
+        self._used = set(list(self._here)[: self._depth * self._num_pipelines])
+
+    @property
+    def _step_s(self) -> float | None:
+        if self._whole_s is None:
+            return None
+        lost = [0] * self._depth
+        for stage in self._away.values():
+            lost[stage] += 1
+        peers = self._num_pipelines - max(lost, default=0)
+        if peers < 1:
+            return None
+        m = max(1, self._grids.num_microbatches // self._num_pipelines)
+        fault_free = m + self._depth - 1
+        rerouted = m * self._num_pipelines / peers + (self._depth - 1) * _FORWARD_SHARE
+        return self._whole_s * max(1.0, rerouted / fault_free) * self._slowest
+
+    def move_to(self, t_s: float) -> None:
+        step_s = self._step_s
+        if step_s is None:
+            self.ledger.spend(t_s, Activity.IDLE)
+            return
+        self.ledger.spend(min(t_s, self._up_s), self._waiting)
+        length_s = t_s - self.ledger.now_s
+        if length_s > 0:
+            self._done += length_s / step_s
+            if self._checkpoint_every_s > 0 and t_s - self._saved_s >= self._checkpoint_every_s:
+                since_s = (t_s - self._saved_s) % self._checkpoint_every_s
+                self._saved_s = t_s - since_s
+                self._done = min(self._done, since_s / step_s)
+            self.ledger.train(t_s, steps=length_s / step_s, step_s=step_s, checkpoint_s=0.0, wasted_s=0.0)
+
+    def happen(self, happening: Happening) -> None:
+        step_s = self._step_s
+        self._slowest = happening.slowest
+        for node in happening.lost:
+            self._here.pop(node, None)
+        lost = self._used.intersection(happening.lost)
+        for node in sorted(lost):
+            self._used.discard(node)
+            self._away[node] = self._stage_of.pop(node)
+        for node in happening.joined:
+            self._here[node] = None
+        self._fill_places()
+        if self._step_s is None:
+            self._restart(happening, step_s)
+        elif lost:
+            self._reroute(happening.t_s, tuple(sorted(lost)), step_s)
+
+    def _fill_places(self) -> None:
+        """Put nodes that are there and idle into the places of lost ones."""
+        idle = [node for node in self._here if node not in self._used]
+        for gone, node in zip(list(self._away), idle, strict=False):
+            self._stage_of[node] = self._away.pop(gone)
+            self._used.add(node)
+
+    def _reroute(self, t_s: float, lost: tuple[str, ...], step_s: float | None) -> None:
+        if step_s is not None:
+            in_flight = self._done - floor(self._done)
+            self._done -= in_flight
+            self.ledger.lose(in_flight, step_s)
+        self._pause(t_s, self._reroute_s)
+        self.ledger.recovered(began_s=t_s, nodes=lost, action="reinstantiate", stall_s=self._reroute_s)
+
+    def _restart(self, happening: Happening, step_s: float | None) -> None:
+        if step_s is not None:
+            self.ledger.lose(self._done, step_s)
+            self._done = 0.0
+        self._build()
+        if self._step_s is not None:
+            self._pause(happening.t_s, self._restart_s)
+            self._saved_s = self._up_s
+            self.ledger.recovered(
+                began_s=happening.t_s, nodes=happening.lost, action="checkpoint", stall_s=self._restart_s
+            )
+
+    def _pause(self, t_s: float, pause_s: float) -> None:
+        self._waiting = Activity.RECOVERING
+        self._up_s = t_s + pause_s

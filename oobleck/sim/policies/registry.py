@@ -1,0 +1,133 @@
+"""The policies by name, each on a job's settings: constants, and where they come from.
+
+| constant | value | source |
+|---|---|---|
+| start of a new process, from a lost node to training again (restart) | 60 s | a warm standby takes about 1 min |
+| Varuna: restart | 30 s + state / 0.16 GB/s | fits what the SOSP'23 artifact measured for five models (76 to 701 s) |
+| Varuna: checkpoint, training waits | 10 s + state / 1 GB/s | the same (11 to 120 s) |
+| Bamboo: failover to the node that holds a copy | 30 s | the SOSP'23 artifact |
+| Bamboo: rebuilding pipelines from a checkpoint | as Varuna's restart | the SOSP'23 artifact (76 to 450 s) |
+| ReCycle: rerouting | 1 s | a new plan is looked up, not computed |
+
+The state is 16 bytes a parameter at most: what the profile says of parameters and optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from oobleck.sim.outcome import Outcome, outcome_of_journal
+from oobleck.sim.sweep import SweepSettings, sweep
+from oobleck.sim.trace import Trace
+
+from . import recycle
+from .stop_and_go import Rules, adjacent_in_grid, play
+from .throughput import Grids, Plans, redundant_profile
+
+__all__ = ["POLICIES", "PolicySettings"]
+
+_PROCESS_START_S = 60.0
+_RESTART_FIXED_S, _RESTART_BYTES_PER_S = 30.0, 0.16e9
+_CHECKPOINT_FIXED_S, _CHECKPOINT_BYTES_PER_S = 10.0, 1e9
+_FAILOVER_S = 30.0
+_REROUTE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """A job, and who is told of progress: seconds that are simulated."""
+
+    job: SweepSettings
+    report: Callable[[float], None] = lambda _: None
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(layer.state_bytes for layer in self.job.profile.layers)
+
+    @property
+    def restart_s(self) -> float:
+        return _RESTART_FIXED_S + self.state_bytes / _RESTART_BYTES_PER_S
+
+
+def _oobleck(trace: Trace, settings: PolicySettings) -> Outcome:
+    journal = sweep(trace, settings.job, report=settings.report)
+    return outcome_of_journal(
+        journal, policy="oobleck", about="Oobleck: the real coordinator and planner; whole pipelines finish the step"
+    )
+
+
+def _restart(trace: Trace, settings: PolicySettings) -> Outcome:
+    job = settings.job
+    rules = Rules(
+        name="restart",
+        about="Checkpoint and restart: all stop at a loss, and go on from the newest checkpoint with the nodes left",
+        throughput=Plans(job),
+        batch_size=job.global_batch_size,
+        tokens_per_sample=job.profile.sequence_length,
+        start_s=job.costs.node_start_s,
+        pause_s=_PROCESS_START_S + job.costs.checkpoint_read_s,
+        checkpoint_every_s=job.checkpoint_interval_s,
+    )
+    return play(trace, rules, seed=job.seed)
+
+
+def _varuna(trace: Trace, settings: PolicySettings) -> Outcome:
+    job = settings.job
+    rules = Rules(
+        name="varuna",
+        about="Varuna (EuroSys'22): a grid of equal pipelines is chosen anew at each loss, from the newest checkpoint",
+        throughput=Grids(job),
+        batch_size=job.global_batch_size,
+        tokens_per_sample=job.profile.sequence_length,
+        start_s=job.costs.node_start_s,
+        pause_s=settings.restart_s,
+        checkpoint_every_s=job.checkpoint_interval_s,
+        checkpoint_s=_CHECKPOINT_FIXED_S + settings.state_bytes / _CHECKPOINT_BYTES_PER_S,
+    )
+    return play(trace, rules, seed=job.seed)
+
+
+def _bamboo(trace: Trace, settings: PolicySettings) -> Outcome:
+    job = settings.job
+    profile = redundant_profile(job.profile)
+    depth = Grids(job, profile=profile).depth(len(trace.start))
+    rules = Rules(
+        name="bamboo",
+        about="Bamboo (NSDI'23): every node computes its neighbour's layers too, and takes over when that is lost",
+        throughput=Grids(job, profile=profile, depth=depth),
+        batch_size=job.global_batch_size,
+        tokens_per_sample=job.profile.sequence_length,
+        start_s=job.costs.node_start_s,
+        pause_s=_FAILOVER_S,
+        rolls_back=adjacent_in_grid(depth or 1),
+        rollback_pause_s=settings.restart_s,
+        checkpoint_every_s=job.checkpoint_interval_s,
+        joins_at_once=True,
+        join_pause_s=_FAILOVER_S,
+    )
+    return play(trace, rules, seed=job.seed)
+
+
+def _recycle(trace: Trace, settings: PolicySettings) -> Outcome:
+    job = settings.job
+    return recycle.play(
+        trace,
+        Grids(job),
+        batch_size=job.global_batch_size,
+        tokens_per_sample=job.profile.sequence_length,
+        reroute_s=_REROUTE_S,
+        restart_s=_PROCESS_START_S + job.costs.checkpoint_read_s,
+        start_s=job.costs.node_start_s,
+        checkpoint_every_s=job.checkpoint_interval_s,
+        seed=job.seed,
+    )
+
+
+POLICIES: Mapping[str, Callable[[Trace, PolicySettings], Outcome]] = {
+    "oobleck": _oobleck,
+    "restart": _restart,
+    "varuna": _varuna,
+    "bamboo": _bamboo,
+    "recycle": _recycle,
+}

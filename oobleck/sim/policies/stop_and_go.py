@@ -1,0 +1,194 @@
+"""Systems that stop at a loss and go on after a pause: all of them but those that reroute work.
+
+They differ in how fast so many nodes are, how long the pause is, and what of the work is lost: the step in flight,
+or everything since the newest checkpoint. Training is followed in fractions of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import floor, inf
+
+from oobleck.sim.outcome import Activity, Outcome
+from oobleck.sim.trace import Trace
+
+from .happenings import Happening, happenings
+from .ledger import Ledger
+from .throughput import Throughput
+
+__all__ = ["Rules", "adjacent_in_grid", "play"]
+
+
+def _always(_lost: Collection[str], _used: Sequence[str]) -> bool:
+    return True
+
+
+def adjacent_in_grid(depth: int) -> Callable[[Collection[str], Sequence[str]], bool]:
+    """Say whether two neighbours of one pipeline are lost at once, when so many nodes in turn form a pipeline."""
+
+    def are_adjacent(lost: Collection[str], used: Sequence[str]) -> bool:
+        places = sorted(index for index, node in enumerate(used) if node in lost)
+        return any(b - a == 1 and a // depth == b // depth for a, b in pairwise(places))
+
+    return are_adjacent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How a system behaves."""
+
+    name: str
+    about: str
+    throughput: Throughput
+    batch_size: int
+    tokens_per_sample: int = 1
+    start_s: float = 0.0
+    pause_s: float
+    """From a loss until training goes on; a loss within it begins it anew."""
+    rolls_back: Callable[[Collection[str], Sequence[str]], bool] | None = _always
+    """Whether a loss of these of the nodes in use costs all steps since the newest checkpoint; None for never."""
+    rollback_pause_s: float | None = None
+    """The pause after that, where it is another one."""
+    lost_share: Callable[[float], float] = lambda done: done
+    """What of a step in flight is lost when this share of it is done, in steps; where nothing is rolled back."""
+    checkpoint_every_s: float = inf
+    checkpoint_every_steps: int | None = None
+    """In place of seconds."""
+    checkpoint_s: float = 0.0
+    """How long each checkpoint keeps training waiting."""
+    joins_at_once: bool = False
+    """Nodes that join take part at once; by default, after the next loss."""
+    join_pause_s: float = 0.0
+    max_nodes: int | None = None
+
+
+def play(trace: Trace, rules: Rules, *, seed: int = 0) -> Outcome:
+    """Play a trace; O(events · nodes that change)."""
+    run = _Run(trace, rules)
+    for happening in happenings(trace):
+        run.move_to(happening.t_s)
+        run.happen(happening)
+    run.move_to(trace.duration_s)
+    return run.close(seed)
+
+
+class _Run:
+    def __init__(self, trace: Trace, rules: Rules) -> None:
+        self._rules = rules
+        self._trace = trace
+        self._ledger = Ledger(batch_size=rules.batch_size, tokens_per_sample=rules.tokens_per_sample)
+        self._here = dict.fromkeys(trace.start)
+        self._slowest = 1.0
+        self._waiting = Activity.STARTING
+        self._up_s = rules.start_s
+        self._pos_s = 0.0
+        """Seconds into the time from one checkpoint to the next."""
+        self._use()
+
+    def _use(self) -> None:
+        """Train on the nodes that are there."""
+        self._used = tuple(self._here)[: self._rules.max_nodes]
+        self._set_pace()
+
+    def _set_pace(self) -> None:
+        usual_s = self._rules.throughput.step_s(len(self._used))
+        self._step_s = usual_s * self._slowest if usual_s is not None else None
+        if self._rules.checkpoint_every_steps is not None:
+            self._steps_each: float = self._rules.checkpoint_every_steps
+        else:
+            self._steps_each = max(1.0, self._rules.checkpoint_every_s / self._step_s) if self._step_s else inf
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def move_to(self, t_s: float) -> None:
+        ledger = self._ledger
+        if self._step_s is None:
+            ledger.spend(t_s, Activity.IDLE)
+            return
+        ledger.spend(min(t_s, self._up_s), self._waiting)
+        length_s = t_s - ledger.now_s
+        if length_s <= 0:
+            return
+        before = self._steps_in(self._pos_s)
+        cycles, self._pos_s = self._split(self._pos_s + length_s)
+        made = cycles * (self._steps_each if cycles else 0.0) + self._steps_in(self._pos_s) - before
+        checkpoint_s = max(0.0, length_s - made * self._step_s)
+        ledger.train(t_s, steps=made, step_s=self._step_s, checkpoint_s=checkpoint_s, wasted_s=0.0)
+
+    def _split(self, pos_s: float) -> tuple[int, float]:
+        if self._steps_each == inf or self._step_s is None:
+            return 0, pos_s
+        cycle_s = self._steps_each * self._step_s + self._rules.checkpoint_s
+        return int(pos_s // cycle_s), pos_s % cycle_s
+
+    def _steps_in(self, pos_s: float) -> float:
+        assert self._step_s is not None
+        return min(pos_s / self._step_s, self._steps_each)
+
+    # --- happenings -----------------------------------------------------------------------------------------------
+
+    def happen(self, happening: Happening) -> None:
+        for node in happening.lost:
+            self._here.pop(node, None)
+        for node in happening.joined:
+            self._here[node] = None
+        lost = set(happening.lost).intersection(self._used)
+        if happening.slowest != self._slowest:
+            self._slow(happening.slowest)
+        if lost:
+            self._fail(happening.t_s, lost)
+        elif happening.joined and (self._rules.joins_at_once or self._step_s is None):
+            self._join(happening)
+
+    def _slow(self, slowest: float) -> None:
+        done = self._steps_in(self._pos_s) if self._step_s is not None else 0.0
+        self._slowest = slowest
+        self._set_pace()
+        self._pos_s = done * self._step_s if self._step_s is not None else 0.0
+
+    def _fail(self, t_s: float, lost: set[str]) -> None:
+        rules = self._rules
+        rolls_back = rules.rolls_back is not None and rules.rolls_back(lost, self._used)
+        if self._step_s is not None:
+            self._forget(rolls_back=rolls_back)
+        pause_s = rules.pause_s
+        if rolls_back and rules.rollback_pause_s is not None:
+            pause_s = rules.rollback_pause_s
+        self._begin(t_s, pause_s)
+        action = "checkpoint" if rolls_back else "reinstantiate"
+        self._ledger.recovered(began_s=t_s, nodes=tuple(sorted(lost)), action=action, stall_s=pause_s)
+
+    def _forget(self, *, rolls_back: bool) -> None:
+        assert self._step_s is not None
+        done = self._steps_in(self._pos_s)
+        forgotten = done if rolls_back else self._rules.lost_share(done - floor(done))
+        self._ledger.lose(forgotten, self._step_s)
+        self._pos_s = 0.0 if rolls_back else (done - forgotten) * self._step_s
+
+    def _join(self, happening: Happening) -> None:
+        pause_s = self._rules.join_pause_s if self._step_s is not None else self._rules.pause_s
+        done = self._steps_in(self._pos_s) if self._step_s is not None else 0.0
+        self._begin(happening.t_s, pause_s)
+        self._pos_s = done * self._step_s if self._step_s is not None else 0.0
+        self._ledger.recovered(
+            began_s=happening.t_s, nodes=happening.joined, action="absorb", stall_s=pause_s, cause="joined"
+        )
+
+    def _begin(self, t_s: float, pause_s: float) -> None:
+        self._waiting = Activity.RECOVERING
+        self._up_s = t_s + pause_s
+        done = self._steps_in(self._pos_s) if self._step_s is not None else 0.0
+        self._use()
+        self._pos_s = done * self._step_s if self._step_s is not None else 0.0
+
+    def close(self, seed: int) -> Outcome:
+        best_s = self._rules.throughput.step_s(max(count for _, count in self._trace.counts))
+        return self._ledger.outcome(
+            policy=self._rules.name,
+            about=self._rules.about,
+            seed=seed,
+            reason=f"the trace ends after {int(self._ledger.steps)} steps",
+            max_steps=int(self._trace.duration_s / best_s) if best_s else 0,
+        )

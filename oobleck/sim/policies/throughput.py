@@ -1,0 +1,126 @@
+"""How fast so many nodes train: from plans on a profile, or from a table that somebody measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from oobleck.errors import PlanningError
+from oobleck.planner import PipelineTemplate, Planner, Profile
+from oobleck.planner.sizes import reduction_s
+from oobleck.sim.pace import Pace
+from oobleck.sim.sweep import SweepSettings
+
+__all__ = ["Grids", "Plans", "Table", "Throughput", "redundant_profile"]
+
+
+class Throughput(Protocol):
+    """Seconds of a step by the number of nodes."""
+
+    def step_s(self, num_nodes: int) -> float | None:
+        """Seconds of one step; None where so few nodes cannot train."""
+        ...
+
+
+class Table:
+    """Samples a second as they were measured, by the number of nodes; more nodes than the most are as fast as these."""
+
+    def __init__(self, samples_per_s: Mapping[int, float], *, batch_size: int) -> None:
+        self._rates = samples_per_s
+        self._most = max(samples_per_s)
+        self._batch_size = batch_size
+
+    def step_s(self, num_nodes: int) -> float | None:
+        rate = self._rates.get(min(num_nodes, self._most), 0.0)
+        return self._batch_size / rate if rate else None
+
+
+class Plans:
+    """The best plan that the planner finds for so many nodes, by the schedule's timeline."""
+
+    def __init__(self, settings: SweepSettings) -> None:
+        self._planner = settings.planner()
+        self._pace = Pace(settings.profile)
+        self._known: dict[int, float | None] = {}
+
+    def step_s(self, num_nodes: int) -> float | None:
+        if num_nodes not in self._known:
+            self._known[num_nodes] = self._evaluate(num_nodes)
+        return self._known[num_nodes]
+
+    def _evaluate(self, num_nodes: int) -> float | None:
+        if num_nodes < 1:
+            return None
+        try:
+            plan = self._planner.initial_plan([f"node{number}" for number in range(num_nodes)]).plan
+        except PlanningError:
+            return None
+        return self._pace.step_s(plan, {})
+
+
+class Grids:
+    """Equal pipelines of one depth: `depth` times as many nodes as there are pipelines, the rest idle.
+
+    Systems without heterogeneous pipelines train so. The best depth is chosen anew for each number of nodes, or is
+    the one given.
+    """
+
+    def __init__(self, settings: SweepSettings, *, profile: Profile | None = None, depth: int | None = None) -> None:
+        self._profile = profile or settings.profile
+        self._settings = replace(settings, profile=self._profile)
+        self._planner: Planner = self._settings.planner()
+        self._pace = Pace(self._profile)
+        self._depth = depth
+        self._known: dict[int, tuple[float, int] | None] = {}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a step, over all pipelines."""
+        return self._settings.num_microbatches
+
+    def step_s(self, num_nodes: int) -> float | None:
+        found = self._best(num_nodes)
+        return found[0] if found is not None else None
+
+    def depth(self, num_nodes: int) -> int | None:
+        """Nodes of a pipeline in the best grid of so many nodes."""
+        found = self._best(num_nodes)
+        return found[1] if found is not None else None
+
+    def _best(self, num_nodes: int) -> tuple[float, int] | None:
+        if num_nodes not in self._known:
+            templates = self._planner.templates(num_nodes) if num_nodes > 0 else {}
+            sizes = [size for size in templates if self._depth in (None, size)]
+            options = [(self._grid_s(templates[size], num_nodes // size), size) for size in sizes]
+            self._known[num_nodes] = min(options, default=None)
+        return self._known[num_nodes]
+
+    def _grid_s(self, template: PipelineTemplate, num_pipelines: int) -> float:
+        num_microbatches = self._settings.num_microbatches
+        num_pipelines = min(num_pipelines, num_microbatches)
+        each = -(-num_microbatches // num_pipelines)
+        nodes = [0] * template.num_nodes
+        for stage in template.stages:
+            nodes[stage.node_index] += sum(self._profile.layers[layer].param_bytes for layer in stage.layers)
+        reduce_s = reduction_s(self._profile.network, max(nodes), num_pipelines)
+        return self._pace.template_s(template, each) + reduce_s
+
+
+def redundant_profile(profile: Profile) -> Profile:
+    """Return the profile of nodes that also hold, and compute forward, the layers of the stage after theirs.
+
+    So does Bamboo: a node's state is held twice, and each microbatch's forward pass is computed twice.
+    """
+    return replace(
+        profile,
+        layers=tuple(
+            replace(
+                layer,
+                forward_s={count: 2 * seconds for count, seconds in layer.forward_s.items()},
+                param_bytes=2 * layer.param_bytes,
+                optimizer_bytes=2 * layer.optimizer_bytes,
+            )
+            for layer in profile.layers
+        ),
+    )
