@@ -77,6 +77,15 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        name="sim",
+        target="oobleck.cli.sim:sim",
+        help="Play a failure trace: what a job would do on a cluster that fails like that.",
+        examples=(
+            ("oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …", "on an estimate's step times"),
+            ("oobleck sim --failures trace.json --policy oobleck,varuna,restart …", "beside other systems"),
+        ),
+    ),
+    Command(
         name="trace",
         help="Make, convert and look at failure traces.",
         examples=(

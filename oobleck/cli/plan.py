@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import UsageError
 
 from .options import JsonOption
 
@@ -78,9 +77,10 @@ def plan(
     Nothing is started and no device is needed: all comes from a profile that was measured, or from an estimate.
     """
     from .make_report import make_report, show_report
+    from .pictures import picture_writer, write_file
     from .plan_profile import ProfileSource, profile_of, utilisation_of
 
-    writer = _plot_writer(plot)
+    write_picture = picture_writer(plot) if plot is not None else None
     source = ProfileSource(
         file=profile_file,
         model=model,
@@ -108,10 +108,10 @@ def plan(
         lost=lost,
         utilisation=utilisation_of(profile, source, global_batch),
     )
-    if writer is not None:
-        writer(report)
+    if write_picture is not None:
+        write_picture(_svg(report))
     if chrome_trace is not None:
-        _write(chrome_trace, _trace(report).encode())
+        write_file(chrome_trace, _trace(report).encode())
     show_report(report, as_json=as_json)
 
 
@@ -156,24 +156,6 @@ def _names(num_nodes: int, lost: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _plot_writer(path: Path | None) -> Callable[[PlanReport], None] | None:
-    """Check before any work whether the picture can be drawn; return what draws it."""
-    if path is None:
-        return None
-    suffix = path.suffix.lower()
-    if suffix == ".svg":
-        return lambda report: _write(path, _svg(report).encode())
-    if suffix != ".png":
-        raise UsageError(f"--plot is {path}; its ending must be .svg or .png")
-    try:
-        import cairosvg
-    except ImportError as error:
-        raise UsageError(
-            f"--plot {path}: a PNG needs CairoSVG: pip install 'oobleck[plot]', or name an .svg file"
-        ) from error
-    return lambda report: _write(path, cairosvg.svg2png(bytestring=_svg(report).encode()))
-
-
 def _svg(report: PlanReport) -> str:
     from oobleck.ui.plan_report import figures_of
     from oobleck.ui.timeline_svg import timeline_svg
@@ -186,10 +168,3 @@ def _trace(report: PlanReport) -> str:
     from oobleck.ui.plan_report import figures_of
 
     return chrome_trace(figures_of(report.shown))
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error

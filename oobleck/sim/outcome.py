@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from oobleck.control.journal import JournalEntry, PlanAdopted, StepsDone
+from oobleck.control.journal import JournalEntry, PlanAdopted, StepDone, StepsDone
 from oobleck.control.summary import Summary, summarize
 
 __all__ = ["Activity", "Outcome", "Stretch", "outcome_of_journal"]
@@ -78,11 +78,12 @@ def _stretches(entries: tuple[JournalEntry, ...], end_s: float) -> tuple[Stretch
 
     for entry in entries:
         match entry:
-            case StepsDone(record=record):
-                length_s = min(record.duration_s * entry.num_steps, entry.t_s - now_s)
+            case StepDone(record=record) | StepsDone(record=record):
+                num_steps = entry.num_steps if isinstance(entry, StepsDone) else 1
+                length_s = min(record.duration_s * num_steps, entry.t_s - now_s)
                 wait_until(entry.t_s - length_s)
                 activity = Activity.REDOING if record.step <= newest_step else Activity.TRAINING
-                rate = record.num_samples * entry.num_steps / length_s if length_s > 0 else 0.0
+                rate = record.num_samples * num_steps / length_s if length_s > 0 else 0.0
                 start_s = entry.t_s - length_s
                 found.append(Stretch(start_s=start_s, stop_s=entry.t_s, activity=activity, samples_per_s=rate))
                 newest_step, now_s = max(newest_step, record.step), entry.t_s

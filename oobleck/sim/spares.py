@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
 
-from .trace import AgentCrashed, Joined, Lost, Trace, TraceEvent
+from .trace import AgentCrashed, Healed, Joined, Lost, MasterCrashed, Partitioned, Trace, TraceEvent
 
 __all__ = ["with_spares"]
 
@@ -17,31 +19,55 @@ def with_spares(trace: Trace, num_spares: int, *, activation_s: float) -> Trace:
     """
     if not num_spares:
         return trace
-    pool = deque(f"spare{number}" for number in range(num_spares))
-    names = tuple(pool)
-    replaced: set[str] = set()
-    pending: deque[tuple[float, str]] = deque()
-    events: list[TraceEvent] = []
-    for event in trace.events:
-        while pending and pending[0][0] <= event.t_s:
-            t_s, node = pending.popleft()
-            events.append(Joined(t_s=t_s, node=node))
+    names = tuple(f"spare{number}" for number in range(num_spares))
+    return replace(trace, nodes=(*trace.nodes, *names), events=tuple(_Reserve(trace, names, activation_s).play()))
+
+
+class _Reserve:
+    """The nodes that stand by. What happens to them meanwhile is not seen, but that they are lost."""
+
+    def __init__(self, trace: Trace, spares: tuple[str, ...], activation_s: float) -> None:
+        self._trace = trace
+        self._pool = deque(spares)
+        self._coming: deque[tuple[float, str]] = deque()
+        self._replaced: set[str] = set()
+        """Nodes that are lost, and stand by when they are back."""
+        self._activation_s = activation_s
+
+    def play(self) -> Iterator[TraceEvent]:
+        for event in self._trace.events:
+            yield from self._arrivals(event.t_s)
+            if self._happens(event):
+                yield event
+                if isinstance(event, Lost | AgentCrashed) and self._pool:
+                    self._replaced.add(event.node)
+                    self._coming.append((event.t_s + self._activation_s, self._pool.popleft()))
+        yield from self._arrivals(self._trace.duration_s)
+
+    def _arrivals(self, until_s: float) -> Iterator[TraceEvent]:
+        while self._coming and self._coming[0][0] <= until_s:
+            t_s, node = self._coming.popleft()
+            yield Joined(t_s=t_s, node=node)
+
+    def _happens(self, event: TraceEvent) -> bool:
+        """Tell whether an event still happens now that some nodes stand by; follow those."""
         match event:
-            case Joined(node=node) if node in replaced:
-                replaced.discard(node)
-                pool.append(node)
-                continue
-            case Lost(t_s=t_s, node=node) | AgentCrashed(t_s=t_s, node=node) if pool:
-                replaced.add(node)
-                pending.append((t_s + activation_s, pool.popleft()))
+            case MasterCrashed() | Partitioned() | Healed():
+                return True
+            case Joined(node=node) if node in self._replaced:
+                self._replaced.discard(node)
+                self._pool.append(node)
+                return False
+            case Lost(node=node) | AgentCrashed(node=node) if self._is_waiting(node):
+                self._forget(node)
+                self._replaced.add(node)
+                return False
             case _:
-                pass
-        events.append(event)
-    events += [Joined(t_s=t_s, node=node) for t_s, node in pending if t_s <= trace.duration_s]
-    return Trace(
-        duration_s=trace.duration_s,
-        nodes=(*trace.nodes, *names),
-        start=trace.start,
-        events=tuple(events),
-        source=trace.source,
-    )
+                return not self._is_waiting(event.node)
+
+    def _is_waiting(self, node: str) -> bool:
+        return node in self._pool or any(node == coming for _, coming in self._coming)
+
+    def _forget(self, node: str) -> None:
+        self._pool = deque(each for each in self._pool if each != node)
+        self._coming = deque(each for each in self._coming if each[1] != node)

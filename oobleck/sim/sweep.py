@@ -53,6 +53,7 @@ from oobleck.control.messages import (
     AgentMessage,
     AgentStopped,
     Fence,
+    Heartbeat,
     Hello,
     Order,
     StartWorker,
@@ -85,7 +86,7 @@ from .trace import (
     WorkerCrashed,
 )
 
-__all__ = ["SweepSettings", "sweep"]
+__all__ = ["SweepSettings", "most_steps", "sweep"]
 
 _PYTHON = "3.11.0"
 _LEASE_S = 1e18
@@ -118,12 +119,12 @@ class SweepSettings:
     def num_microbatches(self) -> int:
         return self.global_batch_size // self.profile.microbatch_size
 
-    def job(self, max_steps: int) -> JobSpec:
-        """The job as the coordinator is given it."""
+    def job(self, max_steps: int, *, is_timed: bool = False) -> JobSpec:
+        """The job as the coordinator is given it; with heartbeats and leases if it `is_timed`."""
         return JobSpec(
             tag=self.tag,
             data=DataSpec(sequence_length=max(2, self.profile.sequence_length)),
-            control=ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
+            control=ControlSpec() if is_timed else ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
             max_steps=max_steps,
             global_batch_size=self.global_batch_size,
             microbatch_size=self.profile.microbatch_size,
@@ -159,6 +160,16 @@ def sweep(
     return tuple(run.journal)
 
 
+def most_steps(trace: Trace, settings: SweepSettings) -> int:
+    """Return how many steps fit into the trace with as many nodes as there ever are, and no failure.
+
+    Raises PlanningError where they do not hold the model.
+    """
+    most = trace.nodes[: max(count for _, count in trace.counts)]
+    plan = settings.planner().initial_plan(most).plan
+    return int(trace.duration_s / Pace(settings.profile).step_s(plan, {})) + 1
+
+
 _Answer = tuple[tuple[Place, ...], Status]
 
 
@@ -170,11 +181,8 @@ class _Sweep:
         self._trace = trace
         self._settings = settings
         self._costs = settings.costs
-        planner = settings.planner()
-        most = trace.nodes[: max(count for _, count in trace.counts)]
-        best_s = Pace(settings.profile).step_s(planner.initial_plan(most).plan, {})
-        self._job = settings.job(max_steps=int(trace.duration_s / best_s) + 1)
-        self._fewest = min(planner.templates(len(most)))
+        self._job = settings.job(most_steps(trace, settings))
+        self._fewest = min(settings.planner().templates(max(count for _, count in trace.counts)))
         self._profile_json = profile_to_json(settings.profile)
         self._crew = Crew(settings.profile, num_samples=settings.global_batch_size, costs=settings.costs)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -525,6 +533,8 @@ class _Sweep:
 
     def _go_silent(self, node: str, notice_s: float, cause: Cause, evidence: str) -> None:
         """A node stops; whoever waits for it stops with it; the coordinator notices after a while."""
+        if node in self._members and self._now_s >= self._blind_until_s:
+            self._feed(Said(node=node, message=Heartbeat(sequence=0)))  # its last
         self._sequence += 1
         number = self._silent[node] = self._sequence
         if self._crew.is_training(node):

@@ -8,7 +8,8 @@ fills the bubbles; at best a step takes
 
 for m microbatches a pipeline, P stages of w seconds a microbatch (a third of them forward), and the stage with the
 most losses. Here that bound is taken as reached. Nodes that join take an empty place at once, and copy its layers
-from a peer meanwhile. When a stage has no worker left, the job starts again from its newest checkpoint.
+from a peer meanwhile; when there are enough of them beside, they form another pipeline. When a stage has no worker
+left, the job starts again from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ class _Run:
         self._fill_places()
         if self._step_s is None:
             self._restart(happening, step_s)
+        elif not self._away and len(self._here) - len(self._used) >= self._depth:
+            self._build()  # another pipeline; its nodes copy their layers while the others train
         elif lost:
             self._reroute(happening.t_s, tuple(sorted(lost)), step_s)
 

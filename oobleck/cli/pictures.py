@@ -1,0 +1,34 @@
+"""Pictures that commands write: SVG as it is, PNG where its package is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from oobleck.errors import ConfigError, UsageError
+
+__all__ = ["picture_writer", "write_file"]
+
+
+def picture_writer(path: Path) -> Callable[[str], None]:
+    """Check before any work whether a picture can be drawn there; return what writes one, given its SVG."""
+    suffix = path.suffix.lower()
+    if suffix == ".svg":
+        return lambda svg: write_file(path, svg.encode())
+    if suffix != ".png":
+        raise UsageError(f"--plot is {path}; its ending must be .svg or .png")
+    try:
+        import cairosvg
+    except ImportError as error:
+        raise UsageError(
+            f"--plot {path}: a PNG needs CairoSVG: pip install 'oobleck[plot]', or name an .svg file"
+        ) from error
+    return lambda svg: write_file(path, cairosvg.svg2png(bytestring=svg.encode()))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file. Raises ConfigError that says why it cannot be."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error}") from error

@@ -1,0 +1,290 @@
+"""`oobleck sim`: what a job would do on a cluster that fails as a trace says, by itself and beside other systems."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from oobleck.errors import UsageError
+
+from .durations import duration_s
+from .options import JsonOption
+from .trace import read_trace
+
+if TYPE_CHECKING:
+    from oobleck.planner import Profile
+    from oobleck.sim.outcome import Outcome
+    from oobleck.sim.sweep import SweepSettings
+    from oobleck.sim.trace import Trace
+    from oobleck.ui.run_panels import RunPanel
+
+__all__ = ["sim"]
+
+_GEARS = ("sweep", "cluster")
+_SPARE_START_S = 60.0
+"""A warm standby takes about a minute."""
+
+
+def sim(
+    *,
+    failures: Annotated[Path, typer.Option("--failures", metavar="FILE", help="The trace: see `oobleck trace`.")],
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="FILE", help="Profile of the model on a device, as JSON.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Estimate: gpt3-6.7b, …, or a config.json.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="Estimate: A40, A100, H100, …, or a data sheet.")
+    ] = None,
+    global_batch: Annotated[int, typer.Option("--global-batch", metavar="B", min=1, help="Samples in one step.")],
+    microbatch: Annotated[
+        int | None, typer.Option("--microbatch", metavar="b", help="Samples in one microbatch; a profile has its own.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sample.")
+    ] = None,
+    precision: Annotated[str, typer.Option("--precision", help="float32 or bfloat16, of estimates.")] = "bfloat16",
+    recompute: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Estimate with activations that are computed twice.")
+    ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", metavar="N", min=1, help="The trace's first N nodes, or healthy ones beside them."),
+    ] = None,
+    devices_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", metavar="G", min=1, help="Devices of each node.")
+    ] = 1,
+    policy: Annotated[
+        str,
+        typer.Option("--policy", metavar="NAMES", help="oobleck, restart, varuna, bamboo, recycle; or several: a,b."),
+    ] = "oobleck",
+    checkpoint_interval: Annotated[
+        float, typer.Option("--checkpoint-interval", metavar="TIME", parser=duration_s, help="From one to the next.")
+    ] = 1800.0,
+    spares: Annotated[
+        int, typer.Option("--spares", metavar="S", min=0, help="Nodes that stand by, beside the others.")
+    ] = 0,
+    spare_start: Annotated[
+        float, typer.Option("--spare-start", metavar="TIME", parser=duration_s, help="Until a spare is there.")
+    ] = _SPARE_START_S,
+    fault_threshold: Annotated[
+        int, typer.Option("-f", "--fault-threshold", metavar="F", min=0, help="Simultaneous losses that cost no state.")
+    ] = 1,
+    pipelines: Annotated[int | None, typer.Option("--pipelines", metavar="P", help="Exactly P pipelines.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn in the cluster gear.")] = 0,
+    gear: Annotated[
+        str, typer.Option("--gear", help="sweep: from event to event; cluster: master and agents on virtual nodes.")
+    ] = "sweep",
+    summary: Annotated[
+        Path | None,
+        typer.Option("--summary", metavar="FILE", help="Write the summary (of several, by policy) as JSON."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the runs: .svg, or .png with the plot extra.")
+    ] = None,
+    chrome_trace: Annotated[
+        Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the runs for Perfetto.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Play a failure trace: goodput, lost time by cause, recoveries, and throughput over time.
+
+    Policy `oobleck` runs the real decisions; the others are models with their sources. Nothing is started.
+    """
+    from oobleck.sim.policies.registry import POLICIES
+    from oobleck.sim.resize import with_nodes
+    from oobleck.sim.spares import with_spares
+
+    from .pictures import picture_writer, write_file
+    from .plan_profile import ProfileSource, profile_of
+
+    names = _names(policy, known=tuple(POLICIES))
+    if gear not in _GEARS:
+        raise UsageError(f"--gear is {gear!r}; it must be {' or '.join(_GEARS)}")
+    write_picture = picture_writer(plot) if plot is not None else None
+    source = ProfileSource(
+        file=profile_file,
+        model=model,
+        device=device,
+        microbatch_size=microbatch,
+        sequence_length=sequence_length,
+        precision=precision,
+        activation_checkpointing=recompute,
+        devices_per_node=devices_per_node,
+    )
+    trace = read_trace(failures)
+    if nodes is not None:
+        trace = with_nodes(trace, nodes)
+    trace = with_spares(trace, spares, activation_s=spare_start)
+    settings = _settings(
+        profile_of(source),
+        global_batch=global_batch,
+        devices_per_node=devices_per_node,
+        fault_threshold=fault_threshold,
+        num_pipelines=pipelines,
+        checkpoint_interval_s=checkpoint_interval,
+        seed=seed,
+    )
+    outcomes = [_play(name, trace, settings, gear=gear, quiet=as_json) for name in names]
+    panels = [_panel(outcome, trace) for outcome in outcomes]
+    if summary is not None:
+        write_file(summary, _summaries(outcomes).encode())
+    if write_picture is not None:
+        write_picture(_picture(panels, failures.name))
+    if chrome_trace is not None:
+        write_file(chrome_trace, _run_trace(panels).encode())
+    _show(outcomes, panels, as_json=as_json)
+
+
+def _names(policy: str, *, known: tuple[str, ...]) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in policy.split(",") if name.strip()))
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"--policy names {unknown[0]!r}; it must be of {', '.join(known)}")
+    if not names:
+        raise UsageError(f"--policy is empty; name one or several of {', '.join(known)}")
+    return names
+
+
+def _settings(
+    profile: Profile,
+    *,
+    global_batch: int,
+    devices_per_node: int,
+    fault_threshold: int,
+    num_pipelines: int | None,
+    checkpoint_interval_s: float,
+    seed: int,
+) -> SweepSettings:
+    from oobleck.sim.sweep import SweepSettings
+
+    if global_batch % profile.microbatch_size:
+        raise UsageError(
+            f"--global-batch is {global_batch}; it must be a multiple of {profile.microbatch_size}, the microbatch"
+        )
+    if checkpoint_interval_s <= 0:
+        raise UsageError("--checkpoint-interval is 0; it must be longer")
+    return SweepSettings(
+        profile=profile,
+        global_batch_size=global_batch,
+        devices_per_node=devices_per_node,
+        fault_threshold=fault_threshold,
+        num_pipelines=num_pipelines,
+        checkpoint_interval_s=checkpoint_interval_s,
+        seed=seed,
+    )
+
+
+def _play(name: str, trace: Trace, settings: SweepSettings, *, gear: str, quiet: bool) -> Outcome:
+    from oobleck.sim.policies.registry import POLICIES, PolicySettings
+
+    with _progress(name, trace.duration_s, quiet=quiet) as report:
+        if name == "oobleck" and gear == "cluster":
+            return _play_cluster(trace, settings, report)
+        return POLICIES[name](trace, PolicySettings(job=settings, report=report))
+
+
+def _play_cluster(trace: Trace, settings: SweepSettings, report: Callable[[float], None]) -> Outcome:
+    from oobleck.sim.cluster_gear import run_cluster
+    from oobleck.sim.outcome import outcome_of_journal
+    from oobleck.sim.sweep import most_steps
+
+    run = run_cluster(
+        trace,
+        job=settings.job(most_steps(trace, settings), is_timed=True),
+        profile=settings.profile,
+        seed=settings.seed,
+        devices_per_node=settings.devices_per_node,
+        observe=lambda entry: report(entry.t_s),
+    )
+    return outcome_of_journal(
+        run.entries, policy="oobleck", about="Oobleck: the real master and agents on virtual nodes"
+    )
+
+
+@contextmanager
+def _progress(name: str, duration_s: float, *, quiet: bool) -> Iterator[Callable[[float], None]]:
+    """A progress bar on a terminal's stderr, gone at the end; nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"simulating {name}", total=duration_s)
+        yield lambda now_s: progress.update(task, completed=now_s)
+
+
+def _panel(outcome: Outcome, trace: Trace) -> RunPanel:
+    from oobleck.ui.run_panels import Band, RunPanel
+
+    summary = outcome.summary
+    return RunPanel(
+        name=outcome.policy,
+        about=outcome.about,
+        duration_s=trace.duration_s,
+        bands=[
+            Band(
+                start_s=each.start_s,
+                stop_s=min(each.stop_s, trace.duration_s),
+                activity=each.activity.value,
+                samples_per_s=each.samples_per_s,
+            )
+            for each in outcome.stretches
+            if each.start_s < trace.duration_s
+        ],
+        num_nodes=trace.counts,
+        seconds=summary.downtime_s,
+        samples_per_s=outcome.samples_per_s,
+        goodput=summary.goodput,
+        num_recoveries=len(summary.recoveries),
+        steps_committed=summary.steps_committed,
+        steps_lost=summary.steps_lost,
+    )
+
+
+def _summaries(outcomes: list[Outcome]) -> str:
+    """The summary of one policy as it is, those of several by their names."""
+    if len(outcomes) == 1:
+        return outcomes[0].summary.to_json() + "\n"
+    return json.dumps({each.policy: json.loads(each.summary.to_json()) for each in outcomes}, indent=2) + "\n"
+
+
+def _picture(panels: list[RunPanel], name: str) -> str:
+    from oobleck.ui.sim_svg import sim_svg
+
+    return sim_svg(panels, title=f"Throughput through {name}")
+
+
+def _run_trace(panels: list[RunPanel]) -> str:
+    from oobleck.ui.run_trace import run_trace
+
+    return run_trace(panels)
+
+
+def _show(outcomes: list[Outcome], panels: list[RunPanel], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(_summaries(outcomes), nl=False)
+        return
+    from rich.console import Console
+
+    from oobleck.ui.sim_report import sim_report
+    from oobleck.ui.summary_table import summary_table
+
+    console = Console()
+    if len(outcomes) == 1:
+        console.print(summary_table(outcomes[0].summary))
+    console.print(sim_report(panels, width=console.width))

@@ -1,0 +1,55 @@
+"""What a run did over time, as values that all drawings of it share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["ACTIVITIES", "Band", "RunPanel"]
+
+ACTIVITIES: Mapping[str, tuple[str, str]] = {
+    "training": ("training", "#4c78a8"),
+    "redoing": ("steps done again", "#f2a541"),
+    "recovering": ("recovering", "#d62728"),
+    "checkpoint": ("checkpoints", "#b279a2"),
+    "starting": ("starting", "#79706e"),
+    "idle": ("too few nodes", "#bab0ac"),
+}
+"""What a run may be doing: words and a colour. Told apart by the colour-blind, and by their brightness in print."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A time in which a run does one thing."""
+
+    start_s: float
+    stop_s: float
+    activity: str
+    """A key of ACTIVITIES."""
+    samples_per_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPanel:
+    """One run."""
+
+    name: str
+    about: str
+    duration_s: float
+    bands: Sequence[Band]
+    num_nodes: Sequence[tuple[float, int]]
+    """(seconds, nodes there from then on)."""
+    seconds: Mapping[str, float]
+    """By what the run's time went into, all of it: words of the summary."""
+    samples_per_s: float
+    """Of committed samples, over all of the time."""
+    goodput: float
+    num_recoveries: int
+    steps_committed: int
+    steps_lost: int
+
+    @cached_property
+    def throughput(self) -> list[tuple[float, float]]:
+        """(seconds, samples a second from then on)."""
+        return [(band.start_s, band.samples_per_s) for band in self.bands]

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.main import main
+from oobleck.planner import profile_to_json
+from oobleck.sim.trace import Joined, Lost, Trace, trace_to_json
+from oobleck.ui.run_panels import ACTIVITIES
+from tests.planner.drawing import uniform_profile
+
+SCHEMA = {
+    "steps_committed", "samples_committed", "steps_lost", "samples_repeated", "samples_missing", "losses",
+    "tokens_per_s", "step_time_s", "goodput", "downtime_s", "elapsed_s", "generations", "recoveries", "seed", "plan",
+}  # fmt: skip
+NODES = ("node0", "node1", "node2", "node3")
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    trace = Trace(
+        duration_s=3600,
+        nodes=NODES,
+        start=NODES,
+        events=(Lost(t_s=600, node="node1"), Joined(t_s=1200, node="node1")),
+    )
+    (tmp_path / "t.json").write_text(trace_to_json(trace))
+    (tmp_path / "p.json").write_text(profile_to_json(uniform_profile(4, memory_bytes=80, seconds=0.5)))
+    return [
+        "sim", "--failures", str(tmp_path / "t.json"), "--profile", str(tmp_path / "p.json"), "--global-batch", "8",
+    ]  # fmt: skip
+
+
+def test_a_run_ends_with_the_summary_that_real_runs_have(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--summary", str(tmp_path / "s.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "goodput" in shown
+    assert "samples/s" in shown
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert summary.keys() >= SCHEMA
+    assert [recovery["cause"] for recovery in summary["recoveries"]] == ["connection_lost", "joined"]
+    assert (summary["elapsed_s"], summary["steps_lost"]) == (3600, 0)
+
+
+def test_several_policies_are_compared_in_one_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--policy", "oobleck,restart,varuna,bamboo,recycle", "--json"]) == 0
+    summaries = json.loads(capsys.readouterr().out)
+    assert list(summaries) == ["oobleck", "restart", "varuna", "bamboo", "recycle"]
+    assert all(summary.keys() >= SCHEMA for summary in summaries.values())
+    assert summaries["oobleck"]["samples_committed"] > summaries["restart"]["samples_committed"]
+
+
+def test_the_same_command_gives_the_same_summary(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--json"]) == 0
+    first = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_the_picture_has_a_panel_for_each_policy_and_units(arguments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "r.svg"
+    assert main([*arguments, "--policy", "oobleck,varuna", "--plot", str(path)]) == 0
+    texts = [element.text for element in ElementTree.fromstring(path.read_text()).iter() if element.text]
+    assert [text for text in texts if text in ("oobleck", "varuna")] == ["oobleck", "varuna"]
+    assert texts.count("samples/s") == 2
+    assert texts.count("nodes") == 2
+    assert any(text.endswith(" min") for text in texts)
+
+
+def test_the_chrome_trace_covers_the_whole_run(arguments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "r.trace.json"
+    assert main([*arguments, "--chrome-trace", str(path)]) == 0
+    slices = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert sum(event["dur"] for event in slices) == pytest.approx(3600e6)
+    assert {event["name"] for event in slices} <= {words for words, _ in ACTIVITIES.values()}
+
+
+def test_the_gears_agree(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--json"]) == 0
+    swept = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--gear", "cluster", "--json"]) == 0
+    played = json.loads(capsys.readouterr().out)
+    assert played["steps_committed"] == pytest.approx(swept["steps_committed"], rel=0.02)
+    assert [r["action"] for r in played["recoveries"]] == [r["action"] for r in swept["recoveries"]]
+    assert [r["nodes"] for r in played["recoveries"]] == [r["nodes"] for r in swept["recoveries"]]
+
+
+def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--json"]) == 0
+    without = json.loads(capsys.readouterr().out)["samples_committed"]
+    assert main([*arguments, "--spares", "1", "--spare-start", "45s", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples_committed"] > without
+    assert main([*arguments, "--nodes", "6", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples_committed"] > without
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--policy", "magic"], 2, "names 'magic'; it must be of oobleck, restart"),
+        (["--policy", ","], 2, "--policy is empty"),
+        (["--gear", "third"], 2, "must be sweep or cluster"),
+        (["--plot", "r.pdf"], 2, "must be .svg or .png"),
+        (["--checkpoint-interval", "0"], 2, "--checkpoint-interval is 0"),
+        (["--nodes", "1"], 78, "the model needs at least 2 nodes"),
+        (["--summary", "/nowhere/s.json"], 78, "/nowhere/s.json"),
+    ],
+)
+def test_bad_usage_says_what_to_change(
+    arguments: list[str], options: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if options[0] == "--nodes":
+        profile = uniform_profile(4, memory_bytes=40, seconds=0.5)
+        Path(arguments[4]).write_text(profile_to_json(profile))
+    assert main([*arguments, *options]) == code
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_bad_trace_names_its_event(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(path.read_text().replace('"node_joined"', '"node_frozen"'))
+    assert main(arguments) == 78
+    assert "event 1" in capsys.readouterr().err
