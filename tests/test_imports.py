@@ -171,11 +171,7 @@ def test_commands_that_only_ask_load_nothing_heavy(command):
     assert not loaded_after(f"from oobleck.cli.main import main; main(['{command}', '--help'])") & HEAVY
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("command", ["up", "plan", "check"])
-=======
-@pytest.mark.parametrize("command", ["up", "plan", "sim"])
->>>>>>> a0512ac (Play failure traces from the command line)
+@pytest.mark.parametrize("command", ["up", "plan", "check", "sim"])
 def test_the_help_of_a_command_that_trains_loads_no_torch(command):
     loaded = loaded_after(f"from oobleck.cli.main import main; main(['{command}', '--help'])")
     assert not loaded & {"torch", "transformers", "asyncssh"}
