@@ -67,7 +67,9 @@ from .messages import (
     FinishStep,
     Heartbeat,
     Hello,
+    KillWorker,
     Leaving,
+    Pace,
     PeerFailed,
     Profiled,
     Resumed,
@@ -258,6 +260,7 @@ class Coordinator:
                 self._node_failed(node, Cause.LEASE_EXPIRED, evidence)
             if not silent:
                 self._reconfiguration.handle_deadline()
+                self._deal_with_accused()
         if now_s >= self._progress.hangs_s:
             self._reconfiguration.begin([], Cause.HANG, detect_s=now_s - self._progress.progressed_s)
         self._outbox.command(*(Connect(node=spec) for spec in self._rejoining.take_due(now_s)))
@@ -324,6 +327,7 @@ class Coordinator:
         silent_s = max(0.0, now_s - member.last_heard_s)
         trained = member.is_ready
         member.move_to(NodeState.LOST)
+        self._reconfiguration.forget_pace(node)
         self._outbox.command(Disconnect(node=node))
         self._outbox.record(NodeLost(t_s=now_s, node=node, cause=cause, evidence=evidence))
         if not self._has_planned:
@@ -405,10 +409,13 @@ class Coordinator:
                 self._evaluating(message)
             case Status():
                 self._reconfiguration.status([Place(node=node, device=message.device)], message)
+                self._deal_with_accused()
             case Resumed():
                 self._reconfiguration.resumed([Place(node=node, device=message.device)], message)
             case Finished():
                 self._worker_finished(Place(node=node, device=message.device))
+            case Pace():
+                self._reconfiguration.note_pace(Place(node=node, device=message.device), message)
             case PeerFailed():
                 self._reconfiguration.suspect(message)
             case WorkerStarted():
@@ -449,6 +456,7 @@ class Coordinator:
             device=message.device,
             pid=message.pid,
             data_digest=message.data_digest,
+            doorbell=message.doorbell,
         )
         self._outbox.record(entry)
         self._outbox.command(*self._preparation.note_ready(member, message))
@@ -473,11 +481,20 @@ class Coordinator:
         else:
             self._restart_worker(member, place, message)
 
+    def _deal_with_accused(self) -> None:
+        """Leave out nodes that their peers do not reach; have stuck workers ended, which starts them again."""
+        accused = self._reconfiguration.accused
+        for node in accused.cut_off:
+            self._node_failed(node, Cause.CUT_OFF, "it reaches the master, and its peers do not reach it")
+        for place in accused.stuck:
+            self._outbox.send(place.node, KillWorker(device=place.device))
+
     def _restart_worker(self, member: Member, place: Place, message: WorkerExited) -> None:
         """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing."""
         now_s = self._outbox.now_s
         trained = member.is_ready
         member.note_restart(place.device)
+        self._reconfiguration.forget_pace(place.node)
         self._outbox.record(WorkerDown(t_s=now_s, node=place.node, device=place.device, reason=message.reason))
         self._outbox.send(place.node, StartWorker(device=place.device))
         if trained:
@@ -595,6 +612,7 @@ def _check_device(member: Member, message: AgentMessage) -> None:
             | EvaluationDone(device=device)
             | Status(device=device)
             | Resumed(device=device)
+            | Pace(device=device)
             | PeerFailed(device=device)
             | Finished(device=device)
         ) if device not in range(member.spec.num_devices):

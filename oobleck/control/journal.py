@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import ExecutionPlan
+from oobleck.planner import ExecutionPlan, Place
 
-from .messages import CommitRecord, Segment
+from .messages import CommitRecord, Doorbell, Segment
 
 __all__ = [
     "Action",
     "Cause",
     "Evaluated",
+    "HangExplained",
     "JobEnded",
     "JobStarted",
     "JournalEntry",
@@ -49,6 +50,10 @@ class Cause(StrEnum):
     """A collective failed under a survivor, and nobody was lost."""
     HANG = "hang"
     """No step was committed for many times as long as one takes, and nobody was lost."""
+    CUT_OFF = "cut_off"
+    """A node reaches the master, and not its peers."""
+    SLOW = "slow"
+    """Nothing was lost: nodes became slow, or normal again."""
     USER = "user"
     JOINED = "joined"
     """Nothing was lost: a node came, or a worker came back."""
@@ -130,6 +135,7 @@ class WorkerUp:
     pid: int
     data_digest: str
     """Equal on all nodes, or they would train on different text."""
+    doorbell: Doorbell | None = None
 
     def describe(self) -> str:
         return f"{self.node} device {self.device} is ready (worker process {self.pid})"
@@ -253,6 +259,27 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HangExplained:
+    """Why no step was committed although nobody was lost, as far as the survivors can tell."""
+
+    t_s: float
+    generation: int
+    cut_off: tuple[str, ...]
+    """Nodes that their peers do not reach."""
+    stuck: tuple[Place, ...]
+    """Workers that others wait for, and that wait for nobody."""
+    stacks: tuple[tuple[Place, str], ...]
+    """Where each worker's training thread was."""
+
+    def describe(self) -> str:
+        if self.cut_off:
+            return f"the network between {', '.join(self.cut_off)} and their peers is cut"
+        if self.stuck:
+            return f"all wait for {', '.join(map(str, self.stuck))}"
+        return "nobody can tell who holds the others up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted:
     """Nodes were lost; survivors are being fenced."""
 
@@ -268,6 +295,8 @@ class RecoveryStarted:
                 return f"taking in {names}"
             case Cause.DRAINED:
                 return f"letting {names} go"
+            case Cause.SLOW:
+                return f"planning anew for the pace of {names}"
             case _:
                 return f"recovering from the loss of {names}" if names else "regrouping; no node is lost"
 
@@ -296,7 +325,9 @@ class RecoveryDone:
         copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
         lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
         names = ", ".join(self.nodes)
-        happened = {Cause.JOINED: "taken in", Cause.DRAINED: "drained"}.get(self.cause, "lost")
+        happened = {Cause.JOINED: "taken in", Cause.DRAINED: "drained", Cause.SLOW: "planned for"}.get(
+            self.cause, "lost"
+        )
         what = f"{names} {happened}" if names else "regrouped"
         return f"{what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
 
@@ -339,6 +370,7 @@ JournalEntry = (
     | StepDone
     | Evaluated
     | StepsDone
+    | HangExplained
     | RecoveryStarted
     | RecoveryDone
     | Notice

@@ -18,6 +18,7 @@ __all__ = [
     "AgentStopped",
     "CommitRecord",
     "Configure",
+    "Doorbell",
     "Evaluating",
     "EvaluationDone",
     "Fence",
@@ -26,9 +27,11 @@ __all__ = [
     "Greeting",
     "Heartbeat",
     "Hello",
+    "KillWorker",
     "Leaving",
     "MasterMessage",
     "Order",
+    "Pace",
     "PeerFailed",
     "ProfileRequest",
     "Profiled",
@@ -118,6 +121,8 @@ class WorkerReady:
     parameters: int
     """Number of the model's parameters, tied ones counted once."""
     torch_version: str
+    doorbell: Doorbell | None = None
+    """Where others can try whether they reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +224,12 @@ class Status:
     """Microbatches of the step in flight that this worker has taken backward."""
     broken: bool
     """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
+    waits_for: tuple[Place, ...] = ()
+    """The workers whose part it waits for; none while it computes. This and what follows only on request."""
+    unreachable: tuple[Place, ...] = ()
+    """The workers whose doorbell does not answer."""
+    stack: str = ""
+    """Where its training thread is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +245,15 @@ class Resumed:
     """When it began to compute under the new plan, by its machine's monotonic clock."""
     busy_s: tuple[tuple[float, float], ...]
     """When it computed for steps that were committed, most recently: (from, to) by the same clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long a worker computed since it said so last; waiting is left out."""
+
+    device: int
+    compute_s: float
+    microbatches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +344,22 @@ class ProfileRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Doorbell:
+    """Where a worker can be rung at: it listens there, and says nothing."""
+
+    place: Place
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWorker:
+    """End a worker that is stuck; its exit is reported as any other."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
     """From now on commit nothing of an older generation; answer with a status.
 
@@ -335,6 +371,8 @@ class Fence:
     generation: int
     lost: tuple[str, ...]
     """Nodes lost since the newest plan."""
+    doorbells: tuple[Doorbell, ...] = ()
+    """When given, nobody knows why no step is committed: tell what you wait for, and which of these do not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,6 +457,7 @@ AgentMessage = (
     | EvaluationDone
     | Status
     | Resumed
+    | Pace
     | PeerFailed
     | StorePut
     | Finished
@@ -428,7 +467,17 @@ AgentMessage = (
 """What an agent says to the master, its workers' words included."""
 
 MasterMessage = (
-    Greeting | Configure | Heartbeat | StartWorker | ProfileRequest | Fence | Order | StorePut | FinishStep | StopAgent
+    Greeting
+    | Configure
+    | Heartbeat
+    | StartWorker
+    | KillWorker
+    | ProfileRequest
+    | Fence
+    | Order
+    | StorePut
+    | FinishStep
+    | StopAgent
 )
 """What the master says to an agent and, through it, to workers."""
 
@@ -440,6 +489,7 @@ WorkerMessage = (
     | EvaluationDone
     | Status
     | Resumed
+    | Pace
     | PeerFailed
     | StorePut
     | Finished

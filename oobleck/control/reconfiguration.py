@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.job import JobSpec
@@ -20,21 +20,38 @@ from oobleck.planner import Decision, ExecutionPlan, Place, Planner
 
 from .account import RecoveryAccount
 from .generations import Generations
-from .journal import Action, Cause, Notice, PlanAdopted, RecoveryStarted
+from .hangs import cut_off_nodes, stuck_workers
+from .journal import Action, Cause, HangExplained, Notice, PlanAdopted, RecoveryStarted
 from .membership import Membership
-from .messages import Fence, Order, PeerFailed, Resumed, Status, StopAgent
+from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
+from .paces import Paces
 from .progress import Progress
 from .recovery import Verdict, judge, microbatches_redone, planned_layers
 
-__all__ = ["Reconfiguration"]
+__all__ = ["Accused", "Reconfiguration"]
 
 _SETTLE_S = 0.01
 """Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
 _SUSPICION_S = 0.2
 """How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
+_ADOPTION_S = 30.0
+"""How long a plan may take at least, from its orders to the first step, before it is a hang."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accused:
+    """Who holds everybody up, although no process is dead."""
+
+    cut_off: tuple[str, ...] = ()
+    """Nodes that their peers do not reach."""
+    stuck: tuple[Place, ...] = ()
+    """Workers that others wait for, and that wait for nobody."""
+
+    def __bool__(self) -> bool:
+        return bool(self.cut_off or self.stuck)
 
 
 class Reconfiguration:
@@ -47,6 +64,11 @@ class Reconfiguration:
         self._outbox = outbox
         self._planner: Planner | None = None
         self._account: RecoveryAccount | None = None
+        self._is_explaining = False
+        """All are asked what they wait for."""
+        self.accused = Accused()
+        """Whom the survivors' answers name; the coordinator deals with them."""
+        self.paces: Paces | None = None
         self._regroups = (0, 0)
         """(newest step, how often all regrouped since it was committed)."""
         self.generations = Generations(max_steps=job.max_steps)
@@ -57,15 +79,19 @@ class Reconfiguration:
 
     def begin_training(self, planner: Planner) -> None:
         """Order the first plan, on all nodes that are ready. Raises PlanningError when there is none."""
-        self._planner = planner
+        self._start_planning(planner)
         decision = planner.initial_plan([member.spec.name for member in self._members.ready])
         self.generations.begin()
         self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
 
     def restore(self, planner: Planner, generations: Generations) -> None:
         """Go on from the plans that a journal knows, which others have ordered."""
-        self._planner = planner
+        self._start_planning(planner)
         self.generations = generations
+
+    def _start_planning(self, planner: Planner) -> None:
+        self._planner = planner
+        self.paces = Paces(planner.profile)
 
     def begin(self, nodes: list[str], cause: Cause, *, detect_s: float) -> None:
         """Fence all survivors under a new generation; losses during a recovery begin it anew."""
@@ -86,6 +112,7 @@ class Reconfiguration:
                 t_s=now_s, generation=self.generations.current, nodes=tuple(recovery.nodes), cause=recovery.cause
             )
         )
+        self.accused = Accused()
         self._count_regrouping(cause)
         self._fence()
 
@@ -112,6 +139,26 @@ class Reconfiguration:
         if not recovery.awaited:
             self.close()
             self._dismiss_drained()
+
+    def note_pace(self, place: Place, pace: Pace) -> None:
+        """Take in how fast a worker computes; plan anew where slow nodes make that pay."""
+        if self.is_fencing or self.paces is None or self._planner is None:
+            return
+        plan = self.generations.plan
+        before = self.paces.slow
+        self.paces.note(place, pace, plan)
+        if not self.paces.take_change(plan):
+            return
+        changed = sorted(node for node in {*before, *self.paces.slow} if before.get(node) != self.paces.slow.get(node))
+        said = ", ".join(f"{node} takes {self.paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
+        self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=said))
+        if self._planner.reconfigure(plan, slow=self._slow()).plan != plan:
+            self.begin(changed, Cause.SLOW, detect_s=0.0)
+
+    def forget_pace(self, node: str) -> None:
+        """A node is lost, or its worker starts anew: what was known of its pace is worth nothing."""
+        if self.paces is not None:
+            self.paces.forget(node)
 
     def handle_deadline(self) -> None:
         """Act on answers that have settled, and on a suspicion that nothing has explained."""
@@ -150,6 +197,7 @@ class Reconfiguration:
             count = 0
         count += cause in (Cause.PEER_FAILED, Cause.HANG)
         self._regroups = (self._progress.last_step, count)
+        self._is_explaining = cause is Cause.HANG or (cause is Cause.PEER_FAILED and count > 1)
         if count > _MAX_REGROUPS:
             raise RunOver(1, f"no step was committed through {_MAX_REGROUPS} regroupings")
 
@@ -158,10 +206,13 @@ class Reconfiguration:
         if not survivors:
             raise RunOver(1, "all nodes are lost")
         lost = self.lost_for(self.generations.newest)
+        ready = (worker for member in survivors for worker in member.ready.values())
+        doorbells = tuple(worker.doorbell for worker in ready if worker.doorbell) if self._is_explaining else ()
         places = tuple(place for member in survivors for place in member.places)
         assert self._account is not None
         self._account.awaited = set(places)
-        self._outbox.send_all(places, Fence(device=0, generation=self.generations.current, lost=lost))
+        fence = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
+        self._outbox.send_all(places, fence)
 
     def _decide_when_answered(self) -> None:
         recovery = self._account
@@ -170,7 +221,29 @@ class Reconfiguration:
         if self._outbox.now_s < recovery.settles_s:
             self.deadline_s = recovery.settles_s
             return
-        self._decide({place: recovery.statuses[place] for member in self._members.ready for place in member.places})
+        statuses = {place: recovery.statuses[place] for member in self._members.ready for place in member.places}
+        if self._is_explaining:
+            self._is_explaining = False
+            self._accuse(statuses)
+            if self.accused:
+                self.deadline_s = self._outbox.now_s + self._job.control.lease_s
+                return
+        self._decide(statuses)
+
+    def _accuse(self, statuses: dict[Place, Status]) -> None:
+        """Nobody is gone, and nothing goes on: find out whom it is that the others wait for, or do not reach."""
+        cut_off = cut_off_nodes(statuses)
+        stuck = () if cut_off else stuck_workers(statuses)
+        self.accused = Accused(cut_off=cut_off, stuck=stuck)
+        self._outbox.record(
+            HangExplained(
+                t_s=self._outbox.now_s,
+                generation=self.generations.current,
+                cut_off=cut_off,
+                stuck=stuck,
+                stacks=tuple((place, status.stack) for place, status in sorted(statuses.items()) if status.stack),
+            )
+        )
 
     # --- deciding --------------------------------------------------------------------------------------------
 
@@ -213,8 +286,12 @@ class Reconfiguration:
             lost=tuple(gone),
             joined=[node for node in staying if node not in known or node in gone],
             leaving=[node for node in living if node not in staying and node not in gone],
+            slow=self._slow(),
             held=held,
         )
+
+    def _slow(self) -> dict[str, float]:
+        return {} if self.paces is None else dict(self.paces.slow)
 
     def _confirm(self, verdict: Verdict, statuses: dict[Place, Status]) -> Verdict:
         """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
@@ -251,7 +328,8 @@ class Reconfiguration:
         self._outbox.send_all(places, order)
         self.is_fencing = False
         self.deadline_s = math.inf
-        self._progress.expect(self._job.control.start_timeout_s)
+        has_trained = self._progress.last_step > 0
+        self._progress.expect(_ADOPTION_S if has_trained else self._job.control.start_timeout_s)
         self._record_plan(decision, verdict, order)
         if self._account is not None:
             self._note_orders(self._account, decision, order)

@@ -18,6 +18,7 @@ from .goodput import TimeAccount
 from .journal import (
     Cause,
     Evaluated,
+    HangExplained,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -111,7 +112,7 @@ class RunView:
                 self._recovering = {g for g in self._recovering if g > entry.generation}
                 self._num_recoveries += 1
                 self._changing = frozenset()
-            case Notice() | StepsDone() | Evaluated() | MasterResumed() | ProfileKnown():
+            case Notice() | StepsDone() | Evaluated() | MasterResumed() | ProfileKnown() | HangExplained():
                 pass
             case JobEnded():
                 self._ended = entry
@@ -222,10 +223,10 @@ def level_of(entry: JournalEntry) -> str:
     match entry:
         case Notice():
             return entry.level
-        case NodeLost() | WorkerDown() | MasterResumed():
+        case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
             return "warning"
         case RecoveryStarted():
-            return "info" if entry.cause in (Cause.JOINED, Cause.DRAINED) else "warning"
+            return "info" if entry.cause in (Cause.JOINED, Cause.DRAINED, Cause.SLOW) else "warning"
         case PlanAdopted():
             return "info" if entry.redundant else "warning"
         case JobEnded():

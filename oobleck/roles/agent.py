@@ -21,6 +21,7 @@ from oobleck.control.messages import (
     Greeting,
     Heartbeat,
     Hello,
+    KillWorker,
     Leaving,
     MasterMessage,
     Order,
@@ -175,6 +176,9 @@ class Agent:
                 raise PeerError("a second greeting on one connection")
             case StartWorker(device=device):
                 nursery.start_soon(self._run_worker, device)
+            case KillWorker(device=device):
+                if device in self._workers:
+                    self._workers[device].handle.kill()
             case Order(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)

@@ -20,7 +20,7 @@ from oobleck.control.standing import PeerLost, Standing
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import ScheduleKind, compile_schedule
-from oobleck.wire import CommitRecord, Evaluating, EvaluationDone, Order, Resumed, StepCommitted
+from oobleck.wire import CommitRecord, Evaluating, EvaluationDone, Order, Pace, Resumed, StepCommitted
 
 from .data import Dataset
 from .evaluation import Evaluator
@@ -29,6 +29,7 @@ from .groups import GroupKey, GroupTable
 from .loss_scale import LossScale
 from .models import ModelStructure, StageModel
 from .optimizer import Optimizer
+from .pace import PaceMeter
 from .precision import Precision
 from .reduction import Bucket, GradientReducer, commit, commit_key, make_buckets, squared_norm
 from .sampling import samples_of_step
@@ -83,7 +84,7 @@ class Engine:
         groups: GroupTable,
         signals: Signals,
         standing: Standing,
-        report: Callable[[StepCommitted | Resumed | Evaluating | EvaluationDone], None],
+        report: Callable[[StepCommitted | Resumed | Evaluating | EvaluationDone | Pace], None],
     ) -> None:
         self._job = job
         self._place = place
@@ -119,6 +120,7 @@ class Engine:
         self._segments_done: set[int] = set()
         self._reduced: dict[str, torch.Tensor] = {}
         self._kept: dict[int, torch.Tensor] = {}
+        self._pace = PaceMeter(place.device)
         self._step_ended_s = time.monotonic()
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
@@ -239,7 +241,7 @@ class Engine:
             # under the order's generation; what was computed cannot be continued.
             raise PeerLost("a program of this step failed half-way before")
         self._say_resumed()
-        began_s = time.monotonic()
+        began_s, waited_s = time.monotonic(), self._signals.waited_s
         try:
             execute(
                 schedule.programs[lane.stage],
@@ -256,7 +258,9 @@ class Engine:
         except PeerLost:
             self._standing.note_broken()
             raise
-        self._busy_in_step.append((began_s, time.monotonic()))
+        ended_s = time.monotonic()
+        self._busy_in_step.append((began_s, ended_s))
+        self._pace.add(ended_s - began_s - (self._signals.waited_s - waited_s), len(microbatches))
 
     def _say_resumed(self) -> None:
         """Report once after each adoption, at the first computation under the new plan."""
@@ -324,6 +328,8 @@ class Engine:
             self._spent_s.append((whole_s - self._work.waited_s, self._work.waited_s))
         self._kept = {}
         self._forget_step()
+        if (pace := self._pace.take()) is not None:
+            self._report(pace)
         if self._lane is not None and self._lane.is_first:
             self._report(StepCommitted(device=self._place.device, record=record))
 

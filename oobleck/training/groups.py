@@ -58,6 +58,11 @@ class Group:
         self._inboxes: dict[int, Inbox] = {}
         self._store = store  # torch keeps no reference to a store that is written in Python
 
+    @property
+    def others(self) -> tuple[Place, ...]:
+        """All members but this worker."""
+        return tuple(place for rank, place in enumerate(self.key.members) if rank != self.rank)
+
     def rank_of(self, place: Place) -> int:
         return self.key.members.index(place)
 
@@ -114,7 +119,7 @@ class Reduction:
 
     def wait(self, interrupted: Callable[[], bool]) -> None:
         """Wait for the sum. Raises Interrupted, or PeerLost when a member failed."""
-        self._signals.wait(self._future.done, interrupted)
+        self._signals.wait(self._future.done, interrupted, self._group.others)
         try:
             self._future.value()
         except RuntimeError as error:
@@ -150,7 +155,8 @@ class GroupTable:
                 return list(pool.map(self._form_one, missing))
 
         try:
-            formed = self._signals.call(form_all, interrupted)
+            others = {place for key in missing for place in key.members} - {self._place}
+            formed = self._signals.call(form_all, interrupted, sorted(others))
         except Interrupted:
             raise
         except (RuntimeError, TimeoutError) as error:

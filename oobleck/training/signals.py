@@ -8,10 +8,12 @@ a reason to give up. What it gives up is left behind with its helper thread; bot
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from oobleck.control.standing import Interrupted
+from oobleck.planner import Place
 
 __all__ = ["Signals"]
 
@@ -23,23 +25,34 @@ class Signals:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self.waits_for: tuple[Place, ...] = ()
+        """Whose part the training thread waits for; none while it computes."""
+        self.waited_s = 0.0
+        """How long it has waited so far."""
 
     def announce(self) -> None:
         """Wake the waiters, so that they look at what they wait for again. Any thread may call this."""
         with self._changed:
             self._changed.notify_all()
 
-    def wait(self, ready: Callable[[], bool], interrupted: Callable[[], bool]) -> None:
-        """Wait until `ready`; raise Interrupted once `interrupted`, unless it is ready as well."""
+    def wait(self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[Place] = ()) -> None:
+        """Wait until `ready`; raise Interrupted once `interrupted`, unless it is ready as well.
+
+        `waits_for` are the workers without whose part it never is. For the training thread alone.
+        """
+        began_s = time.monotonic()
+        self.waits_for = tuple(waits_for)
         with self._changed:
             self._changed.wait_for(lambda: ready() or interrupted())
+            self.waits_for = ()
+            self.waited_s += time.monotonic() - began_s
             if not ready():
                 raise Interrupted
 
-    def call(self, blocking: Callable[[], T], interrupted: Callable[[], bool]) -> T:
+    def call(self, blocking: Callable[[], T], interrupted: Callable[[], bool], waits_for: Iterable[Place] = ()) -> T:
         """Call `blocking` on a thread of its own and return what it returns, or raise what it raises.
 
-        Raises Interrupted once `interrupted`; the thread is left behind.
+        Raises Interrupted once `interrupted`; the thread is left behind. `waits_for` as in `wait`.
         """
         outcome: list[T] = []
         failure: list[BaseException] = []
@@ -52,7 +65,7 @@ class Signals:
             self.announce()
 
         threading.Thread(target=run, daemon=True, name="abandonable").start()
-        self.wait(lambda: bool(outcome or failure), interrupted)
+        self.wait(lambda: bool(outcome or failure), interrupted, waits_for)
         if failure:
             raise failure[0]
         return outcome[0]

@@ -13,8 +13,10 @@ import gc
 import os
 import queue
 import socket
+import sys
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,6 +40,7 @@ from oobleck.wire import (
 )
 
 from .assembly import assemble
+from .doorbell import hang_doorbell, ring_all
 from .engine import Engine
 from .groups import GroupTable
 from .link import AgentLink
@@ -48,6 +51,7 @@ from .signals import Signals
 __all__ = ["run_worker"]
 
 _EXIT_FAILED = 1
+_STACK_LINES = 20
 
 
 def run_worker(sock: socket.socket) -> None:
@@ -70,7 +74,10 @@ class _Worker:
         job = setup.job
         self._link = link
         self._job = job
+        self._place = setup.place
         self._device = setup.place.device
+        self._training_thread = threading.get_ident()
+        self._doorbell = hang_doorbell(setup.place, setup.address)
         self._memory_bytes = setup.device_memory_bytes
         self._signals = Signals()
         self._standing = Standing(setup.place, self._signals.announce, lock=threading.Lock())
@@ -104,6 +111,7 @@ class _Worker:
                 layer_names=self._structure.layer_names,
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
+                doorbell=self._doorbell,
             )
         )
         gc.freeze()
@@ -130,6 +138,8 @@ class _Worker:
         match message:
             case StorePut(key=key, value=value):
                 self._board.put(key, value)
+            case Fence() if message.doorbells:
+                self._explain(message)
             case Fence():
                 self._link.send(self._standing.answer(message))
             case Order():
@@ -141,6 +151,17 @@ class _Worker:
                 self._signals.announce()
             case SetUpWorker():
                 raise AssertionError("a worker is set up once")
+
+    def _explain(self, fence: Fence) -> None:
+        """Answer a fence that asks why nothing goes on; ringing takes its time, so on a thread of its own."""
+        waits_for, stack = self._signals.waits_for, _stack_of(self._training_thread)
+        status = self._standing.answer(fence)
+
+        def tell() -> None:
+            others = [bell for bell in fence.doorbells if bell.place != self._place]
+            self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=ring_all(others)))
+
+        threading.Thread(target=tell, daemon=True, name="explain").start()
 
     def _next_order(self) -> Order:
         while True:
@@ -154,3 +175,9 @@ class _Worker:
     def _profile(self) -> None:
         profile = profile_of_job(self._job, self._structure, device_memory_bytes=self._memory_bytes)
         self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))
+
+
+def _stack_of(thread: int) -> str:
+    """Where a thread of this process is, the innermost call last."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)[-_STACK_LINES:]) if frame is not None else ""

@@ -1,0 +1,64 @@
+"""A worker's doorbell: a port on the data plane's address, where peers can try whether they reach this worker.
+
+Process groups hang for ever when packets are dropped between two nodes that both reach the master. When no step is
+committed any more, everybody rings at everybody: who does not answer is cut off, or gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from oobleck.planner import Place
+from oobleck.wire import Doorbell
+
+__all__ = ["hang_doorbell", "ring_all"]
+
+_RING_TIMEOUT_S = 0.5
+_MAX_PARALLEL = 32
+_SIOCGIFADDR = 0x8915
+
+
+def hang_doorbell(place: Place, address: str) -> Doorbell:
+    """Listen at an address, host name or network interface of this machine, for as long as the process lives."""
+    listener = socket.create_server((_host_of(address), 0))
+    host, port = listener.getsockname()[:2]
+
+    def answer() -> None:
+        while True:
+            with suppress(OSError):
+                listener.accept()[0].close()
+
+    threading.Thread(target=answer, daemon=True, name="doorbell").start()
+    return Doorbell(place=place, host=host, port=port)
+
+
+def ring_all(doorbells: Sequence[Doorbell]) -> tuple[Place, ...]:
+    """Ring at all of them; returns those that do not answer. Takes half a second at most for 32 of them."""
+    if not doorbells:
+        return ()
+    with ThreadPoolExecutor(min(len(doorbells), _MAX_PARALLEL)) as pool:
+        answers = pool.map(_answers, doorbells)
+        return tuple(bell.place for bell, answers_ in zip(doorbells, answers, strict=True) if not answers_)
+
+
+def _answers(doorbell: Doorbell) -> bool:
+    try:
+        socket.create_connection((doorbell.host, doorbell.port), timeout=_RING_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _host_of(address: str) -> str:
+    """The address itself, or that of the network interface which it names."""
+    if address not in (name for _, name in socket.if_nameindex()):
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", address.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])

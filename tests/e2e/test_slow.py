@@ -1,0 +1,70 @@
+"""A slow node: its pipeline gets fewer microbatches, and the losses stay what they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from oobleck.cli.job_file import load_job
+
+from .harness import Runner, worker_pids
+from .reference import reference_losses
+
+TOLERANCE = 1e-9
+STEPS = 400
+RUNNING_S, STOPPED_S = 0.01, 0.03
+"""A worker that is let run a quarter of the time takes about four times as long."""
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """Stop and continue a process over and over."""
+    done = threading.Event()
+
+    def pulse() -> None:
+        with suppress(ProcessLookupError):
+            while not done.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(STOPPED_S)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(RUNNING_S)
+
+    pulsing = threading.Thread(target=pulse)
+    pulsing.start()
+    try:
+        yield
+    finally:
+        done.set()
+        pulsing.join()
+
+
+def test_a_slow_node_is_planned_for(runner: Runner) -> None:
+    path = runner.job_file()
+    job = replace(load_job(path.read_text(), source=str(path)), max_steps=STEPS)
+    with runner.up("--job", str(path), "--steps", str(STEPS)) as up:
+        up.wait_for_step(3)
+        with slowed(worker_pids(runner)["node1"]):
+            up.wait_for("planning anew for the pace of node1")
+            up.wait_for_steps(5)
+        outcome = up.finish()
+    assert outcome.exit_code == 0, outcome.output
+    adopted = [entry for entry in runner.journal() if entry["@type"] == "PlanAdopted"]
+    shares = {
+        node: pipeline["num_microbatches"]
+        for pipeline in adopted[1]["plan"]["pipelines"]
+        for node in pipeline["nodes"]
+    }
+    assert shares.get("node1", 0) < max(shares.values()), shares
+    assert "node1" in {node for recovery in outcome.summary["recoveries"] for node in recovery["nodes"]}
+    assert outcome.summary["steps_lost"] == 0
+    gaps = [
+        abs(one - other)
+        for one, other in zip(outcome.losses, reference_losses(job, runner.directory / "cache"), strict=True)
+    ]
+    assert max(gaps) < TOLERANCE, gaps
+    assert runner.left_over() == []
