@@ -92,7 +92,7 @@ class Group:
     def inbox(self, source: int, signals: Signals) -> Inbox:
         """Return the one inbox for what `source` sends."""
         if source not in self._inboxes:
-            self._inboxes[source] = Inbox(f"receive from {self.key.members[source]}", signals)
+            self._inboxes[source] = Inbox(self.key.members[source], signals)
         return self._inboxes[source]
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from oobleck.control.standing import PeerLost
+from oobleck.planner import Place
 
 from .signals import Signals
 
@@ -31,13 +32,14 @@ Post = Callable[[int], tuple[Work, torch.Tensor]]
 class Inbox:
     """Messages of one peer. After an interrupted `take` the peer's group is not used any more, nor is this."""
 
-    def __init__(self, name: str, signals: Signals) -> None:
+    def __init__(self, source: Place, signals: Signals) -> None:
+        self._source = source
         self._signals = signals
         self._expected: SimpleQueue[tuple[int, Post] | None] = SimpleQueue()
         self._ready: deque[torch.Tensor] = deque()
         self._failure: PeerLost | None = None
         self._room = threading.Semaphore(RECEIVES_AHEAD)
-        threading.Thread(target=self._receive_all, daemon=True, name=name).start()
+        threading.Thread(target=self._receive_all, daemon=True, name=f"receive from {source}").start()
 
     def expect(self, tag: int, post: Post) -> None:
         """Receive this message after those that are expected already."""
@@ -46,7 +48,7 @@ class Inbox:
     def take(self, interrupted: Callable[[], bool]) -> torch.Tensor:
         """Wait for the next message. Raises Interrupted or PeerLost."""
         if not self._ready:
-            self._signals.wait(lambda: bool(self._ready) or self._failure is not None, interrupted)
+            self._signals.wait(lambda: bool(self._ready) or self._failure is not None, interrupted, [self._source])
         if not self._ready:
             assert self._failure is not None
             raise self._failure
