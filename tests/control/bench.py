@@ -12,6 +12,7 @@ from oobleck.control.journal import Cause, JournalEntry
 from oobleck.control.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
+    Doorbell,
     Heartbeat,
     Hello,
     MasterMessage,
@@ -22,7 +23,7 @@ from oobleck.control.messages import (
     WorkerReady,
 )
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import profile_to_json
+from oobleck.planner import Place, profile_to_json
 from tests.control.model import Shape
 from tests.control.test_recovery import record
 
@@ -121,7 +122,9 @@ class Bench:
         """Bring everybody up, and training under way."""
         for spec in self.nodes:
             self.up(spec.name)
-            self.say(spec.name, *(ready(device) for device in range(spec.num_devices)))
+            for device in range(spec.num_devices):
+                place = Place(node=spec.name, device=device)
+                self.say(spec.name, ready(device, doorbell=Doorbell(place=place, host="10.0.0.1", port=9)))
         self.feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
 
     def commit(self, node: str, step: int, **fields) -> list[Command]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from oobleck.control.coordinator import Phase
+from oobleck.control.coordinator import Coordinator, Phase
 from oobleck.control.events import (
     AddRequested,
+    Command,
     Connect,
     Disconnect,
     DrainRequested,
+    KillRequested,
     ProfileFound,
+    Record,
     Send,
     StopRequested,
 )
 from oobleck.control.journal import (
     Action,
     Cause,
+    HangExplained,
     JobEnded,
     NodeAdded,
     NodeConnected,
@@ -37,6 +42,8 @@ from oobleck.control.messages import (
     Finished,
     FinishStep,
     Heartbeat,
+    KillWorker,
+    Leaving,
     PeerFailed,
     StartWorker,
     StopAgent,
@@ -44,7 +51,8 @@ from oobleck.control.messages import (
     WorkerExited,
     WorkerStarted,
 )
-from oobleck.job import NodeSpec
+from oobleck.control.remains import read_remains
+from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import Place, profile_to_json
 from tests.control.bench import Bench, hello, ready
 from tests.control.model import Shape
@@ -677,3 +685,250 @@ def test_the_lost_are_not_listened_to():
 def test_every_node_that_connects_is_told():
     bench = training()
     assert [entry.node for entry in bench.journal(NodeConnected)] == ["n0", "n1", "n2"]
+
+
+# --- nobody is gone, and nothing goes on ---------------------------------------------------------------------
+
+
+def told(bench: Bench, *nodes: str, **fields) -> list[Command]:
+    """These answer, with the first plan in force and its first step applied; then losses have settled."""
+    commands = []
+    for node in nodes:
+        layers = held(bench, node, 1)
+        commands += bench.answer(node, adopted=1, applied=1, last_record=record(1), layers=layers, **fields)
+    return commands + bench.wait(0.01)
+
+
+def hang(bench: Bench) -> tuple[Fence, ...]:
+    """Let time pass until it is a hang; returns what all are asked."""
+    bench.commit("n0", 1)
+    bench.beat_until(bench.now_s + 11.0, *(spec.name for spec in bench.nodes))
+    return tuple(
+        command.message
+        for command in bench.commands
+        if isinstance(command, Send) and isinstance(command.message, Fence) and command.message.doorbells
+    )
+
+
+def test_a_hang_asks_all_whom_they_wait_for_and_reach():
+    bench = training()
+    fences = hang(bench)
+    assert len(fences) == 3
+    assert [bell.place.node for bell in fences[0].doorbells] == ["n0", "n1", "n2"]
+
+
+def test_a_worker_that_all_wait_for_is_ended_and_comes_back():
+    bench = training()
+    hang(bench)
+    for node in ("n0", "n2"):
+        bench.answer(
+            node, adopted=1, layers=held(bench, node, 1), waits_for=(Place(node="n1", device=0),), stack="here"
+        )
+    assert Send(node="n1", message=KillWorker(device=0)) in told(bench, "n1")
+    (explained,) = bench.journal(HangExplained)
+    assert explained.stuck == (Place(node="n1", device=0),)
+    assert [stack for _, stack in explained.stacks] == ["here", "here"]
+    assert Send(node="n1", message=StartWorker(device=0)) in bench.say("n1", CRASH)
+    told(bench, "n0", "n2")
+    assert bench.orders[-1].plan.nodes == ("n0", "n2")
+
+
+def test_a_stuck_worker_that_cannot_be_ended_does_not_stop_the_others_for_ever():
+    bench = training()
+    hang(bench)
+    for node in ("n0", "n2"):
+        told(bench, node, waits_for=(Place(node="n1", device=0),))
+    told(bench, "n1")
+    assert bench.coordinator.phase is Phase.FENCING
+    bench.beat_until(bench.now_s + 3.1, *(spec.name for spec in bench.nodes))
+    assert bench.coordinator.phase is Phase.TRAINING
+
+
+def test_a_node_that_its_peers_do_not_reach_is_left_out_for_good():
+    bench = training()
+    hang(bench)
+    for node in ("n0", "n1"):
+        told(bench, node, unreachable=(Place(node="n2", device=0),))
+    told(bench, "n2")
+    (lost,) = bench.journal(NodeLost)
+    assert (lost.node, lost.cause) == ("n2", Cause.CUT_OFF)
+    told(bench, "n0", "n1")
+    assert bench.orders[-1].plan.nodes == ("n0", "n1")
+    bench.beat_until(bench.now_s + 30.0, "n0", "n1")
+    assert not [command for command in bench.commands if isinstance(command, Connect) and command.attach]
+    assert len([command for command in bench.commands if isinstance(command, Connect)]) == 3, "it is not tried again"
+
+
+def test_a_hang_that_nobody_can_explain_is_a_regrouping():
+    bench = training()
+    hang(bench)
+    told(bench, "n0", "n1", "n2")
+    assert bench.journal(HangExplained)[0].describe() == "nobody can tell who holds the others up"
+    assert bench.coordinator.phase is Phase.TRAINING
+
+
+# --- lost nodes are tried again ------------------------------------------------------------------------------
+
+
+def patient(**control) -> Bench:
+    """A run that tries lost nodes again after 10 s."""
+    job = replace(SINGLES.job, control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, rejoin_after_s=10.0))
+    bench = Bench(SINGLES, job=job)
+    bench.prepare()
+    return bench
+
+
+def test_a_lost_node_is_tried_again_and_joins_anew():
+    bench = patient()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    bench.commands.clear()
+    bench.beat_until(bench.now_s + 10.1, "n0", "n1")
+    assert Connect(node=bench.nodes[2]) in bench.commands
+    bench.up("n2", pid=99)
+    assert bench.journal(NodeAdded)[0].node.name == "n2"
+    bench.say("n2", ready(pid=100))
+    assert bench.journal(RecoveryStarted)[-1].cause is Cause.JOINED
+
+
+def test_a_node_that_stays_away_is_tried_ever_less_and_nobody_is_told():
+    bench = patient()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    bench.beat_until(bench.now_s + 10.1, "n0", "n1")
+    lost = len(bench.journal(NodeLost))
+    bench.fail("n2", "no route")
+    assert len(bench.journal(NodeLost)) == lost
+    bench.commands.clear()
+    bench.beat_until(bench.now_s + 19.0, "n0", "n1")
+    assert not [command for command in bench.commands if isinstance(command, Connect)]
+    bench.beat_until(bench.now_s + 2.0, "n0", "n1")
+    assert Connect(node=bench.nodes[2]) in bench.commands
+
+
+def test_a_node_that_the_user_kills_is_not_tried_again():
+    bench = patient()
+    bench.feed(KillRequested(node="n2"))
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    bench.commands.clear()
+    bench.beat_until(bench.now_s + 60.0, "n0", "n1")
+    assert not [command for command in bench.commands if isinstance(command, Connect)]
+
+
+def test_a_node_with_notice_of_its_end_is_drained():
+    bench = training()
+    bench.say("n2", Leaving(reason="spot"))
+    assert bench.journal(RecoveryStarted)[-1].cause is Cause.DRAINED
+    assert "n2 is to be terminated: spot" in [entry.text for entry in bench.journal(Notice)]
+
+
+# --- another master takes over -------------------------------------------------------------------------------
+
+
+def succeed(bench: Bench, *nodes: str, pid: int = 7, generation: int = 1) -> Coordinator:
+    """A new coordinator made from the journal, with these nodes' agents attached."""
+    entries = [command.entry for command in bench.commands if isinstance(command, Record)]
+    remains = read_remains(entries)
+    assert remains is not None
+    bench.commands.clear()
+    bench.coordinator = Coordinator(
+        bench.job, bench.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", remains=remains
+    )
+    bench.commands += bench.coordinator.start(bench.now_s)
+    for node in nodes:
+        bench.up(node, pid=pid, generation=generation, workers=(0,))
+    return bench.coordinator
+
+
+def test_a_new_master_attaches_to_all_and_stops_nobody():
+    bench = training()
+    bench.commit("n0", 1)
+    coordinator = succeed(bench, "n0", "n1", "n2")
+    assert [command.node.name for command in bench.commands if isinstance(command, Connect) and command.attach] == [
+        "n0",
+        "n1",
+        "n2",
+    ]
+    assert not [command for command in bench.commands if isinstance(command, Send)]
+    assert coordinator.phase is Phase.TRAINING
+    bench.commit("n0", 2)
+    assert [entry.record.step for entry in bench.journal(StepDone)] == [2]
+
+
+def test_orders_that_nobody_may_have_received_are_given_again():
+    bench = training()
+    bench.commit("n0", 1)
+    bench.fail("n2")
+    told(bench, "n0", "n1")
+    coordinator = succeed(bench, "n0", "n1", generation=2)
+    assert coordinator.phase is Phase.FENCING
+    assert bench.journal(RecoveryStarted)[0].cause is Cause.MASTER_LOST
+
+
+def test_an_agent_that_is_another_one_has_lost_its_state():
+    bench = training()
+    bench.commit("n0", 1)
+    succeed(bench, "n0", "n1")
+    bench.up("n2", pid=99)
+    assert bench.journal(NodeLost)[0].node == "n2"
+    assert bench.coordinator.phase is Phase.FENCING
+
+
+def test_a_worker_whose_restart_was_lost_is_started():
+    bench = training()
+    bench.commit("n0", 1)
+    bench.say("n2", CRASH)
+    told(bench, "n0", "n1")
+    bench.commit("n0", 2)
+    succeed(bench, "n0", "n1", generation=2)
+    bench.up("n2", generation=1, workers=())
+    assert Send(node="n2", message=StartWorker(device=0)) in bench.commands
+
+
+def test_a_journal_whose_end_is_lost_is_not_gone_on_with():
+    bench = training()
+    bench.commit("n0", 1)
+    succeed(bench)
+    bench.up("n0", pid=7, generation=9, workers=(0,))
+    assert bench.ended is not None
+    assert "--resume never" in bench.ended.reason
+
+
+def test_words_that_are_said_again_are_not_new():
+    bench = training()
+    bench.commit("n0", 1)
+    succeed(bench, "n0", "n1", "n2")
+    bench.say("n1", ready())
+    assert not bench.journal(RecoveryStarted)
+    bench.say("n1", WorkerExited(device=0, pid=3, signal=9))
+    assert not bench.journal(WorkerDown)
+
+
+def test_a_stop_that_the_master_before_asked_for_ends_the_run_well():
+    bench = training()
+    bench.commit("n0", 1)
+    succeed(bench, "n0", "n1", "n2")
+    for node in ("n0", "n1", "n2"):
+        bench.say(node, Finished(device=0, applied=1))
+    assert bench.ended is not None
+    assert (bench.ended.exit_code, bench.ended.reason) == (0, "stopped; 1 steps are committed")
+
+
+def test_new_lines_of_the_hostfile_join_the_run_that_is_taken_over():
+    bench = training()
+    bench.commit("n0", 1)
+    bench.nodes = (*bench.nodes, NodeSpec(name="n9", host="n9"))
+    succeed(bench, "n0", "n1", "n2")
+    assert Connect(node=bench.nodes[-1]) in bench.commands
+
+
+def test_a_run_that_never_trained_or_has_ended_leaves_nothing_to_take_over():
+    bench = Bench(SINGLES)
+    bench.up("n0")
+    entries = [command.entry for command in bench.commands if isinstance(command, Record)]
+    assert read_remains(entries) is None
+    assert read_remains([]) is None
+    bench = training()
+    bench.feed(stop(now=True))
+    assert read_remains([command.entry for command in bench.commands if isinstance(command, Record)]) is None
