@@ -703,11 +703,7 @@ def hang(bench: Bench) -> tuple[Fence, ...]:
     """Let time pass until it is a hang; returns what all are asked."""
     bench.commit("n0", 1)
     bench.beat_until(bench.now_s + 11.0, *(spec.name for spec in bench.nodes))
-    return tuple(
-        command.message
-        for command in bench.commands
-        if isinstance(command, Send) and isinstance(command.message, Fence) and command.message.doorbells
-    )
+    return tuple(said for said in bench.messages(bench.commands) if isinstance(said, Fence) and said.doorbells)
 
 
 def test_a_hang_asks_all_whom_they_wait_for_and_reach():
