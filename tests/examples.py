@@ -1,4 +1,7 @@
-"""How many examples a property is tried with: few in every run of the tests, very many in a deep one."""
+"""How many examples a property is tried with: few in every run of the tests, very many in a deep one.
+
+HYPOTHESIS_PROFILE=deep tries 20,000; HYPOTHESIS_PROFILE=hasty stops at the first failure and shrinks nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["examples"]
+__all__ = ["deep_or", "examples"]
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -19,10 +22,17 @@ _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 def examples(number: int) -> Callable[[Test], Test]:
     """Try so many examples, or 20,000 under HYPOTHESIS_PROFILE=deep."""
-    is_deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+    return deep_or(number)
+
+
+def deep_or(number: int, *, stateful_step_count: int = 50) -> settings:
+    """The settings of `examples`; state machines want them as a value."""
+    profile = os.environ.get("HYPOTHESIS_PROFILE")
     return settings(
-        max_examples=_DEEP if is_deep else number,
+        max_examples=_DEEP if profile == "deep" else number,
+        stateful_step_count=stateful_step_count,
         deadline=None,
-        phases=_PHASES,
+        phases=(Phase.generate,) if profile == "hasty" else _PHASES,
+        database=None if profile == "hasty" else settings.default.database,
         suppress_health_check=[HealthCheck.too_slow],
     )

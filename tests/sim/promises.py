@@ -6,7 +6,7 @@ it, or layers of different histories are put together; here is the rest.
 
 from __future__ import annotations
 
-from oobleck.control.events import Disconnect, Send
+from oobleck.control.events import Disconnect, SendAll
 from oobleck.control.journal import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
 from oobleck.control.messages import Order
 from oobleck.sim.cluster_gear import ClusterRun
@@ -59,7 +59,7 @@ def _check_orders(played: ClusterRun) -> None:
             match command:
                 case Disconnect(node=node):
                     gone.add(node)
-                case Send(message=Order() as order):
+                case SendAll(message=Order() as order):
                     first = orders.setdefault((life, order.generation), order)
                     if (first.plan, first.transfers, first.boundary) != (order.plan, order.transfers, order.boundary):
                         raise Violation(f"generation {order.generation} orders different things")

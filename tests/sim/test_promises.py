@@ -104,3 +104,26 @@ def test_faults_of_all_kinds_break_no_promise(trace: Trace, setting: Setting, se
 def test_a_trace_and_a_seed_have_one_journal(trace: Trace, seed: int):
     first, second = (play(trace, SHAPES[1], seed) for _ in range(2))
     assert first.digest == second.digest
+
+
+@st.composite
+def mild_traces(draw: st.DrawFn) -> Trace:
+    """Up to f nodes go at once, come back, and time passes before the next ones go."""
+    nodes = tuple(f"node{number}" for number in range(draw(st.integers(4, 5))))
+    events: list[Lost | Joined | WorkerCrashed] = []
+    now_s = STARTED_S + draw(st.floats(0, 3.0))
+    for _ in range(draw(st.integers(1, 3))):
+        node = draw(st.sampled_from(nodes))
+        if draw(st.booleans()):
+            events.append(WorkerCrashed(t_s=now_s, node=node))
+        else:
+            events += [Lost(t_s=now_s, node=node), Joined(t_s=now_s + draw(st.floats(0.5, 10.0)), node=node)]
+        now_s += draw(st.floats(25.0, 40.0))
+    return Trace(duration_s=now_s + QUIET_S, nodes=nodes, start=nodes, events=tuple(events))
+
+
+@examples(20)
+@given(trace=mild_traces(), setting=st.sampled_from((SHAPES[0], SHAPES[1])), seed=seeds)
+def test_losing_f_nodes_at_a_time_never_ends_a_run(trace: Trace, setting: Setting, seed: int):
+    played = play(trace, setting, seed)
+    assert played.end.exit_code == 0, played.end.reason
