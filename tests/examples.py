@@ -1,6 +1,7 @@
 """How many examples a property is tried with: few in every run of the tests, very many in a deep one.
 
-HYPOTHESIS_PROFILE=deep tries 20,000; HYPOTHESIS_PROFILE=hasty stops at the first failure and shrinks nothing.
+HYPOTHESIS_PROFILE=deep tries 20,000; HYPOTHESIS_PROFILE=hasty tries many, stops at the first failure and shrinks
+nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ __all__ = ["deep_or", "examples"]
 Test = TypeVar("Test", bound=Callable[..., None])
 
 _DEEP = 20_000
+_HASTE = 8
 # A failure's trace says what happened; explaining it by coverage costs more than it tells.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
@@ -27,9 +29,9 @@ def examples(number: int) -> Callable[[Test], Test]:
 
 def deep_or(number: int, *, stateful_step_count: int = 50) -> settings:
     """The settings of `examples`; state machines want them as a value."""
-    profile = os.environ.get("HYPOTHESIS_PROFILE")
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "")
     return settings(
-        max_examples=_DEEP if profile == "deep" else number,
+        max_examples={"deep": _DEEP, "hasty": _HASTE * number}.get(profile, number),
         stateful_step_count=stateful_step_count,
         deadline=None,
         phases=(Phase.generate,) if profile == "hasty" else _PHASES,

@@ -184,13 +184,13 @@ def is_caught(mutation: Mutation, copy: Path) -> bool:
     environment = os.environ | {"HYPOTHESIS_PROFILE": "hasty"}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if done.returncode not in (0, 1):
-            raise SystemExit(f"{mutation.name}: the property could not be run:\n{done.stdout[-2000:]}")
-        return done.returncode == 1
     except subprocess.TimeoutExpired:
-        return True  # the mutant stands still, which the property does not let pass either
+        return False
     finally:
         path.write_text(text)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{mutation.name}: the property could not be run:\n{done.stdout[-2000:]}")
+    return done.returncode == 1
 
 
 def table() -> str:

@@ -87,19 +87,19 @@ def play(trace: Trace, setting: Setting, seed: int) -> ClusterRun:
 seeds = st.integers(0, 2**32)
 
 
-@examples(60)
+@examples(40)
 @given(trace=faulty(NODES), setting=st.sampled_from(SHAPES), seed=seeds)
 def test_nodes_and_processes_that_end_break_no_promise(trace: Trace, setting: Setting, seed: int):
     play(trace, setting, seed)
 
 
-@examples(80)
+@examples(60)
 @given(trace=faulty(ALL), setting=st.sampled_from(SHAPES), seed=seeds)
 def test_faults_of_all_kinds_break_no_promise(trace: Trace, setting: Setting, seed: int):
     play(trace, setting, seed)
 
 
-@examples(20)
+@examples(8)
 @given(trace=faulty(ALL), seed=seeds)
 def test_a_trace_and_a_seed_have_one_journal(trace: Trace, seed: int):
     first, second = (play(trace, SHAPES[1], seed) for _ in range(2))
@@ -122,7 +122,7 @@ def mild_traces(draw: st.DrawFn) -> Trace:
     return Trace(duration_s=now_s + QUIET_S, nodes=nodes, start=nodes, events=tuple(events))
 
 
-@examples(20)
+@examples(12)
 @given(trace=mild_traces(), setting=st.sampled_from((SHAPES[0], SHAPES[1])), seed=seeds)
 def test_losing_f_nodes_at_a_time_never_ends_a_run(trace: Trace, setting: Setting, seed: int):
     played = play(trace, setting, seed)
