@@ -127,6 +127,15 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        name="events",
+        target="oobleck.cli.events:events",
+        help="Explain what went wrong in a run.",
+        examples=(
+            ("oobleck events", "the newest run: each failure with its cause, what was done, what it cost"),
+            ("oobleck events gpt2-demo --follow", "tell of failures as they happen"),
+        ),
+    ),
+    Command(
         name="kill",
         target="oobleck.cli.kill:kill",
         help="Kill a node of a run, to see it recover.",

@@ -26,6 +26,7 @@ from oobleck.errors import ConfigError, PeerError, PlanningError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Place, Planner, PlannerSettings, Profile, profile_to_json
 
+from .diagnosis import TERMINATION_WORDS
 from .events import (
     AddRequested,
     AllSaid,
@@ -429,7 +430,7 @@ class Coordinator:
             case WorkerExited():
                 self._worker_exited(member, message)
             case Leaving(reason=reason):
-                self._notice("warning", f"{node} is to be terminated: {reason}")
+                self._notice("warning", f"{node}{TERMINATION_WORDS}{reason}")
                 self._drain(node)
             case AgentStopped(reason=reason):
                 self._agent_stopped(member, reason)

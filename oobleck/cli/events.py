@@ -1,0 +1,81 @@
+"""`oobleck events`: the failures of a run, explained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from oobleck.control.diagnosis import Diagnosis, Incident, diagnose
+from oobleck.control.journal import JournalEntry
+from oobleck.runtime.journal_file import read_journal
+from oobleck.runtime.journal_reading import find_journal, follow_journal
+from oobleck.ui.incident_text import incident_lines, incident_news
+
+from .options import BaseDirOption, JsonOption, base_dir_of
+
+__all__ = ["events"]
+
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RUN", help="Tag of the run, or its journal; the newest run if left out.", show_default=False
+    ),
+]
+
+
+def events(
+    run: RunArgument = None,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    as_json: JsonOption = False,
+    base_dir: BaseDirOption = None,
+) -> None:
+    """Explain each failure of a run, running or finished: its cause first, then what followed from it, what was done,
+    what it cost, and what is left for you to do.
+
+    With --json each incident is one line; with --follow it is told when it is over.
+    """
+    path = find_journal(base_dir_of(base_dir), run)
+    if follow:
+        for incident in _news(follow_journal(path)):
+            if incident.ended_s is not None or not as_json:
+                _tell(incident, as_json=as_json)
+        return
+    incidents = diagnose(read_journal(path))
+    for incident in incidents:
+        _tell(incident, as_json=as_json)
+    if not incidents and not as_json:
+        typer.echo(f"nothing has gone wrong in {path.parent.name}")
+
+
+def _tell(incident: Incident, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({**asdict(incident), "title": incident.title, "advice": incident.advice}))
+    elif incident.ended_s is None:
+        typer.echo(incident_news(incident))
+    else:
+        typer.echo("\n".join((*incident_lines(incident), "")))
+
+
+def _news(entries: Iterator[JournalEntry | None]) -> Iterator[Incident]:
+    """Each incident twice: once it has begun, unless it is over by then, and when it is over."""
+    diagnosis = Diagnosis()
+    begun = done = 0
+    for entry in entries:
+        if entry is not None:
+            diagnosis.apply(entry)
+            continue
+        incidents = diagnosis.incidents[done:]
+        for incident in incidents:
+            if incident.ended_s is not None:
+                done = incident.number
+                begun = max(begun, done)
+                yield incident
+            elif incident.number > begun:
+                begun = incident.number
+                yield incident
+    yield from diagnosis.incidents[done:]

@@ -1,0 +1,64 @@
+"""Journals of runs, finished or not: found by their tag, read whole, or followed while they grow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from oobleck.control.journal import JobEnded, JournalEntry
+from oobleck.errors import ConfigError, PeerError, UsageError
+from oobleck.wire import decode_json
+
+from .run_dir import RunDirectory
+
+__all__ = ["find_journal", "follow_journal"]
+
+_POLL_S = 0.2
+
+
+def find_journal(base_dir: Path, run: str | None) -> Path:
+    """The journal of a run: by its tag, its directory, or a file; the newest of all when nothing is named.
+
+    Raises UsageError where there is none.
+    """
+    if run is None:
+        found = sorted(base_dir.glob("*/journal.jsonl"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise UsageError(f"no run has left a journal in {base_dir}; name another --base-dir")
+        return found[-1]
+    named = Path(run).expanduser()
+    candidates = [RunDirectory(base_dir=base_dir, tag=run).journal] if "/" not in run else []
+    candidates += [named, named / "journal.jsonl"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(path.parent.name for path in base_dir.glob("*/journal.jsonl"))) or "none"
+    raise UsageError(f"no journal of {run!r}; runs in {base_dir}: {known}")
+
+
+def follow_journal(path: Path) -> Iterator[JournalEntry | None]:
+    """Yield entries as they are written, until the run ends; None whenever there is nothing new for a moment.
+
+    Raises ConfigError for a file that cannot be read, or a broken line, with its number.
+    """
+    try:
+        with path.open("rb") as lines:
+            number, rest = 0, b""
+            while True:
+                rest += lines.readline()
+                if not rest.endswith(b"\n"):
+                    yield None
+                    time.sleep(_POLL_S)
+                    continue
+                number += 1
+                try:
+                    entry: JournalEntry = decode_json(JournalEntry, rest)
+                except PeerError as error:
+                    raise ConfigError(f"journal {path}, line {number}: {error}") from error
+                rest = b""
+                yield entry
+                if isinstance(entry, JobEnded):
+                    return
+    except OSError as error:
+        raise ConfigError(f"journal {path}: {error.strerror}") from error

@@ -1,0 +1,109 @@
+"""`oobleck events` after each kind of failure was really done to processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from .harness import TAG, Runner, Up, oobleck, worker_pids
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = "--steps", "5000"
+
+
+def incidents(runner: Runner) -> list[dict[str, Any]]:
+    done = oobleck("events", TAG, "--json", "--base-dir", str(runner.base_dir))
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def newest(runner: Runner, failure: str, node: str | None, *, timeout_s: float = 40.0) -> dict[str, Any]:
+    """Wait until the newest incident is over, and is this one."""
+    deadline_s = time.monotonic() + timeout_s
+    found: list[dict[str, Any]] = []
+    while time.monotonic() < deadline_s:
+        found = incidents(runner)
+        if found and found[-1]["ended_s"] is not None:
+            root = found[-1]["root"]
+            if (root["failure"], root["node"]) == (failure, node):
+                return found[-1]
+        time.sleep(0.5)
+    raise AssertionError(f"no {failure} of {node}: {found}")
+
+
+def agent_pid(runner: Runner, node: str) -> int:
+    return int((runner.agent_directory(node) / "agent.pid").read_text())
+
+
+def wait_until_ready_again(up: Up, node: str) -> None:
+    up.wait_for(f"{node} device 0 is ready")
+    up.wait_for_steps(2)
+
+
+def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -> None:
+    """One run: workers are killed, crash, and run out of memory; a node freezes; one is announced to go."""
+    with runner.up("--job", str(runner.job_file()), *ENDLESS) as up:
+        up.wait_for_step(2)
+
+        os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
+        killed = newest(runner, "killed", "node1")
+        assert "signal 9" in killed["root"]["evidence"]
+        assert killed["actions"][0] == "the worker of node1 is started again"
+        assert killed["steps_lost"] == 0
+        wait_until_ready_again(up, "node1")
+
+        os.kill(worker_pids(runner)["node2"], signal.SIGSEGV)
+        assert "signal 11" in newest(runner, "crashed", "node2")["root"]["evidence"]
+        wait_until_ready_again(up, "node2")
+
+        worker = psutil.Process(worker_pids(runner)["node1"])
+        worker.rlimit(resource.RLIMIT_AS, (worker.memory_info().vms, worker.memory_info().vms))
+        # Memory that is there already still serves; a peer that is gone makes it need more.
+        os.kill(worker_pids(runner)["node0"], signal.SIGKILL)
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s and worker.is_running():
+            time.sleep(0.2)
+        failures = {
+            (finding["failure"], finding["node"])
+            for incident in incidents(runner)
+            for finding in (incident["root"], *incident["consequences"])
+        }
+        assert ("killed", "node0") in failures
+        up.wait_for_steps(2)
+
+        frozen = [psutil.Process(pid) for pid in (agent_pid(runner, "node3"), worker_pids(runner)["node3"])]
+        for process in frozen:
+            process.suspend()
+        incident = newest(runner, "frozen", "node3")
+        assert "not heard of for" in incident["root"]["evidence"]
+        assert incident["lost"] == ["node3"]
+        for process in frozen:
+            process.resume()
+
+        os.kill(agent_pid(runner, "node2"), signal.SIGTERM)
+        newest(runner, "termination", "node2")
+
+        told = oobleck("events", TAG, "--base-dir", str(runner.base_dir)).stdout
+        assert "node3: a node stopped answering" in told
+        assert "without progress" in told
+        assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0
+        assert up.finish().exit_code == 0
+
+
+def test_a_loss_that_is_no_number_is_told(runner: Runner) -> None:
+    outcome = runner.run(
+        "--job", str(runner.job_file()), "--set", "optimizer.learning_rate=1e200", "--set", "optimizer.warmup_steps=0",
+        "--steps", "8", nodes=("--local", "2"),
+    )  # fmt: skip
+    assert outcome.exit_code == 0
+    (incident,) = incidents(runner)
+    assert incident["root"]["failure"] == "bad_loss"
+    assert "loss of nan" in incident["root"]["evidence"]

@@ -1,0 +1,38 @@
+"""Incidents in words."""
+
+from __future__ import annotations
+
+from oobleck.control.diagnosis import Failure, Finding, Incident, diagnose
+from oobleck.ui.incident_text import incident_lines, incident_news
+from tests.control.journals import run_with_a_loss
+
+
+def test_the_story_of_a_loss_is_told_whole():
+    (incident,) = diagnose(run_with_a_loss())
+    assert incident_lines(incident) == (
+        "[0:00:25] #1 node3: contact was lost",
+        "    because connection closed",
+        "    done    the run goes on without node3",
+        "            pipeline 1 cannot go on alone; its microbatches go to the others",
+        "    cost    0.050 s without progress, no step lost, 4 microbatches done again, 28.0 MB copied, node3 gone",
+        "    to do   See whether the machine is up and SSH answers; it is tried again by itself.",
+    )
+
+
+def test_what_is_under_way_is_one_line():
+    root = Finding(t_s=7.0, failure=Failure.KILLED, node="a", evidence="killed by\nsignal 9")
+    incident = Incident(number=2, root=root, consequences=(), actions=())
+    assert (
+        incident_news(incident) == "[0:00:07] #2 a: a process was killed from outside: killed by signal 9; recovering …"
+    )
+
+
+def test_control_characters_of_elsewhere_and_long_tracebacks_are_kept_in_bounds():
+    evidence = "\n".join(f"  line {number} \x1b[31m" for number in range(100))
+    root = Finding(t_s=7.0, failure=Failure.USER_EXCEPTION, node="a", evidence=evidence)
+    many = tuple(Finding(t_s=8.0, failure=Failure.PEER, node=f"n{i}", evidence="gloo") for i in range(50))
+    lines = incident_lines(Incident(number=1, root=root, consequences=many, actions=(), ended_s=9.0, is_fatal=True))
+    assert len(lines) < 30
+    assert not any("\x1b" in line for line in lines)
+    assert "the job ended over it" in lines[0]
+    assert any("and 42 more" in line for line in lines)
