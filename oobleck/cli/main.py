@@ -136,6 +136,15 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        name="report",
+        target="oobleck.cli.report:report",
+        help="Write one HTML page about a run.",
+        examples=(
+            ("oobleck report", "the newest run, beside its journal"),
+            ("oobleck report gpt2-demo -o report.html", "a run by its tag"),
+        ),
+    ),
+    Command(
         name="kill",
         target="oobleck.cli.kill:kill",
         help="Kill a node of a run, to see it recover.",

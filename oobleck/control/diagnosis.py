@@ -181,6 +181,8 @@ class _Draft:
     actions: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     is_recovering: bool = False
+    noticed_s: float = 0.0
+    """When the newest finding was; a node that froze did so before."""
     stall_s: float = 0.0
     microbatches_redone: int = 0
     steps_lost: int = 0
@@ -343,6 +345,7 @@ class Diagnosis:
         if self._open is None:
             self._open = _Draft(number=len(self._drafts) + 1)
             self._drafts.append(self._open)
+        self._open.noticed_s = noticed_s
         self._open.findings.append(Finding(t_s=max(0.0, t_s), failure=failure, node=node, evidence=evidence))
 
     def _act(self, action: str) -> None:
@@ -354,9 +357,8 @@ class Diagnosis:
         draft = self._open
         if draft is None or draft.is_recovering:
             return
-        last_s = max(finding.t_s for finding in draft.findings)
-        if now_s - last_s > _BELONGS_TOGETHER_S:
-            self._close(last_s)
+        if now_s - draft.noticed_s > _BELONGS_TOGETHER_S:
+            self._close(draft.noticed_s)
 
     def _close(self, now_s: float) -> None:
         draft = self._open

@@ -89,6 +89,12 @@ def test_a_silent_node_froze_when_it_was_last_heard_of():
     assert incident.root.t_s == 17.0
 
 
+def test_a_step_between_the_notice_of_a_frozen_node_and_its_recovery_changes_nothing():
+    frozen = lost(20.0, "b", Cause.LEASE_EXPIRED, "not heard of for 3.0 s")
+    incident = only(frozen, committed(20.1, 9), recovering(20.2, 2, "b"), recovered(20.4, 2, "b", stall_s=0.3))
+    assert incident.stall_s == 0.3
+
+
 def test_the_root_comes_first_even_when_a_peer_complained_before():
     incident = only(
         down(10.0, "a", "RuntimeError: Connection closed by peer"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -49,7 +49,7 @@ def wait_until_ready_again(up: Up, node: str) -> None:
 
 
 def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -> None:
-    """One run: workers are killed, crash, and run out of memory; a node freezes; one is announced to go."""
+    """One run: workers are killed and crash; a node freezes; one is announced to go."""
     with runner.up("--job", str(runner.job_file()), *ENDLESS) as up:
         up.wait_for_step(2)
 
@@ -64,21 +64,6 @@ def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -
         assert "signal 11" in newest(runner, "crashed", "node2")["root"]["evidence"]
         wait_until_ready_again(up, "node2")
 
-        worker = psutil.Process(worker_pids(runner)["node1"])
-        worker.rlimit(resource.RLIMIT_AS, (worker.memory_info().vms, worker.memory_info().vms))
-        # Memory that is there already still serves; a peer that is gone makes it need more.
-        os.kill(worker_pids(runner)["node0"], signal.SIGKILL)
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s and worker.is_running():
-            time.sleep(0.2)
-        failures = {
-            (finding["failure"], finding["node"])
-            for incident in incidents(runner)
-            for finding in (incident["root"], *incident["consequences"])
-        }
-        assert ("killed", "node0") in failures
-        up.wait_for_steps(2)
-
         frozen = [psutil.Process(pid) for pid in (agent_pid(runner, "node3"), worker_pids(runner)["node3"])]
         for process in frozen:
             process.suspend()
@@ -86,7 +71,8 @@ def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -
         assert "not heard of for" in incident["root"]["evidence"]
         assert incident["lost"] == ["node3"]
         for process in frozen:
-            process.resume()
+            with suppress(psutil.NoSuchProcess):  # the master has ended what it could not hear any more
+                process.resume()
 
         os.kill(agent_pid(runner, "node2"), signal.SIGTERM)
         newest(runner, "termination", "node2")

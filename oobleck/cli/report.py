@@ -1,0 +1,46 @@
+"""`oobleck report`: a run as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oobleck.control.diagnosis import diagnose
+from oobleck.control.history import history_of
+from oobleck.control.summary import summarize
+from oobleck.errors import UsageError
+from oobleck.runtime.journal_file import read_journal
+from oobleck.runtime.journal_reading import find_journal
+from oobleck.ui.report_html import report_html
+
+from .events import RunArgument
+from .options import BaseDirOption, base_dir_of
+
+__all__ = ["report"]
+
+
+def report(
+    run: RunArgument = None,
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Where the page goes; by default beside the journal."),
+    ] = None,
+    base_dir: BaseDirOption = None,
+) -> None:
+    """Write one self-contained HTML page about a run, running or finished.
+
+    It shows throughput and nodes over time, the loss, where the time went, every failure with its cause and cost, and
+    the plan of each generation.
+    """
+    journal = find_journal(base_dir_of(base_dir), run)
+    entries = tuple(read_journal(journal))
+    page = report_html(history_of(entries), summarize(entries), diagnose(entries))
+    target = output if output is not None else journal.with_name("report.html")
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output: {target}: {error.strerror}") from error
+    typer.echo(str(target))

@@ -1,0 +1,258 @@
+"""A run as one HTML page that needs nothing else: what it did over time, what went wrong, and what that cost.
+
+Everything that comes from elsewhere (names, errors, reasons) is escaped; there is no script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from html import escape
+
+from oobleck.control.diagnosis import Incident
+from oobleck.control.history import History
+from oobleck.control.journal import PlanAdopted
+from oobleck.control.summary import RecoverySummary, Summary
+from oobleck.planner import Pipeline
+
+from .report_charts import Marker, Series, chart
+from .report_style import STYLE
+from .words import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
+
+__all__ = ["report_html"]
+
+_MAX_PLANS = 50
+_MAX_ROWS = 200
+
+_STATE_WORDS = {
+    "useful": "useful steps",
+    "redone": "steps made again",
+    "reconfiguring": "recovering",
+    "degraded": "slower than the best plan",
+    "idle": "too few nodes",
+    "starting": "starting",
+    "checkpoint": "saving",
+    "stopping": "stopping",
+}
+
+
+def report_html(history: History, summary: Summary, incidents: Iterable[Incident]) -> str:
+    """Write the page; O(what is shown), which is bounded for each section."""
+    told = tuple(incidents)
+    title = f"Oobleck: {summary.tag or 'a run'}"
+    body = "".join(
+        (
+            _header(history, summary),
+            _time(history),
+            _throughput(history, summary),
+            _losses(history),
+            _incidents(told),
+            _recoveries(summary.recoveries),
+            _plans(history.plans),
+        )
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _header(history: History, summary: Summary) -> str:
+    job = history.started.job if history.started else None
+    state = "goes on" if summary.exit_code is None else summary.reason.splitlines()[0] if summary.reason else "ended"
+    began = f", started {history.started.started_at}" if history.started else ""
+    model = f"{job.model.type} on {len(history.started.nodes)} nodes" if job and history.started else ""
+    facts = (
+        ("steps", f"{count_text(summary.steps_committed)} of {count_text(summary.max_steps)}"),
+        ("loss", f"{summary.losses[-1]:.4f}" if summary.losses else "–"),
+        ("tokens/s", count_text(summary.tokens_per_s)),
+        ("step time", seconds_text(summary.step_time_s.median if summary.step_time_s else None)),
+        ("goodput", percent_text(summary.goodput)),
+        ("elapsed", duration_text(summary.elapsed_s)),
+        ("recoveries", count_text(len(summary.recoveries))),
+        ("steps lost", count_text(summary.steps_lost)),
+    )
+    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    return (
+        f"<header><h1>{escape(summary.tag)}</h1><p>{escape(model + began)}</p><p>{escape(state)}</p>"
+        f'<dl class="facts">{items}</dl></header>'
+    )
+
+
+def _time(history: History) -> str:
+    """The goodput bar: shares of the elapsed time, which sum to it."""
+    split = history.split
+    states = {"useful": split.useful_s, **split.downtime_s}
+    shown = [(state, seconds) for state, seconds in states.items() if seconds > 0]
+    whole_s = sum(seconds for _, seconds in shown)
+    if not whole_s:
+        return ""
+    bars = "".join(
+        f'<i class="{state}" style="width:{100 * seconds / whole_s:.3f}%" title="{escape(_STATE_WORDS[state])}"></i>'
+        for state, seconds in shown
+    )
+    legend = "".join(
+        f'<li><i class="{state}"></i>{escape(_STATE_WORDS[state])}: {seconds_text(seconds)} '
+        f"({percent_text(seconds / whole_s)})</li>"
+        for state, seconds in shown
+    )
+    return (
+        f'<section><h2>Where the time went</h2><div class="bar">{bars}</div><ul class="legend">{legend}</ul></section>'
+    )
+
+
+def _throughput(history: History, summary: Summary) -> str:
+    if not history.rates:
+        return ""
+    until_s = history.elapsed_s
+    rates = [point for since, until, rate in history.rates for point in ((since, rate), (until, rate))]
+    nodes = _as_steps(history.num_nodes, until_s)
+    markers = [
+        Marker(x=done.t_s, text=f"{duration_text(done.t_s)} {_recovery_text(done)}")
+        for done in summary.recoveries[:_MAX_ROWS]
+    ]
+    rate_chart = chart(
+        [Series(points=rates, style="rate", is_area=True)],
+        title="tokens per second over time",
+        x_range=(0.0, until_s),
+        y_max=1.05 * max(rate for _, rate in rates),
+        x_text=duration_text,
+        y_text=count_text,
+        markers=markers,
+    )
+    node_chart = chart(
+        [Series(points=nodes, style="nodes", is_area=True)],
+        title="nodes that train over time",
+        x_range=(0.0, until_s),
+        y_max=1.15 * max((count for _, count in nodes), default=1),
+        x_text=duration_text,
+        y_text=lambda value: f"{value:g}" if value == int(value) else "",
+        markers=markers,
+    )
+    return (
+        "<section><h2>Throughput and nodes</h2>"
+        f'<p class="caption">tokens/s; dashed lines are recoveries</p>{rate_chart}'
+        f'<p class="caption">nodes that train</p>{node_chart}</section>'
+    )
+
+
+def _as_steps(changes: Iterable[tuple[float, int]], until_s: float) -> list[tuple[float, float]]:
+    points: list[tuple[float, float]] = []
+    for t_s, count in changes:
+        if points:
+            points.append((t_s, points[-1][1]))
+        points.append((t_s, float(count)))
+    if points:
+        points.append((until_s, points[-1][1]))
+    return points
+
+
+def _losses(history: History) -> str:
+    if len(history.losses) < 2:
+        return ""
+    values = [loss for _, loss in history.losses]
+    low, high = min(values), max(values)
+    margin = 0.06 * (high - low) or 0.5
+    drawn = chart(
+        [Series(points=history.losses, style="loss")],
+        title="loss over steps",
+        x_range=(history.losses[0][0], history.losses[-1][0]),
+        y_min=low - margin,
+        y_max=high + margin,
+        x_text=count_text,
+        y_text=lambda value: f"{value:.3g}",
+    )
+    return f'<section><h2>Loss</h2><p class="caption">by step</p>{drawn}</section>'
+
+
+def _incidents(incidents: tuple[Incident, ...]) -> str:
+    if not incidents:
+        return "<section><h2>What went wrong</h2><p>Nothing.</p></section>"
+    shown = "".join(_incident(incident) for incident in incidents[-_MAX_ROWS:])
+    return f"<section><h2>What went wrong</h2>{_left_out(len(incidents), _MAX_ROWS)}{shown}</section>"
+
+
+def _incident(incident: Incident) -> str:
+    then = "\n".join(
+        f"{found.node}: {found.evidence}" if found.node else found.evidence for found in incident.consequences
+    )
+    rows = (
+        ("because", incident.root.evidence.strip()),
+        ("then", then),
+        ("done", "\n".join(incident.actions)),
+        ("cost", f"{seconds_text(incident.stall_s)} without progress, {incident.steps_lost or 'no'} steps lost"),
+        ("to do", incident.advice),
+    )
+    items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
+    when = duration_text(incident.root.t_s)
+    return f'<div class="incident"><h3>{when} {escape(incident.title)}</h3><dl>{items}</dl></div>'
+
+
+def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> str:
+    if not recoveries:
+        return ""
+    headers = ("detect", "decide", "copy", "stall", "moved", "redone")
+    head = "<th>at</th><th>what</th>" + "".join(f'<th class="num">{name}</th>' for name in headers)
+    rows = "".join(
+        f'<tr><td>{duration_text(done.t_s)}</td><td class="what">{escape(_recovery_text(done))}</td>'
+        + "".join(
+            f'<td class="num">{escape(text)}</td>'
+            for text in (
+                *(seconds_text(s) for s in (done.detect_s, done.decide_s, done.transfer_s, done.stall_s)),
+                bytes_text(done.bytes_moved),
+                str(done.microbatches_redone),
+            )
+        )
+        + "</tr>"
+        for done in recoveries[-_MAX_ROWS:]
+    )
+    return (
+        f"<section><h2>Recoveries</h2>{_left_out(len(recoveries), _MAX_ROWS)}"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
+    )
+
+
+def _recovery_text(done: RecoverySummary) -> str:
+    names = ", ".join(done.nodes[:4]) + (f" and {len(done.nodes) - 4} more" if len(done.nodes) > 4 else "")
+    what = f"{done.cause.replace('_', ' ')}; {done.action.replace('_', ' ')}"
+    return f"{names}: {what}" if names else what
+
+
+def _plans(plans: tuple[PlanAdopted, ...]) -> str:
+    if not plans:
+        return ""
+    shown = plans[-_MAX_PLANS:]
+    items = "".join(_plan(plan, is_open=plan is shown[-1]) for plan in shown)
+    return f"<section><h2>Plans</h2>{_left_out(len(plans), _MAX_PLANS)}{items}</section>"
+
+
+def _plan(adopted: PlanAdopted, *, is_open: bool) -> str:
+    pipelines = "".join(_pipeline(index, pipeline) for index, pipeline in enumerate(adopted.plan.pipelines))
+    spares = f'<p class="caption">spare: {escape(", ".join(adopted.plan.spares))}</p>' if adopted.plan.spares else ""
+    warning = "" if adopted.redundant else " (some layer has fewer than f + 1 copies)"
+    return (
+        f"<details{' open' if is_open else ''}><summary>{duration_text(adopted.t_s)} generation {adopted.generation}: "
+        f"{escape(adopted.reason + warning)}</summary>"
+        f'<p class="caption">predicted step: {seconds_text(adopted.predicted_step_s)}</p>'
+        f'<div class="scroll">{pipelines or "no pipeline: too few nodes"}</div>{spares}</details>'
+    )
+
+
+def _pipeline(index: int, pipeline: Pipeline) -> str:
+    return "".join(_pipeline_parts(index, pipeline))
+
+
+def _pipeline_parts(index: int, pipeline: Pipeline) -> Iterator[str]:
+    yield f'<div class="pipeline"><b>pipeline {index}, {pipeline.num_microbatches} microbatches</b>'
+    for stage in pipeline.stages:
+        layers = layers_text(stage.first_layer, stage.stop_layer)
+        share = stage.stop_layer - stage.first_layer
+        yield (
+            f'<div class="stage" style="flex-grow:{share}">{escape(stage.places[0].node)}'
+            f"<small>layers {layers}</small></div>"
+        )
+    yield "</div>"
+
+
+def _left_out(count: int, shown: int) -> str:
+    return f'<p class="caption">the first {count - shown} are left out</p>' if count > shown else ""

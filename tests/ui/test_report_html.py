@@ -1,0 +1,156 @@
+"""The report page: well-formed, self-contained, escaped, and true to the journal."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.control.diagnosis import diagnose
+from oobleck.control.history import history_of, mean_rates, thinned
+from oobleck.control.journal import Cause, JobEnded, NodeLost
+from oobleck.control.summary import summarize
+from oobleck.ui.report_charts import ticks
+from oobleck.ui.report_html import report_html
+from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that every tag is closed in order, and keeps what is needed to look at."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += f"{data} "
+
+
+def page_of(entries) -> str:
+    entries = tuple(entries)
+    return report_html(history_of(entries), summarize(entries), diagnose(entries))
+
+
+def test_a_run_with_a_loss_is_shown_whole():
+    page = Page(page_of(run_with_a_loss()))
+    for words in ("gpt2-demo", "120 of 120", "Where the time went", "useful steps", "node3: contact was lost", "Plans"):
+        assert words in page.text
+    assert "generation 2" in page.text
+    assert sum(tag == "svg" for tag, _ in page.tags) == 3
+    assert [attrs.get("class") for tag, attrs in page.tags if tag == "line"].count("mark") == 2
+
+
+def test_nothing_is_fetched_from_elsewhere():
+    text = page_of(run_with_a_loss())
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
+
+
+def test_both_schemes_and_phones_are_provided_for():
+    text = page_of(run_with_a_loss())
+    assert "prefers-color-scheme:dark" in text
+    assert "max-width:520px" in text
+    assert 'name="viewport"' in text
+    used = set(re.findall(r"var\((--[a-z]+)\)", text))
+    light, dark = (set(re.findall(r"(--[a-z]+):#", block)) for block in text.split("@media(prefers", 1))
+    assert used <= light
+    assert used <= dark
+
+
+@pytest.mark.parametrize("length", [1, 5, 14, 40])
+def test_a_run_that_goes_on_or_was_cut_off_is_shown_too(length):
+    Page(page_of(list(run_with_a_loss())[:length]))
+
+
+def test_an_empty_journal_makes_an_empty_page():
+    Page(page_of(()))
+
+
+def test_what_comes_from_elsewhere_is_escaped():
+    evil = "<script>alert('x')</script>&\"'"
+    entries = [
+        job_started(("a", "b")),
+        adopted(1.0, 1, plan(("a",), ("b",)), reason=evil),
+        committed(2.0, 1),
+        committed(3.0, 2),
+        NodeLost(t_s=4.0, node="b", cause=Cause.CONNECTION_LOST, evidence=evil),
+        JobEnded(t_s=5.0, exit_code=1, reason=evil),
+    ]
+    text = page_of(entries)
+    Page(text)
+    assert "<script" not in text
+
+
+def test_losses_that_are_no_numbers_and_equal_ones_are_drawn():
+    entries = [job_started(("a",)), adopted(1.0, 1, plan(("a",)))]
+    entries += [committed(2.0 + step, step, loss=math.nan if step == 3 else 2.0) for step in range(1, 6)]
+    text = page_of(entries)
+    Page(text)
+    assert "NaN" not in text
+    assert "nan" not in "".join(re.findall(r' d="([^"]*)"', text))
+
+
+def test_a_long_run_stays_a_small_page():
+    entries = list(run_with_a_loss(steps=20_000, lost_at=700))
+    assert len(page_of(entries)) < 200_000
+
+
+def test_the_shares_of_the_time_sum_to_the_whole():
+    widths = [
+        float(width) for width in re.findall(r'<i class="\w+" style="width:([\d.]+)%', page_of(run_with_a_loss()))
+    ]
+    assert sum(widths) == pytest.approx(100.0, abs=0.01)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 1e6)), min_size=1, max_size=60), st.integers(2, 20))
+def test_thinned_rates_keep_their_integral(pieces, most):
+    rates, now_s = [], 0.0
+    for length_s, rate in pieces:
+        rates.append((now_s, now_s + length_s, rate))
+        now_s += length_s
+    thin = mean_rates(rates, now_s, most=most)
+    assert len(thin) <= most
+    total = sum((until - since) * rate for since, until, rate in rates)
+    assert sum((until - since) * rate for since, until, rate in thin) == pytest.approx(total, rel=1e-6, abs=1e-6)
+
+
+@given(st.integers(0, 500), st.integers(3, 50))
+def test_thinned_points_keep_both_ends_and_the_order(count, most):
+    points = [(float(index), float(index % 7)) for index in range(count)]
+    thin = thinned(points, most=most)
+    assert len(thin) <= max(most, 0) + 1
+    assert list(thin) == sorted(thin)
+    if points:
+        assert (thin[0], thin[-1]) == (points[0], points[-1])
+        assert all(0 <= y <= 6 for _, y in thin)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 8))
+def test_ticks_lie_within_and_are_not_many(low, length, about):
+    found = ticks(low, low + length, about)
+    assert len(found) <= about + 2
+    assert all(low - 1e-6 * (abs(low) + length) <= tick <= low + length + 1e-6 * (abs(low) + length) for tick in found)
