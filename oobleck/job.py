@@ -13,7 +13,16 @@ from typing import Literal
 
 from oobleck.errors import ConfigError
 
-__all__ = ["ControlSpec", "DataSpec", "JobSpec", "ModelSpec", "NodeSpec", "OptimizerSpec", "ScriptSpec"]
+__all__ = [
+    "CheckpointSpec",
+    "ControlSpec",
+    "DataSpec",
+    "JobSpec",
+    "ModelSpec",
+    "NodeSpec",
+    "OptimizerSpec",
+    "ScriptSpec",
+]
 
 Scalar = bool | int | float | str | None
 
@@ -155,6 +164,39 @@ class ScriptSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """When the state is saved, and where."""
+
+    enabled: bool = True
+    save_steps: int | None = None
+    """Save after every so many steps. Without this and `save_interval_s`, the interval follows from what a save costs
+    and how often failures need one."""
+    save_interval_s: float | None = None
+    """Save every so many seconds."""
+    save_total_limit: int = 3
+    """How many checkpoints are kept; older ones are removed."""
+    directory: str | None = None
+    """Where checkpoints lie, on every node; None is `checkpoints` in the run's directory there. Shared by all nodes,
+    or a lost node takes what it saved with it."""
+    compare_steps: int = 100
+    """After every so many steps the copies of each layer are compared; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        if self.save_steps is not None:
+            _require(self.save_steps >= 1, "checkpoint.save_steps", self.save_steps, "at least 1")
+        if self.save_interval_s is not None:
+            _require(self.save_interval_s > 0, "checkpoint.save_interval_s", self.save_interval_s, "positive")
+        _require(
+            self.save_steps is None or self.save_interval_s is None,
+            "checkpoint.save_interval_s",
+            self.save_interval_s,
+            "left out where save_steps is given",
+        )
+        _require(self.save_total_limit >= 1, "checkpoint.save_total_limit", self.save_total_limit, "at least 1")
+        _require(self.compare_steps >= 0, "checkpoint.compare_steps", self.compare_steps, "0 (off) or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A training job, complete: what every worker needs to know beside the plan.
 
@@ -169,6 +211,7 @@ class JobSpec:
     data: DataSpec = field(default_factory=DataSpec)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     control: ControlSpec = field(default_factory=ControlSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     max_steps: int = 120
     global_batch_size: int = 8
     """Samples in one step."""

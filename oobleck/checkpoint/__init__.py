@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from oobleck.control.manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest
 
-from .directory import CheckpointDirectory, FileFault, FoundManifest
+from .directory import CheckpointDirectory, FileFault, FoundManifest, layer_file_name
 from .layer_file import LayerFile, read_layer_file, write_layer_file
 from .layout import Entry, Layout, TensorSpec
 from .memory import FlashMemory, Slot, find_slots, memory_files, next_memory_file
@@ -32,6 +32,7 @@ __all__ = [
     "TensorSpec",
     "checkpoint_name",
     "find_slots",
+    "layer_file_name",
     "memory_files",
     "next_memory_file",
     "read_layer_file",

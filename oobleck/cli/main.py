@@ -118,6 +118,47 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        name="checkpoint",
+        help="See, verify and convert what runs have saved.",
+        examples=(
+            ("oobleck checkpoint list", "the checkpoints of all runs"),
+            ("oobleck checkpoint verify gpt2-demo", "read every byte of a run's newest one"),
+            ("oobleck checkpoint export gpt2-demo model/", "for transformers' from_pretrained"),
+        ),
+        subcommands=(
+            Command(
+                name="list",
+                target="oobleck.cli.checkpoint:list_checkpoints",
+                help="Show the checkpoints of a run, or of all runs.",
+                examples=(("oobleck checkpoint list gpt2-demo", "of one run"),),
+            ),
+            Command(
+                name="inspect",
+                target="oobleck.cli.checkpoint:inspect_checkpoint",
+                help="Show what is in a checkpoint.",
+                examples=(("oobleck checkpoint inspect gpt2-demo", "a run's newest one"),),
+            ),
+            Command(
+                name="verify",
+                target="oobleck.cli.checkpoint:verify_checkpoint",
+                help="Compare every byte of a checkpoint with its checksums.",
+                examples=(("oobleck checkpoint verify gpt2-demo", "exit code 1 when something is wrong"),),
+            ),
+            Command(
+                name="export",
+                target="oobleck.cli.checkpoint:export_checkpoint",
+                help="Write a checkpoint's weights as a model directory.",
+                examples=(("oobleck checkpoint export gpt2-demo model/ --format hf", "as save_pretrained does"),),
+            ),
+            Command(
+                name="import",
+                target="oobleck.cli.checkpoint:import_checkpoint",
+                help="Make a checkpoint from a model directory.",
+                examples=(("oobleck checkpoint import model/ imported/", "then `oobleck up … --resume imported/`"),),
+            ),
+        ),
+    ),
+    Command(
         name="status",
         target="oobleck.cli.status:status",
         help="Show what a run is doing.",

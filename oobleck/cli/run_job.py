@@ -76,7 +76,8 @@ class Run:
     summary: Path | None
     base_dir: Path
     resume: str = "auto"
-    """`auto` takes over a run that goes on without its master; `never` ends it and starts anew."""
+    """`auto` takes over a run that goes on without its master, or goes on from the newest checkpoint; `never` starts
+    anew; a path names the checkpoint to begin from."""
 
 
 def run_job(run: Run) -> int:
@@ -195,9 +196,10 @@ def _make_master(
     coordinator = Coordinator(
         run.job,
         known[: run.num_local] if run.num_local else known,
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         python_version=platform.python_version(),
         remains=past.remains,
+        resume=run.resume,
     )
     return Master(
         coordinator,

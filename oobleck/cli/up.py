@@ -15,6 +15,7 @@ from oobleck.job import JobSpec, NodeSpec
 from .hostfile import parse_hostfile
 from .job_file import apply_overrides, default_job, load_job, parse_override
 from .options import BaseDirOption, JsonOption, base_dir_of
+from .save_every import with_save_every
 
 __all__ = ["read_nodes", "readable_file", "up"]
 
@@ -74,12 +75,17 @@ def up(
     summary: Annotated[
         Path | None, typer.Option("--summary", metavar="FILE", help="Write the closing summary as JSON.")
     ] = None,
+    save_every: Annotated[
+        str | None,
+        typer.Option("--save-every", metavar="STEPS|TIME", help="Save every so many steps (50), or so often (5m)."),
+    ] = None,
+    keep: Annotated[int | None, typer.Option("--keep", metavar="N", help="Keep the N newest checkpoints.")] = None,
     resume: Annotated[
         str,
         typer.Option(
             "--resume",
-            metavar="auto|never",
-            help="Take over a run of this name whose master was killed, or end what is left of it and start anew.",
+            metavar="auto|never|PATH",
+            help="Go on with what is left of a run of this name, start anew, or begin from the checkpoint at PATH.",
         ),
     ] = "auto",
     base_dir: BaseDirOption = None,
@@ -88,8 +94,6 @@ def up(
 
     Training goes on when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
     """
-    if resume not in ("auto", "never"):
-        raise UsageError(f"--resume: {resume} is not known; it is auto or never")
     hostfile, script, arguments = _parse_words(words or [])
     nodes = read_nodes(hostfile, local)
     names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
@@ -97,6 +101,7 @@ def up(
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
     job = _read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
     job = _with_options(job, steps=steps, dtype=dtype, seed=seed, f=fault_threshold, pipelines=pipelines, tag=tag)
+    job = _with_saving(job, save_every, keep)
     if job.num_pipelines is not None and job.num_pipelines > len(names):
         raise ConfigError(
             f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {len(names)} nodes; "
@@ -157,6 +162,11 @@ def _read_job(
         job = load_job(described.settings, source=f"{script}, what job() returns", base=job, has_lines=False)
         job = replace(job, script=described.spec)
     return apply_overrides(job, [parse_override(text) for text in settings])
+
+
+def _with_saving(job: JobSpec, save_every: str | None, keep: int | None) -> JobSpec:
+    spec = job.checkpoint if save_every is None else with_save_every(job.checkpoint, save_every)
+    return replace(job, checkpoint=spec if keep is None else replace(spec, save_total_limit=keep))
 
 
 def _with_options(

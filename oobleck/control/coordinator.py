@@ -57,10 +57,13 @@ from .journal import (
     WorkerDown,
     WorkerUp,
 )
+from .manifest import run_digest
 from .membership import Member, Membership, NodeState
 from .messages import (
     AgentMessage,
     AgentStopped,
+    CheckpointCommitted,
+    CheckpointsFound,
     CommitRecord,
     Evaluating,
     EvaluationDone,
@@ -69,12 +72,16 @@ from .messages import (
     Heartbeat,
     Hello,
     KillWorker,
+    LayersPersisted,
     Leaving,
     Pace,
     PeerFailed,
     Profiled,
+    RestoreFailed,
     Resumed,
     StartWorker,
+    StateNotSaved,
+    StateSaved,
     Status,
     StepCommitted,
     StopAgent,
@@ -89,6 +96,8 @@ from .progress import HANG_FLOOR_S, Progress
 from .reconfiguration import Reconfiguration
 from .rejoining import Rejoining
 from .remains import Remains
+from .restoring import Candidate, Restoring
+from .saving import Saving
 from .startup_failures import StartupFailures
 
 __all__ = ["Coordinator", "Phase"]
@@ -97,6 +106,8 @@ _STARTUP_SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
 _MAX_RESTARTS = 3
 """How often a node's worker is started again before the node is taken for broken."""
+_LAST_SAVE_S = 300.0
+"""How long the end of a run may wait for its last save."""
 _MAY_COME_BACK = frozenset({Cause.CONNECTION_LOST, Cause.LEASE_EXPIRED, Cause.UNREACHABLE})
 """What a node is tried again after."""
 
@@ -121,17 +132,28 @@ class Coordinator:
         started_at: str,
         python_version: str,
         remains: Remains | None = None,
+        resume: str = "auto",
     ) -> None:
-        """With `remains`, take over a run that goes on without a master: its job is `job`."""
+        """With `remains`, take over a run that goes on without a master: its job is `job`.
+
+        `resume` says what a run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
+        path, on the nodes, to a checkpoint or a directory of checkpoints.
+        """
         self._job = job
         self._nodes = nodes
         self._started_at = started_at
         self._remains = remains
+        self._resume = resume
         self._outbox = Outbox()
         self._members = remains.members if remains else Membership(nodes)
         self._progress = Progress(job, self._outbox)
-        self._preparation = Preparation(job, self._members, python_version=python_version)
-        self._reconfiguration = Reconfiguration(job, self._members, self._progress, self._outbox)
+        run = run_digest(job.tag, remains.started.started_at if remains else started_at)
+        self._preparation = Preparation(job, self._members, python_version=python_version, run=run)
+        self._saving = Saving(job, self._members, self._outbox, run=run)
+        self._restoring = Restoring(self._outbox, run=run, directory=None if resume in ("auto", "never") else resume)
+        self._reconfiguration = Reconfiguration(
+            job, self._members, self._progress, self._saving, self._restoring, self._outbox
+        )
         self._rejoining = Rejoining(first_wait_s=job.control.rejoin_after_s)
         self._startup_failures = StartupFailures(len(nodes))
         self._start_deadline_s = math.inf
@@ -144,6 +166,9 @@ class Coordinator:
         """The generation whose workers were last asked to."""
         self._finished: set[tuple[int, Place]] = set()
         """(generation, worker) of those that train no further."""
+        self._over: RunOver | None = None
+        """Training has ended; its last save may still be on the way to the disk."""
+        self._over_by_s = math.inf
 
     @property
     def phase(self) -> Phase:
@@ -193,6 +218,8 @@ class Coordinator:
                 self._reconfiguration.deadline_s,
                 self._progress.hangs_s,
                 self._rejoining.due_s,
+                self._saving.due_s,
+                self._over_by_s,
                 *(member.last_heard_s + lease_s for member in self._members.living),
             ]
         )
@@ -249,10 +276,9 @@ class Coordinator:
 
     def _act_on_time(self, now_s: float) -> None:
         for member in self._members.living:
-            # Compared as `next_deadline` computes it: a difference may round to less, and be due for ever.
-            if now_s >= member.last_heard_s + self._job.control.lease_s:
-                evidence = f"not heard of for {now_s - member.last_heard_s:.1f} s"
-                self._node_failed(member.spec.name, Cause.LEASE_EXPIRED, evidence)
+            silent_s = now_s - member.last_heard_s
+            if silent_s >= self._job.control.lease_s:
+                self._node_failed(member.spec.name, Cause.LEASE_EXPIRED, f"not heard of for {silent_s:.1f} s")
         if now_s >= self._start_deadline_s:
             self._end_the_start()
         if now_s >= self._reconfiguration.deadline_s:
@@ -265,6 +291,8 @@ class Coordinator:
                 self._deal_with_accused()
         if now_s >= self._progress.hangs_s:
             self._reconfiguration.begin([], Cause.HANG, detect_s=now_s - self._progress.progressed_s)
+        if now_s >= self._saving.due_s:
+            self._saving.handle_deadline()
         self._outbox.command(*(Connect(node=spec) for spec in self._rejoining.take_due(now_s)))
 
     # --- nodes come and go -----------------------------------------------------------------------------------
@@ -273,10 +301,22 @@ class Coordinator:
         """Go on with a run that its master left: nobody stops for it, unless orders may have been lost."""
         now_s = self._outbox.now_s
         self._outbox.record(MasterResumed(t_s=now_s, away_s=now_s - remains.last_s))
+        restored = remains.restored
+        if restored is not None and restored.restored_step is not None:
+            self._progress.go_back(restored.restored_step, generation=restored.generation)
+        if remains.origin is not None:
+            self._restoring.begin_from(remains.origin)
         for record in remains.records:
             self._progress.restore(record)
         self._preparation.profile = remains.profile
-        self._reconfiguration.restore(self._make_planner(remains.profile), remains.generations)
+        self._reconfiguration.restore(
+            self._make_planner(remains.profile),
+            remains.generations,
+            restored_generation=restored.generation if restored else 0,
+        )
+        self._saving.begin([layer.name for layer in remains.profile.layers])
+        self._saving.know(remains.saved, ())
+        self._saving.plan_adopted(remains.generations.plan, boundary=self._progress.last_step, redundant=True)
         self._has_planned = True
         self._progress.expect(self._job.control.start_timeout_s)
         for member in self._members.living:
@@ -336,6 +376,7 @@ class Coordinator:
             self._startup_failures.note(node, evidence, is_user_error=is_user_error)
             self._start_deadline_s = min(self._start_deadline_s, now_s + _STARTUP_SETTLE_S)
             return
+        self._saving.node_lost(node)
         if cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining:
             self._rejoining.note_lost(member.spec, now_s)
         if trained:  # else it had no part in any plan
@@ -420,6 +461,12 @@ class Coordinator:
                 self._reconfiguration.note_pace(Place(node=node, device=message.device), message)
             case PeerFailed():
                 self._reconfiguration.suspect(message)
+            case StateSaved() | StateNotSaved() | LayersPersisted() | CheckpointCommitted():
+                self._saved(node, message)
+            case CheckpointsFound():
+                self._checkpoints_found(Place(node=node, device=message.device), message)
+            case RestoreFailed():
+                self._restore_failed(node, message)
             case WorkerStarted():
                 pass
             case WorkerReady():
@@ -459,6 +506,7 @@ class Coordinator:
             pid=message.pid,
             data_digest=message.data_digest,
             doorbell=message.doorbell,
+            saves=message.saves,
         )
         self._outbox.record(entry)
         self._outbox.command(*self._preparation.note_ready(member, message))
@@ -499,6 +547,7 @@ class Coordinator:
         self._reconfiguration.forget_pace(place.node)
         self._outbox.record(WorkerDown(t_s=now_s, node=place.node, device=place.device, reason=message.reason))
         self._outbox.send(place.node, StartWorker(device=place.device))
+        self._saving.worker_lost(place.node)
         if trained:
             self._reconfiguration.begin([place.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
 
@@ -517,13 +566,35 @@ class Coordinator:
         if len({spec.num_devices for spec in self._nodes}) > 1:
             counts = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in self._nodes)
             raise RunOver(78, f"all nodes need the same number of devices: {counts}; change slots= or devices=")
+        places = [place for member in self._members.ready for place in member.places]
+        if self._saving.is_enabled and not self._restoring.is_answered(places):
+            if not self._restoring.is_asked(places):
+                self._restoring.ask(places)
+            return
         self._outbox.record(ProfileKnown(t_s=self._outbox.now_s, profile_json=profile_to_json(profile)))
+        self._saving.begin([layer.name for layer in profile.layers])
         try:
-            self._reconfiguration.begin_training(self._make_planner(profile))
+            self._reconfiguration.begin_training(self._make_planner(profile), self._beginning(len(profile.layers)))
         except PlanningError as error:
             raise RunOver(78, str(error)) from error
         self._has_planned = True
         self._start_deadline_s = math.inf
+
+    def _beginning(self, num_layers: int) -> Candidate | None:
+        """The checkpoint that the run begins from; None for the model's initial values."""
+        problems = self._restoring.problems()
+        for problem in problems:
+            self._notice("warning", f"cannot be used: {problem}")
+        self._saving.know(self._restoring.known(), self._restoring.unfinished())
+        candidate = None if self._resume == "never" else self._restoring.newest(num_layers)
+        if self._resume == "auto":
+            if candidate is not None and candidate.step >= self._job.max_steps:
+                text = f"the run before has committed all its {candidate.step} steps: this one starts anew"
+                self._notice("info", f"{text}; give more steps, or --resume PATH, to go on from it")
+                return None
+        elif self._resume != "never" and candidate is None:
+            raise RunOver(78, f"--resume {self._resume}: there is no checkpoint that can be used")
+        return candidate
 
     def _make_planner(self, profile: Profile) -> Planner:
         """A planner for the job's settings. Raises PlanningError."""
@@ -549,8 +620,43 @@ class Coordinator:
             self._progress.evaluate(message)
 
     def _step_committed(self, record: CommitRecord) -> None:
-        if self._progress.commit(record) and self.phase is Phase.TRAINING:
+        if not self._progress.commit(record):
+            return
+        self._saving.step_done(record)
+        if self.phase is Phase.TRAINING:
             self._progress.expect(HANG_FLOOR_S)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def _saved(self, node: str, message: StateSaved | StateNotSaved | LayersPersisted | CheckpointCommitted) -> None:
+        match message:
+            case StateSaved():
+                self._saving.saved(Place(node=node, device=message.device), message)
+            case LayersPersisted():
+                self._saving.persisted(message)
+            case CheckpointCommitted():
+                self._saving.committed(message)
+            case StateNotSaved():
+                self._saving.failed(node, message)
+            case _:
+                assert_never(message)
+
+    def _checkpoints_found(self, place: Place, message: CheckpointsFound) -> None:
+        self._restoring.found(place, message)
+        if self._has_planned:
+            self._reconfiguration.found()
+        else:
+            self._train_when_prepared()
+
+    def _restore_failed(self, node: str, message: RestoreFailed) -> None:
+        """Nobody trains on what is broken: all go back to the checkpoint before it."""
+        if message.generation != self._reconfiguration.generations.current:
+            return
+        self._notice("error", f"{node} cannot restore {message.name}: {message.problem}")
+        self._restoring.note_broken(message.name)
+        self._reconfiguration.begin([], Cause.CHECKPOINT_BROKEN, detect_s=0.0)
+
+    # --- the end -----------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: StopRequested) -> None:
         if event.now or not self._has_planned:
@@ -560,7 +666,9 @@ class Coordinator:
         self._notice("info", "stopping after the step in flight")
 
     def _follow_up(self) -> None:
-        """Every plan's workers are asked to finish once a stop is wanted."""
+        """Every plan's workers are asked to finish once a stop is wanted; the end waits for the last save."""
+        if self._over is not None and (self._saving.is_settled or self._outbox.now_s >= self._over_by_s):
+            raise self._over
         generations = self._reconfiguration.generations
         if self._stop is not None and self._asked_to_finish != generations.newest:
             self._asked_to_finish = generations.newest
@@ -578,10 +686,13 @@ class Coordinator:
             return
         steps = f"{self._progress.last_step} steps are committed"
         if self._progress.last_step >= self._job.max_steps:
-            raise RunOver(0, f"all {steps}")
-        if self._stop is None:  # it was the master before who was asked to stop
-            raise RunOver(0, f"stopped; {steps}")
-        raise RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
+            self._over = RunOver(0, f"all {steps}")
+        elif self._stop is None:  # it was the master before who was asked to stop
+            self._over = RunOver(0, f"stopped; {steps}")
+        else:
+            self._over = RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
+        self._progress.expect_none()
+        self._over_by_s = min(self._over_by_s, self._outbox.now_s + _LAST_SAVE_S)
 
     def _end(self, over: RunOver) -> None:
         """End the run. What ended workers, if nothing was committed since, is the reason behind the reason."""
@@ -617,6 +728,11 @@ def _check_device(member: Member, message: AgentMessage) -> None:
             | Pace(device=device)
             | PeerFailed(device=device)
             | Finished(device=device)
+            | StateSaved(device=device)
+            | StateNotSaved(device=device)
+            | LayersPersisted(device=device)
+            | CheckpointsFound(device=device)
+            | RestoreFailed(device=device)
         ) if device not in range(member.spec.num_devices):
             raise PeerError(f"speaks for device {device}; it has {member.spec.num_devices}")
         case _:

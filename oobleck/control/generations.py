@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from oobleck.planner import Decision, ExecutionPlan, Place
 
 from .journal import PlanAdopted
-from .messages import Order, Segment, Status
+from .messages import Order, Restore, Segment, Status
 from .recovery import Verdict, broken_pipelines, deal_microbatches
 
 __all__ = ["Generations"]
@@ -97,14 +97,25 @@ class Generations:
         self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in dealt)])
         return step
 
-    def order(self, decision: Decision, verdict: Verdict, *, finish: int | None, lost: Collection[str]) -> Order:
+    def order(
+        self,
+        decision: Decision,
+        verdict: Verdict,
+        *,
+        finish: int | None,
+        lost: Collection[str],
+        restore: Restore | None,
+        is_from_scratch: bool,
+    ) -> Order:
         """Note the current generation's plan; return its order, for device 0 of any node.
 
-        `lost` are the nodes that have no part any more in the plan under which the step is finished.
+        `lost` are the nodes that have no part any more in the plan under which the step is finished; `restore` is the
+        checkpoint of the step that the verdict takes for applied. A run that `is_from_scratch` began with the model's
+        initial values, not with a checkpoint.
         """
         old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
         absent = tuple(node for node in old.plan.nodes if node in lost) if old is not None else ()
-        initial = verdict.applied == 0 and finish is None
+        initial = verdict.applied == 0 and finish is None and is_from_scratch
         ordered = _Ordered(decision.plan, self._pipeline_generations(decision.plan, old, absent))
         self._ordered[self.current] = ordered
         if finish is None:
@@ -120,6 +131,7 @@ class Generations:
             pipeline_generations=ordered.pipeline_generations,
             boundary=verdict.applied if finish is None else finish,
             initial=initial,
+            restore=restore,
             transfers=() if initial else decision.transfers,
         )
 

@@ -18,6 +18,7 @@ from .messages import CommitRecord, Doorbell, Segment
 __all__ = [
     "Action",
     "Cause",
+    "CheckpointSaved",
     "Evaluated",
     "HangExplained",
     "JobEnded",
@@ -61,6 +62,8 @@ class Cause(StrEnum):
     """Nothing was lost: a node leaves, and gives its state away first."""
     MASTER_LOST = "master_lost"
     """Nothing was lost but the master, in the middle of a recovery: its successor begins that anew."""
+    CHECKPOINT_BROKEN = "checkpoint_broken"
+    """Nothing was lost but a checkpoint, while it was gone back to: the one before is taken."""
     UNREACHABLE = "unreachable"
 
 
@@ -136,6 +139,8 @@ class WorkerUp:
     data_digest: str
     """Equal on all nodes, or they would train on different text."""
     doorbell: Doorbell | None = None
+    saves: bool = False
+    """Whether it has a place to save its state in."""
 
     def describe(self) -> str:
         return f"{self.node} device {self.device} is ready (worker process {self.pid})"
@@ -208,6 +213,10 @@ class PlanAdopted:
     """The step in flight, to be finished first; None when it is forgotten."""
     finished_under: int | None = None
     """The generation of the plan under which that step is finished."""
+    restored: str | None = None
+    """The checkpoint that is gone back to; None where nothing is."""
+    restored_step: int | None = None
+    """Its step."""
     segments: tuple[Segment, ...] = ()
     """What broken pipelines leave of it, dealt among the whole ones."""
 
@@ -333,6 +342,25 @@ class RecoveryDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """A checkpoint is complete on disk."""
+
+    t_s: float
+    name: str
+    step: int
+    saved_at: str
+    size_bytes: int
+    pause_s: float
+    """How long training waited."""
+    duration_s: float
+    """From memory to disk."""
+
+    def describe(self) -> str:
+        size, pause = f"{self.size_bytes / 2**20:.1f} MiB", f"{self.pause_s:.3f} s"
+        return f"checkpoint of step {self.step}: {size}; training waited {pause}, the disk took {self.duration_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """Something worth telling; `level` is info, warning or error."""
 
@@ -373,6 +401,7 @@ JournalEntry = (
     | HangExplained
     | RecoveryStarted
     | RecoveryDone
+    | CheckpointSaved
     | Notice
     | JobEnded
 )

@@ -57,17 +57,16 @@ class Manifest:
     run: str
     """See `run_digest`."""
     saved_at: str
-    """UTC, ISO 8601, by the master's clock."""
+    """UTC, ISO 8601: when the last share was in memory."""
     step: int
     generation: int
-    loss: float
+    loss: float | None
+    """Of that step; None where it was not heard of."""
     seed: int
     global_batch_size: int
     samples_seen: int
     data_digest: str
     layer_names: tuple[str, ...]
-    parameters: int
-    """Tied ones counted once."""
     shards: tuple[Shard, ...]
 
     @property

@@ -12,22 +12,43 @@ from dataclasses import dataclass
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, LayerTransfer, Place
 
+from .saving_messages import (
+    CheckpointCommitted,
+    CheckpointsFound,
+    CommitCheckpoint,
+    FindCheckpoints,
+    FoundState,
+    LayersPersisted,
+    Restore,
+    RestoreFailed,
+    SaveState,
+    StateNotSaved,
+    StateSaved,
+    StoragePaths,
+)
+
 __all__ = [
     "PROTOCOL_VERSION",
     "AgentMessage",
     "AgentStopped",
+    "CheckpointCommitted",
+    "CheckpointsFound",
+    "CommitCheckpoint",
     "CommitRecord",
     "Configure",
     "Doorbell",
     "Evaluating",
     "EvaluationDone",
     "Fence",
+    "FindCheckpoints",
     "FinishStep",
     "Finished",
+    "FoundState",
     "Greeting",
     "Heartbeat",
     "Hello",
     "KillWorker",
+    "LayersPersisted",
     "Leaving",
     "MasterMessage",
     "Order",
@@ -35,13 +56,19 @@ __all__ = [
     "PeerFailed",
     "ProfileRequest",
     "Profiled",
+    "Restore",
+    "RestoreFailed",
     "Resumed",
+    "SaveState",
     "Segment",
     "SetUpWorker",
     "StartWorker",
+    "StateNotSaved",
+    "StateSaved",
     "Status",
     "StepCommitted",
     "StopAgent",
+    "StoragePaths",
     "StorePut",
     "WorkerBound",
     "WorkerExited",
@@ -123,6 +150,8 @@ class WorkerReady:
     torch_version: str
     doorbell: Doorbell | None = None
     """Where others can try whether they reach it."""
+    saves: bool = False
+    """Whether it has a place to save its state in, and to restore it from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +356,8 @@ class Configure:
     """Threads that each worker of this node computes with."""
     device_memory_bytes: int
     """What one worker of this node may use."""
+    run: str
+    """Tells this run from others of its tag: see `manifest.run_digest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,6 +442,8 @@ class Order:
     """Steps applied when the plan takes effect."""
     initial: bool = False
     """The job's first order: layers take their initial values."""
+    restore: Restore | None = None
+    """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
     """Everybody's, in one order: their messages are numbered by it."""
 
@@ -443,6 +476,8 @@ class SetUpWorker:
     torch_threads: int
     cache_dir: str
     device_memory_bytes: int
+    storage: StoragePaths | None = None
+    """None where nothing can be saved."""
 
 
 AgentMessage = (
@@ -463,6 +498,12 @@ AgentMessage = (
     | Finished
     | Leaving
     | AgentStopped
+    | StateSaved
+    | StateNotSaved
+    | LayersPersisted
+    | CheckpointCommitted
+    | CheckpointsFound
+    | RestoreFailed
 )
 """What an agent says to the master, its workers' words included."""
 
@@ -478,6 +519,9 @@ MasterMessage = (
     | StorePut
     | FinishStep
     | StopAgent
+    | SaveState
+    | FindCheckpoints
+    | CommitCheckpoint
 )
 """What the master says to an agent and, through it, to workers."""
 
@@ -494,8 +538,12 @@ WorkerMessage = (
     | StorePut
     | Finished
     | WorkerFailed
+    | StateSaved
+    | StateNotSaved
+    | CheckpointsFound
+    | RestoreFailed
 )
 """What a worker says to its agent."""
 
-WorkerBound = SetUpWorker | ProfileRequest | Fence | Order | StorePut | FinishStep
+WorkerBound = SetUpWorker | ProfileRequest | Fence | Order | StorePut | FinishStep | SaveState | FindCheckpoints
 """What an agent says to a worker."""

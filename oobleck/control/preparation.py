@@ -21,8 +21,9 @@ __all__ = ["Preparation"]
 class Preparation:
     """Mutable: tells what to ask of nodes until every worker is ready and the profile is known."""
 
-    def __init__(self, job: JobSpec, members: Membership, *, python_version: str) -> None:
+    def __init__(self, job: JobSpec, members: Membership, *, python_version: str, run: str) -> None:
         self._job = job
+        self._run = run
         self._members = members
         self._python_version = python_version
         self._key: str | None = None
@@ -56,6 +57,7 @@ class Preparation:
             address=member.address,
             torch_threads=self._threads(member),
             device_memory_bytes=self._memory(member),
+            run=self._run,
         )
         starts = [Send(node=event.node, message=StartWorker(device=place.device)) for place in member.places]
         return [Send(node=event.node, message=configure), *starts]

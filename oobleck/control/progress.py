@@ -28,7 +28,9 @@ class Progress:
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
         self._evaluated_step = 0
         self.last_record: CommitRecord | None = None
-        """Of the newest step that is known to be committed."""
+        """Of the newest step that is known to be committed, since the checkpoint that was gone back to, if one was."""
+        self._base_step = 0
+        self._base_generation = 0
         self.progressed_s = 0.0
         """When a step was committed, or a plan ordered, last."""
         self.hangs_s = math.inf
@@ -37,11 +39,11 @@ class Progress:
     @property
     def last_step(self) -> int:
         """The newest step that is known to be committed."""
-        return 0 if self.last_record is None else self.last_record.step
+        return self._base_step if self.last_record is None else self.last_record.step
 
     def commit(self, record: CommitRecord) -> bool:
         """Note a committed step; False for one that another reporter told before."""
-        if record.step <= self.last_step:
+        if record.step <= self.last_step or record.generation < self._base_generation:
             return False
         self.restore(record)
         tokens = record.num_samples * self._tokens_per_sample
@@ -62,6 +64,11 @@ class Progress:
                 duration_s=message.duration_s,
             )
         )
+
+    def go_back(self, step: int, *, generation: int) -> None:
+        """The state is that of a checkpoint; what older generations have committed since is as if it had never been."""
+        self.last_record = None
+        self._base_step, self._base_generation = step, generation
 
     def restore(self, record: CommitRecord) -> None:
         """Note a step that the journal knows."""

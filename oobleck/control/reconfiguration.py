@@ -11,7 +11,7 @@ A part of the coordinator's machine, with its rules; raises RunOver where there 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from oobleck.errors import PlanningError, Unrecoverable
@@ -28,6 +28,8 @@ from .outbox import Outbox, RunOver
 from .paces import Paces
 from .progress import Progress
 from .recovery import Verdict, judge, microbatches_redone, planned_layers
+from .restoring import Candidate, Restoring
+from .saving import Saving
 
 __all__ = ["Accused", "Reconfiguration"]
 
@@ -37,6 +39,8 @@ _SUSPICION_S = 0.2
 """How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
 _ADOPTION_S = 30.0
 """How long a plan may take at least, from its orders to the first step, before it is a hang."""
+_ANSWERS_S = 30.0
+"""How long workers may look for checkpoints."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -57,10 +61,24 @@ class Accused:
 class Reconfiguration:
     """Mutable: knows the generations, and the recovery under way, if there is one."""
 
-    def __init__(self, job: JobSpec, members: Membership, progress: Progress, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        members: Membership,
+        progress: Progress,
+        saving: Saving,
+        restoring: Restoring,
+        outbox: Outbox,
+    ) -> None:
         self._job = job
         self._members = members
         self._progress = progress
+        self._saving = saving
+        self._restoring = restoring
+        self._restored_generation = 0
+        """What was adopted before the newest checkpoint was gone back to counts for nothing."""
+        self._answers_due_s = math.inf
+        """How long to wait for those who were asked for checkpoints."""
         self._outbox = outbox
         self._planner: Planner | None = None
         self._account: RecoveryAccount | None = None
@@ -77,17 +95,30 @@ class Reconfiguration:
 
     # --- the machine's interface -----------------------------------------------------------------------------
 
-    def begin_training(self, planner: Planner) -> None:
-        """Order the first plan, on all nodes that are ready. Raises PlanningError when there is none."""
+    def begin_training(self, planner: Planner, candidate: Candidate | None) -> None:
+        """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one.
+
+        Raises PlanningError when there is no plan.
+        """
         self._start_planning(planner)
         decision = planner.initial_plan([member.spec.name for member in self._members.ready])
         self.generations.begin()
-        self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
+        if candidate is None:
+            self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
+            return
+        moved = self._replan(decision.plan, candidate.held, lost=frozenset())
+        reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
+        self._go_back(replace(moved, action=decision.action, reason=reason), candidate)
 
-    def restore(self, planner: Planner, generations: Generations) -> None:
+    def restore(self, planner: Planner, generations: Generations, *, restored_generation: int) -> None:
         """Go on from the plans that a journal knows, which others have ordered."""
         self._start_planning(planner)
         self.generations = generations
+        self._restored_generation = restored_generation
+
+    def found(self) -> None:
+        """Somebody has told which checkpoints there are."""
+        self._decide_when_answered()
 
     def _start_planning(self, planner: Planner) -> None:
         self._planner = planner
@@ -102,6 +133,8 @@ class Reconfiguration:
             recovery = self._account = RecoveryAccount(began_s=now_s, detect_s=detect_s, cause=cause)
         recovery.nodes.extend(nodes)
         recovery.statuses.clear()
+        self._restoring.forget()
+        self._answers_due_s = math.inf
         recovery.settles_s = now_s + _SETTLE_S
         self.is_fencing = True
         self.generations.begin()
@@ -204,7 +237,7 @@ class Reconfiguration:
     def _fence(self) -> None:
         survivors = self._members.ready
         if not survivors:
-            raise RunOver(1, "all nodes are lost")
+            raise RunOver(self._exit_code, "all nodes are lost")
         lost = self.lost_for(self.generations.newest)
         ready = (worker for member in survivors for worker in member.ready.values())
         doorbells = tuple(worker.doorbell for worker in ready if worker.doorbell) if self._is_explaining else ()
@@ -250,6 +283,7 @@ class Reconfiguration:
     def _decide(self, statuses: dict[Place, Status]) -> None:
         """All survivors have answered: find what is committed, a plan for those who are left, and order it."""
         assert self._account is not None
+        statuses = {place: self._since_restored(status) for place, status in statuses.items()}
         # Only now: all that reporters said before they answered is known, so that no step is told out of turn.
         records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
         for _, record in sorted(records.items()):
@@ -260,21 +294,79 @@ class Reconfiguration:
         base = self.generations.plans[in_force]
         absent = frozenset(self.lost_for(in_force))
         finish = self.generations.step_to_finish(verdict, statuses, absent)
-        held = _held(verdict, statuses, base, finish=finish)
+        held = _held(verdict, statuses, base, finish=finish, is_from_scratch=not self._restored_generation)
         try:
             decision = self._replan(base, held, lost=absent)
         except (PlanningError, Unrecoverable) as error:
             if self._keep_draining_nodes():
                 self._decide(statuses)
-                return
-            raise RunOver(1, f"cannot go on after losing {', '.join(self._account.nodes)}: {error}") from error
+            elif isinstance(error, PlanningError) or not self._saving.is_enabled:
+                raise RunOver(self._exit_code, self._cannot_go_on(error)) from error
+            else:
+                self._fall_back(base, error, lost=absent)
+            return
         lost = absent.intersection(base.nodes)
         redone = microbatches_redone(base, lost, statuses) if verdict.adopted is not None else 0
         self._account.steps_lost += max(0, self._progress.last_step - verdict.applied)
         self._account.microbatches_redone += redone
         self._order(decision, verdict, finish=finish)
 
-    def _replan(self, base: ExecutionPlan, held: dict[Place, frozenset[int]], *, lost: frozenset[str]) -> Decision:
+    def _since_restored(self, status: Status) -> Status:
+        """What a worker holds from before a checkpoint was gone back to is of a past that never was."""
+        if status.adopted >= self._restored_generation:
+            return status
+        return replace(status, applied=0, last_record=None, reduced=None, adopted=0, layers=())
+
+    def _fall_back(self, base: ExecutionPlan, error: Unrecoverable, *, lost: frozenset[str]) -> None:
+        """A layer has no living copy: go back to the newest checkpoint, once workers have told what they can read."""
+        assert self._account is not None
+        now_s = self._outbox.now_s
+        places = [place for member in self._members.ready for place in member.places]
+        if math.isinf(self._answers_due_s):
+            self._answers_due_s = self.deadline_s = now_s + _ANSWERS_S
+            self._restoring.ask(places)
+            return
+        if not self._restoring.is_answered(places) and now_s < self._answers_due_s:
+            self.deadline_s = self._answers_due_s
+            return
+        self._tell_problems()
+        candidate = self._restoring.newest_of_this_run(base.num_layers)
+        if candidate is None:
+            raise RunOver(1, f"{self._cannot_go_on(error)}, and there is no checkpoint to go back to") from error
+        held = {place: layers for place, layers in candidate.held.items() if place in places}
+        try:
+            decision = self._replan(base, held, lost=lost)
+        except (PlanningError, Unrecoverable) as another:
+            raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
+        reason = f"{error}; back to the checkpoint of step {candidate.step}: {decision.reason}"
+        self._account.steps_lost += max(0, self._progress.last_step - candidate.step)
+        self._saving.restored()
+        self._go_back(replace(decision, action=Action.CHECKPOINT, reason=reason), candidate)
+
+    def _go_back(self, decision: Decision, candidate: Candidate) -> None:
+        """Order everybody to a checkpoint."""
+        self._restored_generation = self.generations.current
+        self._restoring.begin_from(candidate.name)
+        self._progress.go_back(candidate.step, generation=self._restored_generation)
+        verdict = Verdict(applied=candidate.step, catch_up=None, adopted=None, held=candidate.held)
+        self._order(decision, verdict, finish=None, candidate=candidate)
+        if not candidate.is_on_disk:
+            self._saving.save_now()
+
+    def _tell_problems(self) -> None:
+        for problem in self._restoring.problems():
+            self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=f"cannot be used: {problem}"))
+
+    def _cannot_go_on(self, error: Exception) -> str:
+        assert self._account is not None
+        return f"cannot go on after losing {', '.join(self._account.nodes)}: {error}"
+
+    @property
+    def _exit_code(self) -> int:
+        """Of a run that has too few nodes left: it can be resumed if there is a checkpoint."""
+        return 75 if self._saving.complete else 1
+
+    def _replan(self, base: ExecutionPlan, held: Mapping[Place, frozenset[int]], *, lost: frozenset[str]) -> Decision:
         """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
         assert self._planner is not None
         known = dict.fromkeys((*base.nodes, *base.spares))
@@ -320,17 +412,23 @@ class Reconfiguration:
 
     # --- ordering --------------------------------------------------------------------------------------------
 
-    def _order(self, decision: Decision, verdict: Verdict, *, finish: int | None) -> None:
+    def _order(
+        self, decision: Decision, verdict: Verdict, *, finish: int | None, candidate: Candidate | None = None
+    ) -> None:
         """Send everyone the orders of a new generation, and train."""
         lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
-        order = self.generations.order(decision, verdict, finish=finish, lost=lost)
+        restore = None if candidate is None else candidate.restore
+        order = self.generations.order(
+            decision, verdict, finish=finish, lost=lost, restore=restore, is_from_scratch=not self._restored_generation
+        )
         places = tuple(place for member in self._members.ready for place in member.places)
         self._outbox.send_all(places, order)
         self.is_fencing = False
         self.deadline_s = math.inf
-        has_trained = self._progress.last_step > 0
-        self._progress.expect(_ADOPTION_S if has_trained else self._job.control.start_timeout_s)
+        is_quick = self._progress.last_step > 0 and candidate is None
+        self._progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s)
         self._record_plan(decision, verdict, order)
+        self._saving.plan_adopted(decision.plan, boundary=order.boundary, redundant=decision.redundant)
         if self._account is not None:
             self._note_orders(self._account, decision, order)
 
@@ -357,6 +455,8 @@ class Reconfiguration:
                 pipeline_generations=order.pipeline_generations,
                 finish=order.finish,
                 finished_under=None if order.finish is None else verdict.adopted,
+                restored=None if order.restore is None else order.restore.name,
+                restored_step=None if order.restore is None else order.boundary,
                 segments=order.segments,
             )
         )
@@ -370,13 +470,18 @@ class Reconfiguration:
 
 
 def _held(
-    verdict: Verdict, statuses: dict[Place, Status], base: ExecutionPlan, *, finish: int | None
+    verdict: Verdict,
+    statuses: dict[Place, Status],
+    base: ExecutionPlan,
+    *,
+    finish: int | None,
+    is_from_scratch: bool,
 ) -> dict[Place, frozenset[int]]:
     """The layers that each survivor can give, at the boundary's version."""
     if finish is not None:
         # What was kept of the plan before is a step behind once this one is finished.
         return {place: layers & planned_layers(base, place) for place, layers in verdict.held.items()}
-    if verdict.applied == 0:
+    if verdict.applied == 0 and is_from_scratch:
         # Nothing is trained yet: everybody can make the initial values of any layer.
         return {place: frozenset(range(base.num_layers)) for place in statuses}
     return dict(verdict.held)

@@ -15,6 +15,7 @@ from oobleck.planner import Profile, profile_from_json
 from .generations import Generations
 from .journal import (
     Cause,
+    CheckpointSaved,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -31,6 +32,7 @@ from .journal import (
 )
 from .membership import Member, Membership, NodeState
 from .messages import CommitRecord
+from .saving import KnownCheckpoint
 
 __all__ = ["Remains", "read_remains"]
 
@@ -45,6 +47,11 @@ class Remains:
     profile_json: str = ""
     records: list[CommitRecord] = field(default_factory=list)
     """Of all committed steps that are known."""
+    restored: PlanAdopted | None = None
+    """The newest plan that went back to a checkpoint."""
+    origin: str | None = None
+    """The checkpoint that the run began from."""
+    saved: list[KnownCheckpoint] = field(default_factory=list)
     last_s: float = 0.0
     """When the last entry was made."""
 
@@ -100,6 +107,12 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
             remains.profile_json = profile_json
         case PlanAdopted():
             remains.generations.restore(entry)
+            if entry.restored_step is not None:
+                remains.restored = entry
+                remains.origin = remains.origin or entry.restored
+                remains.records.clear()
+        case CheckpointSaved():
+            remains.saved.append(KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at))
         case StepDone(record=record):
             remains.records.append(record)
         case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):

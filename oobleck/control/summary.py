@@ -125,6 +125,8 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
                 job = entry
             case PlanAdopted():
                 plan = entry
+                if entry.restored_step is not None:
+                    tally.begin_after(entry.restored_step)
             case StepDone() | StepsDone():
                 tally.add(entry)
             case RecoveryDone():

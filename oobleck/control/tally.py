@@ -33,9 +33,15 @@ class StepTally:
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
+        self._first_step = 1
         self.num_committed_again = 0
         """Steps that were committed, lost, and had to be run again."""
         self._times_s: list[tuple[float, int]] = []
+
+    def begin_after(self, step: int) -> None:
+        """The run goes on from a checkpoint of this step, which another run has saved."""
+        if not self._runs:
+            self._first_step = step + 1
 
     def add(self, entry: StepDone | StepsDone) -> None:
         """Take a commit in; O(1) amortised."""
@@ -55,8 +61,8 @@ class StepTally:
 
     @property
     def num_missing(self) -> int:
-        """Steps that were never committed although a later one was. Steps count from 1."""
-        return (self._runs[-1].last if self._runs else 0) - self.num_steps
+        """Steps that were never committed although a later one was; those of a run before this one do not count."""
+        return (self._runs[-1].last - self._first_step + 1 if self._runs else 0) - self.num_steps
 
     @property
     def num_samples(self) -> int:

@@ -17,6 +17,7 @@ from oobleck.planner import ExecutionPlan, Stage
 from .goodput import TimeAccount
 from .journal import (
     Cause,
+    CheckpointSaved,
     Evaluated,
     HangExplained,
     JobEnded,
@@ -112,7 +113,15 @@ class RunView:
                 self._recovering = {g for g in self._recovering if g > entry.generation}
                 self._num_recoveries += 1
                 self._changing = frozenset()
-            case Notice() | StepsDone() | Evaluated() | MasterResumed() | ProfileKnown() | HangExplained():
+            case (
+                Notice()
+                | StepsDone()
+                | Evaluated()
+                | MasterResumed()
+                | ProfileKnown()
+                | HangExplained()
+                | CheckpointSaved()
+            ):
                 pass
             case JobEnded():
                 self._ended = entry

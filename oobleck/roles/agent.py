@@ -15,8 +15,10 @@ import trio
 
 from oobleck.control.messages import (
     AgentStopped,
+    CommitCheckpoint,
     Configure,
     Fence,
+    FindCheckpoints,
     FinishStep,
     Greeting,
     Heartbeat,
@@ -26,20 +28,25 @@ from oobleck.control.messages import (
     MasterMessage,
     Order,
     ProfileRequest,
+    SaveState,
     SetUpWorker,
     StartWorker,
+    StateNotSaved,
+    StateSaved,
     StopAgent,
+    StoragePaths,
     StorePut,
     WorkerBound,
     WorkerExited,
     WorkerFailed,
     WorkerStarted,
 )
-from oobleck.errors import PeerError
+from oobleck.errors import ConfigError, PeerError
 from oobleck.planner import Place
 
 from .letters import Letters
-from .ports import MasterConnection, WorkerHandle, WorkerHost
+from .ports import CheckpointStore, MasterConnection, WorkerHandle, WorkerHost
+from .safekeeping import Safekeeping
 
 __all__ = ["Agent"]
 
@@ -86,7 +93,11 @@ class Agent:
         workers: WorkerHost,
         hello: Callable[[int, tuple[int, ...]], Hello],
         cache_dir: Path,
+        checkpoints: CheckpointStore | None = None,
     ) -> None:
+        """Without `checkpoints`, nothing is saved on this node."""
+        self._checkpoints = checkpoints
+        self._storage: StoragePaths | None = None
         self._tag = tag
         self._accept = accept
         self._host = workers
@@ -97,10 +108,13 @@ class Agent:
         self._generation = 0
         self._letters = Letters(limit=_UNSAID_LIMIT)
         self._stop_reason: str | None = None
+        self._safekeeping = None if checkpoints is None else Safekeeping(checkpoints, self._letters.add)
 
     async def run(self) -> str:
         """Serve masters, one after the other; returns why it ended."""
         async with trio.open_nursery() as nursery:
+            if self._safekeeping is not None:
+                nursery.start_soon(self._safekeeping.run)
             while self._stop_reason is None:
                 patience_s = self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
                 connection = None
@@ -148,6 +162,8 @@ class Agent:
             worker.handle.kill()
         for worker in self._workers.values():
             await worker.handle.wait()
+        if self._safekeeping is not None:
+            self._safekeeping.leave()
         await connection.send([AgentStopped(reason=self._stop_reason or "")])
 
     async def _speak(self, connection: MasterConnection) -> None:
@@ -169,11 +185,15 @@ class Agent:
         match message:
             case Configure():
                 self._duty = _Duty(message)
+                self._open_storage(message)
                 nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
             case Heartbeat(sequence=sequence):
                 self._letters.heard(sequence)
             case Greeting():
                 raise PeerError("a second greeting on one connection")
+            case CommitCheckpoint():
+                if self._safekeeping is not None:
+                    self._safekeeping.take(message)
             case StartWorker(device=device):
                 nursery.start_soon(self._run_worker, device)
             case KillWorker(device=device):
@@ -182,7 +202,13 @@ class Agent:
             case Order(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)
-            case Fence(device=device) | FinishStep(device=device) | ProfileRequest(device=device):
+            case (
+                Fence(device=device)
+                | FinishStep(device=device)
+                | ProfileRequest(device=device)
+                | SaveState(device=device)
+                | FindCheckpoints(device=device)
+            ):
                 self._tell(device, message)
             case StorePut():
                 for device in sorted(self._workers):
@@ -191,6 +217,14 @@ class Agent:
                 self._stop_reason = reason
             case _:
                 assert_never(message)
+
+    def _open_storage(self, configure: Configure) -> None:
+        if self._checkpoints is None or not configure.job.checkpoint.enabled:
+            return
+        try:
+            self._storage = self._checkpoints.open(configure.job.checkpoint, run=configure.run)
+        except ConfigError as error:
+            self._letters.add(StateNotSaved(device=0, name="", step=0, reason=str(error)))
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -217,6 +251,7 @@ class Agent:
             torch_threads=configure.torch_threads,
             cache_dir=str(self._cache_dir),
             device_memory_bytes=configure.device_memory_bytes,
+            storage=self._storage,
         )
         handle = await self._host.start(setup)
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
@@ -269,5 +304,9 @@ class Agent:
                     for other in sorted(self._workers.keys() - {device}):
                         self._tell(other, message)
                     self._letters.add(message)
+                case StateSaved():
+                    self._letters.add(message)
+                    if self._safekeeping is not None:
+                        self._safekeeping.take(message)
                 case _:
                     self._letters.add(message)

@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Protocol
 
 from oobleck.control.journal import JournalEntry
-from oobleck.control.messages import AgentMessage, MasterMessage, SetUpWorker, WorkerBound, WorkerMessage
-from oobleck.job import JobSpec, NodeSpec
+from oobleck.control.manifest import Manifest, Shard
+from oobleck.control.messages import (
+    AgentMessage,
+    MasterMessage,
+    SetUpWorker,
+    StoragePaths,
+    WorkerBound,
+    WorkerMessage,
+)
+from oobleck.job import CheckpointSpec, JobSpec, NodeSpec
 
 __all__ = [
     "AgentConnection",
+    "CheckpointStore",
     "Cluster",
     "Journal",
     "MasterConnection",
@@ -121,3 +130,23 @@ class WorkerHost(Protocol):
         ...
 
     async def start(self, setup: SetUpWorker) -> WorkerHandle: ...
+
+
+class CheckpointStore(Protocol):
+    """A node's place for saved states: memory that outlives workers, and a directory on disk."""
+
+    def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
+        """Settle where things lie. Raises ConfigError."""
+        ...
+
+    async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
+        """Write what a worker left in memory to disk. Raises OSError or CorruptCheckpoint."""
+        ...
+
+    async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
+        """Complete a checkpoint, then remove older ones. Raises OSError."""
+        ...
+
+    def discard_memory(self) -> None:
+        """Give the memory back."""
+        ...

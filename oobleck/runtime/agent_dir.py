@@ -50,6 +50,14 @@ class AgentDir:
     def fork_server_lock(self) -> Path:
         return self.job_path / "fork.lock"
 
+    @property
+    def memory(self) -> Path:
+        """Where states lie: in the memory file system, which outlives all processes, where there is one."""
+        shared = Path("/dev/shm")  # noqa: S108  memory that outlives its process; the directory in it is ours alone
+        if not os.access(shared, os.W_OK):
+            return self.path / "memory" / "of" / "states"
+        return shared / f"oobleck-{os.getuid()}" / self.run_id / _directory_name(self.node)
+
     def pid_file(self, role: str) -> Path:
         """Where the process id of the agent (`agent`) or of a worker (`worker0`) is noted."""
         return self.path / f"{role}.pid"

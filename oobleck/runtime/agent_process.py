@@ -30,6 +30,7 @@ from oobleck.roles.ports import MasterConnection
 from oobleck.wire import FrameDecoder
 
 from .agent_dir import AgentDir
+from .checkpoint_store import NodeCheckpoints
 from .run_dir import MAX_SOCKET_PATH_BYTES, private_directory
 from .workers import ForkingWorkerHost
 
@@ -46,7 +47,8 @@ def main() -> None:
     if _answers(directory.socket):
         print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
         return
-    log = _open_log(Path(arguments.log).expanduser())
+    log_path = Path(arguments.log).expanduser().absolute()
+    log = _open_log(log_path)
     listener = _listen(directory.socket)
     sys.stdout.flush()
     if os.fork() > 0:
@@ -57,7 +59,8 @@ def main() -> None:
     directory.pid_file("agent").write_text(f"{os.getpid()}\n")
     # Absolute: the fork server of the workers may have been started by another job, in another directory.
     cache_dir = Path(arguments.cache).expanduser().absolute()
-    trio.run(_serve, arguments.tag, arguments.node, directory, listener, cache_dir)
+    checkpoints = NodeCheckpoints(directory, default_directory=log_path.parent / "checkpoints")
+    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -113,7 +116,13 @@ def _detach(log: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-async def _serve(tag: str, node: str, directory: AgentDir, listener: socket.socket, cache_dir: Path) -> None:
+async def _serve(
+    arguments: argparse.Namespace,
+    directory: AgentDir,
+    listener: socket.socket,
+    cache_dir: Path,
+    checkpoints: NodeCheckpoints,
+) -> None:
     listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
 
     async def accept() -> MasterConnection:
@@ -124,7 +133,7 @@ async def _serve(tag: str, node: str, directory: AgentDir, listener: socket.sock
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
             python_version=platform.python_version(),
-            node=node,
+            node=arguments.node,
             pid=os.getpid(),
             generation=generation,
             workers=devices,
@@ -134,7 +143,14 @@ async def _serve(tag: str, node: str, directory: AgentDir, listener: socket.sock
         )
 
     workers = ForkingWorkerHost(directory)
-    agent = Agent(tag=tag, accept=accept, workers=workers, hello=hello, cache_dir=cache_dir)
+    agent = Agent(
+        tag=arguments.tag,
+        accept=accept,
+        workers=workers,
+        hello=hello,
+        cache_dir=cache_dir,
+        checkpoints=checkpoints,
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(workers.run)
         nursery.start_soon(_watch_for_notice, agent)

@@ -15,15 +15,8 @@ from oobleck.planner import Place
 __all__ = ["Contribution", "Fabric", "GroupKey", "Violation", "Wait"]
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one member brings to an all-reduce."""
-
-    step: int
-    numbers: tuple[int, ...]
-    """They are put together."""
-    versions: tuple[int, ...] = ()
-    """Digests of the layers that it is about; equal for all members, or they would train different models."""
+Contribution = tuple[int, tuple[int, ...]]
+"""What one member brings to an all-reduce: the step, and numbers that are put together."""
 
 
 class Violation(AssertionError):
@@ -82,13 +75,6 @@ class Fabric:
     def watch(self, place: Place, announce: Callable[[], None]) -> None:
         """Have `announce` called whenever something changes that the worker of a place may wait for."""
         self._watchers[place] = announce
-
-    def forget(self) -> None:
-        """Everybody is gone: what comes next counts generations from the beginning."""
-        self.newest = 0
-        self._ended.clear()
-        self._mail.clear()
-        self._reductions.clear()
 
     def separate(self, nodes: Iterable[str]) -> None:
         """From now on these nodes reach one another, and nobody else."""

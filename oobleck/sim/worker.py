@@ -305,10 +305,7 @@ class VirtualWorker:
         work = self._work
         assert work is not None
         mine = tuple(work.microbatches)
-        posted = [
-            (bucket, layers, self._post(bucket, Contribution(work.step, mine, self._digests(layers))))
-            for bucket, layers in buckets
-        ]
+        posted = [(bucket, layers, self._post(bucket, (work.step, mine))) for bucket, layers in buckets]
         yield from _pause("posted the reductions")
         self._reduced = {}
         assert self._plan is not None
@@ -320,7 +317,7 @@ class VirtualWorker:
         yield from _pause("reduced")
         self.standing.note_reduced(work.step)
         yield from _pause("about to commit")
-        sequence = self._post(key, Contribution(work.step, (int(self.standing.is_stop_wanted),)))
+        sequence = self._post(key, (work.step, (int(self.standing.is_stop_wanted),)))
         stops = yield from self._sum(key, sequence, work.step)
         yield from _pause("agreed to commit")
         record = CommitRecord(
@@ -337,9 +334,6 @@ class VirtualWorker:
         self.standing.begin_apply(record)
         yield from self._apply(record)
         return any(map(any, stops))
-
-    def _digests(self, layers: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.layers[layer].digest for layer in layers)
 
     def _post(self, key: GroupKey, value: Contribution) -> int:
         if len(key.members) > 1 and key not in self._groups:
@@ -361,9 +355,9 @@ class VirtualWorker:
             takes_s=takes_s,
         )
         contributions = self._fabric.contributions(key, sequence)
-        if any((other.step, other.versions) != (step, contributions[0].versions) for other in contributions):
-            raise Violation(f"{key.name} mixes steps or versions: {contributions}")
-        return [contribution.numbers for contribution in contributions]
+        if any(other != step for other, _ in contributions):
+            raise Violation(f"{key.name} mixes steps: {contributions}")
+        return [value for _, value in contributions]
 
     def _apply(self, record: CommitRecord) -> Moves:
         yield from _pause("applying")

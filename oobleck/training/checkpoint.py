@@ -35,7 +35,7 @@ from oobleck.checkpoint import (
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.wire import decode_json, encode_json
 
-__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "layout_of"]
+__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "as_tensor", "layout_of"]
 
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
 """For each layer, its tensors by the names that files have them under."""
@@ -196,7 +196,7 @@ class StateReader:
             if state.name == name and layer in slot.memory.layout.layers:
                 self._verify(slot)
                 return {
-                    entry.spec.name: _tensor(entry.spec, slot.data[entry.offset : entry.stop])
+                    entry.spec.name: as_tensor(entry.spec, slot.data[entry.offset : entry.stop])
                     for entry in slot.memory.layout.entries_of(layer)
                 }
         raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory")
@@ -210,7 +210,7 @@ class StateReader:
         if fault is not None:
             raise CorruptCheckpoint(str(fault))
         file = read_layer_file(self._checkpoints.path / name / shard.file)
-        return {key: _tensor(spec, data) for key, (spec, data) in file.tensors.items()}
+        return {key: as_tensor(spec, data) for key, (spec, data) in file.tensors.items()}
 
     def _verify(self, slot: Slot) -> None:
         """Verify a slot once, not for every layer in it."""
@@ -241,10 +241,11 @@ def layout_of(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout:
 
 def _tensors_over(slot: Slot) -> tuple[torch.Tensor, ...]:
     """Tensors whose memory is the slot's."""
-    return tuple(_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
+    return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
 
 
-def _tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
+def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
+    """A tensor whose memory these bytes are."""
     dtype = _TORCH_DTYPES[spec.dtype]
     if not data:
         return torch.empty(spec.shape, dtype=dtype)

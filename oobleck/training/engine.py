@@ -20,7 +20,7 @@ from oobleck.control.standing import PeerLost, Standing
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import ScheduleKind, compile_schedule
-from oobleck.wire import CommitRecord, Evaluating, EvaluationDone, Order, Pace, Resumed, StepCommitted
+from oobleck.wire import CommitRecord, Evaluating, EvaluationDone, Order, Pace, Restore, Resumed, StepCommitted
 
 from .data import Dataset
 from .evaluation import Evaluator
@@ -33,6 +33,7 @@ from .pace import PaceMeter
 from .precision import Precision
 from .reduction import Bucket, GradientReducer, commit, commit_key, make_buckets, squared_norm
 from .sampling import samples_of_step
+from .saving import Saving
 from .signals import Signals
 from .transfer import exchange_layers, transfer_key
 
@@ -40,6 +41,8 @@ __all__ = ["Engine"]
 
 _STEPS_TIMED = 16
 """Over how many steps it is told what was computed and what waited for."""
+_LOSS_SCALE = "training.loss_scale"
+"""What layers' files call the numbers of `LossScale`."""
 _BUSY_TIMES = 16
 """How many stretches of computation are remembered, to tell how long a recovery kept everybody waiting."""
 
@@ -84,6 +87,7 @@ class Engine:
         groups: GroupTable,
         signals: Signals,
         standing: Standing,
+        saving: Saving | None,
         report: Callable[[StepCommitted | Resumed | Evaluating | EvaluationDone | Pace], None],
     ) -> None:
         self._job = job
@@ -93,6 +97,7 @@ class Engine:
         self._groups = groups
         self._signals = signals
         self._standing = standing
+        self._saving = saving
         self._report = report
         self._precision = Precision.of(job.dtype)
         self._loss_scale: LossScale | None = LossScale(scale=job.initial_loss_scale)
@@ -130,7 +135,10 @@ class Engine:
         self._received_bytes = 0
 
     def follow(self, order: Order) -> None:
-        """Carry an order out up to the point where its plan is in force. Raises Interrupted or PeerLost."""
+        """Carry an order out up to the point where its plan is in force.
+
+        Raises Interrupted or PeerLost, and CorruptCheckpoint where an order to restore one cannot be followed.
+        """
         if order.catch_up is not None and self._standing.catch_up(order.catch_up):
             self._apply(order.catch_up)
         if order.finish is None:
@@ -276,7 +284,7 @@ class Engine:
             )
             self._report(resumed)
 
-    def _end_step(self, reducer: GradientReducer, key: GroupKey) -> bool:
+    def _end_step(self, reducer: GradientReducer, key: GroupKey, *, lost: Collection[str] = ()) -> bool:
         """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
         work = self._work
         assert work is not None
@@ -288,6 +296,7 @@ class Engine:
             loss=work.loss,
             squared_grad_norm=squared_norm(reducer.buckets, reduced, self._place),
             stop=self._standing.is_stop_wanted,
+            save=self._saving is not None and self._saving.is_wanted(work.step),
             counts=work.counts,
             num_microbatches=self._job.num_microbatches,
             groups=self._groups,
@@ -310,7 +319,18 @@ class Engine:
         )
         self._standing.begin_apply(record)
         self._apply(record)
+        self._save(lost, record, is_wanted=outcome.save or outcome.stop)
         return outcome.stop
+
+    def _save(self, lost: Collection[str], record: CommitRecord, *, is_wanted: bool) -> None:
+        """Save this worker's share after a step, if all agreed to in its commit or training ends with it."""
+        if self._saving is None:
+            return
+        assert self._plan is not None
+        if is_wanted or record.step == self._job.max_steps:
+            self._saving.save(self._plan, lost, record, self._named_state)
+        elif not lost:
+            self._saving.prepare(self._plan, self._named_state)
 
     def _apply(self, record: CommitRecord) -> None:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
@@ -373,7 +393,7 @@ class Engine:
                     self._execute(work, lane, segment.microbatches, nullcontext(), commits=False)
                     self._segments_done.add(segment.segment)
         self._groups.form([key, *(bucket.key for bucket in buckets)], self._standing.is_fenced)
-        self._end_step(self._reducer_of(buckets), key)
+        self._end_step(self._reducer_of(buckets), key, lost=order.lost)
 
     def _adopt(self, order: Order) -> None:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
@@ -390,6 +410,9 @@ class Engine:
             keys += [place.lane_key, commit_group, *(bucket.key for bucket in buckets)]
         self._groups.form(keys, self._standing.is_fenced)
         began_s = time.monotonic()
+        layers = place.layers if place is not None else range(0)
+        if order.restore is not None:
+            self._kept = self._restored_layers(order, order.restore, layers)
         states = exchange_layers(
             order.transfers,
             place=self._place,
@@ -402,8 +425,9 @@ class Engine:
         )
         self._transfer_s = time.monotonic() - began_s
         self._received_bytes = sum(state.nbytes for state in states.values())
-        self._loss_scale = self._agreed_loss_scale(commit_group, order.boundary)
-        layers = place.layers if place is not None else range(0)
+        self._loss_scale = self._agreed_loss_scale(
+            commit_group, is_current=order.restore is not None or self._standing.applied == order.boundary
+        )
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | states
         kept = self._states_to_keep(order, layers)
         self._standing.adopt(order, tuple(layers), tuple(kept))
@@ -417,7 +441,7 @@ class Engine:
         self._groups.keep_only(keys)
         self._resumed_generation = order.generation
 
-    def _agreed_loss_scale(self, key: GroupKey | None, boundary: int) -> LossScale | None:
+    def _agreed_loss_scale(self, key: GroupKey | None, *, is_current: bool) -> LossScale | None:
         """Tell newcomers the loss scale that the others have come to; None for a spare, which is not there to hear it.
 
         Raises Interrupted or PeerLost.
@@ -426,7 +450,7 @@ class Engine:
             return self._loss_scale
         if key is None:
             return None
-        known = self._loss_scale is not None and self._standing.applied == boundary
+        known = self._loss_scale is not None and is_current
         numbers = self._loss_scale.as_numbers() if known and self._loss_scale is not None else (0.0, 0.0, 0.0)
         vector = torch.tensor([*numbers, float(known)], dtype=torch.float64)
         if len(key.members) > 1:
@@ -437,6 +461,29 @@ class Engine:
             if count
             else LossScale(scale=self._job.initial_loss_scale)
         )
+
+    def _restored_layers(self, order: Order, restore: Restore, layers: range) -> dict[int, torch.Tensor]:
+        """Read from a checkpoint what this worker is to hold or to send, but for what others send it.
+
+        Raises CorruptCheckpoint.
+        """
+        assert self._saving is not None
+        received = {item.layer for item in order.transfers if item.target == self._place}
+        sent = {item.layer for item in order.transfers if item.source == self._place}
+        restored: dict[int, torch.Tensor] = {}
+        if self._precision.scales_loss:
+            self._loss_scale = None
+        for layer in sorted(sent | (set(layers) - received)):
+            tensors = self._saving.load(restore, layer)
+            restored[layer] = self._optimizer.flat_state(
+                self._structure.layer_parameters(layer),
+                tensors,
+                shapes=self._structure.shapes,
+                dtype=self._precision.parameters,
+            )
+            if _LOSS_SCALE in tensors:
+                self._loss_scale = LossScale.from_numbers(*tensors[_LOSS_SCALE].tolist())
+        return restored
 
     def _reduction_keys(
         self, plan: ExecutionPlan, generation: int, lost: Collection[str] = ()
@@ -465,6 +512,13 @@ class Engine:
         if layer in self._kept:
             return self._kept[layer]
         return self._optimizer.layer_state(self._structure.layer_parameters(layer))
+
+    def _named_state(self, layer: int) -> dict[str, torch.Tensor]:
+        """A layer's state as a file has it."""
+        state = self._optimizer.named_state(self._structure.layer_parameters(layer))
+        if self._loss_scale is not None and self._precision.scales_loss:
+            state[_LOSS_SCALE] = torch.tensor(self._loss_scale.as_numbers(), dtype=torch.float64)
+        return state
 
     def _layer_state_size(self, layer: int) -> int:
         shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)

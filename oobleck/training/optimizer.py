@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.job import OptimizerSpec
 
 from .learning_rate import rate_factor
@@ -141,6 +141,41 @@ class Optimizer:
         for tensor in self._state(names):
             tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()
+
+    def named_state(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the state of these parameters as it stands, not copied, by the names that files have."""
+        keys = [key for name in names for key in self._file_names(name)]
+        return dict(zip(keys, self._state(names), strict=True))
+
+    def flat_state(
+        self,
+        names: Sequence[str],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        shapes: Mapping[str, torch.Size],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return what `layer_state` would, from tensors as `named_state` names them, of whatever precision.
+
+        What an optimizer of another kind did not keep starts afresh. Raises CorruptCheckpoint for a parameter that is
+        missing, or has another shape.
+        """
+        flat: list[torch.Tensor] = []
+        for name in names:
+            if name not in tensors or tensors[name].shape != shapes[name]:
+                found = list(tensors[name].shape) if name in tensors else "nothing"
+                raise CorruptCheckpoint(
+                    f"parameter {name} should have the shape {list(shapes[name])}; there is {found}"
+                )
+            flat.append(tensors[name].reshape(-1).to(dtype))
+            for entry, key in zip(self.layout().entries, self._file_names(name)[1:], strict=True):
+                fresh = torch.full((1 if entry.is_scalar else flat[-1].numel(),), entry.initial, dtype=dtype)
+                flat.append(tensors[key].reshape(-1).to(dtype) if key in tensors else fresh)
+        return torch.cat(flat)
+
+    def _file_names(self, parameter: str) -> tuple[str, ...]:
+        """What files call a parameter and the optimizer's state for it, in the order of `_state`."""
+        return (parameter, *(f"optimizer.{entry.name}.{parameter}" for entry in self.layout().entries))
 
     def _state(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         assert self._optimizer is not None

@@ -54,6 +54,7 @@ class Commit:
     loss: float
     grad_norm: float
     stop: bool
+    save: bool
     counts: tuple[int, ...]
     """How often each microbatch of the step was counted; anything but 1 is a bug of ours."""
 
@@ -246,6 +247,7 @@ def commit(
     loss: float,
     squared_grad_norm: float,
     stop: bool,
+    save: bool,
     counts: Mapping[int, int],
     num_microbatches: int,
     groups: GroupTable,
@@ -256,10 +258,10 @@ def commit(
 
     Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
     """
-    vector = torch.zeros(3 + num_microbatches, dtype=torch.float64)
-    vector[0], vector[1], vector[2] = loss, squared_grad_norm, float(stop)
+    vector = torch.zeros(4 + num_microbatches, dtype=torch.float64)
+    vector[0], vector[1], vector[2], vector[3] = loss, squared_grad_norm, float(stop), float(save)
     for microbatch, count in counts.items():
-        vector[3 + microbatch] = count
+        vector[4 + microbatch] = count
     if len(key.members) > 1:
         groups[key].all_reduce(vector, signals).wait(interrupted)
     values = vector.tolist()
@@ -267,5 +269,6 @@ def commit(
         loss=values[0],
         grad_norm=values[1] ** 0.5,
         stop=values[2] > 0,
-        counts=tuple(round(value) for value in values[3:]),
+        save=values[3] > 0,
+        counts=tuple(round(value) for value in values[4:]),
     )

@@ -22,16 +22,19 @@ from pathlib import Path
 import torch
 
 from oobleck.control.standing import Interrupted, PeerLost, Standing
-from oobleck.errors import UserError
+from oobleck.errors import CorruptCheckpoint, UserError
 from oobleck.planner import profile_to_json
 from oobleck.wire import (
     Fence,
+    FindCheckpoints,
     Finished,
     FinishStep,
     Order,
     PeerFailed,
     Profiled,
     ProfileRequest,
+    RestoreFailed,
+    SaveState,
     SetUpWorker,
     StorePut,
     WorkerBound,
@@ -46,6 +49,7 @@ from .groups import GroupTable
 from .link import AgentLink
 from .profiler import profile_of_job
 from .rendezvous import Board
+from .saving import Saving
 from .signals import Signals
 
 __all__ = ["run_worker"]
@@ -86,6 +90,9 @@ class _Worker:
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
         self._structure = assembly.structure
+        self._saving: Saving | None = None
+        if setup.storage is not None and job.checkpoint.enabled:
+            self._saving = Saving(setup.place, setup.storage, self._structure, link.send)
         self._engine = Engine(
             job,
             setup.place,
@@ -96,6 +103,7 @@ class _Worker:
             groups=GroupTable(setup.place, setup.address, self._board, self._signals),
             signals=self._signals,
             standing=self._standing,
+            saving=self._saving,
             report=link.send,
         )
 
@@ -112,6 +120,7 @@ class _Worker:
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
                 doorbell=self._doorbell,
+                saves=self._saving is not None,
             )
         )
         gc.freeze()
@@ -132,6 +141,16 @@ class _Worker:
                 continue
             except PeerLost as error:
                 self._link.send(PeerFailed(device=self._device, generation=order.generation, detail=str(error)))
+            except CorruptCheckpoint as error:
+                assert order.restore is not None
+                self._link.send(
+                    RestoreFailed(
+                        device=self._device,
+                        generation=order.generation,
+                        name=order.restore.name,
+                        problem=str(error),
+                    )
+                )
 
     def _handle(self, message: WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""
@@ -146,6 +165,12 @@ class _Worker:
                 self._standing.give_order(message)
             case FinishStep():
                 self._standing.want_stop()
+            case SaveState():
+                if self._saving is not None:
+                    self._saving.want(message)
+            case FindCheckpoints():
+                if self._saving is not None:
+                    self._saving.find(message)
             case ProfileRequest():
                 self._profile_requests.put(message)
                 self._signals.announce()

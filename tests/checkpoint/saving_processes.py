@@ -51,7 +51,6 @@ def manifest_of(step: int, num_layers: int, shards: tuple) -> Manifest:
         samples_seen=step,
         data_digest="",
         layer_names=tuple(f"layer{layer}" for layer in range(num_layers)),
-        parameters=1,
         shards=shards,
     )
 

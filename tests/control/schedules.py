@@ -15,12 +15,10 @@ from oobleck.sim.fabric import Violation
 
 from .model import Shape, World
 
-__all__ = ["KINDS", "Fault", "Scenario", "finish", "play", "replay", "strike"]
+__all__ = ["Fault", "Scenario", "play", "replay"]
 
 Choose = Callable[[list[str]], str]
 
-KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
-"""Everything that may go wrong, or be asked for."""
 _LIMIT = 20_000
 """Moves in which any run has to end."""
 _PATIENCE = 400
@@ -100,9 +98,9 @@ def play(scenario: Scenario) -> World:
         for fault in scenario.faults:
             _run(world, choose, fault.after, is_timely=scenario.is_timely)
             if world.ended is None:
-                strike(world, fault)
+                _strike(world, fault)
         _run(world, choose, scenario.calm, is_timely=scenario.is_timely)
-        finish(world)
+        _finish(world)
     except Violation as violation:
         raise Violation(str(violation), tuple(world.made)) from violation
     except AssertionError as error:
@@ -118,7 +116,7 @@ def replay(shape: Shape, moves: tuple[str, ...] | list[str]) -> World:
             break
         if move in world.moves() or _is_possible_fault(world, move):
             world.make(move)
-    finish(world)
+    _finish(world)
     return world
 
 
@@ -132,7 +130,7 @@ def _run(world: World, choose: Choose, limit: int, *, is_timely: bool) -> None:
         world.make(choose(moves))
 
 
-def finish(world: World) -> None:
+def _finish(world: World) -> None:
     for name, node in world.nodes.items():
         if node.is_frozen and not node.is_hung and world.ended is None:
             world.make(f"thaw {name}")
@@ -148,7 +146,7 @@ def finish(world: World) -> None:
     world.check_end()
 
 
-def strike(world: World, fault: Fault) -> None:
+def _strike(world: World, fault: Fault) -> None:
     move = _name(world, fault)
     if move is None:
         return

@@ -45,6 +45,7 @@ dtype: float64
 torch_threads: 1
 control: {orphan_timeout_s: 30}
 optimizer: {learning_rate: 0.003, warmup_steps: 4}
+checkpoint: {enabled: false}
 """
 
 

@@ -15,7 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from oobleck.job import ControlSpec, DataSpec, JobSpec, OptimizerSpec
+from oobleck.control.manifest import Shard
+from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, OptimizerSpec
 from oobleck.planner import Pipeline, PipelineTemplate, StageTemplate
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -125,6 +126,19 @@ def _control_specs() -> st.SearchStrategy[ControlSpec]:
     )
 
 
+def _checkpoint_specs() -> st.SearchStrategy[CheckpointSpec]:
+    some = {"save_total_limit": st.integers(1, 99), "compare_steps": st.integers(0, 2**40)}
+    steps, seconds = st.integers(1, 2**40), st.floats(min_value=0, exclude_min=True)
+    return st.one_of(
+        built(CheckpointSpec, save_steps=st.none(), save_interval_s=st.none() | seconds, **some),
+        built(CheckpointSpec, save_steps=steps, save_interval_s=st.none(), **some),
+    )
+
+
+def _shards() -> st.SearchStrategy[Shard]:
+    return built(Shard, file=TEXT.filter(lambda name: "/" not in name and name not in ("", ".", "..")))
+
+
 @st.composite
 def job_specs(draw: st.DrawFn) -> JobSpec:
     microbatch_size, num_microbatches = draw(st.integers(1, 99)), draw(st.integers(1, 99))
@@ -151,5 +165,7 @@ _HELPED: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {
     DataSpec: _data_specs,
     OptimizerSpec: _optimizer_specs,
     ControlSpec: _control_specs,
+    CheckpointSpec: _checkpoint_specs,
+    Shard: _shards,
     JobSpec: job_specs,
 }

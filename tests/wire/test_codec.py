@@ -101,6 +101,7 @@ CONFIGURE = Configure(
     address="127.0.0.1",
     torch_threads=1,
     device_memory_bytes=2**33,
+    run="0123abcd",
 )
 
 

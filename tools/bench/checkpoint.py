@@ -166,7 +166,6 @@ class _Flash:
             samples_seen=step,
             data_digest="",
             layer_names=tuple(f"h.{layer}" for layer in self._layers),
-            parameters=0,
             shards=shards,
         )
 

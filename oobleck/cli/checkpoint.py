@@ -1,0 +1,174 @@
+"""`oobleck checkpoint`: see, verify and convert what runs have saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oobleck.checkpoint import CheckpointDirectory, FoundManifest, Manifest, read_layer_file
+from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
+from oobleck.runtime.conversion import convert
+from oobleck.wire import to_builtins
+
+from .exit_codes import ExitCode
+from .options import BaseDirOption, JsonOption, base_dir_of
+
+__all__ = ["export_checkpoint", "import_checkpoint", "inspect_checkpoint", "list_checkpoints", "verify_checkpoint"]
+
+_MANIFEST = "manifest.json"
+
+WhereArgument = Annotated[
+    Path, typer.Argument(help="A checkpoint, a directory of checkpoints (then its newest), or the tag of a run.")
+]
+
+
+def list_checkpoints(
+    where: Annotated[
+        Path | None, typer.Argument(help="A directory of checkpoints, or the tag of a run.", show_default=False)
+    ] = None,
+    *,
+    as_json: JsonOption = False,
+    base_dir: BaseDirOption = None,
+) -> None:
+    """Show the checkpoints of a run, or of all runs, newest first."""
+    directories = [_directory(where, base_dir)] if where is not None else _all_directories(base_dir)
+    found = [(directory, entry) for directory in directories for entry in directory.find()]
+    if as_json:
+        typer.echo(json.dumps([_listed(directory, entry) for directory, entry in found], indent=2))
+        return
+    if not found:
+        typer.echo("no checkpoints")
+    for directory, entry in found:
+        typer.echo(_line(directory, entry))
+
+
+def inspect_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
+    """Show what is in a checkpoint: its step, its layers, their tensors. Reads no data."""
+    directory, manifest = _one(where, base_dir)
+    if as_json:
+        typer.echo(json.dumps({"path": str(directory.path / manifest.name), **_as_dict(manifest)}, indent=2))
+        return
+    loss = "unknown" if manifest.loss is None else f"{manifest.loss:.6g}"
+    typer.echo(f"{directory.path / manifest.name}")
+    typer.echo(f"  step {manifest.step}, loss {loss}, saved at {manifest.saved_at} by run {manifest.tag}")
+    typer.echo(f"  {manifest.samples_seen} samples seen, {manifest.global_batch_size} a step, seed {manifest.seed}")
+    width = max(map(len, manifest.layer_names), default=0)
+    for shard in manifest.shards:
+        file = read_layer_file(directory.path / manifest.name / shard.file)
+        own = sorted({spec.dtype for name, (spec, _) in file.tensors.items() if not name.startswith("optimizer.")})
+        name = manifest.layer_names[shard.layer] if shard.layer < len(manifest.layer_names) else "?"
+        typer.echo(
+            f"  {shard.layer:4} {name.ljust(width)} {_mib(shard.size_bytes):>12}  "
+            f"{len(file.tensors)} tensors, {'/'.join(own)}"
+        )
+    typer.echo(f"  {len(manifest.shards)} layers, {_mib(manifest.size_bytes)}")
+
+
+def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
+    """Read every byte of a checkpoint and compare it with its checksums. Exit code 1 when something is wrong."""
+    directory, manifest = _one(where, base_dir)
+    faults = list(directory.faults(manifest))
+    if as_json:
+        told = [{"file": str(fault.file), "problem": fault.problem} for fault in faults]
+        typer.echo(json.dumps({"path": str(directory.path / manifest.name), "faults": told}, indent=2))
+    else:
+        for fault in faults:
+            typer.echo(str(fault))
+        verdict = f"{len(faults)} of {len(manifest.layer_names)} layers cannot be used" if faults else "whole"
+        typer.echo(f"{directory.path / manifest.name}: {verdict}, {_mib(manifest.size_bytes)}")
+    if faults:
+        raise SystemExit(ExitCode.FAILED)
+
+
+def export_checkpoint(
+    where: WhereArgument,
+    target: Annotated[Path, typer.Argument(help="The model directory to write.")],
+    *,
+    form: Annotated[str, typer.Option("--format", help="hf: as transformers' save_pretrained writes it.")] = "hf",
+    base_dir: BaseDirOption = None,
+) -> None:
+    """Write a checkpoint's weights as a model directory for `from_pretrained`. Every byte is verified before."""
+    if form != "hf":
+        raise UsageError(f"--format: {form} is not known; it is hf")
+    directory, manifest = _one(where, base_dir)
+    _refuse_to_overwrite(target)
+    convert("export", directory.path / manifest.name, target.absolute())
+    typer.echo(f"step {manifest.step} exported to {target}")
+
+
+def import_checkpoint(
+    source: Annotated[Path, typer.Argument(help="A model directory, as save_pretrained writes it.")],
+    target: Annotated[Path, typer.Argument(help="The directory of checkpoints to write into.")],
+) -> None:
+    """Make a checkpoint of step 0 from a model directory, to begin a run from: `oobleck up … --resume PATH`."""
+    path = convert("import", source.absolute(), target.absolute())
+    typer.echo(f"imported to {path}")
+
+
+def _directory(where: Path, base_dir: Path | None) -> CheckpointDirectory:
+    """The directory that a path or a run's tag names. Raises UsageError."""
+    of_run = base_dir_of(base_dir) / where / "checkpoints"
+    if len(where.parts) == 1 and not where.exists() and of_run.is_dir():
+        return CheckpointDirectory(of_run)
+    if not where.is_dir():
+        raise UsageError(f"{where}: neither a directory nor the tag of a run that has checkpoints")
+    return CheckpointDirectory(where)
+
+
+def _all_directories(base_dir: Path | None) -> list[CheckpointDirectory]:
+    return [CheckpointDirectory(path) for path in sorted(base_dir_of(base_dir).glob("*/checkpoints"))]
+
+
+def _one(where: Path, base_dir: Path | None) -> tuple[CheckpointDirectory, Manifest]:
+    """A checkpoint by its own path, or the newest that is complete. Raises UsageError or ConfigError."""
+    try:
+        if (where / _MANIFEST).exists():
+            path = where.absolute()
+            return CheckpointDirectory(path.parent), CheckpointDirectory(path.parent).manifest(path.name)
+        directory = _directory(where, base_dir)
+        complete = [entry.manifest for entry in directory.find() if entry.manifest is not None]
+    except CorruptCheckpoint as error:
+        raise ConfigError(str(error)) from error
+    if not complete:
+        raise ConfigError(f"{directory.path}: no complete checkpoint")
+    return directory, complete[0]
+
+
+def _refuse_to_overwrite(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target}: is there already; name a directory that is new or empty")
+
+
+def _line(directory: CheckpointDirectory, entry: FoundManifest) -> str:
+    manifest = entry.manifest
+    path = directory.path / entry.name
+    if manifest is None:
+        return f"{'unfinished':>12}  {path}"
+    lacking = len(manifest.layer_names) - len(directory.layers_here(manifest))
+    state = f", {lacking} layers missing or cut off" if lacking else ""
+    return f"step {manifest.step:>7}  {manifest.saved_at}  {_mib(manifest.size_bytes):>12}  {path}{state}"
+
+
+def _listed(directory: CheckpointDirectory, entry: FoundManifest) -> dict[str, object]:
+    manifest = entry.manifest
+    known = {} if manifest is None else {"step": manifest.step, "saved_at": manifest.saved_at}
+    return {
+        "path": str(directory.path / entry.name),
+        "complete": manifest is not None and len(directory.layers_here(manifest)) == len(manifest.layer_names),
+        **known,
+        "size_bytes": manifest.size_bytes if manifest else None,
+        "problem": entry.problem,
+    }
+
+
+def _as_dict(manifest: Manifest) -> dict[str, object]:
+    written = to_builtins(manifest)
+    assert isinstance(written, dict)
+    return written
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"

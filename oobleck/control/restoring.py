@@ -1,0 +1,149 @@
+"""Which checkpoint to go back to: the newest that all layers of can be read by those who are here.
+
+Workers are asked what they see, in memory and on disk; their answers are put together by name. A checkpoint of which
+a layer turns out to be broken is left out from then on, and the one before is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from oobleck.planner import Place
+
+from .messages import CheckpointsFound, FindCheckpoints, FoundState, Restore
+from .outbox import Outbox
+from .saving import KnownCheckpoint
+
+__all__ = ["Candidate", "Restoring"]
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A state that can be gone back to."""
+
+    name: str
+    run: str
+    step: int
+    saved_at: str
+    directory: str | None
+    is_on_disk: bool = False
+    held: dict[Place, frozenset[int]] = field(default_factory=dict)
+    """The layers that each worker can read."""
+
+    @property
+    def restore(self) -> Restore:
+        return Restore(name=self.name, directory=self.directory)
+
+    def covers(self, num_layers: int) -> bool:
+        return len(frozenset().union(*self.held.values())) == num_layers
+
+
+class Restoring:
+    """Mutable: the question under way, its answers, and what was found broken."""
+
+    def __init__(self, outbox: Outbox, *, run: str, directory: str | None) -> None:
+        """`directory`: where to look as well, a checkpoint or a directory of checkpoints."""
+        self._outbox = outbox
+        self._run = run
+        self._directory = directory
+        self._request = 0
+        self._asked: frozenset[Place] = frozenset()
+        self._answers: dict[Place, CheckpointsFound] = {}
+        self._broken: set[str] = set()
+        self._told: set[str] = set()
+        self._origin: str | None = None
+        """The name of what this run began from: with all that is older, its own past."""
+
+    def ask(self, places: Collection[Place]) -> None:
+        """Ask workers what they can restore."""
+        self._request += 1
+        self._asked = frozenset(places)
+        self._answers = {}
+        for place in sorted(self._asked):
+            question = FindCheckpoints(device=place.device, request=self._request, directory=self._directory)
+            self._outbox.send(place.node, question)
+
+    def forget(self) -> None:
+        """Whatever was answered is not true any more."""
+        self._asked, self._answers = frozenset(), {}
+
+    def found(self, place: Place, message: CheckpointsFound) -> None:
+        """Take an answer in."""
+        if message.request == self._request:
+            self._answers[place] = message
+
+    def is_asked(self, places: Collection[Place]) -> bool:
+        """Whether all of these were asked."""
+        return self._asked.issuperset(places)
+
+    def is_answered(self, places: Collection[Place]) -> bool:
+        """Whether all of these were asked, and have answered."""
+        return self._asked.issuperset(places) and self._answers.keys() >= set(places)
+
+    def note_broken(self, name: str) -> None:
+        """A layer of this checkpoint cannot be used."""
+        self._broken.add(name)
+
+    def begin_from(self, name: str) -> None:
+        """The run goes on from this checkpoint: it, and what is older, are its own past."""
+        self._origin = self._origin or name
+
+    def problems(self) -> tuple[str, ...]:
+        """What workers cannot use and why, each once in a run."""
+        said = {problem for answer in self._answers.values() for problem in answer.problems} - self._told
+        self._told |= said
+        return tuple(sorted(said))
+
+    def known(self) -> tuple[KnownCheckpoint, ...]:
+        """All that is complete in the run's own directory."""
+        return tuple(
+            KnownCheckpoint(name=candidate.name, step=candidate.step, saved_at=candidate.saved_at)
+            for candidate in self._candidates()
+            if candidate.is_on_disk and candidate.directory is None
+        )
+
+    def unfinished(self) -> tuple[str, ...]:
+        """Names in the run's own directory that were never finished."""
+        return tuple(sorted({name for answer in self._answers.values() for name in answer.unfinished}))
+
+    def newest(self, num_layers: int) -> Candidate | None:
+        """For a run that begins: the newest state that is whole; of those where the user said, if he did."""
+        there = [each for each in self._usable(num_layers) if (each.directory is not None) >= bool(self._directory)]
+        return there[0] if there else None
+
+    def newest_of_this_run(self, num_layers: int) -> Candidate | None:
+        """For a run that has lost state: the newest of its own past that is whole."""
+        origins = [each.saved_at for each in self._candidates() if each.name == self._origin]
+        return next(
+            (
+                each
+                for each in self._usable(num_layers)
+                if each.run == self._run or any(each.saved_at <= saved_at for saved_at in origins)
+            ),
+            None,
+        )
+
+    def _usable(self, num_layers: int) -> Sequence[Candidate]:
+        """Newest first."""
+        whole = [each for each in self._candidates() if each.name not in self._broken and each.covers(num_layers)]
+        return sorted(whole, key=lambda each: (each.saved_at, each.step, each.name), reverse=True)
+
+    def _candidates(self) -> list[Candidate]:
+        found: dict[str, Candidate] = {}
+        for place, answer in sorted(self._answers.items()):
+            for state in answer.found:
+                candidate = found.get(state.name)
+                if candidate is None:
+                    candidate = found[state.name] = _candidate(state)
+                candidate.saved_at = max(candidate.saved_at, state.saved_at)
+                candidate.is_on_disk |= not state.in_memory
+                candidate.directory = candidate.directory or state.directory
+                candidate.held[place] = candidate.held.get(place, frozenset()) | frozenset(state.layers)
+        return list(found.values())
+
+
+def _candidate(state: FoundState) -> Candidate:
+    return Candidate(
+        name=state.name, run=state.run, step=state.step, saved_at=state.saved_at, directory=state.directory
+    )

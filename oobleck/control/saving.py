@@ -1,0 +1,304 @@
+"""The saves of a run: when one is due, what is there of it, when it is complete, and which are too old.
+
+    due ── SaveState to all ──> wanted ── the first share is in memory ──> under way
+                                  ^                                         │ all layers on disk: CommitCheckpoint
+                                  └──── complete, or given up <─────────────┘
+
+A part of the coordinator's machine. Training never waits for it: what fails is said, and tried again later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan, Place
+
+from .journal import CheckpointSaved, Notice
+from .manifest import MANIFEST_VERSION, Manifest, Shard
+from .membership import Membership
+from .messages import (
+    CheckpointCommitted,
+    CommitCheckpoint,
+    CommitRecord,
+    LayersPersisted,
+    SaveState,
+    StateNotSaved,
+    StateSaved,
+)
+from .outbox import Outbox
+from .save_policy import SavePolicy
+
+__all__ = ["KnownCheckpoint", "Saving"]
+
+_RETRY_S = 30.0
+"""After a save that failed, at least."""
+_PATIENCE_S = 1800.0
+"""A save that is not complete by then never will be."""
+_LOSSES_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCheckpoint:
+    """A complete checkpoint in the run's directory."""
+
+    name: str
+    step: int
+    saved_at: str
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save under way."""
+
+    name: str
+    step: int
+    generation: int
+    began_s: float
+    saved_at: str = ""
+    savers: dict[Place, tuple[int, ...]] = field(default_factory=dict)
+    """Whose shares are whole in memory, and which layers these are."""
+    shards: dict[int, Shard] = field(default_factory=dict)
+    pause_s: float = 0.0
+    is_committing: bool = False
+
+    def is_in_memory(self, num_layers: int) -> bool:
+        return len({layer for layers in self.savers.values() for layer in layers}) == num_layers
+
+    def unwritten(self, place: Place) -> tuple[int, ...]:
+        return tuple(layer for layer in self.savers.get(place, ()) if layer not in self.shards)
+
+
+class Saving:
+    """Mutable: the policy, the saves under way, and the checkpoints that are complete."""
+
+    def __init__(self, job: JobSpec, members: Membership, outbox: Outbox, *, run: str) -> None:
+        self._job = job
+        self._members = members
+        self._outbox = outbox
+        self._run = run
+        self._policy = SavePolicy(spec=job.checkpoint)
+        self._layer_names: tuple[str, ...] = ()
+        self._plan: ExecutionPlan | None = None
+        self._last_step = 0
+        self._losses: dict[int, float] = {}
+        self._wanted: int | None = None
+        """The step after which all were told to save."""
+        self._saves: dict[str, _Save] = {}
+        self._tried_step = 0
+        """The newest step after which a save has begun."""
+        self._unfinished: set[str] = set()
+        self.complete: list[KnownCheckpoint] = []
+        """Oldest first."""
+        self.due_s = math.inf
+        """When time has a save made, or one under way given up."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the user wants it, and all workers have a place to save in."""
+        workers = [worker for member in self._members.ready for worker in member.ready.values()]
+        return self._job.checkpoint.enabled and bool(workers) and all(worker.saves for worker in workers)
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is under way, and a save after the newest step has come to an end, good or bad."""
+        return not self.is_enabled or (not self._saves and self._tried_step >= self._last_step)
+
+    # --- what happens ----------------------------------------------------------------------------------------
+
+    def begin(self, layer_names: Sequence[str]) -> None:
+        """Training begins, or is taken over."""
+        self._layer_names = tuple(layer_names)
+
+    def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str]) -> None:
+        """Note what lies in the directory from before."""
+        known = {known.name: known for known in (*self.complete, *complete)}
+        self.complete = sorted(known.values(), key=lambda known: (known.saved_at, known.step))
+        self._unfinished.update(name for name in unfinished if name not in self._saves)
+
+    def plan_adopted(self, plan: ExecutionPlan, *, boundary: int, redundant: bool) -> None:
+        """Tell the workers of a new plan what is wanted; without redundancy that is a save, at once."""
+        self._plan = plan
+        self._last_step = boundary
+        self._tried_step = min(self._tried_step, boundary)
+        if not self.is_enabled:
+            return
+        if not redundant:
+            self._wanted = boundary + 1
+        if self._wanted is not None:
+            self._tell()
+        else:
+            self._arm()
+
+    def step_done(self, record: CommitRecord) -> None:
+        """Note a committed step; one that everybody was to save after may have been missed."""
+        self._last_step = record.step
+        self._losses[record.step] = record.loss
+        self._losses.pop(record.step - _LOSSES_KEPT, None)
+
+    def restored(self) -> None:
+        """Count a failure that needed a checkpoint."""
+        self._policy = replace(self._policy, num_failures=self._policy.num_failures + 1)
+
+    def worker_lost(self, node: str) -> None:
+        """A worker is gone, its agent is not: what is whole in memory will be written all the same."""
+        for save in list(self._saves.values()):
+            if not save.is_in_memory(len(self._layer_names)):
+                self._give_up(save.name, f"the worker of {node} was lost before all layers were in memory", soon=True)
+
+    def node_lost(self, node: str) -> None:
+        """A node is gone, with all that it had not written."""
+        self.worker_lost(node)
+        for save in list(self._saves.values()):
+            if any(save.unwritten(place) for place in save.savers if place.node == node):
+                self._give_up(save.name, f"{node} was lost before it had written its layers", soon=True)
+
+    def handle_deadline(self) -> None:
+        """Have a save made when one is due; give up what takes for ever."""
+        now_s = self._outbox.now_s
+        for save in list(self._saves.values()):
+            if now_s >= save.began_s + _PATIENCE_S:
+                self._give_up(save.name, f"it was not complete within {_PATIENCE_S:g} s")
+        if not self._saves and self._wanted is None and now_s >= self.due_s and self._plan is not None:
+            self.save_now()
+        elif self._saves:
+            self.due_s = min(save.began_s for save in self._saves.values()) + _PATIENCE_S
+        else:
+            self.due_s = math.inf
+
+    def save_now(self) -> None:
+        """Have the state saved after the next step."""
+        if self.is_enabled and self._plan is not None:
+            self._wanted = self._last_step + 1
+            self.due_s = math.inf
+            self._tell()
+
+    # --- what workers and agents say -------------------------------------------------------------------------
+
+    def saved(self, place: Place, message: StateSaved) -> None:
+        """A share is whole in memory; its agent is writing it."""
+        state = message.state
+        if self._is_over(state.name):
+            return
+        save = self._saves.get(state.name)
+        if save is None:
+            save = _Save(state.name, state.step, state.generation, self._outbox.now_s)
+            self._saves[state.name] = save
+            self._tried_step = max(self._tried_step, state.step)
+            self.due_s = save.began_s + _PATIENCE_S
+        if self._wanted is not None and state.step >= self._wanted:
+            self._wanted = None
+        save.savers[place] = message.layers
+        save.saved_at = max(save.saved_at, state.saved_at)
+        save.pause_s = max(save.pause_s, message.pause_s)
+        self._commit_when_written(save)
+
+    def persisted(self, message: LayersPersisted) -> None:
+        """A share is on disk."""
+        save = self._saves.get(message.name)
+        if save is not None:
+            save.shards.update((shard.layer, shard) for shard in message.shards)
+            self._commit_when_written(save)
+
+    def committed(self, message: CheckpointCommitted) -> None:
+        """The first node that has the manifest makes the checkpoint complete."""
+        save = self._saves.pop(message.name, None)
+        if save is None:
+            return
+        now_s = self._outbox.now_s
+        self._policy = replace(self._policy, pause_s=save.pause_s, disk_s=now_s - save.began_s)
+        self.know([KnownCheckpoint(name=save.name, step=save.step, saved_at=save.saved_at)], ())
+        self._forget_old()
+        self.due_s = math.inf
+        self._outbox.record(
+            CheckpointSaved(
+                t_s=now_s,
+                name=save.name,
+                step=save.step,
+                saved_at=save.saved_at,
+                size_bytes=sum(shard.size_bytes for shard in save.shards.values()),
+                pause_s=save.pause_s,
+                duration_s=now_s - save.began_s,
+            )
+        )
+        self._arm()
+
+    def failed(self, node: str, message: StateNotSaved) -> None:
+        """A part of a save has failed: the rest is worth nothing. Training goes on, and says so."""
+        if not self._is_over(message.name):
+            self._tried_step = max(self._tried_step, message.step)
+            self._saves.setdefault(message.name, _Save(message.name, message.step, 0, self._outbox.now_s))
+            self._give_up(message.name, f"{node}: {message.reason}")
+
+    # --- small things ----------------------------------------------------------------------------------------
+
+    def _is_over(self, name: str) -> bool:
+        return name in self._unfinished or any(known.name == name for known in self.complete)
+
+    def _tell(self) -> None:
+        assert self._plan is not None
+        assert self._wanted is not None
+        for place in self._plan.places:
+            if self._members[place.node].is_ready:
+                self._outbox.send(place.node, SaveState(device=place.device, step=self._wanted))
+
+    def _arm(self, *, not_before_s: float = 0.0) -> None:
+        """Settle when the next save is to be made; while one is under way, that is later."""
+        if not self.is_enabled or self._saves or self._plan is None or self._wanted is not None:
+            return
+        now_s = self._outbox.now_s
+        step = self._policy.next_step(self._last_step)
+        if step is None or not_before_s > now_s:
+            self.due_s = max(not_before_s, min(self.due_s, now_s + self._policy.interval_s(now_s)))
+        else:
+            self._wanted = step
+            self._tell()
+
+    def _give_up(self, name: str, why: str, *, soon: bool = False) -> None:
+        """Forget a save. `soon`: nothing speaks against the next one, once there is a plan again."""
+        save = self._saves.pop(name)
+        self._unfinished.add(name)
+        text = f"step {save.step} is not saved" if save.step else "a save has failed"
+        newest = f"the newest checkpoint is that of step {self.complete[-1].step}" if self.complete else "there is none"
+        level = "warning" if soon else "error"
+        text = f"{text}: {why}; {newest}; training goes on"
+        self._outbox.record(Notice(t_s=self._outbox.now_s, level=level, text=text))
+        if soon:
+            self._wanted = self._last_step + 1
+        else:
+            self.due_s = math.inf
+            self._arm(not_before_s=self._outbox.now_s + _RETRY_S)
+
+    def _commit_when_written(self, save: _Save) -> None:
+        if save.is_committing or len(save.shards) < len(self._layer_names) or not save.savers:
+            return
+        save.is_committing = True
+        complete = [*self.complete, KnownCheckpoint(name=save.name, step=save.step, saved_at=save.saved_at)]
+        remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit]]
+        commit = CommitCheckpoint(manifest=self._manifest(save), remove=(*remove, *sorted(self._unfinished)))
+        for member in self._members.ready:
+            self._outbox.send(member.spec.name, commit)
+
+    def _forget_old(self) -> None:
+        del self.complete[: -self._job.checkpoint.save_total_limit]
+
+    def _manifest(self, save: _Save) -> Manifest:
+        digests = [worker.data_digest for member in self._members.ready for worker in member.ready.values()]
+        return Manifest(
+            version=MANIFEST_VERSION,
+            name=save.name,
+            tag=self._job.tag,
+            run=self._run,
+            saved_at=save.saved_at,
+            step=save.step,
+            generation=save.generation,
+            loss=self._losses.get(save.step),
+            seed=self._job.seed,
+            global_batch_size=self._job.global_batch_size,
+            samples_seen=save.step * self._job.global_batch_size,
+            data_digest=digests[0] if digests else "",
+            layer_names=self._layer_names,
+            shards=tuple(shard for _, shard in sorted(save.shards.items())),
+        )

@@ -1,0 +1,151 @@
+"""The part of the protocol that is about checkpoints: saving, finding and restoring them.
+
+master ── SaveState ──> workers        the next commit carries the wish, so that all save after the same step
+workers ── StateSaved ──> master       on its way the agent hears of it, and writes the layers to disk
+agents ── LayersPersisted ──> master   when all layers are there:
+master ── CommitCheckpoint ──> agents ── CheckpointCommitted ──> master
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .manifest import Manifest, SavedState, Shard
+
+__all__ = [
+    "CheckpointCommitted",
+    "CheckpointsFound",
+    "CommitCheckpoint",
+    "FindCheckpoints",
+    "FoundState",
+    "LayersPersisted",
+    "Restore",
+    "RestoreFailed",
+    "SaveState",
+    "StateNotSaved",
+    "StateSaved",
+    "StoragePaths",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoragePaths:
+    """Where a worker's state lies on its node."""
+
+    memory: str
+    """A directory in a memory file system; files are named for the device."""
+    checkpoints: str
+    run: str
+    """See `manifest.run_digest`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """Save the state after the first step that is not before `step`. All are told; who hears it late ignores it."""
+
+    device: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSaved:
+    """A worker's share of a save is whole in memory."""
+
+    device: int
+    state: SavedState
+    layers: tuple[int, ...]
+    size_bytes: int
+    pause_s: float
+    """How long training waited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateNotSaved:
+    """A part of a save has failed, in memory or on disk."""
+
+    device: int
+    name: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersPersisted:
+    """An agent has written a worker's share of a save to disk."""
+
+    device: int
+    name: str
+    shards: tuple[Shard, ...]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitCheckpoint:
+    """All layers are on disk: give the checkpoint its manifest, then remove what is too old."""
+
+    manifest: Manifest
+    remove: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCommitted:
+    """The checkpoint is complete on this agent's disk."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindCheckpoints:
+    """Look for what can be restored, in memory and on disk."""
+
+    device: int
+    request: int
+    """Repeated in the answer."""
+    directory: str | None
+    """Look here as well: a checkpoint, or a directory of checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundState:
+    """A state that a worker can restore some layers of."""
+
+    name: str
+    run: str
+    step: int
+    saved_at: str
+    layers: tuple[int, ...]
+    in_memory: bool
+    directory: str | None = None
+    """Where it lies, when that is not the run's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsFound:
+    """The answer to FindCheckpoints."""
+
+    device: int
+    request: int
+    found: tuple[FoundState, ...]
+    problems: tuple[str, ...]
+    """What cannot be used, and why."""
+    unfinished: tuple[str, ...]
+    """Names of saves on disk that were never finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """The checkpoint that an order goes back to."""
+
+    name: str
+    directory: str | None
+    """Where it lies, when that is not the run's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFailed:
+    """A layer of a checkpoint cannot be read, or is not what was saved."""
+
+    device: int
+    generation: int
+    name: str
+    problem: str

@@ -1,0 +1,93 @@
+"""The agent's care for saved states: what workers leave in memory goes to disk, one after the other.
+
+It outlives workers: a state that is whole in memory is written whatever becomes of the process that saved it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+import trio
+
+from oobleck.control.messages import (
+    AgentMessage,
+    CheckpointCommitted,
+    CommitCheckpoint,
+    LayersPersisted,
+    StateNotSaved,
+    StateSaved,
+)
+from oobleck.errors import CorruptCheckpoint
+
+from .ports import CheckpointStore
+
+__all__ = ["Safekeeping"]
+
+_TASKS_BUFFERED = 100
+
+
+class Safekeeping:
+    """Mutable: knows what is in memory alone. `run` must be running."""
+
+    def __init__(self, store: CheckpointStore, say: Callable[[AgentMessage], None]) -> None:
+        self._store = store
+        self._say = say
+        self._post, self._tasks = trio.open_memory_channel[StateSaved | CommitCheckpoint](_TASKS_BUFFERED)
+        self._in_memory_alone: set[str] = set()
+
+    async def run(self) -> None:
+        """Write what is handed over, for ever."""
+        async for task in self._tasks:
+            match task:
+                case StateSaved():
+                    await self._persist(task)
+                case CommitCheckpoint():
+                    await self._commit(task)
+                case _:
+                    assert_never(task)
+
+    def take(self, task: StateSaved | CommitCheckpoint) -> None:
+        """Have a saved state written, or a checkpoint committed."""
+        if isinstance(task, StateSaved):
+            self._in_memory_alone.add(task.state.name)
+        try:
+            self._post.send_nowait(task)
+        except trio.WouldBlock:
+            self._fail(task, f"the disk is {_TASKS_BUFFERED} saves behind")
+
+    def leave(self) -> None:
+        """The run has ended: give the memory back, unless it has what the disk lacks."""
+        if not self._in_memory_alone:
+            self._store.discard_memory()
+
+    async def _persist(self, saved: StateSaved) -> None:
+        began_s = trio.current_time()
+        try:
+            shards = await self._store.persist(saved.device, saved.state.name)
+        except (OSError, CorruptCheckpoint) as error:
+            self._fail(saved, _said(error))
+            return
+        duration_s = trio.current_time() - began_s
+        self._say(LayersPersisted(device=saved.device, name=saved.state.name, shards=shards, duration_s=duration_s))
+
+    async def _commit(self, task: CommitCheckpoint) -> None:
+        try:
+            await self._store.commit(task.manifest, task.remove)
+        except OSError as error:
+            self._fail(task, _said(error))
+            return
+        self._in_memory_alone.clear()
+        self._say(CheckpointCommitted(name=task.manifest.name))
+
+    def _fail(self, task: StateSaved | CommitCheckpoint, reason: str) -> None:
+        device = task.device if isinstance(task, StateSaved) else 0
+        what = task.state if isinstance(task, StateSaved) else task.manifest
+        self._say(StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
+
+
+def _said(error: OSError | CorruptCheckpoint) -> str:
+    """An error in words for people: the system's, with the file that it is about."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

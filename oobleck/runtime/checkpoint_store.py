@@ -1,0 +1,68 @@
+"""A node's place for states: shared memory that outlives the processes, and the directory of checkpoints.
+
+Files are written by a thread, so that a slow disk holds up nothing else of the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import trio
+
+from oobleck.checkpoint import CheckpointDirectory, Manifest, Shard, find_slots
+from oobleck.control.messages import StoragePaths
+from oobleck.errors import CorruptCheckpoint
+from oobleck.job import CheckpointSpec
+
+from .agent_dir import AgentDir
+from .run_dir import private_directory
+
+__all__ = ["NodeCheckpoints"]
+
+
+class NodeCheckpoints:
+    """The port `CheckpointStore` of a real node."""
+
+    def __init__(self, directory: AgentDir, *, default_directory: Path) -> None:
+        """`default_directory` is where checkpoints lie unless the job says otherwise."""
+        self._memory = directory.memory
+        self._default_directory = default_directory
+        self._checkpoints = CheckpointDirectory(default_directory)
+
+    def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
+        """Settle where things lie, and make the directory in memory. Raises ConfigError."""
+        path = self._default_directory if spec.directory is None else Path(spec.directory).expanduser().absolute()
+        self._checkpoints = CheckpointDirectory(path)
+        for level in (self._memory.parent.parent, self._memory.parent, self._memory):
+            private_directory(level)
+        return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
+
+    async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
+        """Write what a worker has left in memory; it may be gone itself. Raises OSError or CorruptCheckpoint."""
+        return await trio.to_thread.run_sync(self._persist, device, name, abandon_on_cancel=True)
+
+    async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
+        """Complete a checkpoint, then remove older ones. Raises OSError."""
+        await trio.to_thread.run_sync(self._commit, manifest, remove, abandon_on_cancel=True)
+
+    def discard_memory(self) -> None:
+        """Give the node's shared memory back."""
+        shutil.rmtree(self._memory, ignore_errors=True)
+        for empty in (self._memory.parent, self._memory.parent.parent):
+            try:
+                os.rmdir(empty)
+            except OSError:
+                return  # others use it
+
+    def _persist(self, device: int, name: str) -> tuple[Shard, ...]:
+        needle = f'"{name}"'.encode()
+        for slot in find_slots(self._memory, f"device{device}"):
+            if needle in slot.note:
+                return self._checkpoints.persist(name, slot)
+        raise CorruptCheckpoint(f"{name} is not in the memory of device {device} any more")
+
+    def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
+        self._checkpoints.commit(manifest)
+        self._checkpoints.remove(remove)

@@ -1,0 +1,215 @@
+"""What a worker does about checkpoints: save its share when the commit says so, look for states, and restore layers.
+
+The wish to save is raised here and travels with the commit of a step, so that all workers save after the same one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from oobleck.checkpoint import CheckpointDirectory, Manifest, checkpoint_name
+from oobleck.control.shares import shares_of
+from oobleck.errors import CorruptCheckpoint
+from oobleck.planner import ExecutionPlan, Place
+from oobleck.wire import (
+    CheckpointsFound,
+    CommitRecord,
+    FindCheckpoints,
+    FoundState,
+    Restore,
+    SaveState,
+    StateNotSaved,
+    StateSaved,
+    StoragePaths,
+)
+
+from .checkpoint import FlashSaver, LayerTensors, SavedLayers, StateReader
+from .structure import ModelStructure
+
+__all__ = ["Saving"]
+
+Report = Callable[[StateSaved | StateNotSaved | CheckpointsFound], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """The layers that a worker saves under a plan."""
+
+    plan: ExecutionPlan
+    lost: frozenset[str]
+    layers: tuple[int, ...]
+
+
+class Saving:
+    """One worker's. `want` and `find` are the control thread's to call, all else the training thread's."""
+
+    def __init__(self, place: Place, paths: StoragePaths, structure: ModelStructure, report: Report) -> None:
+        self._place = place
+        self._run = paths.run
+        self._structure = structure
+        self._report = report
+        self._memory = Path(paths.memory)
+        self._stem = f"device{place.device}"
+        self._checkpoints = CheckpointDirectory(Path(paths.checkpoints))
+        config = structure.config.to_json_string(use_diff=False)
+        self._saver = FlashSaver(
+            self._memory, self._stem, metadata={"config": config, "task": structure.task}, report=self._saved
+        )
+        self._sizes = [
+            sum(math.prod(structure.shapes[name]) for name in structure.layer_parameters(layer))
+            for layer in range(structure.num_layers)
+        ]
+        self._wanted: int | None = None
+        self._last_step = 0
+        self._share: _Share | None = None
+
+    # --- control thread ------------------------------------------------------------------------------------
+
+    def want(self, message: SaveState) -> None:
+        """Raise the wish; one that a save has answered already is ignored."""
+        if message.step > self._last_step:
+            self._wanted = message.step
+
+    def find(self, message: FindCheckpoints) -> None:
+        """Look for states on a thread of its own, since disks may be slow."""
+        threading.Thread(target=lambda: self._find(message), daemon=True, name="find checkpoints").start()
+
+    # --- training thread -----------------------------------------------------------------------------------
+
+    def is_wanted(self, step: int) -> bool:
+        """Whether this worker wants the state saved after `step`."""
+        wanted = self._wanted
+        return wanted is not None and step >= wanted
+
+    def prepare(self, plan: ExecutionPlan, tensors_of: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
+        """Have memory made for what this worker would save under a plan, in the background."""
+        if self._share is None or self._share.plan is not plan or self._share.lost:
+            layers = self._take_share(plan, ())
+            if layers:
+                self._saver.prepare({layer: tensors_of(layer) for layer in layers})
+
+    def save(
+        self,
+        plan: ExecutionPlan,
+        lost: Collection[str],
+        record: CommitRecord,
+        tensors_of: Callable[[int], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Copy this worker's share of the state after a committed step, among the nodes that are not lost."""
+        self._last_step, self._wanted = record.step, None
+        layers: LayerTensors = {layer: tensors_of(layer) for layer in self._take_share(plan, lost)}
+        if layers:
+            name = checkpoint_name(self._run, step=record.step, generation=record.generation)
+            self._saver.save(layers, name=name, step=record.step, generation=record.generation)
+
+    def load(self, restore: Restore, layer: int) -> Mapping[str, torch.Tensor]:
+        """Return a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""
+        try:
+            return self._reader(restore.directory).load(restore.name, layer)
+        except OSError as error:
+            raise CorruptCheckpoint(f"layer {layer} of {restore.name}: {error}") from error
+
+    def _take_share(self, plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
+        share = self._share
+        if share is None or share.plan is not plan or share.lost != frozenset(lost):
+            layers = shares_of(plan, self._sizes, lost=lost).get(self._place, ())
+            self._share = share = _Share(plan=plan, lost=frozenset(lost), layers=layers)
+        return share.layers
+
+    # --- other threads -------------------------------------------------------------------------------------
+
+    def _saved(self, saved: SavedLayers) -> None:
+        device = self._place.device
+        if saved.problem is not None:
+            self._report(
+                StateNotSaved(device=device, name=saved.state.name, step=saved.state.step, reason=saved.problem)
+            )
+            return
+        self._report(
+            StateSaved(
+                device=device,
+                state=saved.state,
+                layers=saved.layers,
+                size_bytes=saved.size_bytes,
+                pause_s=saved.pause_s,
+            )
+        )
+
+    def _find(self, message: FindCheckpoints) -> None:
+        found: list[FoundState] = []
+        problems: list[str] = []
+        for state, layers in self._reader(None).in_memory():
+            run = state.name.split(".")[1]
+            found.append(
+                FoundState(
+                    name=state.name, run=run, step=state.step, saved_at=state.saved_at, layers=layers, in_memory=True
+                )
+            )
+        self._look_into(self._checkpoints, None, found, problems)
+        if message.directory is not None:
+            self._look_elsewhere(Path(message.directory), found, problems)
+        complete = {state.name for state in found if not state.in_memory}
+        unfinished = tuple(name for name in self._checkpoints.names() if name not in complete)
+        self._report(
+            CheckpointsFound(
+                device=self._place.device,
+                request=message.request,
+                found=tuple(found),
+                problems=tuple(problems),
+                unfinished=unfinished,
+            )
+        )
+
+    def _look_elsewhere(self, path: Path, found: list[FoundState], problems: list[str]) -> None:
+        """Look where the user says: at one checkpoint, or at a directory of them."""
+        path = path.expanduser()
+        if (path / "manifest.json").exists():
+            self._look_into(CheckpointDirectory(path.parent), str(path.parent), found, problems, only=path.name)
+        else:
+            self._look_into(CheckpointDirectory(path), str(path), found, problems)
+
+    def _look_into(
+        self,
+        directory: CheckpointDirectory,
+        told: str | None,
+        found: list[FoundState],
+        problems: list[str],
+        only: str | None = None,
+    ) -> None:
+        for entry in directory.find():
+            if only is not None and entry.name != only:
+                continue
+            problem = entry.problem if entry.manifest is None else self._misfit(entry.manifest)
+            if entry.manifest is None or problem is not None:
+                problems.append(f"{directory.path / entry.name}: {problem}" if entry.manifest else f"{problem}")
+                continue
+            found.append(
+                FoundState(
+                    name=entry.name,
+                    run=entry.manifest.run,
+                    step=entry.manifest.step,
+                    saved_at=entry.manifest.saved_at,
+                    layers=directory.layers_here(entry.manifest),
+                    in_memory=False,
+                    directory=told,
+                )
+            )
+
+    def _misfit(self, manifest: Manifest) -> str | None:
+        """Why a checkpoint is not one of our model; None when it is."""
+        if manifest.layer_names != self._structure.layer_names:
+            ours = self._structure.layer_names
+            other = next((name for name in manifest.layer_names if name not in ours), None)
+            what = f"{len(manifest.layer_names)} layers" if other is None else f"a layer {other}"
+            return f"of another model, with {what}; ours has {len(ours)}, from {ours[0]} to {ours[-1]}"
+        return None
+
+    def _reader(self, directory: str | None) -> StateReader:
+        elsewhere = None if directory is None else CheckpointDirectory(Path(directory))
+        return StateReader(self._memory, self._stem, elsewhere or self._checkpoints)
