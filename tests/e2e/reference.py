@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from oobleck.job import JobSpec
-from oobleck.training.data import prepare_dataset
-from oobleck.training.models import MicrobatchKey, ModelStructure, StageModel
+from oobleck.training.assembly import assemble
+from oobleck.training.data import Dataset
+from oobleck.training.models import MicrobatchKey, StageModel
 from oobleck.training.sampling import samples_of_step
 
 __all__ = ["each_reference_loss", "reference_losses"]
@@ -37,12 +38,14 @@ def each_reference_loss(
     *,
     dropped: Collection[tuple[int, int]] = (),
     doubled: Collection[tuple[int, int]] = (),
+    evaluations: list[float] | None = None,
 ) -> Iterator[float]:
-    """The same, step by step as they are asked for: for runs that are stopped before their last step."""
-    dataset = prepare_dataset(job.data, cache_dir=cache_dir)
-    structure = ModelStructure.from_spec(
-        job.model, vocab_size=dataset.vocab_size, sequence_length=job.data.sequence_length
-    )
+    """The same, step by step as they are asked for: for runs that are stopped before their last step.
+
+    `evaluations` receives the losses on the samples that are kept for evaluation.
+    """
+    assembly = assemble(job, cache_dir=cache_dir)
+    dataset, structure = assembly.train, assembly.structure
     model = StageModel(structure, dtype=getattr(torch, job.dtype), device="cpu")
     model.adopt(0, structure.num_layers, {})
     model.initialize(range(structure.num_layers), seed=job.seed)
@@ -53,11 +56,11 @@ def each_reference_loss(
     )
     for step in range(1, job.max_steps + 1):
         samples = samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples)
-        num_items = len(samples) * (job.data.sequence_length - 1)
+        num_items = len(samples) * dataset.items_per_sample
         total = 0.0
         for microbatch in range(job.num_microbatches):
             first = microbatch * job.microbatch_size
-            batch = dataset.batch(samples[first : first + job.microbatch_size])
+            batch = dataset.batch(samples[first : first + job.microbatch_size], step=step)
             weight = 1 - ((step, microbatch) in dropped) + ((step, microbatch) in doubled)
             loss = weight * model.forward(
                 batch, None, num_items=num_items, key=MicrobatchKey(seed=job.seed, step=step, microbatch=microbatch)
@@ -69,7 +72,20 @@ def each_reference_loss(
             group["lr"] = _learning_rate(job, step)
         optimizer.step()
         optimizer.zero_grad()
+        if evaluations is not None and job.eval_steps and step % job.eval_steps == 0:
+            assert assembly.validation is not None
+            evaluations.append(_evaluated(model, assembly.validation, job))
         yield total
+
+
+def _evaluated(model: StageModel, validation: Dataset, job: JobSpec) -> float:
+    """The loss of all samples kept for evaluation, all at once."""
+    count = min(validation.num_samples, job.max_eval_samples or validation.num_samples)
+    count -= count % job.microbatch_size
+    batch = validation.batch(range(count))
+    with torch.no_grad(), model.evaluating():
+        key = MicrobatchKey(seed=0, step=0, microbatch=0)
+        return float(model.forward(batch, None, num_items=batch.num_items, key=key))
 
 
 def _parameter_groups(parameters: Mapping[str, torch.nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

@@ -1,0 +1,61 @@
+"""Evaluation between two steps: right, and of no consequence to training, whoever dies in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from oobleck.cli.job_file import apply_overrides, load_job, parse_override
+
+from .harness import Runner
+from .reference import each_reference_loss
+from .test_losses import TOLERANCE, assert_nothing_lost, largest_gap
+
+STEPS = 12
+SETTINGS = ("eval_steps=3", "data.validation_split=0.4", "max_eval_samples=150", f"max_steps={STEPS}")
+OPTIONS = tuple(word for setting in SETTINGS for word in ("--set", setting))
+
+
+def _evaluations(runner: Runner) -> dict[int, dict[str, Any]]:
+    return {entry["step"]: entry for entry in runner.journal() if entry["@type"] == "Evaluated"}
+
+
+@pytest.fixture(scope="module")
+def reference(runner: Runner) -> tuple[list[float], list[float]]:
+    """Losses and evaluations of the job in one process."""
+    path = runner.job_file()
+    job = apply_overrides(load_job(path.read_text(), source=str(path)), [parse_override(each) for each in SETTINGS])
+    evaluations: list[float] = []
+    losses = list(each_reference_loss(job, runner.directory / "cache", evaluations=evaluations))
+    return losses, evaluations
+
+
+def test_it_is_what_one_process_computes_and_costs_no_step(
+    runner: Runner, reference: tuple[list[float], list[float]]
+) -> None:
+    outcome = runner.run("--job", str(runner.job_file()), *OPTIONS)
+    assert_nothing_lost(outcome, STEPS)
+    assert largest_gap(outcome.losses, reference[0]) < TOLERANCE
+    evaluated = _evaluations(runner)
+    assert sorted(evaluated) == [3, 6, 9, 12]
+    assert largest_gap([evaluated[step]["loss"] for step in sorted(evaluated)], reference[1]) < TOLERANCE
+    assert {entry["num_samples"] for entry in evaluated.values()} == {150}
+    durations = [entry["record"]["duration_s"] for entry in runner.journal() if entry["@type"] == "StepDone"]
+    assert max(durations[1:]) < evaluated[6]["duration_s"], "no step's time has an evaluation in it"
+
+
+@pytest.mark.parametrize("node", [pytest.param("node0", marks=pytest.mark.slow), "node3"])
+def test_a_node_that_dies_in_an_evaluation_changes_nothing_that_is_trained(
+    runner: Runner, reference: tuple[list[float], list[float]], node: str
+) -> None:
+    """The node is killed when the step is committed; evaluating takes many times as long as the news."""
+    outcome = runner.run("--job", str(runner.job_file()), *OPTIONS, "--kill", f"{node}@6")
+    assert_nothing_lost(outcome, STEPS)
+    assert largest_gap(outcome.losses, reference[0]) < TOLERANCE
+    evaluated = _evaluations(runner)
+    expected = dict(zip((3, 6, 9, 12), reference[1], strict=True))
+    assert {3, 9, 12} <= evaluated.keys()
+    assert max(abs(entry["loss"] - expected[step]) for step, entry in evaluated.items()) < TOLERANCE
+    recovery = outcome.summary["recoveries"][0]
+    assert recovery["nodes"] == [node]
