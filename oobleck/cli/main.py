@@ -55,6 +55,7 @@ COMMANDS: tuple[Command, ...] = (
         examples=(
             ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
             ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
+            ("oobleck up hosts.txt train.py -- --its-args", "train what a Python script says"),
             ("oobleck up hosts.txt --dry-run", "show the plan and start nothing"),
         ),
     ),
@@ -156,6 +157,15 @@ COMMANDS: tuple[Command, ...] = (
                 help="Make a checkpoint from a model directory.",
                 examples=(("oobleck checkpoint import model/ imported/", "then `oobleck up … --resume imported/`"),),
             ),
+        ),
+    ),
+    Command(
+        name="profile",
+        target="oobleck.cli.profile:profile",
+        help="Measure what a job's layers cost on this machine.",
+        examples=(
+            ("oobleck profile job.yaml --output gpt2.json", "measure a job's model, for `oobleck plan --profile`"),
+            ("oobleck profile train.py --device cuda -- --its-args", "a script's, on this machine's GPU"),
         ),
     ),
     Command(

@@ -13,8 +13,8 @@ from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 
 from .hostfile import parse_hostfile
-from .job_file import apply_overrides, default_job, load_job, parse_override
 from .options import BaseDirOption, JsonOption, base_dir_of
+from .read_job import read_job, read_text
 from .save_every import with_save_every
 
 __all__ = ["read_nodes", "readable_file", "up"]
@@ -99,7 +99,7 @@ def up(
     names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
     if summary is not None and not os.access(summary.expanduser().parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
-    job = _read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
+    job = read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
     job = _with_options(job, steps=steps, dtype=dtype, seed=seed, f=fault_threshold, pipelines=pipelines, tag=tag)
     job = _with_saving(job, save_every, keep)
     if job.num_pipelines is not None and job.num_pipelines > len(names):
@@ -147,23 +147,6 @@ def _parse_words(words: list[str]) -> tuple[Path | None, Path | None, tuple[str,
     return hostfile, script, tuple(words[end + 1 :])
 
 
-def _read_job(
-    path: Path | None, script: Path | None, arguments: tuple[str, ...], settings: list[str], *, num_nodes: int
-) -> JobSpec:
-    """The default job, or the one of a file, a script, or both: what the script says counts for more."""
-    if path is None and script is None:
-        job = default_job(num_nodes)
-    else:
-        job = JobSpec() if path is None else load_job(_read(path, "job file"), source=str(path))
-    if script is not None:
-        from oobleck.runtime.script_process import describe_script
-
-        described = describe_script(script, arguments)
-        job = load_job(described.settings, source=f"{script}, what job() returns", base=job, has_lines=False)
-        job = replace(job, script=described.spec)
-    return apply_overrides(job, [parse_override(text) for text in settings])
-
-
 def _with_saving(job: JobSpec, save_every: str | None, keep: int | None) -> JobSpec:
     spec = job.checkpoint if save_every is None else with_save_every(job.checkpoint, save_every)
     return replace(job, checkpoint=spec if keep is None else replace(spec, save_total_limit=keep))
@@ -203,24 +186,15 @@ def read_nodes(hostfile: Path | None, local: int | None) -> tuple[NodeSpec, ...]
             raise UsageError(f"--local: {local} nodes are not possible here; it must be 1 to {most}")
         return ()
     assert hostfile is not None
-    nodes = parse_hostfile(_read(hostfile, "hostfile"), source=str(hostfile))
+    nodes = parse_hostfile(read_text(hostfile, "hostfile"), source=str(hostfile))
     if not nodes:
         raise ConfigError(f"{hostfile}: names no node; write one host a line")
     return nodes
 
 
-def _read(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{what} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} {path}: not a text file ({error.reason} at byte {error.start})") from error
-
-
 def readable_file(path: Path, what: str) -> Path:
     """A file that others will read, from anywhere. Raises UsageError where it cannot be read."""
-    _read(path, what)
+    read_text(path, what)
     return path.expanduser().absolute()
 
 

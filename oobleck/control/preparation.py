@@ -78,10 +78,10 @@ class Preparation:
         assert member.hello is not None
         self._key = profile_key(
             self._job,
-            member.hello,
-            message,
-            torch_threads=self._threads(member),
-            memory_bytes=self._memory(member),
+            layer_names=message.layer_names,
+            parameters=message.parameters,
+            device=(message.device_name, self._memory(member), self._threads(member), member.hello.num_cores),
+            versions=(member.hello.python_version, message.torch_version),
         )
         return [LookUpProfile(key=self._key)]
 

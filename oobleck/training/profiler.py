@@ -25,7 +25,7 @@ from .models import MicrobatchKey, ModelStructure, StageModel
 from .optimizer import Optimizer
 from .precision import Precision
 
-__all__ = ["ASSUMED_NETWORK", "measure_profile", "profile_of_job"]
+__all__ = ["ASSUMED_NETWORK", "device_name", "measure_profile", "profile_of_job"]
 
 ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9, inter_node_latency_s=1e-4, intra_node_bytes_per_s=4e9, intra_node_latency_s=5e-5
@@ -93,7 +93,7 @@ def measure_profile(
         microbatch_size=microbatch_size,
         sequence_length=structure.sequence_length,
         layers=tuple(layers),
-        device=DeviceProfile(name=_device_name(stage.device), memory_bytes=device_memory_bytes),
+        device=DeviceProfile(name=device_name(stage.device), memory_bytes=device_memory_bytes),
         network=network,
     )
 
@@ -212,7 +212,8 @@ def _now_s(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return what a device is called by its maker."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     for line in _lines(Path("/proc/cpuinfo")):

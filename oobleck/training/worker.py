@@ -47,7 +47,7 @@ from .doorbell import hang_doorbell, ring_all
 from .engine import Engine
 from .groups import GroupTable
 from .link import AgentLink
-from .profiler import profile_of_job
+from .profiler import device_name, profile_of_job
 from .rendezvous import Board
 from .saving import Saving
 from .signals import Signals
@@ -119,6 +119,7 @@ class _Worker:
                 layer_names=self._structure.layer_names,
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
+                device_name=device_name(torch.device(self._job.device)),
                 doorbell=self._doorbell,
                 saves=self._saving is not None,
             )

@@ -1,0 +1,103 @@
+"""`oobleck profile`: measure what a job's layers cost on this machine, for the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from oobleck.errors import UsageError
+
+from .options import BaseDirOption, JsonOption, base_dir_of
+from .read_job import read_job
+
+if TYPE_CHECKING:
+    from oobleck.planner import Profile
+
+__all__ = ["profile"]
+
+
+def profile(
+    job: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[JOB.yaml | SCRIPT.py] [-- ARGUMENTS]", help="The job; without one, the default job."),
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default what the job says.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, help="How many workers are to share this machine.")
+    ] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here as well.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure even if there is a profile already.")] = False,
+    as_json: JsonOption = False,
+    base_dir: BaseDirOption = None,
+) -> None:
+    """Measure a job's layers as its workers run them, and keep the profile where runs look for it.
+
+    It depends on the model, its shapes, the precision, the device and the versions; while these are the same it is
+    measured once.
+    """
+    from oobleck.planner import profile_from_json
+    from oobleck.runtime.profile_files import ProfileFiles
+    from oobleck.runtime.profile_process import measure_profile
+    from oobleck.runtime.run_dir import RunDirectory
+
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device: {device} is not known; it is cpu or cuda")
+    file, script, arguments = _parse_words(job or [])
+    spec = read_job(file, script, arguments, settings or [], num_nodes=1)
+    if device is not None:
+        spec = replace(spec, device=device)  # type: ignore[arg-type]  # checked above
+    directory = RunDirectory(base_dir=base_dir_of(base_dir), tag=spec.tag)
+    directory.create()
+    cache_dir = directory.path.parent / "cache"
+    measured = measure_profile(
+        spec, cache_dir=cache_dir, profile_dir=directory.profile, num_workers=workers, fresh=fresh
+    )
+    ProfileFiles(directory.profile).store(measured.key, measured.profile_json)
+    if output is not None:
+        _write(output, measured.profile_json)
+    if as_json:
+        print(measured.profile_json, end="")  # noqa: T201  the answer
+        return
+    found = profile_from_json(measured.profile_json, source=measured.key)
+    verb = "measured before" if measured.was_cached else "measured"
+    _show(found, f"{verb}: {directory.profile / measured.key}.json")
+
+
+def _parse_words(words: list[str]) -> tuple[Path | None, Path | None, tuple[str, ...]]:
+    """Tell a job file from a script with its arguments."""
+    if words and words[0].endswith(".py"):
+        return None, Path(words[0]), tuple(words[1:])
+    if len(words) > 1:
+        raise UsageError(f"{words[1]}: only a script, whose name ends in .py, takes arguments")
+    return (Path(words[0]) if words else None), None, ()
+
+
+def _show(profile: Profile, where: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{profile.model} on {profile.device.name}, microbatches of {profile.microbatch_size}")
+    for heading in ("layer", "forward, ms", "backward, ms", "parameters, MB", "activations, MB"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
+    for layer in profile.layers:
+        times = (layer.forward_s[1] * 1e3, layer.backward_s[1] * 1e3)
+        sizes = (layer.param_bytes / 1e6, layer.activation_bytes / 1e6)
+        table.add_row(layer.name, *(f"{value:.3f}" for value in (*times, *sizes)))
+    console = Console()
+    console.print(table)
+    console.print(where, markup=False, highlight=False, soft_wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output {path}: {error.strerror}") from error

@@ -1,0 +1,47 @@
+"""`oobleck profile`: what it measures is what runs look for, and is measured once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.exit_codes import ExitCode
+from oobleck.cli.main import main
+from oobleck.planner import profile_from_json
+
+JOB = """\
+tag: measured
+model: {type: gpt2, n_embd: 32, n_layer: 2, n_head: 2}
+data: {sequence_length: 16, vocab_size: 300, max_bytes: 100000}
+microbatch_size: 2
+torch_threads: 1
+"""
+
+
+def test_a_profile_is_measured_once_for_the_same_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    job, output = tmp_path / "job.yaml", tmp_path / "out.json"
+    job.write_text(JOB)
+    base = ("--base-dir", str(tmp_path / "base"))
+    assert main(["profile", str(job), "--device", "cpu", "--output", str(output), *base]) == ExitCode.DONE
+    profile = profile_from_json(output.read_text(), source="out.json")
+    assert [layer.name for layer in profile.layers] == ["embedding", "transformer.h.0", "transformer.h.1", "head"]
+    assert (profile.microbatch_size, profile.sequence_length) == (2, 16)
+    kept = list((tmp_path / "base" / "measured" / "profile").glob("*.json"))
+    assert [path.read_text() for path in kept] == [output.read_text()]
+    capsys.readouterr()
+
+    assert main(["profile", str(job), "--json", *base]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out) == json.loads(output.read_text()), "to the last digit: not measured anew"
+    assert main(["profile", str(job), "--set", "bf16=true", *base]) == ExitCode.DONE
+    assert "measured: " in " ".join(capsys.readouterr().out.split())
+    assert len(list((tmp_path / "base" / "measured" / "profile").glob("*.json"))) == 2
+
+
+def test_mistakes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    base = ("--base-dir", str(tmp_path))
+    assert main(["profile", "--device", "tpu", *base]) == ExitCode.USAGE
+    assert main(["profile", "job.yaml", "what", *base]) == ExitCode.USAGE
+    assert main(["profile", "--set", "model=gpt3", *base]) == ExitCode.CONFIG
+    assert "'gpt3' is no language model" in capsys.readouterr().err
