@@ -8,6 +8,7 @@
     ├── PeerError             the other side broke the protocol
     └── ResourceLost          the world took something away
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
+        ├── WorkersUnavailable no worker process can be started on a node
         ├── Unrecoverable     a layer has no living copy
         └── CorruptCheckpoint bytes that were saved cannot be read, or are not those that were saved
 
@@ -27,6 +28,7 @@ __all__ = [
     "Unrecoverable",
     "UsageError",
     "UserError",
+    "WorkersUnavailable",
 ]
 
 
@@ -65,6 +67,10 @@ class NodeUnreachable(ResourceLost):
         super().__init__(f"{node}: {reason}")
         self.node = node
         self.reason = reason
+
+
+class WorkersUnavailable(ResourceLost):
+    """A node on which no worker process can be started."""
 
 
 class Unrecoverable(ResourceLost):

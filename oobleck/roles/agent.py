@@ -41,7 +41,7 @@ from oobleck.control.messages import (
     WorkerFailed,
     WorkerStarted,
 )
-from oobleck.errors import ConfigError, PeerError
+from oobleck.errors import ConfigError, PeerError, WorkersUnavailable
 from oobleck.planner import Place
 
 from .letters import Letters
@@ -253,7 +253,11 @@ class Agent:
             device_memory_bytes=configure.device_memory_bytes,
             storage=self._storage,
         )
-        handle = await self._host.start(setup)
+        try:
+            handle = await self._host.start(setup)
+        except WorkersUnavailable as error:
+            self._letters.add(AgentStopped(reason=f"no worker can be started: {error}"))
+            return
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
         worker = _Worker(handle, outgoing)
         self._workers[device] = worker

@@ -129,7 +129,9 @@ class WorkerHost(Protocol):
         """Do ahead what workers would have to do first; what fails here, they meet and report."""
         ...
 
-    async def start(self, setup: SetUpWorker) -> WorkerHandle: ...
+    async def start(self, setup: SetUpWorker) -> WorkerHandle:
+        """Start a worker and set it up. Raises WorkersUnavailable where none can be started."""
+        ...
 
 
 class CheckpointStore(Protocol):

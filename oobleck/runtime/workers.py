@@ -21,6 +21,7 @@ from pathlib import Path
 import trio
 
 from oobleck.control.messages import SetUpWorker, WorkerBound, WorkerMessage
+from oobleck.errors import WorkersUnavailable
 from oobleck.job import JobSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import WorkerEnd
@@ -85,6 +86,16 @@ class ForkingWorkerHost:
         with trio.fail_after(_START_TIMEOUT_S):
             self._server = await self._connect()
         self._connected.set()
+        async with self._server:
+            await self._hear()
+        await self._forked.aclose()
+        for worker in self._workers.values():  # the server is gone; nobody hears how they end
+            worker.kill()
+            worker.note_end(None)
+
+    async def _hear(self) -> None:
+        """Hear of forks and of workers' ends, until the server ends."""
+        assert self._server is not None
         buffered = b""
         with suppress(trio.BrokenResourceError):
             while data := await self._server.receive_some(4096):
@@ -93,9 +104,6 @@ class ForkingWorkerHost:
                     first, second = _ANSWER.unpack_from(buffered)
                     buffered = buffered[_ANSWER.size :]
                     await self._understand(first, second)
-        for worker in self._workers.values():  # the server is gone; nobody hears how they end
-            worker.kill()
-            worker.note_end(None)
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         """Tokenise the text while the fork server still imports torch; the agent that started it does so."""
@@ -111,14 +119,18 @@ class ForkingWorkerHost:
         )
 
     async def start(self, setup: SetUpWorker) -> Worker:
-        """Fork a worker and set it up."""
+        """Fork a worker and set it up. Raises WorkersUnavailable when the fork server is gone."""
         await self._connected.wait()
         assert self._server is not None
         ours, theirs = trio.socket.socketpair()
         with theirs:
             async with self._asking:
-                await _send_descriptor(self._server.socket, theirs.fileno())
-                pid = await self._answers.receive()
+                try:
+                    await _send_descriptor(self._server.socket, theirs.fileno())
+                    pid = await self._answers.receive()
+                except (OSError, trio.EndOfChannel) as error:
+                    ours.close()
+                    raise WorkersUnavailable("its fork server has ended; the agent's log says why") from error
         stream = trio.SocketStream(ours)
         worker = Worker(pid, MessageChannel(stream, FrameDecoder(WorkerMessage)))
         self._workers[pid] = worker
