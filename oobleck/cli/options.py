@@ -9,7 +9,10 @@ import typer
 
 from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, default_base_dir
 
-__all__ = ["BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of"]
+__all__ = ["NUM_SPARE_NODES", "BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of"]
+
+NUM_SPARE_NODES = 4
+"""Virtual nodes that are there to be added to a local run."""
 
 BaseDirOption = Annotated[
     Path | None,

@@ -122,6 +122,7 @@ def up(
 
     run = Run(
         job=job,
+        hostfile=hostfile.expanduser().absolute() if hostfile is not None else None,
         nodes=nodes,
         num_local=local or 0,
         kills=kills,

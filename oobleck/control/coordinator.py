@@ -40,6 +40,7 @@ from .events import (
     NodeFailed,
     NodeUp,
     ProfileFound,
+    Remark,
     Said,
     StopRequested,
 )
@@ -262,6 +263,8 @@ class Coordinator:
             case KillRequested(node=node):
                 self._rejoining.forget(node)
                 self._members[node].is_banned = True
+            case Remark(level=level, text=text):
+                self._notice(level, text)
             case _:
                 assert_never(event)
 
@@ -400,7 +403,9 @@ class Coordinator:
 
     def _drain(self, node: str) -> None:
         """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
-        if not self._has_planned or node not in self._members or not self._members[node].is_ready:
+        if self._rejoining.forget(node) is not None:
+            self._notice("info", f"{node} is lost, and is not tried again")
+        elif not self._has_planned or node not in self._members or not self._members[node].is_ready:
             self._notice("warning", f"{node} is not training, so it cannot be drained")
         elif not self._members[node].is_draining:
             self._members[node].is_draining = True

@@ -30,6 +30,7 @@ __all__ = [
     "NodeUp",
     "ProfileFound",
     "Record",
+    "Remark",
     "Said",
     "Send",
     "SendAll",
@@ -109,8 +110,26 @@ class DrainRequested:
     node: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """Something that people should read in the journal; it changes nothing."""
+
+    level: str
+    """`info` or `warning`."""
+    text: str
+
+
 Event = (
-    AddRequested | AllSaid | DrainRequested | KillRequested | NodeUp | NodeFailed | Said | ProfileFound | StopRequested
+    AddRequested
+    | AllSaid
+    | DrainRequested
+    | KillRequested
+    | NodeFailed
+    | NodeUp
+    | ProfileFound
+    | Remark
+    | Said
+    | StopRequested
 )
 
 

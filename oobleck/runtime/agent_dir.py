@@ -13,10 +13,21 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["AgentDir", "clean_command", "end_command", "is_alive_command", "kill_command"]
+__all__ = [
+    "AgentDir",
+    "clean_command",
+    "end_command",
+    "is_alive_command",
+    "kill_command",
+    "signal_command",
+    "slow_command",
+]
 
 _MAX_NAME_CHARS = 24
 """Of a node in a path: with the longest tag and user id, sockets in /tmp stay below the limit of 107 bytes."""
+
+_SLOW_PERIOD_S = 0.1
+"""How often a slowed worker is stopped and continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +82,38 @@ class AgentDir:
             path.chmod(0o700)
 
 
-def kill_command(run_id: str, node: str) -> str:
-    """A shell command that kills the agent and the workers of a node at once.
+def signal_command(run_id: str, node: str, signal: str, *, processes: str = "*") -> str:
+    """A shell command that sends a signal (KILL, STOP, …) to the node's agent and workers; fails if there are none.
 
-    Ids that were noted before a reboot may be others' now, so only processes of ours are killed.
+    `processes` chooses among them: `agent`, `worker0`, or a shell's pattern.
     """
-    directory = f'"{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
-    ours = 'for p in $(cat ./*.pid); do grep -qsa oobleck "/proc/$p/cmdline" && echo "$p"; done'
-    return f"(cd {directory} && kill -KILL $({ours})) 2>/dev/null; true"
+    return f"(cd {_directory(run_id, node)} && kill -{signal} $({_pids(processes)})) 2>/dev/null"
+
+
+def kill_command(run_id: str, node: str) -> str:
+    """A shell command that kills the agent and the workers of a node at once."""
+    return f"{signal_command(run_id, node, 'KILL')}; true"
+
+
+def slow_command(run_id: str, node: str, factor: float) -> str:
+    """A shell command after which the workers of a node take `factor` times as long as usual; 1 is their usual speed.
+
+    A loop on the node stops and continues them. It ends with them, with the agent, and with the next such command.
+    """
+    workers = _pids("worker*")
+    run_s = _SLOW_PERIOD_S / factor
+    loop = (
+        f"echo $$ >slow.pid; while [ -e slow.pid ] && kill -STOP $({workers}); "
+        f"do sleep {_SLOW_PERIOD_S - run_s:.4f}; kill -CONT $({workers}); sleep {run_s:.4f}; done"
+    )
+    begin = f"sh -c {shlex.quote(loop)} oobleck-slow" if factor > 1 else "true"
+    end = f"kill -KILL $({_pids('slow')}); rm -f slow.pid; kill -CONT $({workers})"
+    return f"cd {_directory(run_id, node)} && {{ {end}; {begin} & }} </dev/null >/dev/null 2>&1"
 
 
 def is_alive_command(run_id: str, node: str) -> str:
     """A shell command that succeeds where the agent of a node lives."""
-    directory = f'"{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
-    return f'p=$(cat {directory}/agent.pid 2>/dev/null) && grep -qsa oobleck "/proc/$p/cmdline"'
+    return f'cd {_directory(run_id, node)} 2>/dev/null && [ -n "$({_pids("agent")})" ]'
 
 
 def end_command(run_id: str, node: str) -> str:
@@ -92,15 +121,25 @@ def end_command(run_id: str, node: str) -> str:
 
     What nodes of this machine share stays, for others of them may just be starting.
     """
-    return (
-        f'{kill_command(run_id, node)}; rm -rf "{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
-    )
+    return f"{kill_command(run_id, node)}; rm -rf {_directory(run_id, node)}"
 
 
 def clean_command(run_id: str, node: str) -> str:
     """Like `end_command`; removes the run's directory as well, unless others use it."""
     job = f'"{_base()}"/{shlex.quote(run_id)}'
     return f'{end_command(run_id, node)}; rm -f {job}/fork.lock; rmdir {job} "{_base()}" 2>/dev/null; true'
+
+
+def _pids(processes: str) -> str:
+    """A shell command, for the agent's directory, that prints the ids of living processes of ours.
+
+    Ids that were noted before a reboot may be others' now.
+    """
+    return f'for p in $(cat ./{processes}.pid 2>/dev/null); do grep -qsa oobleck "/proc/$p/cmdline" && echo "$p"; done'
+
+
+def _directory(run_id: str, node: str) -> str:
+    return f'"{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
 
 
 def _base() -> str:

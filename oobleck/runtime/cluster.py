@@ -20,7 +20,7 @@ from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.wire import FrameDecoder
 
-from .agent_dir import clean_command, end_command, is_alive_command, kill_command
+from .agent_dir import clean_command, end_command, is_alive_command, kill_command, signal_command, slow_command
 from .ssh import CompletedCommand, SSHConnection, SSHOptions, connect
 
 __all__ = ["RemotePaths", "SSHCluster"]
@@ -100,6 +100,20 @@ class SSHCluster:
     async def kill(self, node: NodeSpec) -> None:
         """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
         await self._run(node, kill_command(self._run_id, node.name))
+
+    async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
+        """Send a signal to processes of the node (see `signal_command`); False where there are none.
+
+        Raises NodeUnreachable.
+        """
+        return await self._run(node, signal_command(self._run_id, node.name, signal, processes=processes)) == 0
+
+    async def slow(self, node: NodeSpec, factor: float) -> bool:
+        """Have the node's workers take `factor` times as long as usual; False where there are none.
+
+        Raises NodeUnreachable.
+        """
+        return await self._run(node, slow_command(self._run_id, node.name, factor)) == 0
 
     async def clean(self, node: NodeSpec) -> None:
         """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""

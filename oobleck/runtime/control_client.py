@@ -11,6 +11,7 @@ Standard library only, so that `oobleck status` starts quickly.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ __all__ = [
     "DrainRequest",
     "KillRequest",
     "NoActiveRun",
+    "SignalRequest",
+    "SlowRequest",
     "StatusRequest",
     "StopRequest",
     "active_runs",
@@ -38,6 +41,10 @@ __all__ = [
 ]
 
 MAX_RESPONSE_BYTES = 16_000_000
+MAX_SLOW_FACTOR = 50
+
+_SIGNALS = ("KILL", "STOP", "CONT", "TERM")
+_PROCESSES = re.compile(r"\*|agent|worker[0-9]{1,3}")
 
 _ERRORS: Mapping[str, type[OobleckError]] = {
     "usage": UsageError,
@@ -85,7 +92,36 @@ class DrainRequest:
     node: str
 
 
-ControlRequest = StatusRequest | KillRequest | StopRequest | AddRequest | DrainRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalRequest:
+    """Send a signal to processes of a node, to see what follows."""
+
+    node: str
+    signal: str
+    """KILL, STOP, CONT or TERM."""
+    processes: str
+    """`agent`, `worker0` and so on, or `*` for all of them."""
+
+    def __post_init__(self) -> None:
+        if self.signal not in _SIGNALS:
+            raise UsageError(f"signal {self.signal!r} is not known; it is one of {', '.join(_SIGNALS)}")
+        if not _PROCESSES.fullmatch(self.processes):
+            raise UsageError(f"processes {self.processes!r} is not known; it is *, agent or a worker, as in worker0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRequest:
+    """Have a node's workers take `factor` times as long as usual; 1 is their usual speed."""
+
+    node: str
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor <= MAX_SLOW_FACTOR:
+            raise UsageError(f"factor {self.factor!r} is not possible; it must be from 1 to {MAX_SLOW_FACTOR}")
+
+
+ControlRequest = StatusRequest | KillRequest | StopRequest | AddRequest | DrainRequest | SignalRequest | SlowRequest
 
 
 def encode_request(asked: ControlRequest) -> bytes:
@@ -101,6 +137,10 @@ def encode_request(asked: ControlRequest) -> bytes:
             name = "add"
         case DrainRequest():
             name = "drain"
+        case SignalRequest():
+            name = "signal"
+        case SlowRequest():
+            name = "slow"
     return json.dumps({"request": name, **asdict(asked)}).encode() + b"\n"
 
 
@@ -121,7 +161,15 @@ def decode_request(line: bytes) -> ControlRequest:
             return AddRequest(node=node)
         case {"request": "drain", "node": str(node), **rest} if not rest:
             return DrainRequest(node=node)
-    raise PeerError(f"unknown request {str(said)[:100]}; expected status, kill, add, drain (node) or stop (now)")
+        case {"request": "signal", "node": str(node), "signal": str(signal), "processes": str(processes), **rest} if (
+            not rest
+        ):
+            return SignalRequest(node=node, signal=signal, processes=processes)
+        case {"request": "slow", "node": str(node), "factor": float(factor) | int(factor), **rest} if not rest:
+            return SlowRequest(node=node, factor=factor)
+    raise PeerError(
+        f"unknown request {str(said)[:100]}; expected status, kill, add, drain, signal, slow (of a node) or stop (now)"
+    )
 
 
 def encode_error(error: OobleckError) -> bytes:

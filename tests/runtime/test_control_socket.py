@@ -17,6 +17,8 @@ from oobleck.runtime import control_client
 from oobleck.runtime.control_client import (
     KillRequest,
     NoActiveRun,
+    SignalRequest,
+    SlowRequest,
     StatusRequest,
     StopRequest,
     active_runs,
@@ -28,7 +30,14 @@ from oobleck.runtime.control_client import (
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.run_dir import RunDirectory
 
-REQUESTS = [StatusRequest(), KillRequest(node="node2"), StopRequest(), StopRequest(now=True)]
+REQUESTS = [
+    StatusRequest(),
+    KillRequest(node="node2"),
+    SignalRequest(node="node2", signal="STOP", processes="*"),
+    SlowRequest(node="node2", factor=1.5),
+    StopRequest(),
+    StopRequest(now=True),
+]
 
 
 async def echo(asked):
@@ -64,7 +73,7 @@ async def path(nursery, tmp_path):
     return path
 
 
-@pytest.mark.parametrize("asked", REQUESTS[:3])
+@pytest.mark.parametrize("asked", REQUESTS[:-1])
 async def test_a_request_arrives_as_it_was_made(path, asked):
     assert await ask(path, asked) == {"asked": repr(asked)}
 
