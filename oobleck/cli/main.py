@@ -220,6 +220,15 @@ COMMANDS: tuple[Command, ...] = (
         examples=(("oobleck drain node2", "it finishes the step, and gives away what only it holds"),),
     ),
     Command(
+        name="chaos",
+        target="oobleck.cli.chaos:chaos",
+        help="Play a failure trace on a run.",
+        examples=(
+            ("oobleck chaos examples/chaos.json --local 4", "on a new run of the default job"),
+            ("oobleck chaos trace.json --tag gpt2-demo --speedup 60", "on a run that is active, a minute a second"),
+        ),
+    ),
+    Command(
         name="stop",
         target="oobleck.cli.stop:stop",
         help="Finish the step and end a run.",

@@ -74,6 +74,15 @@ class RunDirectory:
         """The log of the agent of the hostfile's line `index`, from 0."""
         return self.path / f"agent{index}.log"
 
+    @property
+    def master_pid(self) -> int | None:
+        """The process that holds the run's lock, or was the last to hold it; None when nobody ever did."""
+        try:
+            text = (self.path / "lock").read_text()
+        except OSError:
+            return None
+        return int(text) if text.strip().isdecimal() else None
+
     def create(self) -> None:
         """Make the directory and its parents; an existing one becomes private.
 
