@@ -18,6 +18,7 @@ import threading
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -59,17 +60,30 @@ _STACK_LINES = 20
 
 
 def run_worker(sock: socket.socket) -> None:
-    """Be a worker until the agent ends it; never returns."""
+    """Be a worker until the agent ends it; never returns.
+
+    An exception that nobody catches ends the process, on whatever thread: a helper that is gone would be waited for.
+    """
     link = AgentLink(sock)
+    threading.excepthook = lambda failed: _fail(link, failed.exc_value)
     try:
         setup = link.receive()
         assert isinstance(setup, SetUpWorker), setup
         _Worker(link, setup).run()
     except BaseException as error:  # noqa: BLE001  a process main: the agent gets the traceback, whatever it was
+        _fail(link, error)
+
+
+def _fail(link: AgentLink, error: BaseException | None) -> NoReturn:
+    """End the process, and tell the agent why, if there is memory left to do so.
+
+    Threads that wait for lost peers cannot be joined, and destroying their groups would block.
+    """
+    try:
         user_error = str(error) if isinstance(error, UserError) else None
-        link.send(WorkerFailed(traceback=traceback.format_exc(), user_error=user_error))
-    # Threads that wait for lost peers cannot be joined, and destroying their groups would block.
-    os._exit(_EXIT_FAILED)
+        link.send(WorkerFailed(traceback="".join(traceback.format_exception(error)), user_error=user_error))
+    finally:
+        os._exit(_EXIT_FAILED)
 
 
 class _Worker:
