@@ -279,9 +279,10 @@ class Coordinator:
 
     def _act_on_time(self, now_s: float) -> None:
         for member in self._members.living:
-            silent_s = now_s - member.last_heard_s
-            if silent_s >= self._job.control.lease_s:
-                self._node_failed(member.spec.name, Cause.LEASE_EXPIRED, f"not heard of for {silent_s:.1f} s")
+            # Compared as `next_deadline` computes it: a difference may round to less, and be due for ever.
+            if now_s >= member.last_heard_s + self._job.control.lease_s:
+                evidence = f"not heard of for {now_s - member.last_heard_s:.1f} s"
+                self._node_failed(member.spec.name, Cause.LEASE_EXPIRED, evidence)
         if now_s >= self._start_deadline_s:
             self._end_the_start()
         if now_s >= self._reconfiguration.deadline_s:

@@ -172,6 +172,7 @@ class _Simulation:
         if remains is not None and not any(map(cluster.is_alive, remains.nodes)):
             remains = None
         if remains is None:
+            cluster.end_all()
             self.journal.entries.clear()
         coordinator = _RecordingCoordinator(
             self._job,

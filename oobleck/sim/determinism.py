@@ -14,10 +14,12 @@ import trio
 import trio._core._run as _scheduler
 from trio.testing import MockClock
 
-__all__ = ["run_virtual"]
+__all__ = ["Livelock", "run_virtual"]
 
 T = TypeVar("T")
 
+_PATIENCE = 20_000
+"""Turns of the scheduler in one and the same instant, after which nothing will ever change."""
 _KNOBS = ("_ALLOW_DETERMINISTIC_SCHEDULING", "_r")
 
 
@@ -25,15 +27,39 @@ def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float
     """Run `main` from virtual second 0; the same seed gives the same order of events, in any process.
 
     Time stands still while any task can run, and then jumps to what is due next. Raises trio.TooSlowError at
-    `horizon_s` virtual seconds: without it, tasks that wait for one another would spin for ever.
+    `horizon_s` virtual seconds: without it, tasks that wait for one another would spin for ever. Raises Livelock when
+    tasks keep one another busy and time cannot go on.
     """
+    watch = _Watch()
 
     async def bounded() -> T:
         with trio.fail_after(horizon_s):
-            return await main()
+            with watch.scope:
+                return await main()
+            raise Livelock(f"tasks keep one another busy at {trio.current_time():g} s, and time cannot go on")
 
     with _scheduling(seed):
-        return trio.run(bounded, clock=MockClock(autojump_threshold=0))
+        return trio.run(bounded, clock=MockClock(autojump_threshold=0), instruments=[watch])
+
+
+class Livelock(AssertionError):
+    """Tasks that wake one another without end, in one instant."""
+
+
+class _Watch(trio.abc.Instrument):
+    """Counts the scheduler's turns in one instant, and ends the run when there are too many."""
+
+    def __init__(self) -> None:
+        self.scope = trio.CancelScope()
+        self._now_s = -1.0
+        self._turns = 0
+
+    def after_io_wait(self, timeout: float) -> None:
+        now_s = trio.current_time()
+        self._turns = self._turns + 1 if now_s == self._now_s else 0
+        self._now_s = now_s
+        if self._turns > _PATIENCE:
+            self.scope.cancel()
 
 
 @contextmanager

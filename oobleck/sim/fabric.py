@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from oobleck.planner import Place
 
 __all__ = ["Contribution", "Fabric", "GroupKey", "Violation", "Wait"]
 
 
-Contribution = tuple[int, tuple[int, ...]]
-"""What one member brings to an all-reduce: the step, and numbers that are put together."""
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one member brings to an all-reduce."""
+
+    step: int
+    numbers: tuple[int, ...]
+    """They are put together."""
+    versions: tuple[int, ...] = ()
+    """Digests of the layers that it is about; equal for all members, or they would train different models."""
 
 
 class Violation(AssertionError):
@@ -30,6 +37,14 @@ class GroupKey:
     purpose: str
     generation: int
     members: tuple[Place, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Keys are looked up far more often than they are made.
+        object.__setattr__(self, "_hash", hash((self.purpose, self.generation, self.members)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def name(self) -> str:
@@ -68,6 +83,8 @@ class Fabric:
         """The newest generation in which an ended worker of a place may have been in a group."""
         self._mail: defaultdict[tuple[GroupKey, Place, Place, int], deque[object]] = defaultdict(deque)
         self._reductions: defaultdict[tuple[GroupKey, int], dict[Place, Contribution]] = defaultdict(dict)
+        self._totals: dict[GroupKey, tuple[int, tuple[int, ...]]] = {}
+        """The newest (sequence, sum) of each group: all its members ask for the same."""
         self._islands: dict[str, int] = {}
         """Nodes that are cut off from the others; those with the same number reach one another."""
         self._watchers: dict[Place, Callable[[], None]] = {}
@@ -75,6 +92,14 @@ class Fabric:
     def watch(self, place: Place, announce: Callable[[], None]) -> None:
         """Have `announce` called whenever something changes that the worker of a place may wait for."""
         self._watchers[place] = announce
+
+    def forget(self) -> None:
+        """Everybody is gone: what comes next counts generations from the beginning."""
+        self.newest = 0
+        self._ended.clear()
+        self._mail.clear()
+        self._reductions.clear()
+        self._totals.clear()
 
     def separate(self, nodes: Iterable[str]) -> None:
         """From now on these nodes reach one another, and nobody else."""
@@ -126,9 +151,16 @@ class Fabric:
     def is_complete(self, key: GroupKey, sequence: int) -> bool:
         return len(self._reductions[key, sequence]) == len(key.members) and self.is_whole(key.members)
 
-    def contributions(self, key: GroupKey, sequence: int) -> list[Contribution]:
+    def total(self, key: GroupKey, sequence: int, step: int) -> tuple[int, ...]:
+        """What all members brought to a complete all-reduce, put together and sorted."""
         found = self._reductions[key, sequence]
-        return [found[place] for place in key.members]
+        if key not in self._totals or self._totals[key][0] != sequence:
+            agreed = {(each.step, each.versions) for each in found.values()}
+            if len(agreed) > 1 or next(iter(agreed))[0] != step:
+                raise Violation(f"{key.name} mixes steps or versions in step {step}: {found}")
+            numbers = tuple(sorted(number for each in found.values() for number in each.numbers))
+            self._totals[key] = sequence, numbers
+        return self._totals[key][1]
 
     def _note(self, key: GroupKey, concerned: Iterable[Place]) -> None:
         self.newest = max(self.newest, key.generation)

@@ -305,19 +305,22 @@ class VirtualWorker:
         work = self._work
         assert work is not None
         mine = tuple(work.microbatches)
-        posted = [(bucket, layers, self._post(bucket, (work.step, mine))) for bucket, layers in buckets]
+        posted = [
+            (bucket, layers, self._post(bucket, Contribution(work.step, mine, self._digests(layers))))
+            for bucket, layers in buckets
+        ]
         yield from _pause("posted the reductions")
         self._reduced = {}
         assert self._plan is not None
         takes_s = self._tempo.reduce_s(self._plan)
         for bucket, layers, sequence in posted:
-            sums = yield from self._sum(bucket, sequence, work.step, takes_s=takes_s)
+            summed = yield from self._sum(bucket, sequence, work.step, takes_s=takes_s)
+            self._reduced.update(dict.fromkeys(layers, self._whole if summed == self._whole else summed))
             takes_s = 0.0  # those of the first one cover all
-            self._reduced.update(dict.fromkeys(layers, tuple(sorted(m for part in sums for m in part))))
         yield from _pause("reduced")
         self.standing.note_reduced(work.step)
         yield from _pause("about to commit")
-        sequence = self._post(key, (work.step, (int(self.standing.is_stop_wanted),)))
+        sequence = self._post(key, Contribution(work.step, (int(self.standing.is_stop_wanted),)))
         stops = yield from self._sum(key, sequence, work.step)
         yield from _pause("agreed to commit")
         record = CommitRecord(
@@ -333,7 +336,10 @@ class VirtualWorker:
         )
         self.standing.begin_apply(record)
         yield from self._apply(record)
-        return any(map(any, stops))
+        return any(stops)
+
+    def _digests(self, layers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.layers[layer].digest for layer in layers)
 
     def _post(self, key: GroupKey, value: Contribution) -> int:
         if len(key.members) > 1 and key not in self._groups:
@@ -345,7 +351,7 @@ class VirtualWorker:
 
     def _sum(
         self, key: GroupKey, sequence: int, step: int, *, takes_s: float = 0.0
-    ) -> Generator[Wait, None, list[tuple[int, ...]]]:
+    ) -> Generator[Wait, None, tuple[int, ...]]:
         yield Wait(
             f"all-reduce {sequence} of {key.name} in step {step}",
             lambda: self._fabric.is_complete(key, sequence),
@@ -354,18 +360,18 @@ class VirtualWorker:
             touches_network=len(key.members) > 1,
             takes_s=takes_s,
         )
-        contributions = self._fabric.contributions(key, sequence)
-        if any(other != step for other, _ in contributions):
-            raise Violation(f"{key.name} mixes steps: {contributions}")
-        return [value for _, value in contributions]
+        return self._fabric.total(key, sequence, step)
 
     def _apply(self, record: CommitRecord) -> Moves:
         yield from _pause("applying")
+        newer: dict[int, Version] = {}
         for layer, version in self.layers.items():
-            if self._reduced[layer] != self._whole:
+            if self._reduced[layer] is not self._whole:
                 summed = self._reduced[layer]
                 raise Violation(f"step {record.step}: layer {layer} on {self.place} sums microbatches {summed}")
-            self.layers[layer] = version.then(record)
+            if version.digest not in newer:
+                newer[version.digest] = version.then(record)
+            self.layers[layer] = newer[version.digest]
         self._step_ended_s = self._clock()
         self._busy_s.extend(self._busy_in_step)
         self.kept = {}

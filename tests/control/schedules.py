@@ -15,10 +15,12 @@ from oobleck.sim.fabric import Violation
 
 from .model import Shape, World
 
-__all__ = ["Fault", "Scenario", "play", "replay"]
+__all__ = ["KINDS", "Fault", "Scenario", "finish", "play", "replay", "strike"]
 
 Choose = Callable[[list[str]], str]
 
+KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
+"""Everything that may go wrong, or be asked for."""
 _LIMIT = 20_000
 """Moves in which any run has to end."""
 _PATIENCE = 400
@@ -98,9 +100,9 @@ def play(scenario: Scenario) -> World:
         for fault in scenario.faults:
             _run(world, choose, fault.after, is_timely=scenario.is_timely)
             if world.ended is None:
-                _strike(world, fault)
+                strike(world, fault)
         _run(world, choose, scenario.calm, is_timely=scenario.is_timely)
-        _finish(world)
+        finish(world)
     except Violation as violation:
         raise Violation(str(violation), tuple(world.made)) from violation
     except AssertionError as error:
@@ -116,7 +118,7 @@ def replay(shape: Shape, moves: tuple[str, ...] | list[str]) -> World:
             break
         if move in world.moves() or _is_possible_fault(world, move):
             world.make(move)
-    _finish(world)
+    finish(world)
     return world
 
 
@@ -130,7 +132,7 @@ def _run(world: World, choose: Choose, limit: int, *, is_timely: bool) -> None:
         world.make(choose(moves))
 
 
-def _finish(world: World) -> None:
+def finish(world: World) -> None:
     for name, node in world.nodes.items():
         if node.is_frozen and not node.is_hung and world.ended is None:
             world.make(f"thaw {name}")
@@ -146,7 +148,7 @@ def _finish(world: World) -> None:
     world.check_end()
 
 
-def _strike(world: World, fault: Fault) -> None:
+def strike(world: World, fault: Fault) -> None:
     move = _name(world, fault)
     if move is None:
         return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.control.model import Shape
-from tests.control.schedules import Fault, Scenario, play
+from tests.control.schedules import KINDS, Fault, Scenario, play
+from tests.examples import examples
 
 SHAPES = (
     Shape(),
@@ -47,31 +48,25 @@ def test_an_undisturbed_run_commits_every_step_in_turn():
         assert world.ended.exit_code == 0
 
 
-# The moves of a failure are in its message; explaining it by coverage costs more than it tells.
-PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
-
-
-@settings(max_examples=150, deadline=None, phases=PHASES)
+@examples(150)
 @given(scenario=scenarios(("kill",)))
 def test_killed_nodes_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@settings(max_examples=300, deadline=None, phases=PHASES)
-@given(
-    scenario=scenarios(("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master"))
-)
+@examples(300)
+@given(scenario=scenarios(KINDS))
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@examples(100)
 @given(scenario=scenarios(("kill", "crash", "blip", "join", "drain", "master"), max_faults=5))
 def test_masters_may_come_and_go(scenario: Scenario):
     play(scenario)
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@examples(100)
 @given(scenario=scenarios(("kill", "cut", "crash", "hang", "stick"), max_faults=1, is_timely=True))
 def test_losing_f_nodes_never_ends_a_run(scenario: Scenario):
     world = play(scenario)

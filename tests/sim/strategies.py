@@ -34,14 +34,19 @@ def traces(
     max_events: int = 12,
     duration_s: float = 1000.0,
     kinds: Sequence[type[TraceEvent]] = _ANY,
+    times: st.SearchStrategy[list[float]] | None = None,
+    all_start: bool = False,
 ) -> Trace:
-    """A trace of `node0`, `node1`, … with events of the kinds given, each possible where it stands."""
+    """A trace of `node0`, `node1`, … with events of the kinds given, each possible where it stands.
+
+    `times` draws the events' seconds, in order. With `all_start`, every node is there at the beginning.
+    """
     nodes = tuple(f"node{number}" for number in range(draw(st.integers(min_nodes, max_nodes))))
-    start = tuple(node for node in nodes if draw(st.booleans())) or nodes[:1]
-    times = sorted(draw(st.lists(st.floats(0, duration_s), max_size=max_events)))
+    start = nodes if all_start else tuple(node for node in nodes if draw(st.booleans())) or nodes[:1]
+    anywhere = st.lists(st.floats(0, duration_s), max_size=max_events).map(sorted)
     here, frozen, partitioned = set(start), set[str](), False
     events: list[TraceEvent] = []
-    for t_s in times:
+    for t_s in draw(anywhere if times is None else times):
         well, away = sorted(here - frozen), sorted(set(nodes) - here)
         targets = {
             Lost: sorted(here), Joined: away, Frozen: well, Thawed: sorted(frozen), Slowed: well, WorkerCrashed: well,

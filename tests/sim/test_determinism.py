@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from oobleck.sim import determinism
-from oobleck.sim.determinism import run_virtual
+from oobleck.sim.determinism import Livelock, run_virtual
 
 SHUFFLED = """
 import trio
@@ -75,3 +75,13 @@ def test_an_hour_takes_no_time():
         return trio.current_time()
 
     assert run_virtual(main, seed=0, horizon_s=1e4) == 3600
+
+
+def test_tasks_that_keep_one_another_busy_are_found_out():
+    async def main() -> None:
+        await trio.sleep(7)
+        while True:
+            await trio.lowlevel.checkpoint()
+
+    with pytest.raises(Livelock, match="at 7 s"):
+        run_virtual(main, seed=0, horizon_s=1e6)

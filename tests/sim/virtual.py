@@ -31,7 +31,10 @@ class Setting:
     num_pipelines: int | None = None
     duration_s: float = 40.0
     max_steps: int = 1_000_000
+    heartbeat_interval_s: float = 0.5
     has_profile: bool = True
+    slowness: float = 1.0
+    """How many times as long steps take: long ones are quicker to simulate."""
 
     @property
     def shape(self) -> Shape:
@@ -49,13 +52,26 @@ class Setting:
     @property
     def job(self) -> JobSpec:
         control = ControlSpec(
-            heartbeat_interval_s=0.5, lease_s=3.0, connect_timeout_s=5.0, start_timeout_s=30.0, orphan_timeout_s=20.0
+            heartbeat_interval_s=self.heartbeat_interval_s,
+            lease_s=3.0,
+            connect_timeout_s=5.0,
+            start_timeout_s=30.0,
+            orphan_timeout_s=20.0,
         )
         return replace(self.shape.job, control=control)
 
     @property
     def profile(self) -> Profile:
-        return self.shape.profile
+        profile = self.shape.profile
+        layers = tuple(
+            replace(
+                layer,
+                forward_s={1: self.slowness * layer.forward_s[1]},
+                backward_s={1: self.slowness * layer.backward_s[1]},
+            )
+            for layer in profile.layers
+        )
+        return replace(profile, layers=layers)
 
     @property
     def trace(self) -> Trace:

@@ -1,0 +1,40 @@
+"""How many examples a property is tried with: few in every run of the tests, very many in a deep one.
+
+HYPOTHESIS_PROFILE=deep tries 20,000; HYPOTHESIS_PROFILE=hasty tries many, stops at the first failure and shrinks
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from hypothesis import HealthCheck, Phase, settings
+
+__all__ = ["deep_or", "examples"]
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+_DEEP = 20_000
+_HASTE = 8
+# A failure's trace says what happened; explaining it by coverage costs more than it tells.
+_PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+
+
+def examples(number: int) -> Callable[[Test], Test]:
+    """Try so many examples, or 20,000 under HYPOTHESIS_PROFILE=deep."""
+    return deep_or(number)
+
+
+def deep_or(number: int, *, stateful_step_count: int = 50) -> settings:
+    """The settings of `examples`; state machines want them as a value."""
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "")
+    return settings(
+        max_examples={"deep": _DEEP, "hasty": _HASTE * number}.get(profile, number),
+        stateful_step_count=stateful_step_count,
+        deadline=None,
+        phases=(Phase.generate,) if profile == "hasty" else _PHASES,
+        database=None if profile == "hasty" else settings.default.database,
+        suppress_health_check=[HealthCheck.too_slow],
+    )

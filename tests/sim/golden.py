@@ -1,0 +1,52 @@
+"""Golden traces: the shrunk trace of each bug that the simulator found, with what it was played on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from oobleck.sim.trace import Trace, trace_from_json, trace_to_json
+from tests.sim.virtual import Setting
+
+__all__ = ["DIRECTORY", "GoldenTrace", "read_golden", "write_golden"]
+
+DIRECTORY = Path(__file__).parents[1] / "traces"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenTrace:
+    """A trace that broke a promise once."""
+
+    found: str
+    """What went wrong, and why."""
+    trace: Trace
+    setting: Setting
+    seed: int
+
+
+def read_golden(path: Path) -> GoldenTrace:
+    document = json.loads(path.read_text())
+    return GoldenTrace(
+        found=document["found"],
+        trace=trace_from_json(json.dumps(document["trace"]), source=path.name),
+        setting=Setting(**document["setting"]),
+        seed=document["seed"],
+    )
+
+
+def write_golden(name: str, golden: GoldenTrace) -> None:
+    """Write one down, with what of its setting is not as usual."""
+    usual = Setting()
+    setting = {
+        part.name: value
+        for part in fields(Setting)
+        if (value := getattr(golden.setting, part.name)) != getattr(usual, part.name)
+    }
+    document = {
+        "found": golden.found,
+        "setting": setting,
+        "seed": golden.seed,
+        "trace": json.loads(trace_to_json(golden.trace)),
+    }
+    (DIRECTORY / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

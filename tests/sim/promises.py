@@ -1,0 +1,85 @@
+"""What must hold of every run, whatever happens to it (DESIGN.md, section 8), read from what it left.
+
+Workers raise a Violation on the spot where a sum lacks a microbatch, a layer is sent by somebody who does not hold
+it, or layers of different histories are put together; here is the rest.
+"""
+
+from __future__ import annotations
+
+from oobleck.control.events import Disconnect, SendAll
+from oobleck.control.journal import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
+from oobleck.control.messages import Order
+from oobleck.sim.cluster_gear import ClusterRun
+from oobleck.sim.fabric import Violation
+
+__all__ = ["check_liveness", "check_safety"]
+
+
+def check_safety(played: ClusterRun, *, num_microbatches: int) -> None:
+    """Nothing that is promised is broken at any time. Needs the run's decisions."""
+    _check_plans(played, num_microbatches)
+    _check_steps(played)
+    _check_orders(played)
+    ends = [entry for entry in played.entries if isinstance(entry, JobEnded)]
+    if len(ends) != 1 or not isinstance(played.entries[-1], JobEnded):
+        raise Violation(f"the journal has {len(ends)} ends, and ends with {played.entries[-1]}")
+
+
+def _check_plans(played: ClusterRun, num_microbatches: int) -> None:
+    newest = 0
+    for entry in played.entries:
+        if not isinstance(entry, PlanAdopted):
+            continue
+        if entry.generation <= newest:
+            raise Violation(f"generation {entry.generation} gets a plan after that of {newest}")
+        newest = entry.generation
+        if entry.plan.num_microbatches != num_microbatches:
+            raise Violation(f"{entry.plan.num_microbatches} microbatches are planned, not {num_microbatches}")
+
+
+def _check_steps(played: ClusterRun) -> None:
+    records = [entry.record for entry in played.entries if isinstance(entry, StepDone)]
+    steps = [record.step for record in records]
+    if steps != list(range(1, len(steps) + 1)):
+        raise Violation(f"steps are not committed once each, in turn: {steps}")
+    for record in records:
+        if record.samples_missing or record.samples_repeated:
+            raise Violation(f"step {record.step} misses or repeats samples")
+
+
+def _check_orders(played: ClusterRun) -> None:
+    """All of a generation are ordered the same, and layers are read from nodes that are not known to be gone."""
+    orders: dict[tuple[int, int], Order] = {}
+    gone: set[str] = set()
+    life = 0
+    for decided in played.decisions:
+        if any(_is_beginning(command) for command in decided.commands):
+            life += 1  # another master: it does not know of orders that it finds no trace of
+        for command in decided.commands:
+            match command:
+                case Disconnect(node=node):
+                    gone.add(node)
+                case SendAll(message=Order() as order):
+                    first = orders.setdefault((life, order.generation), order)
+                    if (first.plan, first.transfers, first.boundary) != (order.plan, order.transfers, order.boundary):
+                        raise Violation(f"generation {order.generation} orders different things")
+                    for item in order.transfers:
+                        if {item.source.node, item.target.node} & gone:
+                            raise Violation(f"generation {order.generation} moves a layer with a lost node: {item}")
+                case _:
+                    entry = getattr(command, "entry", None)
+                    if isinstance(entry, NodeConnected):
+                        gone.discard(entry.node)
+
+
+def _is_beginning(command: object) -> bool:
+    return isinstance(getattr(command, "entry", None), JobStarted | MasterResumed)
+
+
+def check_liveness(played: ClusterRun, *, last_fault_s: float, within_s: float) -> None:
+    """After the last fault, steps are committed again within a bound, if the run did not have to end."""
+    if played.end.exit_code != 0:
+        return
+    steps_s = [entry.t_s for entry in played.entries if isinstance(entry, StepDone) and entry.t_s > last_fault_s]
+    if not steps_s or steps_s[0] > last_fault_s + within_s:
+        raise Violation(f"no step within {within_s:g} s of the last fault at {last_fault_s:g} s; then at {steps_s[:1]}")

@@ -1,0 +1,112 @@
+"""The two gears decide alike, and a run's decisions follow from what the coordinator was told and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.control.coordinator import Coordinator
+from oobleck.control.journal import (
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    NodeAdded,
+    NodeLeft,
+    NodeLost,
+    PlanAdopted,
+    WorkerDown,
+)
+from oobleck.sim.cluster import PYTHON_VERSION
+from oobleck.sim.cluster_gear import run_cluster
+from oobleck.sim.sweep import SweepSettings, sweep
+from oobleck.sim.trace import Joined, Lost, Noticed, Trace, TraceEvent, WorkerCrashed
+from tests.examples import examples
+from tests.sim.strategies import traces
+from tests.sim.test_promises import PLAIN, SHAPES, faulty
+from tests.sim.virtual import STARTED_S, Setting
+
+SPACED_S = 20.0
+"""From one fault to the next: by then every recovery is over, in both gears."""
+
+
+def trace_of(entries: Iterable[JournalEntry]) -> Trace:
+    """What happened to the nodes of a run, read from its journal."""
+    nodes: dict[str, None] = {}
+    start: tuple[str, ...] = ()
+    events: list[TraceEvent] = []
+    duration_s = 0.0
+    for entry in entries:
+        match entry:
+            case JobStarted(nodes=specs):
+                start = tuple(spec.name for spec in specs)
+                nodes.update(dict.fromkeys(start))
+            case NodeLost(t_s=t_s, node=node):
+                events.append(Lost(t_s=t_s, node=node))
+            case NodeAdded(t_s=t_s, node=spec):
+                nodes[spec.name] = None
+                events.append(Joined(t_s=t_s, node=spec.name))
+            case NodeLeft(t_s=t_s, node=node):
+                events += [Noticed(t_s=t_s, node=node, grace_s=5.0), Lost(t_s=t_s + 5.0, node=node)]
+            case WorkerDown(t_s=t_s, node=node, device=device):
+                events.append(WorkerCrashed(t_s=t_s, node=node, device=device))
+            case JobEnded(t_s=t_s):
+                duration_s = t_s
+            case _:
+                pass
+    return Trace(duration_s=duration_s, nodes=tuple(nodes), start=start, events=tuple(events))
+
+
+def plans(entries: Iterable[JournalEntry]) -> list[tuple[object, ...]]:
+    return [(entry.plan, entry.action, entry.predicted_step_s) for entry in entries if isinstance(entry, PlanAdopted)]
+
+
+spaced = st.integers(1, 3).map(lambda number: [STARTED_S + SPACED_S * (index + 1) for index in range(number)])
+
+
+@examples(8)
+@given(
+    trace=traces(
+        min_nodes=4,
+        max_nodes=5,
+        duration_s=1e6,
+        kinds=(Lost, Joined, WorkerCrashed, Noticed),
+        times=spaced,
+        all_start=True,
+    ),
+    setting=st.sampled_from((PLAIN, replace(PLAIN, layers_per_device=2))),
+    seed=st.integers(0, 2**32),
+)
+def test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear(trace: Trace, setting: Setting, seed: int):
+    trace = replace(trace, duration_s=STARTED_S + 4 * SPACED_S, source="")
+    job = replace(setting.job, control=replace(setting.job.control, rejoin_after_s=0))
+    played = run_cluster(trace, job=job, profile=setting.profile, seed=seed)
+    settings = SweepSettings(
+        profile=setting.profile, global_batch_size=job.global_batch_size, fault_threshold=job.fault_threshold
+    )
+    assert plans(sweep(trace_of(played.entries), settings))[: len(plans(played.entries))] == plans(played.entries)
+
+
+@examples(15)
+@given(trace=faulty((Lost, Joined, WorkerCrashed, Noticed)), setting=st.sampled_from(SHAPES), seed=st.integers(0, 99))
+def test_a_coordinator_that_is_told_the_same_commands_the_same(trace: Trace, setting: Setting, seed: int):
+    played = run_cluster(
+        trace,
+        job=setting.job,
+        profile=setting.profile,
+        seed=seed,
+        devices_per_node=setting.devices,
+        keep_decisions=True,
+    )
+    started = next(entry for entry in played.entries if isinstance(entry, JobStarted))
+    coordinator = Coordinator(started.job, started.nodes, started_at=started.started_at, python_version=PYTHON_VERSION)
+    first, *others = played.decisions
+    assert tuple(coordinator.start(first.now_s)) == first.commands
+    for decided in others:
+        if decided.event is None:
+            commands = coordinator.handle_deadline(decided.now_s)
+        else:
+            commands = coordinator.handle(decided.now_s, decided.event)
+        assert tuple(commands) == decided.commands

@@ -1,0 +1,129 @@
+"""The promises, on the whole stack: generated traces, generated seeds, the real master, agents and coordinator.
+
+`HYPOTHESIS_PROFILE=deep pytest tests/sim/test_promises.py` plays 20,000 traces of each property.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.sim.cluster_gear import ClusterRun, run_cluster
+from oobleck.sim.trace import (
+    AgentCrashed,
+    Frozen,
+    Healed,
+    Joined,
+    Lost,
+    MasterCrashed,
+    Noticed,
+    Partitioned,
+    Slowed,
+    Thawed,
+    Trace,
+    WorkerCrashed,
+)
+from tests.examples import examples
+from tests.sim.promises import check_liveness, check_safety
+from tests.sim.strategies import traces
+from tests.sim.virtual import STARTED_S, Setting
+
+QUIET_S = 60.0
+"""Without a fault, at the end of each trace: longer than anything is waited for."""
+RESUMED_S = 40.0
+"""Leases, hangs and retries one after the other."""
+
+gaps = st.one_of(st.just(0.0), st.floats(0, 0.05), st.floats(0, 1.0), st.floats(0, 8.0))
+times = st.lists(gaps, max_size=6).map(
+    lambda waits: [STARTED_S + sum(waits[: index + 1]) for index in range(len(waits))]
+)
+"""Close together: what is rare in life, a fault in the recovery from another, is what we look for."""
+
+PLAIN = Setting(slowness=5.0, heartbeat_interval_s=1.0)
+SHAPES = (
+    PLAIN,
+    replace(PLAIN, layers_per_device=2),
+    replace(PLAIN, layers_per_device=2, fault_threshold=0),
+    replace(PLAIN, num_layers=6, layers_per_device=3),
+    replace(PLAIN, devices=2, layers_per_device=2),
+    replace(PLAIN, num_pipelines=2),
+)
+ALL = (Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, Noticed, MasterCrashed, Partitioned, Healed)
+NODES = (Lost, Joined, WorkerCrashed, AgentCrashed)
+
+
+def faulty(kinds, *, min_nodes: int = 2, max_nodes: int = 5) -> st.SearchStrategy[Trace]:
+    return traces(
+        min_nodes=min_nodes, max_nodes=max_nodes, duration_s=1e6, kinds=kinds, times=times, all_start=True
+    ).map(_with_quiet_end)
+
+
+def _with_quiet_end(trace: Trace) -> Trace:
+    return replace(trace, duration_s=_last_fault_s(trace) + QUIET_S, source="")
+
+
+def _last_fault_s(trace: Trace) -> float:
+    ends = [event.t_s + (event.down_s if isinstance(event, MasterCrashed) else 0.0) for event in trace.events]
+    return max(ends, default=STARTED_S)
+
+
+def play(trace: Trace, setting: Setting, seed: int) -> ClusterRun:
+    """Play a trace and hold the run to all that is promised."""
+    played = run_cluster(
+        trace,
+        job=setting.job,
+        profile=setting.profile,
+        seed=seed,
+        devices_per_node=setting.devices,
+        keep_decisions=True,
+    )
+    check_safety(played, num_microbatches=setting.job.num_microbatches)
+    check_liveness(played, last_fault_s=_last_fault_s(trace), within_s=RESUMED_S)
+    return played
+
+
+seeds = st.integers(0, 2**32)
+
+
+@examples(40)
+@given(trace=faulty(NODES), setting=st.sampled_from(SHAPES), seed=seeds)
+def test_nodes_and_processes_that_end_break_no_promise(trace: Trace, setting: Setting, seed: int):
+    play(trace, setting, seed)
+
+
+@examples(60)
+@given(trace=faulty(ALL), setting=st.sampled_from(SHAPES), seed=seeds)
+def test_faults_of_all_kinds_break_no_promise(trace: Trace, setting: Setting, seed: int):
+    play(trace, setting, seed)
+
+
+@examples(8)
+@given(trace=faulty(ALL), seed=seeds)
+def test_a_trace_and_a_seed_have_one_journal(trace: Trace, seed: int):
+    first, second = (play(trace, SHAPES[1], seed) for _ in range(2))
+    assert first.digest == second.digest
+
+
+@st.composite
+def mild_traces(draw: st.DrawFn) -> Trace:
+    """Up to f nodes go at once, come back, and time passes before the next ones go."""
+    nodes = tuple(f"node{number}" for number in range(draw(st.integers(4, 5))))
+    events: list[Lost | Joined | WorkerCrashed] = []
+    now_s = STARTED_S + draw(st.floats(0, 3.0))
+    for _ in range(draw(st.integers(1, 3))):
+        node = draw(st.sampled_from(nodes))
+        if draw(st.booleans()):
+            events.append(WorkerCrashed(t_s=now_s, node=node))
+        else:
+            events += [Lost(t_s=now_s, node=node), Joined(t_s=now_s + draw(st.floats(0.5, 10.0)), node=node)]
+        now_s += draw(st.floats(25.0, 40.0))
+    return Trace(duration_s=now_s + QUIET_S, nodes=nodes, start=nodes, events=tuple(events))
+
+
+@examples(12)
+@given(trace=mild_traces(), setting=st.sampled_from((SHAPES[0], SHAPES[1])), seed=seeds)
+def test_losing_f_nodes_at_a_time_never_ends_a_run(trace: Trace, setting: Setting, seed: int):
+    played = play(trace, setting, seed)
+    assert played.end.exit_code == 0, played.end.reason

@@ -1,0 +1,224 @@
+"""Shows that the promises can fail: each mutation of the decision code is caught by the property named with it.
+
+    python tools/mutations.py                  all of them, about ten minutes on two cores
+    python tools/mutations.py stale_answers    some of them
+    python tools/mutations.py --table          the table of docs/simulation.md
+
+Every mutation is applied to a copy of the package, and the property is run there: unchanged code passes it (the tests
+see to that), so a failure is the mutation's. Exits with 1 if one is not caught.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 280
+
+COMMIT = "tests/control/test_commit.py::test_faults_of_all_kinds_break_no_promise"
+KILLS = "tests/control/test_commit.py::test_killed_nodes_break_no_promise"
+F_LOSSES = "tests/control/test_commit.py::test_losing_f_nodes_never_ends_a_run"
+STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
+STACK_NODES = "tests/sim/test_promises.py::test_nodes_and_processes_that_end_break_no_promise"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """A mistake that somebody could make: one place in the code that reads otherwise."""
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    caught_by: str
+
+
+MUTATIONS = (
+    Mutation(
+        name="stale_answers",
+        what="answers to an older fence are not dropped",
+        file="oobleck/control/reconfiguration.py",
+        old="if self.is_fencing and status.generation == self.generations.current:",
+        new="if self.is_fencing:",
+        caught_by=COMMIT,
+    ),
+    Mutation(
+        name="dead_holders",
+        what="layers are read from nodes that are lost, which stay in the plan",
+        file="oobleck/control/reconfiguration.py",
+        old="absent = frozenset(self.lost_for(in_force))",
+        new="absent: frozenset[str] = frozenset()",
+        caught_by=KILLS,
+    ),
+    Mutation(
+        name="unfenced_commit",
+        what="a worker applies a step although a fence came before",
+        file="oobleck/control/standing.py",
+        old="        with self._lock:\n            self._check_fence()\n            self._move_to(record)",
+        new="        with self._lock:\n            self._move_to(record)",
+        caught_by=COMMIT,
+    ),
+    Mutation(
+        name="commit_without_agreement",
+        what="a step is committed without the all-reduce over everybody",
+        file="oobleck/sim/worker.py",
+        old="        stops = yield from self._sum(key, sequence, work.step)",
+        new="        stops = (int(self.standing.is_stop_wanted),)",
+        caught_by=KILLS,
+    ),
+    Mutation(
+        name="unfenced_reduction",
+        what="a worker joins a commit although its answer said that it has no reduced gradients",
+        file="oobleck/control/standing.py",
+        old="            self._check_fence()\n            self._reduced = step",
+        new="            self._reduced = step",
+        caught_by=COMMIT,
+    ),
+    Mutation(
+        name="ignored_threshold",
+        what="f is ignored: plans may have a single copy of a layer",
+        file="oobleck/planner/catalog.py",
+        old="return min(self.settings.fault_threshold + 1, most), most",
+        new="return 1, 1",
+        caught_by=F_LOSSES,
+    ),
+    Mutation(
+        name="forgotten_step",
+        what="a step that workers were told to forget is finished after all",
+        file="oobleck/control/generations.py",
+        old="verdict.adopted is None or verdict.adopted < self._forgot or",
+        new="verdict.adopted is None or",
+        caught_by=COMMIT,
+    ),
+    Mutation(
+        name="broken_segments",
+        what="segments stay with a pipeline that broke since they were dealt",
+        file="oobleck/control/recovery.py",
+        old="kept = tuple(segment for segment in segments if segment.pipeline in whole)",
+        new="kept = tuple(segments)",
+        caught_by=KILLS,
+    ),
+    Mutation(
+        name="dealt_twice",
+        what="microbatches that were dealt before are dealt again",
+        file="oobleck/control/recovery.py",
+        old="done = {microbatch for segment in kept for microbatch in segment.microbatches}",
+        new="done: set[int] = set()",
+        caught_by=KILLS,
+    ),
+    Mutation(
+        name="half_a_program",
+        what="a pipeline that failed half-way is asked to finish the step",
+        file="oobleck/control/generations.py",
+        old="if index not in broken and any(statuses[place].broken for place in pipeline.places):",
+        new="if index in broken and any(statuses[place].broken for place in pipeline.places if place in statuses):",
+        caught_by=COMMIT,
+    ),
+    Mutation(
+        name="nobody_catches_up",
+        what="those who have not applied a step that others have are not told to",
+        file="oobleck/control/recovery.py",
+        old="catch_up=newest if behind else None,",
+        new="catch_up=None,",
+        caught_by=COMMIT,
+    ),
+    Mutation(
+        name="reused_groups",
+        what="the group of a pipeline that was stopped half-way is kept",
+        file="oobleck/control/generations.py",
+        old="                if not any(node in lost for node in pipeline.nodes)\n            }",
+        new="            }",
+        caught_by=COMMIT,
+    ),
+    Mutation(
+        name="endless_lease",
+        what="a node that says nothing is never given up",
+        file="oobleck/control/coordinator.py",
+        old="            if now_s >= member.last_heard_s + self._job.control.lease_s:\n",
+        new="            if now_s >= member.last_heard_s + 1e9:\n",
+        caught_by=STACK,
+    ),
+    Mutation(
+        name="unsettled_takeover",
+        what="a master takes over without fencing, though orders may not have arrived",
+        file="oobleck/control/coordinator.py",
+        old="        if not remains.is_settled:\n",
+        new="        if False:\n",
+        caught_by=STACK,
+    ),
+    Mutation(
+        name="unheard_words",
+        what="an agent does not say again what a killed master may not have heard",
+        file="oobleck/roles/letters.py",
+        old="waiting = [message for message in (*self._unheard, *self._unsaid)",
+        new="waiting = [message for message in self._unsaid",
+        caught_by=STACK,
+    ),
+    Mutation(
+        name="no_restart",
+        what="a worker that ended is not started again",
+        file="oobleck/control/coordinator.py",
+        old="        self._outbox.send(place.node, StartWorker(device=place.device))\n        if trained:",
+        new="        if trained:",
+        caught_by="tests/sim/test_cluster_gear.py::test_a_crashed_worker_is_started_again_in_its_place",
+    ),
+)
+
+
+def is_caught(mutation: Mutation, copy: Path) -> bool:
+    """Apply a mutation, run its property, and undo it."""
+    path = copy / mutation.file
+    text = path.read_text()
+    if text.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.name}: {mutation.file} has its text {text.count(mutation.old)} times, not once")
+    path.write_text(text.replace(mutation.old, mutation.new))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", mutation.caught_by]
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "hasty"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        path.write_text(text)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{mutation.name}: the property could not be run:\n{done.stdout[-2000:]}")
+    return done.returncode == 1
+
+
+def table() -> str:
+    """The mutations as a table in Markdown."""
+    rows = [f"| {mutation.what} | `{mutation.caught_by.rpartition('::')[2]}` |" for mutation in MUTATIONS]
+    return "\n".join(["| mutation | property that catches it |", "|---|---|", *rows])
+
+
+def main() -> int:
+    if "--table" in sys.argv:
+        print(table())
+        return 0
+    chosen = [mutation for mutation in MUTATIONS if mutation.name in sys.argv[1:] or not sys.argv[1:]]
+    missed = 0
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory)
+        for part in ("oobleck", "tests"):
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        for mutation in chosen:
+            began_s = time.monotonic()
+            caught = is_caught(mutation, copy)
+            missed += not caught
+            verdict = "caught" if caught else "NOT CAUGHT"
+            print(f"{verdict:10s} {mutation.name:26s} {time.monotonic() - began_s:5.0f} s", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} mutations are caught")
+    return missed and 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
