@@ -28,7 +28,9 @@ _OPTIMIZER = (
     "warmup_steps",
 )
 _DATA = ("sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
+_CHECKPOINT = ("save_steps", "save_total_limit")
 _PLACES: dict[str, tuple[str, ...]] = {
+    **{key: ("checkpoint", key) for key in _CHECKPOINT},
     **{key: ("data", key) for key in _DATA},
     **{key: ("optimizer", key) for key in _OPTIMIZER},
     "per_device_train_batch_size": ("microbatch_size",),
@@ -45,6 +47,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
 """Where a key of the top, or of the sections `job` and `model`, belongs."""
 _MODEL_KEYS = ("model_name", "model_args", "model_tag", "dataset_path", "dataset_name")
 """What is not a key of the model's configuration, in its section."""
+_SECTIONS = (("optimizer",), ("data",), ("model",), ("checkpoint",))
+"""What other names lead into."""
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _NODES = "dist"
 """The section that named the nodes; a hostfile does now."""
@@ -85,7 +89,7 @@ def _placed_of_model(key: YamlScalar, section: YamlMapping) -> Iterator[_Entry]:
 
 def _spread(path: tuple[str, ...], key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
     """A section as its entries, so that a key within it and another name of that key can be told to be one."""
-    if path in (("optimizer",), ("data",), ("model",)) and isinstance(value, YamlMapping) and value.entries:
+    if path in _SECTIONS and isinstance(value, YamlMapping) and value.entries:
         for inner, item in value.entries:
             yield (*path, inner.text), inner, item
     else:

@@ -511,6 +511,7 @@ class Coordinator:
             device=message.device,
             pid=message.pid,
             data_digest=message.data_digest,
+            weights_digest=message.weights_digest,
             doorbell=message.doorbell,
             saves=message.saves,
         )

@@ -141,6 +141,8 @@ class WorkerUp:
     doorbell: Doorbell | None = None
     saves: bool = False
     """Whether it has a place to save its state in."""
+    weights_digest: str = ""
+    """Equal on all nodes too."""
 
     def describe(self) -> str:
         return f"{self.node} device {self.device} is ready (worker process {self.pid})"

@@ -152,6 +152,8 @@ class WorkerReady:
     """Where others can try whether they reach it."""
     saves: bool = False
     """Whether it has a place to save its state in, and to restore it from."""
+    weights_digest: str = ""
+    """Of the weights that the model starts from; equal on all nodes too."""
     device_name: str = ""
     """What the worker computes on, as its maker calls it."""
 

@@ -65,13 +65,18 @@ class Preparation:
     def note_ready(self, member: Member, message: WorkerReady) -> list[Command]:
         """Look at a worker that is ready. The first one of all settles which profile is needed.
 
-        Raises ConfigError when it trains on other data than the rest.
+        Raises ConfigError when it trains on other data than the rest, or from other weights.
         """
         other = self._members.first_ready_worker  # all others have its digest
         if other is not None and other.data_digest != message.data_digest:
             raise ConfigError(
                 f"{member.spec.name} and {other.node} would train on different text (digests "
                 f"{message.data_digest} and {other.data_digest}); give all nodes the same files"
+            )
+        if other is not None and other.weights_digest != message.weights_digest:
+            raise ConfigError(
+                f"{member.spec.name} and {other.node} would start from different weights; give model.path the same "
+                "files on all nodes"
             )
         if self.profile is not None or self._key is not None:
             return []

@@ -27,9 +27,10 @@ def profile_key(
     Python and torch.
     """
     script = job.script
+    counts = script is not None and not {"model", "optimizer"}.isdisjoint(script.provides)
     depends_on = {
         "model": asdict(job.model),
-        "script": [script.source, script.arguments] if script is not None and "model" in script.provides else None,
+        "script": [script.source, script.arguments] if script is not None and counts else None,
         "layers": list(layer_names),
         "parameters": parameters,
         "microbatch_size": job.microbatch_size,

@@ -11,6 +11,7 @@ them can hold up training. So they see what the journal tells: losses, rates, ev
     on_step_end      a step is committed: state.global_step, state.log_history
     on_log           after each step and each evaluation: logs=
     on_evaluate      an evaluation is done: metrics={"eval_loss": …}
+    on_save          a checkpoint is complete on disk
     on_recovery      the run goes on after a loss, a join or a departure: recovery=, the journal's entry
     on_train_end     the run ends
 """
@@ -27,6 +28,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState
 
 from oobleck.control.journal import (
+    CheckpointSaved,
     Evaluated,
     JobEnded,
     JobStarted,
@@ -77,6 +79,8 @@ class CallbackRunner:
                 best = self._state.best_metric  # callbacks compare with what was best before
                 self._state.best_metric = entry.loss if best is None else min(best, entry.loss)
                 yield "on_log", {"logs": self._note({"eval_loss": entry.loss}, entry.step)}
+            case CheckpointSaved():
+                yield "on_save", {}
             case RecoveryDone():
                 yield "on_recovery", {"recovery": entry}
             case JobEnded():

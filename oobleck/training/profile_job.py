@@ -49,7 +49,8 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
     threads = job.torch_threads or max(1, cores // workers)
     memory_bytes = job.device_memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
     torch.set_num_threads(threads)
-    structure = assemble(job, cache_dir=cache_dir).structure
+    assembly = assemble(job, cache_dir=cache_dir)
+    structure = assembly.structure
     key = profile_key(
         job,
         layer_names=structure.layer_names,
@@ -58,7 +59,9 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
         versions=(platform.python_version(), str(torch.__version__)),
     )
     cached = None if is_fresh else _cached(profile_dir / f"{key}.json")
-    profile_json = cached or profile_to_json(profile_of_job(job, structure, device_memory_bytes=memory_bytes))
+    if cached is None:
+        profile = profile_of_job(job, structure, assembly.optimizer, device_memory_bytes=memory_bytes)
+    profile_json = profile_to_json(profile) if cached is None else cached
     return {"key": key, "profile": profile_json, "was_cached": cached is not None}
 
 

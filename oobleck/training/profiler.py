@@ -97,7 +97,9 @@ def measure_profile(
     )
 
 
-def profile_of_job(job: JobSpec, structure: ModelStructure, *, device_memory_bytes: int) -> Profile:
+def profile_of_job(
+    job: JobSpec, structure: ModelStructure, optimizer: Optimizer, *, device_memory_bytes: int
+) -> Profile:
     """Measure all layers of a job's model as its workers run them."""
     precision = Precision.of(job.dtype)
     device = torch.device(job.device)
@@ -109,7 +111,7 @@ def profile_of_job(job: JobSpec, structure: ModelStructure, *, device_memory_byt
         device_memory_bytes=device_memory_bytes,
         autocast=precision.autocast,
         activation_checkpointing=job.activation_checkpointing,
-        state_tensors=Optimizer(job.optimizer, max_steps=job.max_steps).layout(device).num_tensors,
+        state_tensors=optimizer.layout(device).num_tensors,
     )
 
 

@@ -104,6 +104,7 @@ class _Worker:
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
         self._structure = assembly.structure
+        self._optimizer = assembly.optimizer
         self._saving: Saving | None = None
         if setup.storage is not None and job.checkpoint.enabled:
             self._saving = Saving(setup.place, setup.storage, self._structure, link.send)
@@ -129,6 +130,7 @@ class _Worker:
                 device=self._device,
                 pid=os.getpid(),
                 data_digest=self._dataset.digest,
+                weights_digest="" if self._structure.weights is None else self._structure.weights.digest(),
                 num_samples=self._dataset.num_samples,
                 layer_names=self._structure.layer_names,
                 parameters=self._structure.num_parameters,
@@ -213,7 +215,7 @@ class _Worker:
                 return order
 
     def _profile(self) -> None:
-        profile = profile_of_job(self._job, self._structure, device_memory_bytes=self._memory_bytes)
+        profile = profile_of_job(self._job, self._structure, self._optimizer, device_memory_bytes=self._memory_bytes)
         self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))
 
 

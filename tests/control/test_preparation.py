@@ -104,14 +104,21 @@ def test_a_profile_that_nobody_asked_for_costs_the_node(bench: Bench):
     assert "sent a profile that nobody asked for" in bench.ended.reason
 
 
-def test_nodes_with_other_text_cannot_train_together(bench: Bench):
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"data_digest": "other"}, "n1 and n0 would train on different text"),
+        ({"weights_digest": "other"}, "n1 and n0 would start from different weights; give model.path the same files"),
+    ],
+)
+def test_nodes_with_other_text_or_weights_cannot_train_together(bench: Bench, other: dict[str, str], problem: str):
     for node in ("n0", "n1"):
         bench.up(node)
     bench.say("n0", ready())
-    commands = bench.say("n1", ready(data_digest="other"))
+    commands = bench.say("n1", ready(**other))
     (end,) = [command for command in commands if isinstance(command, End)]
     assert end.exit_code == 78
-    assert "n1 and n0 would train on different text" in end.reason
+    assert problem in end.reason
 
 
 def test_who_is_waited_for_is_told(bench: Bench):

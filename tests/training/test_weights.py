@@ -68,6 +68,22 @@ def test_a_trunk_without_its_head_says_what_is_missing(tmp_path: Path):
         whole_stage(structure)
 
 
+def test_other_weights_have_another_digest(tmp_path: Path):
+    def digest(directory: Path) -> str:
+        weights = _structure(directory).weights
+        assert weights is not None
+        return weights.digest()
+
+    _save("llama", tmp_path / "one", shard="20KB")
+    _save("llama", tmp_path / "same", shard="20KB")
+    assert digest(tmp_path / "one") == digest(tmp_path / "same")
+    path = next((tmp_path / "same").glob("*-00002-*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert digest(tmp_path / "one") != digest(tmp_path / "same")
+
+
 def test_mistakes_are_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no directory with a config\.json on this node"):
         _structure(tmp_path)
