@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -19,6 +21,7 @@ from .harness import TAG, Runner, Up, oobleck
 from .reference import reference_losses
 
 TOLERANCE = 1e-9
+LEASE_S = 1.5
 NUM_NODES = 6
 KEPT_SAFE = frozenset({"node0", "node1", "node2"})
 """Nobody harms these: with two pipelines, one copy of each layer always lives among three nodes of six or fewer."""
@@ -30,19 +33,24 @@ class Storm:
 
     runner: Runner
     seed: int
+    start: Callable[[], Up]
+    """Runs `oobleck up`, at first and once a master was killed."""
     living: set[str] = field(default_factory=lambda: {f"node{index}" for index in range(NUM_NODES)})
     done: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.up = self.start()
 
     def strike(self) -> None:
         """Do something that the members of the job allow."""
         candidates = sorted(self.living - KEPT_SAFE)
         away = sorted({f"node{index}" for index in range(NUM_NODES)} - self.living)
-        acts = [self.add] if away else []
+        acts = [self.kill_worker, self.kill_master]
+        if away:
+            acts += [self.add, self.add]
         if candidates:
-            acts += [self.kill, self.kill_worker, self.freeze, self.drain]
+            acts += [self.kill, self.kill_agent, self.freeze, self.freeze_a_while, self.drain, self.give_notice]
         if len(candidates) > 1:
             acts += [self.kill_two]
         self.random.choice(acts)()
@@ -55,6 +63,33 @@ class Storm:
 
     def freeze(self) -> None:
         self._end([self.random.choice(sorted(self.living - KEPT_SAFE))], signal.SIGSTOP)
+
+    def freeze_a_while(self) -> None:
+        """Shorter than the lease: nobody is to be lost for it."""
+        node = self.random.choice(sorted(self.living - KEPT_SAFE))
+        self.done.append(f"freeze {node} a while")
+        self._signal(node, "*.pid", signal.SIGSTOP)
+        time.sleep(LEASE_S / 3)
+        self._signal(node, "*.pid", signal.SIGCONT)
+
+    def kill_agent(self) -> None:
+        node = self.random.choice(sorted(self.living - KEPT_SAFE))
+        self.done.append(f"kill the agent of {node}")
+        self._signal(node, "agent.pid", signal.SIGKILL)
+        self.living.discard(node)
+
+    def kill_master(self) -> None:
+        """Its successor takes over what goes on."""
+        self.done.append("kill the master")
+        self.up.process.kill()
+        self.up.process.wait()
+        self.up = self.start()
+
+    def give_notice(self) -> None:
+        node = self.random.choice(sorted(self.living - KEPT_SAFE))
+        self.done.append(f"SIGTERM {node}")
+        self._signal(node, "agent.pid", signal.SIGTERM)
+        self.living.discard(node)
 
     def kill_worker(self) -> None:
         node = self.random.choice(sorted(self.living))
@@ -88,23 +123,21 @@ class Storm:
         return oobleck(command, node, "--tag", TAG, "--base-dir", str(self.runner.base_dir)).returncode == 0
 
 
-def weather(runner: Runner, up: Up, *, seed: int, faults: int, steps: int) -> Storm:
-    """Let a storm strike at random steps."""
-    storm = Storm(runner, seed)
-    when = sorted(storm.random.sample(range(3, steps - 4), faults))
-    for step in when:
-        up.wait_for_step(step)
-        storm.strike()
-    return storm
-
-
 def ride_out(runner: Runner, *, seed: int, faults: int, steps: int) -> None:
     path = runner.job_file()
     job = replace(load_job(path.read_text(), source=str(path)), max_steps=steps)
-    options = ("--job", str(path), "--steps", str(steps), "--set", "control.lease_s=1.5")
-    with runner.up(*options, nodes=("--local", str(NUM_NODES))) as up:
-        storm = weather(runner, up, seed=seed, faults=faults, steps=steps)
-        outcome = up.finish()
+    control = ("--set", f"control.lease_s={LEASE_S}", "--set", "control.rejoin_after_s=4")
+    with ExitStack() as runs:
+
+        def start() -> Up:
+            options = ("--job", str(path), "--steps", str(steps), *control)
+            return runs.enter_context(runner.up(*options, nodes=("--local", str(NUM_NODES))))
+
+        storm = Storm(runner, seed, start)
+        for step in sorted(storm.random.sample(range(3, steps - 4), faults)):
+            storm.up.wait_for_step(step)
+            storm.strike()
+        outcome = storm.up.finish()
     story = f"seed {seed}: {storm.done}\n{outcome.output}"
     assert outcome.exit_code == 0, story
     assert outcome.summary["steps_committed"] == steps, story
