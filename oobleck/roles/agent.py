@@ -59,6 +59,8 @@ _WORKER_LAST_WORDS_S = 2.0
 _GREETING_S = 10.0
 _FIRST_CONTACT_S = 60.0
 """How long a new agent waits for its master."""
+_LEAVE_S = 5.0
+"""How long a last conversation with the master may take once the workers are told to end."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,8 @@ class Agent:
         self._cache_dir = cache_dir
         self._duty: _Duty | None = None
         self._workers: dict[int, _Worker] = {}
+        self._starting: set[int] = set()
+        self._worker_ended = trio.Event()
         self._generation = 0
         self._letters = Letters(limit=_UNSAID_LIMIT)
         self._stop_reason: str | None = None
@@ -138,9 +142,13 @@ class Agent:
                 talk.start_soon(self._speak, connection)
                 talk.start_soon(self._beat)
                 while self._stop_reason is None:
-                    await self._obey(await connection.receive(), nursery)
+                    # A master answers heartbeats. One whose machine lost its power never closes the connection.
+                    with trio.fail_after(self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S):
+                        message = await connection.receive()
+                    self._obey(message, nursery)
+                with trio.move_on_after(_LEAVE_S):
+                    await self._take_leave()
                 talk.cancel_scope.cancel()
-            await self._take_leave(connection)
         except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, trio.TooSlowError):
             pass  # the master is gone or talks nonsense; training goes on, and another may come
         finally:
@@ -156,20 +164,22 @@ class Agent:
             raise PeerError(f"asked for the job {greeting.tag}; this is {self._tag}")
         await connection.send([self._hello(self._generation, tuple(sorted(self._workers)))])
 
-    async def _take_leave(self, connection: MasterConnection) -> None:
-        """End the workers and say so; then nothing of this node is left."""
+    async def _take_leave(self) -> None:
+        """End the workers and say so, after all that was to be said; then nothing of this node is left."""
         for worker in self._workers.values():
             worker.handle.kill()
-        for worker in self._workers.values():
-            await worker.handle.wait()
+        while self._workers or self._starting:
+            await self._worker_ended.wait()
         if self._safekeeping is not None:
             self._safekeeping.leave()
-        await connection.send([AgentStopped(reason=self._stop_reason or "")])
+        self._letters.add(AgentStopped(reason=self._stop_reason or ""))
+        await self._letters.all_said()
 
     async def _speak(self, connection: MasterConnection) -> None:
         self._letters.repeat_unheard()
         while True:
             await connection.send(await self._letters.next())
+            self._letters.note_sent()
 
     async def _beat(self) -> None:
         while True:
@@ -181,7 +191,7 @@ class Agent:
         """Ask the master to drain this node."""
         self._letters.add(Leaving(reason=reason))
 
-    async def _obey(self, message: MasterMessage, nursery: trio.Nursery) -> None:
+    def _obey(self, message: MasterMessage, nursery: trio.Nursery) -> None:
         match message:
             case Configure():
                 self._duty = _Duty(message)
@@ -195,7 +205,7 @@ class Agent:
                 if self._safekeeping is not None:
                     self._safekeeping.take(message)
             case StartWorker(device=device):
-                nursery.start_soon(self._run_worker, device)
+                nursery.start_soon(self._run_worker, device, self._duty_for(device))
             case KillWorker(device=device):
                 if device in self._workers:
                     self._workers[device].handle.kill()
@@ -238,12 +248,20 @@ class Agent:
         except trio.WouldBlock:
             worker.handle.kill()  # it reads nothing any more
 
-    async def _run_worker(self, device: int) -> None:
-        """Start a worker, relay for it, and report its end."""
-        duty = self._duty
-        if duty is None:
+    def _duty_for(self, device: int) -> Configure:
+        """Take the start of a worker on. Raises PeerError where there is none to be started."""
+        if self._duty is None:
             raise PeerError("StartWorker came before Configure")
-        configure = duty.configure
+        configure = self._duty.configure
+        if device not in range(len(configure.devices)):
+            raise PeerError(f"asked for a worker on device {device}; there are {len(configure.devices)}")
+        if device in self._workers or device in self._starting:
+            raise PeerError(f"asked for a second worker on device {device}")
+        self._starting.add(device)
+        return configure
+
+    async def _run_worker(self, device: int, configure: Configure) -> None:
+        """Start a worker, relay for it, and report its end."""
         setup = SetUpWorker(
             job=configure.job,
             place=Place(node=configure.node, device=device),
@@ -261,12 +279,16 @@ class Agent:
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
         worker = _Worker(handle, outgoing)
         self._workers[device] = worker
+        self._starting.remove(device)
+        if self._stop_reason is not None:
+            handle.kill()
         self._letters.add(WorkerStarted(device=device, pid=handle.pid))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_to_worker, worker, queue)
             with trio.CancelScope() as listening:
                 nursery.start_soon(self._end_listening, worker, listening)
                 await self._listen_to_worker(device, worker)
+            handle.kill()  # one that cannot be heard, or talks nonsense, would train on unheard
             end = await handle.wait()
             nursery.cancel_scope.cancel()
         del self._workers[device]
@@ -280,6 +302,8 @@ class Agent:
                 user_error=worker.user_error,
             )
         )
+        self._worker_ended.set()
+        self._worker_ended = trio.Event()
 
     async def _end_listening(self, worker: _Worker, listening: trio.CancelScope) -> None:
         await worker.handle.wait()

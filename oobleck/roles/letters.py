@@ -24,10 +24,13 @@ class Letters:
         """Said, heartbeats among them, and not known to be heard."""
         self._sequence = 0
         self._added = trio.Event()
+        self._sent = trio.Event()
+        """Set once nothing is left to be said."""
 
     def add(self, message: AgentMessage) -> None:
         """Have a message said."""
         self._unsaid.append(message)
+        self._sent = trio.Event()
         self._added.set()
 
     def beat(self) -> None:
@@ -58,3 +61,13 @@ class Letters:
         self._unsaid.clear()
         self._unheard.extend(said)
         return said
+
+    def note_sent(self) -> None:
+        """What `next` returned is on its way."""
+        if not self._unsaid:
+            self._sent.set()
+
+    async def all_said(self) -> None:
+        """Wait until everything is on its way to a master."""
+        while self._unsaid or not self._sent.is_set():
+            await self._sent.wait()

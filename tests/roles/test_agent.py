@@ -1,0 +1,388 @@
+"""The agent against a master that a test speaks for, under virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from oobleck.control.messages import (
+    AgentMessage,
+    AgentStopped,
+    Fence,
+    FinishStep,
+    Greeting,
+    Heartbeat,
+    Hello,
+    Order,
+    StartWorker,
+    Status,
+    StepCommitted,
+    StopAgent,
+    StorePut,
+    WorkerExited,
+    WorkerFailed,
+    WorkerStarted,
+)
+from oobleck.errors import PeerError
+from tests.control.journals import plan
+from tests.control.test_recovery import record, status
+from tests.roles.virtual import CONTROL, GREETING, Link, VirtualHost, configure, make_agent
+
+
+class Desk:
+    """An agent under test, the masters' ends of its links, and how it ended."""
+
+    def __init__(self) -> None:
+        self.host = VirtualHost()
+        self.ended: str | None = None
+        self.ended_s = 0.0
+        self._post, self._links = trio.open_memory_channel[Link](10)
+
+    async def run(self) -> None:
+        async def accept():
+            return (await self._links.receive()).agent
+
+        self.ended = await make_agent(accept, self.host).run()
+        self.ended_s = trio.current_time()
+
+    async def connect(self, *, configured: bool = True, devices: tuple[int, ...] = (0,)) -> Link:
+        """Come as a master, and have workers started."""
+        link = Link()
+        self._post.send_nowait(link)
+        await link.master.send([GREETING])
+        assert isinstance(await link.master.receive(), Hello)
+        if configured:
+            await link.master.send([configure(devices=devices)])
+        return link
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Desk]:
+    desk = Desk()
+    with trio.fail_after(3600):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(desk.run)
+            yield desk
+            nursery.cancel_scope.cancel()
+
+
+async def hear(link: Link, kind: type, *, where: Callable[[AgentMessage], bool] = lambda _: True) -> AgentMessage:
+    """Wait for the next message of a kind; others are passed over."""
+    while True:
+        message = await link.master.receive()
+        if isinstance(message, kind) and where(message):
+            return message
+
+
+async def until_closed(link: Link) -> None:
+    with suppress(trio.EndOfChannel, trio.BrokenResourceError):
+        while True:
+            await link.master.receive()
+
+
+async def test_an_agent_without_a_master_gives_up(autojump_clock: MockClock):
+    async with running() as desk:
+        await trio.sleep(59)
+        assert desk.ended is None
+        await trio.sleep(2)
+        assert desk.ended == "no master came for 60 s"
+
+
+async def test_heartbeats_come_every_interval(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await hear(link, Heartbeat)
+        began_s = trio.current_time()
+        numbers = [(await hear(link, Heartbeat)).sequence for _ in range(4)]
+        assert trio.current_time() - began_s == pytest.approx(4 * CONTROL.heartbeat_interval_s)
+        assert numbers == list(range(numbers[0], numbers[0] + 4))
+
+
+async def test_workers_are_set_up_and_reported(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect(devices=(0, 1))
+        await link.master.send([StartWorker(device=0), StartWorker(device=1)])
+        started = [await hear(link, WorkerStarted) for _ in range(2)]
+        assert {message.device for message in started} == {0, 1}
+        assert {worker.setup.place.device for worker in desk.host.workers} == {0, 1}
+        assert desk.host.prepared, "what workers need is prepared as soon as the job is known"
+
+
+async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect(devices=(0, 1))
+        await link.master.send([StartWorker(device=0), StartWorker(device=1)])
+        for _ in range(2):
+            await hear(link, WorkerStarted)
+        layout = plan(("n0", "n1"))
+        order = Order(device=1, generation=4, plan=layout, pipeline_generations=(4,), boundary=0)
+        fence = Fence(device=1, generation=4, lost=())
+        await link.master.send([fence, order, FinishStep(device=1), FinishStep(device=7)])
+        other = await desk.host.worker(1)
+        await other.hears(FinishStep)
+        assert other.told == [fence, order, FinishStep(device=1)]
+        assert (await desk.host.worker(0)).told == []
+
+
+async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        await hear(link, WorkerStarted)
+        order = Order(device=0, generation=4, plan=plan(("n0", "n1")), pipeline_generations=(4,), boundary=0)
+        await link.master.send([order])
+        await (await desk.host.worker()).hears(Order)
+        link.cut()
+        again = Link()
+        desk._post.send_nowait(again)
+        await again.master.send([GREETING])
+        hello = await again.master.receive()
+        assert isinstance(hello, Hello)
+        assert hello.generation == 4
+
+
+async def test_what_workers_say_reaches_the_master(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        committed = StepCommitted(device=0, record=record(1))
+        worker.say(committed, status())
+        assert await hear(link, StepCommitted) == committed
+        assert await hear(link, Status) == status()
+
+
+async def test_rendezvous_keys_reach_the_other_workers_of_the_node_without_the_master(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect(devices=(0, 1))
+        await link.master.send([StartWorker(device=0), StartWorker(device=1)])
+        first, second = await desk.host.worker(0), await desk.host.worker(1)
+        for _ in range(2):
+            await hear(link, WorkerStarted)
+        put = StorePut(key="k", value=b"v", nodes=("n0", "n1"))
+        first.say(put)
+        assert await second.hears(StorePut) == put
+        assert await hear(link, StorePut) == put
+        assert first.told == []
+        theirs = StorePut(key="their", value=b"v", nodes=("n0",))
+        await link.master.send([theirs])
+        assert await first.hears(StorePut) == theirs
+
+
+async def test_the_end_of_a_worker_is_told_with_its_last_words(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        worker.say(WorkerFailed(traceback="ValueError: bad"))
+        worker.end(exit_code=1)
+        exited = await hear(link, WorkerExited)
+        assert exited == WorkerExited(device=0, pid=worker.pid, exit_code=1, traceback="ValueError: bad")
+
+
+async def test_a_worker_may_be_started_again_in_its_place(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        (await desk.host.worker()).end(signal=9)
+        assert (await hear(link, WorkerExited)).signal == 9
+        await link.master.send([StartWorker(device=0)])
+        assert (await hear(link, WorkerStarted, where=lambda said: said.pid == 101)).device == 0
+
+
+async def test_a_child_that_holds_a_dead_workers_socket_delays_its_report_by_two_seconds(
+    autojump_clock: MockClock,
+):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        began_s = trio.current_time()
+        worker.end(closes_socket=False, signal=9)
+        await hear(link, WorkerExited)
+        assert trio.current_time() - began_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("nonsense", [PeerError("no such message"), trio.EndOfChannel()])
+async def test_a_worker_that_cannot_be_understood_any_more_is_killed(nonsense: Exception, autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        worker.say(nonsense)
+        assert (await hear(link, WorkerExited)).signal == 9
+        assert worker.is_killed
+
+
+async def test_a_worker_that_reads_nothing_any_more_is_killed_and_delays_nobody(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect(devices=(0, 1))
+        await link.master.send([StartWorker(device=0), StartWorker(device=1)])
+        for _ in range(2):
+            await hear(link, WorkerStarted)
+        stuck, other = await desk.host.worker(0), await desk.host.worker(1)
+        stuck.reads = False
+        fence = Fence(device=0, generation=1, lost=())
+        for _ in range(11):
+            await link.master.send([fence] * 1000)
+        await link.master.send([FinishStep(device=1)])
+        await other.hears(FinishStep)
+        assert (await hear(link, WorkerExited)).device == 0
+        assert not other.is_killed
+
+
+async def test_training_goes_on_without_a_master_and_the_next_one_hears_what_was_said(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        await hear(link, WorkerStarted)
+        link.cut()
+        await trio.sleep(CONTROL.orphan_timeout_s - 1)
+        committed = StepCommitted(device=0, record=record(7))
+        worker.say(committed)
+        await trio.sleep(0.1)
+        again = await desk.connect(configured=False)
+        assert await hear(again, StepCommitted) == committed
+        assert not worker.is_killed
+
+
+async def test_an_orphan_ends_its_workers_and_itself(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        link.cut()
+        await trio.sleep(CONTROL.orphan_timeout_s - 1)
+        assert desk.ended is None
+        await trio.sleep(2)
+        assert desk.ended == "no master came for 30 s"
+        assert worker.is_killed
+
+
+async def test_a_master_that_vanished_without_a_word_leaves_no_agent_behind(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        # The link stays open, as it does when the master's machine loses its power.
+        await trio.sleep(2 * CONTROL.orphan_timeout_s + 5)
+        assert desk.ended == "no master came for 30 s"
+        assert worker.is_killed
+
+
+async def test_a_master_that_answers_heartbeats_is_no_ghost(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        with trio.move_on_after(10 * CONTROL.orphan_timeout_s):
+            while True:
+                await link.master.send([await hear(link, Heartbeat)])
+        assert desk.ended is None
+
+
+async def test_nonsense_from_a_master_costs_it_the_connection_and_nothing_else(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        await link.master_stream.send_all(b"\x00\x00\x00\x02hi")
+        await until_closed(link)
+        assert not worker.is_killed
+        await desk.connect()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [GREETING, StartWorker(device=5), StartWorker(device=0)],
+    ids=["a second greeting", "a device that is not there", "a worker that runs already"],
+)
+async def test_orders_that_cannot_be_meant_cost_the_master_its_connection(message, autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        await hear(link, WorkerStarted)
+        await link.master.send([message])
+        await until_closed(link)
+        assert desk.ended is None
+        assert not worker.is_killed
+        assert len(desk.host.workers) == 1
+
+
+async def test_a_worker_asked_for_before_the_job_is_known_costs_the_master_its_connection(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect(configured=False)
+        await link.master.send([StartWorker(device=0)])
+        await until_closed(link)
+        assert desk.ended is None
+        await desk.connect()
+
+
+@pytest.mark.parametrize("greeting", [Heartbeat(sequence=0), Greeting(protocol=1, tag="another")])
+async def test_a_stranger_is_turned_away(greeting, autojump_clock: MockClock):
+    async with running() as desk:
+        link = Link()
+        desk._post.send_nowait(link)
+        await link.master.send([greeting])
+        await until_closed(link)
+        await desk.connect()
+
+
+async def test_a_master_that_does_not_greet_is_not_waited_for(autojump_clock: MockClock):
+    async with running() as desk:
+        link = Link()
+        desk._post.send_nowait(link)
+        began_s = trio.current_time()
+        await until_closed(link)
+        assert trio.current_time() - began_s == pytest.approx(10.0)
+        await desk.connect()
+
+
+@pytest.mark.parametrize("devices", [(0,), (0, 1), (0, 1, 2)])
+async def test_farewell_ends_all_workers_and_says_so_last(devices: tuple[int, ...], autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect(devices=devices)
+        await link.master.send([StartWorker(device=device) for device in devices])
+        workers = [await desk.host.worker(device) for device in devices]
+        workers[0].say(StepCommitted(device=0, record=record(3)))
+        await trio.sleep(0.01)
+        await link.master.send([StopAgent(reason="drained")])
+        said = []
+        with suppress(trio.EndOfChannel):
+            while True:
+                said.append(await link.master.receive())
+        assert said[-1] == AgentStopped(reason="drained")
+        assert StepCommitted(device=0, record=record(3)) in said
+        assert all(worker.is_killed for worker in workers)
+        await trio.sleep(0.01)
+        assert desk.ended == "drained"
+
+
+async def test_farewell_ends_a_worker_that_is_only_starting(autojump_clock: MockClock):
+    async with running() as desk:
+        desk.host.start_s = 1.0
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0), StopAgent(reason="enough")])
+        await until_closed(link)
+        await trio.sleep(2)
+        assert desk.ended == "enough"
+        assert all(worker.is_killed for worker in desk.host.workers)
+
+
+async def test_a_master_that_reads_nothing_cannot_keep_an_agent_from_leaving(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        await hear(link, WorkerStarted)
+        never = trio.Event()
+        link.agent_stream.send_stream.send_all_hook = never.wait
+        await trio.sleep(1)
+        await link.master.send([StopAgent(reason="enough")])
+        await trio.sleep(10)
+        assert desk.ended == "enough"
+        assert worker.is_killed

@@ -1,0 +1,64 @@
+"""What an agent says is said until it is heard."""
+
+from __future__ import annotations
+
+import trio
+
+from oobleck.control.messages import Finished, Heartbeat, StorePut
+from oobleck.roles.letters import Letters
+
+
+def word(number: int) -> Finished:
+    return Finished(device=0, applied=number)
+
+
+async def test_what_no_answered_heartbeat_follows_is_said_again():
+    letters = Letters(limit=100)
+    letters.add(word(1))
+    letters.beat()
+    letters.add(word(2))
+    letters.beat()
+    assert await letters.next() == [word(1), Heartbeat(sequence=0), word(2), Heartbeat(sequence=1)]
+    letters.heard(0)
+    letters.add(word(3))
+    letters.repeat_unheard()
+    assert await letters.next() == [word(2), word(3)]
+
+
+async def test_an_answer_that_nobody_waits_for_forgets_nothing():
+    letters = Letters(limit=100)
+    letters.add(word(1))
+    await letters.next()
+    letters.heard(7)
+    letters.repeat_unheard()
+    assert await letters.next() == [word(1)]
+
+
+async def test_who_waits_is_woken_by_the_next_word(autojump_clock):
+    letters = Letters(limit=100)
+    heard = []
+
+    async def listen() -> None:
+        heard.extend(await letters.next())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(listen)
+        await trio.sleep(1)
+        letters.add(word(1))
+    assert heard == [word(1)]
+
+
+async def test_the_oldest_words_are_dropped_when_a_master_is_away_for_long():
+    letters = Letters(limit=3)
+    for number in range(5):
+        letters.add(word(number))
+    assert await letters.next() == [word(2), word(3), word(4)]
+
+
+async def test_keys_of_a_rendezvous_are_repeated_too():
+    letters = Letters(limit=3)
+    put = StorePut(key="k", value=b"v", nodes=("n1",))
+    letters.add(put)
+    await letters.next()
+    letters.repeat_unheard()
+    assert await letters.next() == [put]
