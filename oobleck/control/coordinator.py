@@ -48,6 +48,7 @@ from .journal import (
     Cause,
     JobEnded,
     JobStarted,
+    LayersArriving,
     MasterResumed,
     NodeAdded,
     NodeConnected,
@@ -73,6 +74,7 @@ from .messages import (
     Heartbeat,
     Hello,
     KillWorker,
+    LayersMoving,
     LayersPersisted,
     Leaving,
     Pace,
@@ -461,6 +463,8 @@ class Coordinator:
                 self._deal_with_accused()
             case Resumed():
                 self._reconfiguration.resumed([Place(node=node, device=message.device)], message)
+            case LayersMoving():
+                self._layers_moving(node, message)
             case Finished():
                 self._worker_finished(Place(node=node, device=message.device))
             case Pace():
@@ -491,6 +495,19 @@ class Coordinator:
                 raise PeerError("a second hello on one connection")
             case _:
                 assert_never(message)
+
+    def _layers_moving(self, node: str, message: LayersMoving) -> None:
+        if message.generation == self._reconfiguration.generations.current:
+            self._outbox.record(
+                LayersArriving(
+                    t_s=self._outbox.now_s,
+                    generation=message.generation,
+                    node=node,
+                    device=message.device,
+                    received_bytes=message.received_bytes,
+                    all_bytes=message.all_bytes,
+                )
+            )
 
     def _agent_stopped(self, member: Member, reason: str) -> None:
         node = member.spec.name
@@ -733,6 +750,7 @@ def _check_device(member: Member, message: AgentMessage) -> None:
             | Status(device=device)
             | Resumed(device=device)
             | Pace(device=device)
+            | LayersMoving(device=device)
             | PeerFailed(device=device)
             | Finished(device=device)
             | StateSaved(device=device)

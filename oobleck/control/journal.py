@@ -24,6 +24,7 @@ __all__ = [
     "JobEnded",
     "JobStarted",
     "JournalEntry",
+    "LayersArriving",
     "MasterResumed",
     "NodeAdded",
     "NodeConnected",
@@ -363,6 +364,22 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayersArriving:
+    """A worker has received a part of the layers that the newest plan gives it; only long transfers tell."""
+
+    t_s: float
+    generation: int
+    node: str
+    device: int
+    received_bytes: int
+    all_bytes: int
+
+    def describe(self) -> str:
+        share = self.received_bytes / self.all_bytes
+        return f"{self.node} has received {share:.0%} of the {self.all_bytes / 1e9:.2f} GB that it needs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """Something worth telling; `level` is info, warning or error."""
 
@@ -402,6 +419,7 @@ JournalEntry = (
     | StepsDone
     | HangExplained
     | RecoveryStarted
+    | LayersArriving
     | RecoveryDone
     | CheckpointSaved
     | Notice

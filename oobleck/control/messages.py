@@ -48,6 +48,7 @@ __all__ = [
     "Heartbeat",
     "Hello",
     "KillWorker",
+    "LayersMoving",
     "LayersPersisted",
     "Leaving",
     "MasterMessage",
@@ -290,6 +291,16 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayersMoving:
+    """A worker still receives layers that a plan gives it; said now and then, by exchanges that take long."""
+
+    device: int
+    generation: int
+    received_bytes: int
+    all_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFailed:
     """A collective or a transfer failed under this worker: a suspicion, to be checked."""
 
@@ -497,6 +508,7 @@ AgentMessage = (
     | Status
     | Resumed
     | Pace
+    | LayersMoving
     | PeerFailed
     | StorePut
     | Finished
@@ -538,6 +550,7 @@ WorkerMessage = (
     | Status
     | Resumed
     | Pace
+    | LayersMoving
     | PeerFailed
     | StorePut
     | Finished

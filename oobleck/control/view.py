@@ -23,6 +23,7 @@ from .journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    LayersArriving,
     MasterResumed,
     NodeAdded,
     NodeConnected,
@@ -115,6 +116,7 @@ class RunView:
                 self._changing = frozenset()
             case (
                 Notice()
+                | LayersArriving()
                 | StepsDone()
                 | Evaluated()
                 | MasterResumed()

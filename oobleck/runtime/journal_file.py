@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from oobleck.control.journal import JournalEntry, Notice, StepDone
+from oobleck.control.journal import JournalEntry, LayersArriving, Notice, StepDone
 from oobleck.errors import ConfigError, PeerError
 from oobleck.wire import decode_json, encode_json
 
@@ -57,7 +57,7 @@ class JournalWriter:
             self._fail(error)
             return
         self._size_bytes += len(line)
-        if not isinstance(entry, StepDone | Notice):
+        if not isinstance(entry, StepDone | LayersArriving | Notice):
             self._wake.set()
 
     def close(self) -> None:

@@ -20,7 +20,17 @@ from oobleck.control.standing import PeerLost, Standing
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import ScheduleKind, compile_schedule
-from oobleck.wire import CommitRecord, Evaluating, EvaluationDone, Order, Pace, Restore, Resumed, StepCommitted
+from oobleck.wire import (
+    CommitRecord,
+    Evaluating,
+    EvaluationDone,
+    LayersMoving,
+    Order,
+    Pace,
+    Restore,
+    Resumed,
+    StepCommitted,
+)
 
 from .data import Dataset
 from .evaluation import Evaluator
@@ -35,7 +45,7 @@ from .reduction import Bucket, GradientReducer, commit, commit_key, make_buckets
 from .sampling import samples_of_step
 from .saving import Saving
 from .signals import Signals
-from .transfer import exchange_layers, transfer_key
+from .transfer import LayerState, exchange_layers, fill_state, transfer_key
 
 __all__ = ["Engine"]
 
@@ -88,7 +98,7 @@ class Engine:
         signals: Signals,
         standing: Standing,
         saving: Saving | None,
-        report: Callable[[StepCommitted | Resumed | Evaluating | EvaluationDone | Pace], None],
+        report: Callable[[StepCommitted | Resumed | Evaluating | EvaluationDone | Pace | LayersMoving], None],
     ) -> None:
         self._job = job
         self._place = place
@@ -124,7 +134,7 @@ class Engine:
         self._base_done = False
         self._segments_done: set[int] = set()
         self._reduced: dict[str, torch.Tensor] = {}
-        self._kept: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, LayerState] = {}
         self._pace = PaceMeter(place.device)
         self._step_ended_s = time.monotonic()
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
@@ -418,13 +428,22 @@ class Engine:
             place=self._place,
             group=None if moving is None else self._groups[moving],
             state_of=self._layer_state,
+            empty_state=self._empty_state,
             size_of=self._layer_state_size,
-            dtype=self._model.hidden_dtype,
+            element_bytes=self._precision.parameters.itemsize,
+            on_progress=lambda received, whole: self._report(
+                LayersMoving(
+                    device=self._place.device,
+                    generation=order.generation,
+                    received_bytes=received,
+                    all_bytes=whole,
+                )
+            ),
             signals=self._signals,
             interrupted=self._standing.is_fenced,
         )
         self._transfer_s = time.monotonic() - began_s
-        self._received_bytes = sum(state.nbytes for state in states.values())
+        self._received_bytes = sum(tensor.nbytes for state in states.values() for tensor in state)
         self._loss_scale = self._agreed_loss_scale(
             commit_group, is_current=order.restore is not None or self._standing.applied == order.boundary
         )
@@ -462,7 +481,7 @@ class Engine:
             else LossScale(scale=self._job.initial_loss_scale)
         )
 
-    def _restored_layers(self, order: Order, restore: Restore, layers: range) -> dict[int, torch.Tensor]:
+    def _restored_layers(self, order: Order, restore: Restore, layers: range) -> dict[int, LayerState]:
         """Read from a checkpoint what this worker is to hold or to send, but for what others send it.
 
         Raises CorruptCheckpoint.
@@ -470,17 +489,18 @@ class Engine:
         assert self._saving is not None
         received = {item.layer for item in order.transfers if item.target == self._place}
         sent = {item.layer for item in order.transfers if item.source == self._place}
-        restored: dict[int, torch.Tensor] = {}
+        restored: dict[int, LayerState] = {}
         if self._precision.scales_loss:
             self._loss_scale = None
         for layer in sorted(sent | (set(layers) - received)):
             tensors = self._saving.load(restore, layer)
-            restored[layer] = self._optimizer.flat_state(
+            flat = self._optimizer.flat_state(
                 self._structure.layer_parameters(layer),
                 tensors,
                 shapes=self._structure.shapes,
                 dtype=self._precision.parameters,
             )
+            restored[layer] = fill_state(self._empty_state(layer), flat)
             if _LOSS_SCALE in tensors:
                 self._loss_scale = LossScale.from_numbers(*tensors[_LOSS_SCALE].tolist())
         return restored
@@ -495,11 +515,13 @@ class Engine:
     def _reducer_of(self, buckets: Sequence[Bucket]) -> GradientReducer:
         return GradientReducer(buckets, self._model.parameters, self._groups, self._signals)
 
-    def _states_to_keep(self, order: Order, layers: Collection[int]) -> dict[int, torch.Tensor]:
+    def _states_to_keep(self, order: Order, layers: Collection[int]) -> dict[int, LayerState]:
         """The layers that others are to receive, and that this worker holds no longer.
 
         They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
         has them read from here. A worker that was left out, and missed steps since, has nothing worth keeping.
+        Nothing is copied: what is let go does not change any more, and a tied parameter that stays here changes with
+        the next step, up to which the layers are kept.
         """
         if self._standing.applied != order.boundary:
             return {}
@@ -508,10 +530,14 @@ class Engine:
         kept = {layer: state for layer, state in self._kept.items() if layer in moving}
         return kept | {layer: self._layer_state(layer) for layer in sorted(held)}
 
-    def _layer_state(self, layer: int) -> torch.Tensor:
+    def _layer_state(self, layer: int) -> LayerState:
         if layer in self._kept:
             return self._kept[layer]
-        return self._optimizer.layer_state(self._structure.layer_parameters(layer))
+        return self._optimizer.layer_tensors(self._structure.layer_parameters(layer))
+
+    def _empty_state(self, layer: int) -> LayerState:
+        shapes = [self._structure.shapes[name] for name in self._structure.layer_parameters(layer)]
+        return self._optimizer.empty_layer(shapes, dtype=self._precision.parameters, device=self._model.device)
 
     def _named_state(self, layer: int) -> dict[str, torch.Tensor]:
         """A layer's state as a file has it."""
@@ -524,11 +550,12 @@ class Engine:
         shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
         return sum(layout.size(shapes[name].numel()) for name in self._structure.layer_parameters(layer))
 
-    def _take_layers(self, layers: range, states: Mapping[int, torch.Tensor], *, initial: bool) -> None:
+    def _take_layers(self, layers: range, states: Mapping[int, LayerState], *, initial: bool) -> None:
         """Make the model hold exactly these layers, with their initial values or the states that were received."""
-        self._model.adopt(layers.start, layers.stop, {})
-        self._optimizer.adopt(self._model.parameters)
+        given: dict[str, tuple[torch.Tensor, ...]] = {}
+        for layer, state in sorted(states.items()):
+            given |= self._optimizer.split_layer(self._structure.layer_parameters(layer), state)
+        self._model.adopt(layers.start, layers.stop, {name: tensors[0] for name, tensors in given.items()})
+        self._optimizer.adopt(self._model.parameters, given)
         if initial:
             self._model.initialize(layers, seed=self._job.seed)
-        for layer, state in sorted(states.items()):
-            self._optimizer.load_layer_state(self._structure.layer_parameters(layer), state)

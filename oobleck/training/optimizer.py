@@ -68,11 +68,15 @@ class Optimizer:
             self._layouts[device] = layout_of(optimizer, probe)
         return self._layouts[device]
 
-    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    @torch.no_grad()
+    def adopt(
+        self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, Sequence[torch.Tensor]] | None = None
+    ) -> None:
         """Look after these parameters, by canonical name, from now on.
 
         A parameter object that is known already keeps its state; a new one starts afresh, until `load_layer_state`
-        sets it. The state of the others is let go.
+        sets it. The state of the others is let go. `states` has what `split_layer` returned: a new parameter takes
+        these tensors for its own, without a copy; one that is known takes their values.
         """
         before, self._optimizer = self._optimizer, None
         known = {id(parameter) for parameter in self._parameters.values()}
@@ -80,11 +84,17 @@ class Optimizer:
         if not parameters:
             return
         self._optimizer = self._make(_groups(parameters, self.spec.weight_decay))
-        for parameter in parameters.values():
+        for name, parameter in parameters.items():
+            given = (states or {}).get(name)
             if before is not None and id(parameter) in known:
                 self._optimizer.state[parameter] = before.state[parameter]
             else:
-                self._optimizer.state[parameter] = initial_state(self.layout(parameter.device), parameter)
+                layout = self.layout(parameter.device)
+                self._optimizer.state[parameter] = initial_state(layout, parameter, given[1:] if given else None)
+            if given is not None:
+                for own, value in zip(self._state([name]), given, strict=True):
+                    if own.data_ptr() != value.data_ptr():
+                        own.copy_(value)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate that a step is applied with; steps count from 1."""
@@ -124,6 +134,26 @@ class Optimizer:
         self._optimizer.step()
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def layer_tensors(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
+        """Return the state of these parameters as it is, in the order of `layer_state`; it changes with each step."""
+        return tuple(self._state(names))
+
+    def empty_layer(
+        self, shapes: Sequence[torch.Size], *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Make room for the state of parameters of these shapes, in the order of `layer_state`."""
+        tensors: list[torch.Tensor] = []
+        for shape in shapes:
+            parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+            layout = self.layout(device)
+            tensors += flat_tensors(layout, parameter, initial_state(layout, parameter))
+        return tuple(tensors)
+
+    def split_layer(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Say which of a layer's tensors belong to which parameter."""
+        count = len(tensors) // max(1, len(names))
+        return {name: tuple(tensors[count * index : count * (index + 1)]) for index, name in enumerate(names)}
 
     @torch.no_grad()
     def layer_state(self, names: Sequence[str]) -> torch.Tensor:

@@ -77,14 +77,19 @@ def make_probe(device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.ones(_PROBE_SHAPE, device=device))
 
 
-def initial_state(layout: StateLayout, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return the state of a parameter before its first step."""
-    state = {
-        entry.name: torch.full((), entry.initial, device=parameter.device)
-        if entry.is_scalar
-        else torch.full_like(parameter, entry.initial, requires_grad=False)
-        for entry in layout.entries
-    }
+def initial_state(
+    layout: StateLayout, parameter: nn.Parameter, values: Sequence[torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the state of a parameter before its first step; with `values`, these, one for each entry."""
+    if values is not None:
+        state = {entry.name: value for entry, value in zip(layout.entries, values, strict=True)}
+    else:
+        state = {
+            entry.name: torch.full((), entry.initial, device=parameter.device)
+            if entry.is_scalar
+            else torch.full_like(parameter, entry.initial, requires_grad=False)
+            for entry in layout.entries
+        }
     if layout.step_device is not None:
         state[STEP] = torch.zeros((), dtype=torch.float32, device=layout.step_device)
     return state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from oobleck.control.standing import Interrupted
@@ -54,18 +54,30 @@ class Signals:
 
         Raises Interrupted once `interrupted`; the thread is left behind. `waits_for` as in `wait`.
         """
-        outcome: list[T] = []
-        failure: list[BaseException] = []
+        (outcome,) = self.call_all([blocking], interrupted, waits_for)
+        return outcome
 
-        def run() -> None:
+    def call_all(
+        self, blocking: Sequence[Callable[[], T]], interrupted: Callable[[], bool], waits_for: Iterable[Place] = ()
+    ) -> list[T]:
+        """Call all at once, each on a thread of its own; return what they return, or raise what one raises first.
+
+        Raises Interrupted once `interrupted`; what still runs is left behind then, and after a failure. `waits_for`
+        as in `wait`.
+        """
+        outcomes: dict[int, T] = {}
+        failures: list[BaseException] = []
+
+        def run(index: int) -> None:
             try:
-                outcome.append(blocking())
+                outcomes[index] = blocking[index]()
             except BaseException as error:  # noqa: BLE001  handed to the waiting thread
-                failure.append(error)
+                failures.append(error)
             self.announce()
 
-        threading.Thread(target=run, daemon=True, name="abandonable").start()
-        self.wait(lambda: bool(outcome or failure), interrupted, waits_for)
-        if failure:
-            raise failure[0]
-        return outcome[0]
+        for index in range(len(blocking)):
+            threading.Thread(target=run, args=(index,), daemon=True, name="abandonable").start()
+        self.wait(lambda: bool(failures) or len(outcomes) == len(blocking), interrupted, waits_for)
+        if failures:
+            raise failures[0]
+        return [outcomes[index] for index in range(len(blocking))]

@@ -25,6 +25,7 @@ from oobleck.control.journal import (
     Cause,
     HangExplained,
     JobEnded,
+    LayersArriving,
     NodeAdded,
     NodeConnected,
     NodeLeft,
@@ -43,6 +44,7 @@ from oobleck.control.messages import (
     FinishStep,
     Heartbeat,
     KillWorker,
+    LayersMoving,
     Leaving,
     PeerFailed,
     StartWorker,
@@ -928,3 +930,13 @@ def test_a_run_that_never_trained_or_has_ended_leaves_nothing_to_take_over():
     bench = training()
     bench.feed(stop(now=True))
     assert read_remains([command.entry for command in bench.commands if isinstance(command, Record)]) is None
+
+
+def test_long_transfers_of_the_newest_plan_are_told_of():
+    bench = training()
+    for generation in (0, 1):
+        moving = LayersMoving(device=0, generation=generation, received_bytes=250, all_bytes=1000)
+        bench.say("n1", moving)
+    (arriving,) = bench.journal(LayersArriving)
+    assert (arriving.node, arriving.generation) == ("n1", 1)
+    assert "25%" in arriving.describe()

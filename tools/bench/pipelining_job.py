@@ -6,6 +6,7 @@ losses summed over the step's tokens. Initial weights and samples are Oobleck's,
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oobleck.job import JobSpec
-from oobleck.training.configuration import build_model
 from oobleck.training.data import Dataset, prepare_dataset
-from oobleck.training.learning_rate import learning_rate
+from oobleck.training.learning_rate import rate_factor
 from oobleck.training.models import ModelStructure, StageModel
 from oobleck.training.sampling import samples_of_step
 
@@ -114,7 +114,7 @@ def _prepare(job: JobSpec, directory: Path) -> tuple[Dataset, PreTrainedModel]:
     structure = ModelStructure.from_spec(
         job.model, vocab_size=dataset.vocab_size, sequence_length=job.data.sequence_length
     )
-    model = build_model(structure.config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(structure.config), dtype=torch.float32).train()
     ours = StageModel(structure, dtype=torch.float32, device="cpu")
     ours.adopt(0, structure.num_layers, {})
     ours.initialize(range(structure.num_layers), seed=job.seed)
@@ -148,7 +148,7 @@ def _train(
         clip = min(1.0, spec.max_grad_norm / (float(agreed[1]) ** 0.5 + 1e-6))
         torch._foreach_mul_(gradients, clip)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(spec, step=step, max_steps=job.max_steps)
+            group["lr"] = spec.learning_rate * rate_factor(spec, step=step, max_steps=job.max_steps)
         optimizer.step()
         optimizer.zero_grad()
         now_s = time.monotonic()
