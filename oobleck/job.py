@@ -233,7 +233,7 @@ class JobSpec:
     """f: the number of simultaneous node failures that never cost state."""
     num_pipelines: int | None = None
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zero-bubble"] = "1f1b"
     device_memory_bytes: int | None = None
     """Memory of one device; None asks the nodes."""
     script: ScriptSpec | None = None

@@ -46,6 +46,7 @@ from .sampling import samples_of_step
 from .saving import Saving
 from .signals import Signals
 from .transfer import LayerState, exchange_layers, fill_state, transfer_key
+from .weight_gradients import WeightGradients
 
 __all__ = ["Engine"]
 
@@ -126,6 +127,7 @@ class Engine:
             else None
         )
         self._schedule = ScheduleKind(job.schedule)
+        self._put_off = self._put_off_weights() if self._schedule is ScheduleKind.ZERO_BUBBLE else None
         self._plan: ExecutionPlan | None = None
         self._lane: Lane | None = None
         self._reducer: GradientReducer | None = None
@@ -211,6 +213,13 @@ class Engine:
         """Seconds of the latest steps in which this worker computed, and in which it waited for its neighbours."""
         return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
 
+    def _put_off_weights(self) -> WeightGradients:
+        put_off = WeightGradients()
+        for layer in range(self._structure.num_layers):
+            for module in self._model.modules_of(layer):
+                put_off.put_off(module)
+        return put_off
+
     # --- a step ----------------------------------------------------------------------------------------------
 
     def _compute(self, plan: ExecutionPlan, lane: Lane, step: int, reducer: GradientReducer | None = None) -> StepWork:
@@ -224,7 +233,9 @@ class Engine:
         if not self._base_done:
             located = plan.locate(self._place)
             assert located is not None
-            around_last = nullcontext() if reducer is None else reducer.overlapping()
+            # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
+            overlaps = reducer is not None and self._put_off is None
+            around_last = reducer.overlapping() if reducer is not None and overlaps else nullcontext()
             self._execute(work, lane, plan.microbatches_of(located[0]), around_last)
             self._base_done = True
         return work
@@ -270,6 +281,7 @@ class Engine:
                 lane=lane,
                 on_backward=self._standing.note_microbatch,
                 around_last=around_last,
+                put_off=self._put_off,
                 signals=self._signals,
                 interrupted=self._standing.is_pipeline_stopped,
             )

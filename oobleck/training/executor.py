@@ -23,8 +23,11 @@ from .groups import Group
 from .inbox import Inbox
 from .models import MicrobatchKey, StageModel
 from .signals import Signals
+from .weight_gradients import WeightGradients
 
 __all__ = ["Lane", "StepWork", "execute"]
+
+_GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ def execute(
     lane: Lane,
     on_backward: Callable[[], None],
     around_last: AbstractContextManager[object],
+    put_off: WeightGradients | None,
     signals: Signals,
     interrupted: Callable[[], bool],
 ) -> None:
@@ -97,11 +101,14 @@ def execute(
 
     The program's positions 0 .. m-1 stand for `microbatches`, the step's own numbers. The instructions that
     end a step (reduce, commit, apply) are not this function's: it stops before them. `around_last` is entered for
-    the backward pass after which gradients are final.
+    the backward pass after which gradients are final; `put_off` is what the model puts off to BACKWARD_WEIGHT, if it
+    does.
 
     Raises Interrupted once `interrupted()`, PeerLost when a neighbour is gone; gradients are then partial.
     """
-    execution = _Execution(program, microbatches, work, model, dataset, lane, on_backward, signals, interrupted)
+    execution = _Execution(
+        program, microbatches, work, model, dataset, lane, on_backward, put_off, signals, interrupted
+    )
     execution.run(around_last)
 
 
@@ -115,6 +122,7 @@ class _Execution:
         dataset: Dataset,
         lane: Lane,
         on_backward: Callable[[], None],
+        put_off: WeightGradients | None,
         signals: Signals,
         interrupted: Callable[[], bool],
     ) -> None:
@@ -125,6 +133,7 @@ class _Execution:
         self._dataset = dataset
         self._lane = lane
         self._on_backward = on_backward
+        self._put_off = put_off
         self._interrupted = interrupted
         self._batches: dict[int, Batch] = {}
         self._inputs: dict[int, torch.Tensor] = {}
@@ -139,11 +148,14 @@ class _Execution:
             Op.SEND_F: self._send_forward,
             Op.RECV_B: self._receive_backward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_B: self._send_backward,
         }
 
     def run(self, around_last: AbstractContextManager[object]) -> None:
-        last = max((at for at, instruction in enumerate(self._program) if instruction.op is Op.BACKWARD), default=None)
+        backwards = [at for at, instruction in enumerate(self._program) if instruction.op in _GRADIENT_OPS]
+        last = backwards[-1] if backwards else None
         for at, instruction in enumerate(self._program):
             if instruction.op.is_tail:
                 break
@@ -212,13 +224,24 @@ class _Execution:
         self._output_gradients[position] = self._take(self._backwards)
 
     def _backward(self, position: int) -> None:
+        self._backward_input(position)
+        self._backward_weight(position)
+
+    def _backward_input(self, position: int) -> None:
+        """Take a microbatch backward; weights that are put off are not done then, all others are."""
         self._check()
+        if self._put_off is not None:
+            self._put_off.begin(position)
         output = self._outputs.pop(position)
         if self._lane.is_last:
             self._work.losses.append(output.detach())
             output.backward()  # type: ignore[no-untyped-call]
         else:
             output.backward(self._output_gradients.pop(position))  # type: ignore[no-untyped-call]
+
+    def _backward_weight(self, position: int) -> None:
+        if self._put_off is not None:
+            self._put_off.finish(position)
         self._on_backward()
         if self._lane.is_first:
             microbatch = self._microbatches[position]

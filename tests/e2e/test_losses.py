@@ -117,3 +117,12 @@ def test_the_cache_of_tokens_is_made_once(runner: Runner, undisturbed: Outcome) 
     caches = [path for path in Path(runner.base_dir / "cache").iterdir() if path.is_dir()]
     assert undisturbed.exit_code == 0
     assert len(caches) == 1
+
+
+def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, undisturbed: Outcome) -> None:
+    """Weights' gradients come later than inputs'; a node is killed meanwhile."""
+    path = runner.job_file()
+    path.write_text(path.read_text(encoding="utf-8") + "schedule: zero-bubble\n", encoding="utf-8")
+    outcome = runner.run("--job", str(path), "--kill", f"node3@{KILL_STEP}")
+    assert_nothing_lost(outcome, len(undisturbed.losses))
+    assert largest_gap(outcome.losses, undisturbed.losses) < TOLERANCE

@@ -2,10 +2,11 @@
 
     python tools/bench/throughput.py --rounds 5
 
-Four ways take turns, several times over, each in fresh processes:
+Five ways take turns, several times over, each in fresh processes:
 
     torch     torch.distributed.pipelining's Schedule1F1B, two stages cut by hand
     same cut  Oobleck's workers with the same two stages
+    bubbles   the same, with the zero-bubble schedule
     own plan  Oobleck's workers with the plan that its planner makes from a profile measured here
     alone     one process without a pipeline, which has all cores to itself
 
@@ -24,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -93,13 +94,13 @@ class Turn:
 
 
 def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn]], dict[str, ExecutionPlan]]:
-    """Let the four ways take turns; returns the profile, the turns and the plans, by way."""
+    """Let the ways take turns; returns the profile, the turns and the plans, by way."""
     with _workers(setting, _PLACES[:1]) as workers:
         profile = workers.profile()
-    plans = {"same cut": setting.hand_cut, "own plan": _own_plan(setting, profile)}
+    plans = {"same cut": setting.hand_cut, "bubbles": setting.hand_cut, "own plan": _own_plan(setting, profile)}
     ways: dict[str, Callable[[], Turn]] = {
         "torch": partial(_torch_turn, setting),
-        **{way: partial(_oobleck_turn, setting, plan) for way, plan in plans.items()},
+        **{way: partial(_oobleck_turn, _scheduled(setting, way), plan) for way, plan in plans.items()},
         "alone": partial(_alone_turn, setting),
     }
     turns: dict[str, list[Turn]] = {way: [] for way in ways}
@@ -107,6 +108,14 @@ def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn
         for way in list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]:
             turns[way].append(ways[way]())
     return profile, turns, plans
+
+
+def _schedule_of(way: str) -> ScheduleKind:
+    return ScheduleKind.ZERO_BUBBLE if way == "bubbles" else ScheduleKind.ONE_F_ONE_B
+
+
+def _scheduled(setting: Setting, way: str) -> Setting:
+    return replace(setting, job=replace(setting.job, schedule=_schedule_of(way).value))
 
 
 def _own_plan(setting: Setting, profile: Profile) -> ExecutionPlan:
@@ -176,7 +185,7 @@ def _print_table(turns: dict[str, list[Turn]], tokens: int) -> None:
 
 def _print_bubbles(profile: Profile, turns: dict[str, list[Turn]], plans: dict[str, ExecutionPlan]) -> None:
     for way, plan in plans.items():
-        predicted = forecast(profile, plan, kind=ScheduleKind.ONE_F_ONE_B)
+        predicted = forecast(profile, plan, kind=_schedule_of(way))
         share = predicted.pipelines[0].timeline.bubble_share
         found = statistics.median(turn.bubble_share or 0.0 for turn in turns[way])
         step_s = statistics.median(turn.step_s for turn in turns[way])

@@ -1,0 +1,117 @@
+"""Weight gradients that are computed after the gradients of inputs: what a schedule without bubbles needs.
+
+A stage before waits for the gradient of a stage's input; nobody waits for those of its weights. So linear layers,
+whose weights take half of a backward pass, put off that half here: their backward pass computes the gradient of the
+input and notes what the weights' takes. Other parameters (norms, embeddings) are too cheap to be worth it, and are
+done at once. Sums come in the same order either way, by microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+__all__ = ["WeightGradients"]
+
+
+class _Owed(NamedTuple):
+    """The gradient of one linear layer's weights for one microbatch, not computed yet."""
+
+    layer: nn.Module
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    inputs: torch.Tensor
+    """[tokens, in]"""
+    gradient: torch.Tensor
+    """Of the outputs, [tokens, out]."""
+
+
+class WeightGradients:
+    """What linear layers owe their weights. Used by one thread, and by autograd on its behalf."""
+
+    def __init__(self) -> None:
+        self._owed: dict[int, list[_Owed]] = {}
+        self._current: list[_Owed] = []
+
+    def put_off(self, module: nn.Module) -> None:
+        """Have the linear layers within a module put off their weights' gradients from now on."""
+        for layer in module.modules():
+            if type(layer) in (nn.Linear, Conv1D):
+                layer.forward = partial(_forward, layer, self._note)
+
+    def begin(self, microbatch: int) -> None:
+        """Say which microbatch is taken backward next."""
+        self._current = self._owed[microbatch] = []
+
+    def finish(self, microbatch: int) -> None:
+        """Add what this microbatch owes to the weights' gradients."""
+        for owed in self._owed.pop(microbatch):
+            _add(owed)
+
+    def _note(self, owed: _Owed) -> None:
+        self._current.append(owed)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward pass leaves out its weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        layer: nn.Module,
+        note: Callable[[_Owed], None],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.layer, ctx.weight, ctx.bias, ctx.note = layer, weight, bias, note
+        return functional.linear(inputs, weight.t() if isinstance(layer, Conv1D) else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        ctx.note(_Owed(ctx.layer, ctx.weight, ctx.bias, _rows(inputs), _rows(gradient)))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        matrix = weight.t() if isinstance(ctx.layer, Conv1D) else weight
+        # Under autocast the layer has computed in another type than its weights have.
+        return (gradient @ matrix.to(gradient.dtype)).to(inputs.dtype), None, None, None, None
+
+
+def _forward(layer: Any, note: Callable[[_Owed], None], inputs: torch.Tensor) -> torch.Tensor:
+    """What a linear layer does instead of its own forward pass."""
+    if not torch.is_grad_enabled() or not layer.weight.requires_grad:
+        return type(layer).forward(layer, inputs)  # type: ignore[no-any-return]
+    return _Linear.apply(inputs, layer.weight, layer.bias, layer, note)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@torch.no_grad()
+def _add(owed: _Owed) -> None:
+    inputs, gradient = owed.inputs.to(owed.gradient.dtype), owed.gradient
+    left, right = (inputs.t(), gradient) if isinstance(owed.layer, Conv1D) else (gradient.t(), inputs)
+    grad = owed.weight.grad
+    if grad is not None and grad.dtype == left.dtype:
+        grad.addmm_(left, right)
+    else:
+        _accumulate(owed.weight, left @ right)
+    if owed.bias is not None:
+        _accumulate(owed.bias, gradient.sum(0))
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad += gradient
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
