@@ -234,6 +234,8 @@ class JobSpec:
     num_pipelines: int | None = None
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
     schedule: Literal["1f1b", "gpipe", "zero-bubble"] = "1f1b"
+    tensor_parallel: int = 1
+    """Devices of a node that share each stage, by the model's own plan."""
     device_memory_bytes: int | None = None
     """Memory of one device; None asks the nodes."""
     script: ScriptSpec | None = None
@@ -258,6 +260,13 @@ class JobSpec:
             "initial_loss_scale",
             self.initial_loss_scale,
             "a power of two, as 65536.0",
+        )
+        _require(self.tensor_parallel >= 1, "tensor_parallel", self.tensor_parallel, "at least 1")
+        _require(
+            self.tensor_parallel == 1 or self.schedule != "zero-bubble",
+            "schedule",
+            self.schedule,
+            "1f1b or gpipe where devices share stages (tensor_parallel)",
         )
         _require(self.fault_threshold >= 0, "fault_threshold", self.fault_threshold, "0 or more")
         for name in ("eval_steps", "max_eval_samples"):

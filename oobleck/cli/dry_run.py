@@ -15,7 +15,7 @@ from rich.console import Console
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import LayerProfile, Planner, PlannerSettings, Profile, profile_from_json
+from oobleck.planner import LayerProfile, PlannerSettings, Profile, TensorParallelPlanner, profile_from_json
 from oobleck.planner.devices import device_sheet
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.shapes import shape_from_config
@@ -41,7 +41,7 @@ def dry_run(job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_d
     if job.device != "cpu":
         raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
     names = [spec.name for spec in nodes] or [f"node{index}" for index in range(num_local)]
-    devices_per_node = _devices_per_node(nodes)
+    devices_per_node = _devices_per_node(nodes) if nodes else job.tensor_parallel
     directory = RunDirectory(base_dir=base_dir, tag=job.tag)
     outline = outline_of(job)
     measured = next(_fitting(directory.profile, job, outline), None)
@@ -54,7 +54,7 @@ def dry_run(job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_d
         num_pipelines=job.num_pipelines,
     )
     report = make_report(
-        Planner(profile, settings),
+        TensorParallelPlanner(profile, settings, job.tensor_parallel),
         names,
         global_batch_size=job.global_batch_size,
         kind=ScheduleKind(job.schedule),

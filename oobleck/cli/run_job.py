@@ -10,7 +10,7 @@ import platform
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
@@ -212,7 +212,8 @@ async def _nodes(run: Run) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptio
     timeout_s = run.job.control.connect_timeout_s
     if run.num_local:
         async with serve_local_nodes(run.num_local + NUM_SPARE_NODES) as (nodes, options):
-            yield nodes, options
+            devices = tuple(range(run.job.tensor_parallel))
+            yield tuple(replace(node, devices=devices) for node in nodes), options
     else:
         yield run.nodes, SSHOptions(connect_timeout_s=timeout_s, config=run.ssh_config)
 

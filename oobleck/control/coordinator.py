@@ -24,7 +24,7 @@ from typing import assert_never
 from oobleck import __version__
 from oobleck.errors import ConfigError, PeerError, PlanningError, UsageError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Place, Planner, PlannerSettings, Profile, profile_to_json
+from oobleck.planner import Place, Planner, PlannerSettings, Profile, TensorParallelPlanner, profile_to_json
 
 from .diagnosis import TERMINATION_WORDS
 from .events import (
@@ -629,7 +629,7 @@ class Coordinator:
             fault_threshold=self._job.fault_threshold,
             num_pipelines=self._job.num_pipelines,
         )
-        return Planner(profile, settings)
+        return TensorParallelPlanner(profile, settings, self._job.tensor_parallel)
 
     def _end_the_start(self) -> None:
         if self._startup_failures:

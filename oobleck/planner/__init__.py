@@ -20,6 +20,7 @@ from .transfers import LayerTransfer
 
 if TYPE_CHECKING:
     from .planner import Planner
+    from .tensor_parallel import TensorParallelPlanner
 
 __all__ = [
     "KNOWN_DEVICES",
@@ -40,6 +41,7 @@ __all__ = [
     "Profile",
     "Stage",
     "StageTemplate",
+    "TensorParallelPlanner",
     "device_sheet",
     "device_sheet_from_json",
     "estimate_profile",
@@ -55,4 +57,8 @@ def __getattr__(name: str) -> object:
         from .planner import Planner
 
         return Planner
+    if name == "TensorParallelPlanner":
+        from .tensor_parallel import TensorParallelPlanner
+
+        return TensorParallelPlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

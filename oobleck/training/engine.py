@@ -35,7 +35,7 @@ from oobleck.wire import (
 from .data import Dataset
 from .evaluation import Evaluator
 from .executor import Lane, StepWork, execute
-from .groups import GroupKey, GroupTable
+from .groups import Group, GroupKey, GroupTable
 from .loss_scale import LossScale
 from .models import ModelStructure, StageModel
 from .optimizer import Optimizer
@@ -45,6 +45,7 @@ from .reduction import Bucket, GradientReducer, commit, commit_key, make_buckets
 from .sampling import samples_of_step
 from .saving import Saving
 from .signals import Signals
+from .tensor_parallel import initialize_share, install, share_of
 from .transfer import LayerState, exchange_layers, fill_state, transfer_key
 from .weight_gradients import WeightGradients
 
@@ -67,6 +68,8 @@ class _PlaceInPlan:
     num_stages: int
     lane_key: GroupKey
     """The group that links the pipeline's stages."""
+    stage_key: GroupKey
+    """The group of the devices that share the stage."""
 
     @classmethod
     def find(cls, plan: ExecutionPlan, place: Place, pipeline_generations: Sequence[int]) -> _PlaceInPlan | None:
@@ -80,6 +83,7 @@ class _PlaceInPlan:
             stage=located[1],
             num_stages=len(pipeline.stages),
             lane_key=GroupKey("pipeline", pipeline_generations[located[0]], pipeline.places),
+            stage_key=GroupKey("stage", pipeline_generations[located[0]], pipeline.stages[located[1]].places),
         )
 
 
@@ -104,7 +108,11 @@ class Engine:
         self._job = job
         self._place = place
         self._dataset = dataset
-        self._structure = structure
+        self._whole = structure
+        degree = job.tensor_parallel
+        self._share = share_of(structure, rank=place.device % degree, degree=degree)
+        self._structure = self._share.structure
+        self._stage_group: Group | None = None
         self._groups = groups
         self._signals = signals
         self._standing = standing
@@ -114,12 +122,13 @@ class Engine:
         self._loss_scale: LossScale | None = LossScale(scale=job.initial_loss_scale)
         """None where others went on without this worker: it must be told before it takes part again."""
         self._model = StageModel(
-            structure,
+            self._structure,
             dtype=self._precision.parameters,
             device=torch.device(job.device),
             autocast=self._precision.autocast,
             activation_checkpointing=job.activation_checkpointing,
         )
+        install(self._model, self._share, self._sum_in_stage)
         self._optimizer = optimizer
         self._evaluator = (
             Evaluator(job, validation, signals=signals, on_progress=self._say_evaluating)
@@ -212,6 +221,12 @@ class Engine:
     def time_spent(self) -> tuple[float, float]:
         """Seconds of the latest steps in which this worker computed, and in which it waited for its neighbours."""
         return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
+
+    def _sum_in_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the devices that share the stage, in place. Raises Interrupted or PeerLost."""
+        assert self._stage_group is not None
+        self._stage_group.all_reduce(tensor, self._signals).wait(self._standing.is_pipeline_stopped)
+        return tensor
 
     def _put_off_weights(self) -> WeightGradients:
         put_off = WeightGradients()
@@ -315,11 +330,12 @@ class Engine:
         self._standing.note_reduced(work.step)
         outcome = commit(
             key,
-            loss=work.loss,
+            # The other devices of the stage have the same to tell.
+            loss=work.loss if self._share.rank == 0 else 0.0,
             squared_grad_norm=squared_norm(reducer.buckets, reduced, self._place),
             stop=self._standing.is_stop_wanted,
             save=self._saving is not None and self._saving.is_wanted(work.step),
-            counts=work.counts,
+            counts=work.counts if self._share.rank == 0 else {},
             num_microbatches=self._job.num_microbatches,
             groups=self._groups,
             signals=self._signals,
@@ -429,7 +445,7 @@ class Engine:
         keys = [] if moving is None else [moving]
         if place is not None:
             buckets, commit_group = self._reduction_keys(plan, order.generation)
-            keys += [place.lane_key, commit_group, *(bucket.key for bucket in buckets)]
+            keys += [place.lane_key, place.stage_key, commit_group, *(bucket.key for bucket in buckets)]
         self._groups.form(keys, self._standing.is_fenced)
         began_s = time.monotonic()
         layers = place.layers if place is not None else range(0)
@@ -468,7 +484,14 @@ class Engine:
         self._reducer = self._reducer_of(buckets)
         if place is not None:
             group = self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None
-            self._lane = Lane(stage=place.stage, num_stages=place.num_stages, group=group)
+            self._lane = Lane(
+                stage=place.stage,
+                num_stages=place.num_stages,
+                group=group,
+                rank=self._share.rank,
+                degree=self._share.degree,
+            )
+            self._stage_group = self._groups[place.stage_key] if self._share.degree > 1 else None
         self._groups.keep_only(keys)
         self._resumed_generation = order.generation
 
@@ -521,7 +544,7 @@ class Engine:
         self, plan: ExecutionPlan, generation: int, lost: Collection[str] = ()
     ) -> tuple[tuple[Bucket, ...], GroupKey]:
         """The buckets of this worker and the group of the commit, among the nodes that are left."""
-        buckets = make_buckets(plan, self._place, self._structure, generation=generation, lost=lost)
+        buckets = make_buckets(plan, self._place, self._share, generation=generation, lost=lost)
         return buckets, commit_key(plan, generation=generation, lost=lost)
 
     def _reducer_of(self, buckets: Sequence[Bucket]) -> GradientReducer:
@@ -569,5 +592,7 @@ class Engine:
             given |= self._optimizer.split_layer(self._structure.layer_parameters(layer), state)
         self._model.adopt(layers.start, layers.stop, {name: tensors[0] for name, tensors in given.items()})
         self._optimizer.adopt(self._model.parameters, given)
-        if initial:
+        if initial and self._share.degree == 1:
             self._model.initialize(layers, seed=self._job.seed)
+        elif initial:
+            initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)

@@ -37,7 +37,15 @@ class Lane:
     stage: int
     num_stages: int
     group: Group | None
-    """None for a pipeline of one stage."""
+    """None for a pipeline of one worker."""
+    rank: int = 0
+    """Which of the devices that share the stage this is."""
+    degree: int = 1
+    """How many share each stage."""
+
+    def member(self, stage: int) -> int:
+        """The neighbour at another stage, as the group counts: the device of like rank."""
+        return stage * self.degree + self.rank
 
     @property
     def is_first(self) -> bool:
@@ -139,8 +147,8 @@ class _Execution:
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._output_gradients: dict[int, torch.Tensor] = {}
-        self._forwards = self._expect(Op.RECV_F, lane.stage - 1, signals)
-        self._backwards = self._expect(Op.RECV_B, lane.stage + 1, signals)
+        self._forwards = self._expect(Op.RECV_F, lane.member(lane.stage - 1), signals)
+        self._backwards = self._expect(Op.RECV_B, lane.member(lane.stage + 1), signals)
         self._steps: dict[Op, Callable[[int], None]] = {
             Op.LOAD: self._load,
             Op.RECV_F: self._receive_forward,
@@ -255,7 +263,9 @@ class _Execution:
     def _send(self, op: Op, position: int, tensor: torch.Tensor, target: int) -> None:
         assert self._lane.group is not None
         tensor = tensor.contiguous()
-        self._work.sends.append((self._lane.group.send(tensor, target, self._tag(op, position)), tensor))
+        self._work.sends.append(
+            (self._lane.group.send(tensor, self._lane.member(target), self._tag(op, position)), tensor)
+        )
 
 
 def _position(instruction: Instruction) -> int:

@@ -38,7 +38,7 @@ _MAX_PARALLEL = 8
 class GroupKey:
     """What the members of a group agree on without talking."""
 
-    purpose: Literal["pipeline", "reduce", "transfer"]
+    purpose: Literal["pipeline", "stage", "reduce", "transfer"]
     generation: int
     members: tuple[Place, ...]
 

@@ -19,6 +19,7 @@ from oobleck.planner import ExecutionPlan, Place
 from .groups import GroupKey, GroupTable, Reduction
 from .models import ModelStructure
 from .signals import Signals
+from .tensor_parallel import Share
 
 __all__ = [
     "BUCKET_ELEMENTS",
@@ -41,10 +42,12 @@ class Bucket:
 
     key: GroupKey
     parameters: tuple[str, ...]
+    is_counted: bool = True
+    """Whether its owners count it in the global gradient norm; other devices of their stages may have the same."""
 
     def is_counted_by(self, place: Place) -> bool:
         """Tell whether `place` counts these parameters in the global gradient norm: one owner does."""
-        return self.key.members[0] == place
+        return self.is_counted and self.key.members[0] == place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class Commit:
 def make_buckets(
     plan: ExecutionPlan,
     place: Place,
-    structure: ModelStructure,
+    share: Share,
     *,
     generation: int,
     lost: Collection[str] = (),
@@ -78,7 +81,8 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Group the parameters that `place` holds by their owner sets among the nodes not lost; O(parameters).
 
-    A tied parameter belongs to several layers; its owners are all who hold any of them. Buckets come in the order
+    A tied parameter belongs to several layers; its owners are all who hold any of them. Where devices share a stage,
+    those of like rank are owners together, for their `share` of the parameter. Buckets come in the order
     in which a backward pass completes them, the last layers' first; owners of the same parameters put them into the
     same buckets, and any two workers have the buckets that they share in the same order. None is larger than
     `max_elements`, unless a single parameter is.
@@ -86,18 +90,26 @@ def make_buckets(
     located = plan.locate(place)
     assert located is not None
     pipeline, stage = located
+    structure = share.structure
     owners = {layer: plan.owners_of(layer) for layer in range(plan.num_layers)}
-    by_owners: dict[tuple[Place, ...], list[str]] = {}
+    by_owners: dict[tuple[tuple[Place, ...], bool], list[str]] = {}
     names = {
         name for layer in plan.pipelines[pipeline].stages[stage].layers for name in structure.layer_parameters(layer)
     }
     for name in sorted(names, key=lambda name: (-structure.layers_with(name)[0], name)):
         holders = {owner for layer in structure.layers_with(name) for owner in owners[layer]}
-        living = tuple(sorted(owner for owner in holders if owner.node not in lost))
-        by_owners.setdefault(living, []).append(name)
+        living = tuple(
+            sorted(
+                owner
+                for owner in holders
+                if owner.node not in lost and (name in share.summed or owner.device % share.degree == share.rank)
+            )
+        )
+        is_counted = share.rank == 0 or not share.is_whole(name)
+        by_owners.setdefault((living, is_counted), []).append(name)
     buckets = [
-        Bucket(key=GroupKey("reduce", generation, members), parameters=parameters)
-        for members, names_of in by_owners.items()
+        Bucket(key=GroupKey("reduce", generation, members), parameters=parameters, is_counted=is_counted)
+        for (members, is_counted), names_of in by_owners.items()
         for parameters in _cut(names_of, structure, max_elements)
     ]
     return tuple(sorted(buckets, key=lambda bucket: _rank(bucket, structure)))

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
 from oobleck.training.models import ModelStructure
 from oobleck.training.reduction import Bucket, make_buckets
+from oobleck.training.tensor_parallel import share_of
 from tests.training.zoo import structure_of
 
 STRUCTURE = structure_of("gpt2")
+SHARE = share_of(STRUCTURE, rank=0, degree=1)
 
 
 @st.composite
@@ -34,7 +36,7 @@ def plans(draw: st.DrawFn, structure: ModelStructure = STRUCTURE) -> ExecutionPl
 
 
 def buckets_of(plan: ExecutionPlan, place: Place, max_elements: int) -> tuple[Bucket, ...]:
-    return make_buckets(plan, place, STRUCTURE, generation=1, max_elements=max_elements)
+    return make_buckets(plan, place, SHARE, generation=1, max_elements=max_elements)
 
 
 @given(plan=plans(), max_elements=st.sampled_from([1, 5000, 1 << 30]))

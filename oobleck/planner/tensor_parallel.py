@@ -1,0 +1,131 @@
+"""Tensor parallelism seen by the planner: the devices of a node, taken in groups that act as one device.
+
+With a degree of t, every t devices of a node hold the same layers, each device its share of them. So a plan is made
+for nodes with a t-th of the devices and then written out; the shares of one rank within the groups are as separate
+from the others' as if they were another model, and a layer moves as t transfers, between devices of like rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from oobleck.errors import PlanningError
+
+from .decision import Decision
+from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Place
+from .planner import Planner
+from .profile import LayerProfile, Profile
+from .settings import PlannerSettings
+from .transfers import LayerTransfer
+
+__all__ = ["TensorParallelPlanner", "expand_plan", "expand_transfers"]
+
+
+class TensorParallelPlanner(Planner):
+    """A planner whose stages have `degree` devices each; everything that it takes and gives names single devices."""
+
+    def __init__(self, profile: Profile, settings: PlannerSettings, degree: int) -> None:
+        """`profile` is that of one device. Raises PlanningError where nodes' devices make no whole groups."""
+        if settings.devices_per_node % degree:
+            raise PlanningError(
+                f"tensor_parallel is {degree}, and nodes have {settings.devices_per_node} devices; "
+                "a node's devices must make whole groups"
+            )
+        device = replace(profile.device, memory_bytes=profile.device.memory_bytes * degree)
+        super().__init__(
+            replace(profile, device=device),
+            replace(
+                settings,
+                devices_per_node=settings.devices_per_node // degree,
+                reserved_memory_bytes=settings.reserved_memory_bytes * degree,
+            ),
+        )
+        self.degree = degree
+        # For forecasts, which look up what so many devices take: a group is planned with the times of one device.
+        self.profile = replace(profile, layers=tuple(_with_times_of(layer, degree) for layer in profile.layers))
+
+    def initial_plan(self, nodes: Sequence[str], *, slow: Mapping[str, float] | None = None) -> Decision:
+        return self._expand(super().initial_plan(nodes, slow=slow))
+
+    def reconfigure(
+        self,
+        plan: ExecutionPlan,
+        *,
+        lost: Collection[str] = (),
+        joined: Collection[str] = (),
+        leaving: Collection[str] = (),
+        slow: Mapping[str, float] | None = None,
+        held: Mapping[Place, frozenset[int]] | None = None,
+    ) -> Decision:
+        decision = super().reconfigure(
+            _contract_plan(plan, self.degree),
+            lost=lost,
+            joined=joined,
+            leaving=leaving,
+            slow=slow,
+            held=None if held is None else _contract_held(held, self.degree),
+        )
+        return self._expand(decision)
+
+    def _expand(self, decision: Decision) -> Decision:
+        return replace(
+            decision,
+            plan=expand_plan(decision.plan, self.degree),
+            transfers=expand_transfers(decision.transfers, self.degree),
+        )
+
+
+def expand_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
+    """Give every stage `degree` devices for each that it has."""
+    return _with_devices(plan, lambda number: number * degree)
+
+
+def _contract_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
+    return _with_devices(plan, lambda number: number // degree)
+
+
+def _with_devices(plan: ExecutionPlan, changed: Callable[[int], int]) -> ExecutionPlan:
+    """Change the numbers of all stages' devices, the first and how many."""
+    return replace(plan, pipelines=tuple(_pipeline_with(pipeline, changed) for pipeline in plan.pipelines))
+
+
+def _pipeline_with(pipeline: Pipeline, changed: Callable[[int], int]) -> Pipeline:
+    stages = tuple(
+        replace(stage, first_device=changed(stage.first_device), num_devices=changed(stage.num_devices))
+        for stage in pipeline.template.stages
+    )
+    return replace(pipeline, template=PipelineTemplate(stages=stages))
+
+
+def expand_transfers(transfers: Sequence[LayerTransfer], degree: int) -> tuple[LayerTransfer, ...]:
+    """Write out transfers between groups as transfers between their devices of like rank."""
+    return tuple(
+        replace(item, source=_device(item.source, degree, rank), target=_device(item.target, degree, rank))
+        for item in transfers
+        for rank in range(degree)
+    )
+
+
+def _with_times_of(layer: LayerProfile, degree: int) -> LayerProfile:
+    forward_s, backward_s = layer.forward_s, layer.backward_s
+    return replace(
+        layer,
+        forward_s={degree: forward_s[1], **forward_s},
+        backward_s={degree: backward_s[1], **backward_s},
+    )
+
+
+def _device(group: Place, degree: int, rank: int) -> Place:
+    return Place(node=group.node, device=group.device * degree + rank)
+
+
+def _contract_held(held: Mapping[Place, frozenset[int]], degree: int) -> dict[Place, frozenset[int]]:
+    """A group holds what all of its devices hold their shares of."""
+    groups: dict[Place, list[frozenset[int]]] = {}
+    for place, layers in held.items():
+        groups.setdefault(Place(node=place.node, device=place.device // degree), []).append(layers)
+    return {
+        group: frozenset.intersection(*shares) if len(shares) == degree else frozenset()
+        for group, shares in groups.items()
+    }
