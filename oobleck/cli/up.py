@@ -53,6 +53,10 @@ def up(
     pipelines: Annotated[
         int | None, typer.Option("--pipelines", metavar="N", help="Ask the planner for exactly N pipelines.")
     ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option("--tp", metavar="N", help="Devices of a node that share each stage; virtual nodes have so many."),
+    ] = None,
     tag: Annotated[str | None, typer.Option("--tag", help="Name of the run.")] = None,
     kill: Annotated[
         list[str] | None,
@@ -100,7 +104,16 @@ def up(
     if summary is not None and not os.access(summary.expanduser().parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
     job = read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
-    job = _with_options(job, steps=steps, dtype=dtype, seed=seed, f=fault_threshold, pipelines=pipelines, tag=tag)
+    job = _with_options(
+        job,
+        steps=steps,
+        dtype=dtype,
+        seed=seed,
+        f=fault_threshold,
+        pipelines=pipelines,
+        tensor_parallel=tensor_parallel,
+        tag=tag,
+    )
     job = _with_saving(job, save_every, keep)
     if job.num_pipelines is not None and job.num_pipelines > len(names):
         raise ConfigError(
@@ -161,6 +174,7 @@ def _with_options(
     seed: int | None,
     f: int | None,
     pipelines: int | None,
+    tensor_parallel: int | None,
     tag: str | None,
 ) -> JobSpec:
     """Apply the options that have a name of their own."""
@@ -172,6 +186,7 @@ def _with_options(
         "seed": seed,
         "fault_threshold": f,
         "num_pipelines": pipelines,
+        "tensor_parallel": tensor_parallel,
         "tag": tag,
     }
     return replace(job, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]  # checked just above, and by JobSpec itself
