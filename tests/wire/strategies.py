@@ -142,6 +142,8 @@ def _shards() -> st.SearchStrategy[Shard]:
 @st.composite
 def job_specs(draw: st.DrawFn) -> JobSpec:
     microbatch_size, num_microbatches = draw(st.integers(1, 99)), draw(st.integers(1, 99))
+    degree = draw(st.sampled_from([1, 1, 2, 8]))
+    kinds = ["1f1b", "gpipe", "zero-bubble"] if degree == 1 else ["1f1b", "gpipe"]
     return draw(
         built(
             JobSpec,
@@ -150,7 +152,9 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
             fault_threshold=st.integers(0, 99),
-            eval_steps=st.none() | st.integers(1, 2**40),
+            schedule=st.sampled_from(kinds),
+            tensor_parallel=st.just(degree),
+            eval_steps=st.none() | st.integers(1, 2**40) if degree == 1 else st.none(),
             max_eval_samples=st.none() | st.integers(1, 2**40),
             initial_loss_scale=st.integers(-40, 40).map(lambda exponent: 2.0**exponent),
             num_pipelines=st.none() | st.integers(1, num_microbatches),
