@@ -106,7 +106,8 @@ class _Worker:
         self._structure = assembly.structure
         self._optimizer = assembly.optimizer
         self._saving: Saving | None = None
-        if setup.storage is not None and job.checkpoint.enabled:
+        # Checkpoints hold whole layers; devices that share a stage have parts of them.
+        if setup.storage is not None and job.checkpoint.enabled and job.tensor_parallel == 1:
             self._saving = Saving(setup.place, setup.storage, self._structure, link.send)
         self._engine = Engine(
             job,
