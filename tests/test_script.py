@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from oobleck import Job
+from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.job_file import load_job
+from oobleck.cli.main import main
 from oobleck.errors import ConfigError, OobleckError, UsageError
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.script_process import describe_script
@@ -104,3 +108,25 @@ def test_wrong_settings_of_a_script_are_named_without_a_line():
 def test_a_job_needs_no_torch():
     assert Job().provides == ()
     assert Job(model="llama").settings == {"model": "llama"}
+
+
+def test_words_that_are_neither_hostfile_nor_script_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["up", "hosts.txt", "train"]) == ExitCode.USAGE
+    assert "train: there is nothing more to name but a script, whose name ends in .py" in capsys.readouterr().err
+    assert main(["up", "--local", "2", str(tmp_path / "none.py")]) == ExitCode.USAGE
+    assert "none.py: " in capsys.readouterr().err
+    assert main(["up", "train.py", "hosts.txt"]) == ExitCode.USAGE, "the hostfile comes first"
+
+
+def test_what_the_page_says_is_read_as_it_stands():
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    described = run_script(script(source))
+    job = load_job(json.dumps(described.settings), source="train.py", has_lines=False)
+    assert (job.model.type, job.optimizer.warmup_steps, job.num_microbatches) == ("llama", 100, 16)
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert load_job(text, source="page").model.config["intermediate_size"] == 1376
+    examples = {
+        path.name for path in (Path(__file__).parents[1] / "examples").iterdir() if path.suffix in (".py", ".yaml")
+    }
+    assert set(re.findall(r"`examples/([\w.]+)`", page)) == examples

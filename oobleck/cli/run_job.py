@@ -111,8 +111,7 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
                     callbacks = _start_callbacks(run.job, master, directory, watching)
                     end = await master.run()
                     if callbacks is not None:
-                        callbacks.finish()
-                        await callbacks.closed.wait()
+                        await callbacks.finish()
                     watching.cancel_scope.cancel()
             finally:
                 with trio.CancelScope(shield=True), trio.move_on_after(2):

@@ -76,7 +76,8 @@ class CallbackProcess:
         self._log = log
         self._on_stop = on_stop
         self._send, self._entries = trio.open_memory_channel[JournalEntry](_ENTRIES_BUFFERED)
-        self.closed = trio.Event()
+        self._scope = trio.CancelScope()
+        self._closed = trio.Event()
 
     def tell(self, entry: JournalEntry) -> None:
         """Hand an entry on; never waits."""
@@ -84,17 +85,21 @@ class CallbackProcess:
             self._send.send_nowait(entry)
         except trio.WouldBlock:
             _log.warning("callbacks are too slow: %s is not told to them", type(entry).__name__)
-        except trio.BrokenResourceError:
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the process is gone, which was said
 
-    def finish(self) -> None:
-        """No entry comes any more."""
+    async def finish(self) -> None:
+        """Let the callbacks hear what waits for them, and come to an end; after 30 s they are ended."""
         self._send.close()
+        with trio.move_on_after(_LAST_WORDS_S):
+            await self._closed.wait()
+        self._scope.cancel()
+        await self._closed.wait()
 
     async def run(self) -> None:
-        """Feed the process until `finish`, and let it come to its end."""
+        """Feed the process until `finish`."""
         try:
-            with self._log.open("ab") as output:
+            with self._scope, self._log.open("ab") as output:
                 process = await trio.lowlevel.open_process(
                     [*_HOST, "callbacks"],
                     stdin=subprocess.PIPE,
@@ -102,17 +107,22 @@ class CallbackProcess:
                     stderr=output,
                     env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 )
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._listen, process)
-                    await self._feed(process)
-            finally:
-                process.kill()
-                with trio.CancelScope(shield=True):
-                    await process.wait()
+                await self._converse(process)
+        except OSError as error:
+            _log.warning("the script's callbacks cannot run: %s", error)
         finally:
             self._entries.close()
-            self.closed.set()
+            self._closed.set()
+
+    async def _converse(self, process: trio.Process) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._listen, process)
+                await self._feed(process)
+        finally:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
 
     async def _feed(self, process: trio.Process) -> None:
         assert process.stdin is not None
@@ -123,8 +133,7 @@ class CallbackProcess:
             await process.stdin.aclose()
         except trio.BrokenResourceError:
             _log.warning("the script's callbacks have ended; see %s", self._log)
-        with trio.move_on_after(_LAST_WORDS_S):
-            await process.wait()
+        await process.wait()
 
     async def _listen(self, process: trio.Process) -> None:
         assert process.stdout is not None
