@@ -108,20 +108,19 @@ class ModelStructure:
                 return prepared(built)
             return LayeredModel(built, loss, vocab_size=vocab_size)  # type: ignore[arg-type]  # checked there
 
-        with FakeTensorMode():
-            config = make(torch.float32).config
-        return cls._of(make, config=config, task=task, sequence_length=sequence_length, weights=None)
+        return cls._of(make, config=None, task=task, sequence_length=sequence_length, weights=None)
 
     @classmethod
     def _of(
         cls,
         make: Callable[[torch.dtype], SplittableModel],
         *,
-        config: PreTrainedConfig,
+        config: PreTrainedConfig | None,
         task: Task,
         sequence_length: int,
         weights: WeightFiles | None,
     ) -> ModelStructure:
+        """Without a configuration, the model has its own."""
         with FakeTensorMode():
             skeleton = make(torch.float32)
             if isinstance(skeleton, LayeredModel):
@@ -131,7 +130,7 @@ class ModelStructure:
         sites = tuple(tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy))
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         return cls(
-            config=config,
+            config=skeleton.config if config is None else config,
             task=task,
             sequence_length=sequence_length,
             anatomy=anatomy,
