@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import trio
@@ -20,6 +21,7 @@ from rich.console import Console
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import End, StopRequested
 from oobleck.control.journal import JournalEntry
+from oobleck.control.metrics import prometheus_text
 from oobleck.control.remains import Remains, read_remains
 from oobleck.control.summary import Summary, summarize
 from oobleck.errors import ConfigError, UsageError
@@ -29,6 +31,7 @@ from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.journal_file import JournalWriter, read_journal, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
+from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.run_dir import RunDirectory
 from oobleck.runtime.script_process import CallbackProcess
@@ -68,6 +71,8 @@ class Run:
     resume: str = "auto"
     """`auto` takes over a run that goes on without its master, or goes on from the newest checkpoint; `never` starts
     anew; a path names the checkpoint to begin from."""
+    metrics: MetricsAddress | None = None
+    """Where metrics are served; None for nowhere."""
 
 
 def run_job(run: Run) -> int:
@@ -103,6 +108,10 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
             )
             await nursery.start(serve_control, directory.control_socket, session.answer)
             nursery.start_soon(session.watch_signals)
+            metrics = _start_metrics(directory, master, past)
+            if run.metrics is not None:
+                text = partial(_metrics_text, metrics, master, run.job.tag)
+                await nursery.start(serve_metrics, run.metrics, text)
             if run.hostfile is not None:
                 nursery.start_soon(watch_hostfile, run.hostfile, run.nodes, session)
             try:
@@ -114,10 +123,25 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
             finally:
+                metrics.close()
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
                     await cluster.aclose()
         nursery.cancel_scope.cancel()
     return end, summarize(session.entries)
+
+
+def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> MetricsOutput:
+    if past.remains is None:
+        set_aside(directory.metrics)
+    output = MetricsOutput(directory.metrics)
+    for entry in past.entries:
+        output.skip(entry)
+    master.observe(output.apply)
+    return output
+
+
+def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
+    return prometheus_text(output.metrics.sample(master.now_s), tag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

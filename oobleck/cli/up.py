@@ -92,6 +92,12 @@ def up(
             help="Go on with what is left of a run of this name, start anew, or begin from the checkpoint at PATH.",
         ),
     ] = "auto",
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics", metavar="ADDRESS", help="Serve metrics for Prometheus on unix:PATH or a loopback PORT."
+        ),
+    ] = None,
     base_dir: BaseDirOption = None,
 ) -> None:
     """Train a job on the nodes of a hostfile, or on virtual nodes of this machine.
@@ -131,6 +137,8 @@ def up(
         dry_run(job, nodes, local or 0, base_dir=base_dir_of(base_dir), as_json=as_json)
         return
 
+    from oobleck.runtime.metrics_output import parse_metrics_address
+
     from .run_job import Run, run_job
 
     run = Run(
@@ -146,6 +154,7 @@ def up(
         summary=summary,
         base_dir=base_dir_of(base_dir),
         resume=resume,
+        metrics=parse_metrics_address(metrics) if metrics is not None else None,
     )
     raise SystemExit(run_job(run))
 

@@ -116,10 +116,14 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename an older run's journal to `journal.<n>.jsonl` with the next free n, from 1; None where there is none."""
+    """Rename an older run's file (`journal.jsonl` to `journal.<n>.jsonl`, the next free n); None without one."""
     if not path.exists():
         return None
-    taken = (int(other.name.split(".")[1]) for other in path.parent.glob("journal.*.jsonl") if _is_numbered(other))
+    taken = (
+        int(other.name.split(".")[1])
+        for other in path.parent.glob(f"{path.stem}.*{path.suffix}")
+        if _is_numbered(other)
+    )
     aside = path.with_name(f"{path.stem}.{max(taken, default=0) + 1}{path.suffix}")
     path.rename(aside)
     return aside

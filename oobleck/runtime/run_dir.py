@@ -1,6 +1,7 @@
 """Where a run keeps its files: `<base_dir>/<tag>/`, readable by its user alone.
 
 journal.jsonl        everything that the master saw and decided
+metrics.jsonl        a sample of numbers for each committed step
 lock                 held by the run's master while it lives
 control.sock         status, kill and stop; in a short directory elsewhere if this path is too long
 agent<index>.log     one for each line of the hostfile
@@ -56,6 +57,10 @@ class RunDirectory:
     @property
     def journal(self) -> Path:
         return self.path / "journal.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
 
     @property
     def profile(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from contextlib import suppress
 from typing import Any
@@ -93,3 +94,25 @@ def test_a_loss_that_is_no_number_is_told(runner: Runner) -> None:
     (incident,) = incidents(runner)
     assert incident["root"]["failure"] == "bad_loss"
     assert "loss of nan" in incident["root"]["evidence"]
+
+
+def test_metrics_are_written_and_served_while_a_run_goes_on(runner: Runner) -> None:
+    address = runner.temporary / "metrics.sock"
+    with runner.up(
+        "--job", str(runner.job_file()), *ENDLESS, "--metrics", f"unix:{address}", nodes=("--local", "2")
+    ) as up:
+        up.wait_for_step(3)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(address))
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = b""
+            while chunk := client.recv(65536):
+                answer += chunk
+        assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0
+        outcome = up.finish()
+    served = dict(line.rsplit(" ", 1) for line in answer.decode().splitlines() if line.startswith("oobleck_"))
+    assert float(served[f'oobleck_step_total{{run="{TAG}"}}']) >= 3
+    assert 0 < float(served[f'oobleck_goodput{{run="{TAG}"}}']) < 1
+    lines = (runner.base_dir / TAG / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses == outcome.losses

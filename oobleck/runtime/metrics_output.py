@@ -1,0 +1,185 @@
+"""Where a run's metrics go: JSON lines in its directory, TensorBoard's event files where that is installed, and an
+endpoint for Prometheus where one is asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+
+import trio
+
+from oobleck.control.journal import JournalEntry, StepDone
+from oobleck.control.metrics import Metrics, MetricSample
+from oobleck.errors import UsageError
+
+from .run_dir import MAX_SOCKET_PATH_BYTES
+from .tensorboard_file import TensorBoardFile
+
+__all__ = ["MetricsAddress", "MetricsOutput", "parse_metrics_address", "serve_metrics"]
+
+_log = logging.getLogger("oobleck.metrics")
+
+_CLIENT_TIMEOUT_S = 5.0
+_MAX_REQUEST_BYTES = 16_384
+_BOARD_KEYS = ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s", "mfu", "goodput", "nodes")
+
+
+class MetricsOutput:
+    """Writes a sample for each committed step. After an error of the disk it writes nothing more, and says so once."""
+
+    def __init__(self, path: Path, *, tensorboard: bool | None = None) -> None:
+        """Lines are added at the end of `path`. `tensorboard`: None looks whether it is installed."""
+        self.metrics = Metrics()
+        self._path = path
+        self._descriptor: int | None = None
+        self._board: TensorBoardFile | None = None
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if find_spec("tensorboard") is not None if tensorboard is None else tensorboard:
+                self._board = TensorBoardFile(path.with_name("tensorboard"), wall_s=time.time(), name=str(os.getpid()))
+        except OSError as error:
+            self._fail(error)
+
+    def skip(self, entry: JournalEntry) -> None:
+        """Take in an entry that a master before this one has written down already."""
+        self.metrics.apply(entry)
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take in the next entry, and write a sample if a step was committed."""
+        self.metrics.apply(entry)
+        if self._descriptor is None or not isinstance(entry, StepDone):
+            return
+        try:
+            self._write(self._descriptor, self.metrics.sample(entry.t_s))
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def _write(self, descriptor: int, sample: MetricSample) -> None:
+        values = sample.to_dict()
+        os.write(descriptor, json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        if self._board is not None:
+            known = {key: float(value) for key in _BOARD_KEYS if isinstance(value := values[key], int | float)}
+            self._board.add(sample.step, known, wall_s=time.time())
+
+    def _fail(self, error: OSError) -> None:
+        _log.warning("metrics %s: %s; the run goes on without them", self._path, error.strerror)
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsAddress:
+    """Where an endpoint listens: a UNIX socket, or a port of the loopback interface."""
+
+    path: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+def parse_metrics_address(text: str) -> MetricsAddress:
+    """Read `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError: nobody else's business is served."""
+    if text.startswith("unix:"):
+        path = Path(text.removeprefix("unix:")).expanduser().absolute()
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise UsageError(f"--metrics: {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
+        return MetricsAddress(path=path)
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or not 1 <= int(port) <= 65_535:
+        raise UsageError(f"--metrics: {text!r} is not unix:PATH, PORT or 127.0.0.1:PORT")
+    if not _is_loopback(host):
+        raise UsageError(
+            f"--metrics: {host} is open to others; listen on 127.0.0.1 or unix:PATH, behind a proxy that asks who "
+            "they are"
+        )
+    return MetricsAddress(host=host, port=int(port))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def serve_metrics(
+    address: MetricsAddress,
+    text: Callable[[], str],
+    *,
+    task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answer every HTTP request with `text()` until cancelled. Raises UsageError where it cannot listen.
+
+    A client that is slow or gone costs nobody else anything.
+    """
+
+    async def serve_client(stream: trio.SocketStream) -> None:
+        async with stream:
+            with trio.move_on_after(_CLIENT_TIMEOUT_S):
+                try:
+                    if await _read_request(stream):
+                        await stream.send_all(_response(text()))
+                except trio.BrokenResourceError:
+                    _log.debug("a metrics client went away before its answer")
+
+    try:
+        listeners = await _listen(address)
+    except OSError as error:
+        raise UsageError(f"--metrics: cannot listen there: {error.strerror}") from error
+    try:
+        await trio.serve_listeners(serve_client, listeners, task_status=task_status)
+    finally:
+        if address.path is not None:
+            address.path.unlink(missing_ok=True)
+
+
+async def _listen(address: MetricsAddress) -> list[trio.SocketListener]:
+    if address.path is None:
+        return await trio.open_tcp_listeners(address.port, host=address.host)
+    if address.path.is_socket():
+        address.path.unlink()
+    listening = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+    try:
+        await listening.bind(str(address.path))
+        address.path.chmod(0o600)
+        listening.listen()
+    except BaseException:
+        listening.close()
+        raise
+    return [trio.SocketListener(listening)]
+
+
+async def _read_request(stream: trio.SocketStream) -> bool:
+    """Read up to the end of a request's head; whether there was one."""
+    received = bytearray()
+    while b"\r\n\r\n" not in received:
+        chunk = await stream.receive_some(4096)
+        received += chunk
+        if not chunk or len(received) > _MAX_REQUEST_BYTES:
+            return False
+    return True
+
+
+def _response(text: str) -> bytes:
+    body = text.encode()
+    head = (
+        "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

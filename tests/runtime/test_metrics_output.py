@@ -1,0 +1,188 @@
+"""Metrics on disk, for TensorBoard, and over HTTP: with real files and sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import struct
+from pathlib import Path
+
+import pytest
+import trio
+
+from oobleck.errors import UsageError
+from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, parse_metrics_address, serve_metrics
+from oobleck.runtime.tensorboard_file import TensorBoardFile, crc32c
+from tests.control.journals import run_with_a_loss
+
+
+def test_each_committed_step_is_a_line_and_a_new_master_goes_on_below(tmp_path):
+    entries = list(run_with_a_loss(steps=10, lost_at=4))
+    first = MetricsOutput(tmp_path / "metrics.jsonl", tensorboard=False)
+    for entry in entries[:20]:
+        first.apply(entry)
+    first.close()
+    second = MetricsOutput(tmp_path / "metrics.jsonl", tensorboard=False)
+    for entry in entries[:20]:
+        second.skip(entry)
+    for entry in entries[20:]:
+        second.apply(entry)
+    second.close()
+    samples = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == list(range(1, 11))
+    assert samples[-1]["tokens"] == 10 * 2048
+    assert stat.S_IMODE((tmp_path / "metrics.jsonl").stat().st_mode) == 0o600
+
+
+def test_a_disk_that_refuses_costs_the_run_nothing(tmp_path, caplog):
+    output = MetricsOutput(tmp_path / "not" / "there", tensorboard=False)
+    for entry in run_with_a_loss(steps=3, lost_at=1):
+        output.apply(entry)
+    assert output.metrics.sample(9.0).step == 3
+    assert len(caplog.records) == 1
+
+
+def test_the_checksum_is_castagnolis():
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C in the catalogue of CRC algorithms
+    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, appendix B.4
+
+
+def records(path: Path) -> list[bytes]:
+    """The records of an event file, their checksums checked."""
+
+    def masked(data: bytes) -> int:
+        value = crc32c(data)
+        return (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        event = data[12 : 12 + length]
+        assert struct.unpack_from("<I", data, 8)[0] == masked(data[:8])
+        assert struct.unpack_from("<I", data, 12 + length)[0] == masked(event)
+        found.append(event)
+        data = data[16 + length :]
+    return found
+
+
+def fields(message: bytes) -> list[tuple[int, object]]:
+    """The fields of a protobuf message, as (number, raw value)."""
+
+    def number(at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            byte = message[at]
+            value |= (byte & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if byte < 0x80:
+                return value, at
+
+    found: list[tuple[int, object]] = []
+    at = 0
+    while at < len(message):
+        key, at = number(at)
+        value: object
+        match key & 7:
+            case 0:
+                value, at = number(at)
+            case 1:
+                value, at = struct.unpack_from("<d", message, at)[0], at + 8
+            case 2:
+                length, at = number(at)
+                value, at = message[at : at + length], at + length
+            case _:
+                value, at = struct.unpack_from("<f", message, at)[0], at + 4
+        found.append((key >> 3, value))
+    return found
+
+
+def test_an_event_file_reads_back_as_what_was_written(tmp_path):
+    board = TensorBoardFile(tmp_path / "tensorboard", wall_s=1000.5, name="1")
+    board.add(300, {"loss": 2.5, "goodput": 0.75}, wall_s=1001.25)
+    board.close()
+    (path,) = (tmp_path / "tensorboard").glob("events.out.tfevents.1000.*")
+    head, event = map(fields, records(path))
+    assert head == [(1, 1000.5), (3, b"brain.Event:2")]
+    (wall, step, summary) = event
+    assert (wall, step) == ((1, 1001.25), (2, 300))
+    assert isinstance(summary[1], bytes)
+    values = [dict(fields(value)) for _, value in fields(summary[1]) if isinstance(value, bytes)]
+    assert values == [{1: b"loss", 2: 2.5}, {1: b"goodput", 2: 0.75}]
+
+
+def test_a_run_writes_event_files_where_it_is_to(tmp_path):
+    output = MetricsOutput(tmp_path / "metrics.jsonl", tensorboard=True)
+    for entry in run_with_a_loss(steps=5, lost_at=2):
+        output.apply(entry)
+    output.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    assert len(records(path)) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9464", MetricsAddress(port=9464)),
+        (":9464", MetricsAddress(port=9464)),
+        ("127.0.0.1:9464", MetricsAddress(port=9464)),
+        ("localhost:80", MetricsAddress(host="localhost", port=80)),
+        ("[::1]:80", MetricsAddress(host="::1", port=80)),
+        ("unix:/run/m.sock", MetricsAddress(path=Path("/run/m.sock"))),
+    ],
+)
+def test_loopback_ports_and_sockets_are_addresses(text, address):
+    assert parse_metrics_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.0.0.0:80", "example.org:80", "10.0.0.1:80", "[::]:80", "unix:/" + "x" * 200]
+)
+def test_what_is_open_to_others_is_refused(text):
+    with pytest.raises(UsageError, match="--metrics"):
+        parse_metrics_address(text)
+
+
+def ask(family: int, address: object, said: bytes) -> bytes:
+    with socket.socket(family, socket.SOCK_STREAM) as client:
+        client.settimeout(5)
+        client.connect(address)
+        client.sendall(said)
+        client.shutdown(socket.SHUT_WR)
+        received = b""
+        while chunk := client.recv(4096):
+            received += chunk
+    return received
+
+
+async def test_metrics_are_served_over_http_and_nonsense_is_not(tmp_path):
+    path = tmp_path / "m.sock"
+    asked = []
+
+    def text() -> str:
+        asked.append(1)
+        return "oobleck_step_total 7\n"
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve_metrics, MetricsAddress(path=path), text)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+        answer = await trio.to_thread.run_sync(ask, socket.AF_UNIX, str(path), request)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert b"text/plain; version=0.0.4" in head
+        assert body == b"oobleck_step_total 7\n"
+        assert await trio.to_thread.run_sync(ask, socket.AF_UNIX, str(path), b"GET") == b""
+        assert await trio.to_thread.run_sync(ask, socket.AF_UNIX, str(path), b"x" * 8192) == b""
+        assert len(asked) == 1
+        listeners = await nursery.start(serve_metrics, MetricsAddress(port=0), text)
+        port = listeners[0].socket.getsockname()[1]
+        answer = await trio.to_thread.run_sync(ask, socket.AF_INET, ("127.0.0.1", port), request)
+        assert answer.endswith(b"oobleck_step_total 7\n")
+        nursery.cancel_scope.cancel()
+    assert not path.exists()
+
+
+async def test_an_address_that_is_taken_is_a_usage_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="--metrics"):
+        await serve_metrics(MetricsAddress(port=taken.getsockname()[1]), str)
