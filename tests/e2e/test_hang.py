@@ -1,0 +1,77 @@
+"""A worker that hangs in its user's code: no process is dead, no connection lost, and no step is committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .harness import TAG, Runner, worker_pids
+from .test_losses import assert_nothing_lost
+
+STEPS = 40
+
+SCRIPT = """
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+from oobleck import Job
+
+TRAP = Path("@TRAP@")
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden):
+        try:
+            TRAP.rename(TRAP.with_suffix(f".{os.getpid()}"))  # one of them alone falls into it
+        except FileNotFoundError:
+            return hidden + self.linear(hidden)
+        while True:
+            time.sleep(1)
+
+def layers():
+    return [nn.Embedding(300, 16), *(Block() for _ in range(4)), nn.Linear(16, 300)]
+
+class Counting(torch.utils.data.Dataset):
+    def __len__(self):
+        return 512
+
+    def __getitem__(self, index):
+        return (torch.arange(8) + index) % 300
+
+def job():
+    return Job(
+        run_name="hang",
+        model=layers,
+        data=Counting,
+        sequence_length=8,
+        vocab_size=300,
+        max_steps=@STEPS@,
+        global_batch_size=16,
+        per_device_train_batch_size=2,
+    )
+"""
+
+
+def test_a_hang_is_explained_and_its_culprit_starts_again(runner: Runner, tmp_path: Path) -> None:
+    trap, script = tmp_path / "trap", tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("@TRAP@", str(trap)).replace("@STEPS@", str(STEPS)))
+    nodes = ("--local", "4", str(script), "--tag", TAG, "--set", "torch_threads=1", "--set", "num_pipelines=2")
+    with runner.up(nodes=nodes) as up:
+        up.wait_for_step(5)
+        before = worker_pids(runner)
+        trap.touch()
+        up.wait_for("all wait for")
+        outcome = up.finish()
+    assert_nothing_lost(outcome, STEPS)
+    (sprung,) = tmp_path.glob("trap.*")
+    culprit = next(node for node, pid in before.items() if pid == int(sprung.suffix[1:]))
+    (explained,) = (entry for entry in runner.journal() if entry["@type"] == "HangExplained")
+    assert [place["node"] for place in explained["stuck"]] == [culprit]
+    (stack,) = (text for place, text in explained["stacks"] if place["node"] == culprit)
+    assert "time.sleep(1)" in stack
+    after = worker_pids(runner)
+    assert {node for node in after if after[node] != before[node]} == {culprit}
+    assert runner.left_over() == []
