@@ -64,8 +64,10 @@ class RecoveryAccount:
             return 0.0
         ended_s = min(our_time(place, said.resumed_s) for place, said in self.resumed.items())
         busy_s = sorted(
-            (our_time(place, start_s), our_time(place, stop_s))
-            for place, said in self.resumed.items()
-            for start_s, stop_s in said.busy_s
+            {
+                (our_time(place, start_s), our_time(place, stop_s))
+                for place, said in self.resumed.items()
+                for start_s, stop_s in said.busy_s
+            }
         )
         return uncovered(self.began_s - self.detect_s, ended_s, busy_s)

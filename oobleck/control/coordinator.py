@@ -432,13 +432,7 @@ class Coordinator:
 
     def _all_said(self, event: AllSaid) -> None:
         """Like `_said` of each; what no worker of ours can say wrong is not checked again for each."""
-        now_s = self._outbox.now_s
-        speakers = []
-        for place in event.places:
-            member = self._members[place.node]
-            if member.state in (NodeState.CONNECTED, NodeState.READY):
-                member.last_heard_s = max(member.last_heard_s, now_s)
-                speakers.append(place)
+        speakers = self._members.hear(event.places, self._outbox.now_s)
         match event.message:
             case Status() as status:
                 self._reconfiguration.status(speakers, status)

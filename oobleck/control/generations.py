@@ -84,8 +84,9 @@ class Generations:
             return None
         plan = self._ordered[verdict.adopted].plan
         broken = broken_pipelines(plan, lost)
+        failed = frozenset(place for place, status in statuses.items() if status.broken)
         for index, pipeline in enumerate(plan.pipelines):
-            if index not in broken and any(statuses[place].broken for place in pipeline.places):
+            if failed and index not in broken and not failed.isdisjoint(pipeline.places):
                 return None
         step = verdict.applied + 1
         if self._segments_for != (verdict.adopted, step):

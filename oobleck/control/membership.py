@@ -6,6 +6,7 @@ CONNECTING -> CONNECTED -> READY -> LOST | LEFT
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -142,6 +143,19 @@ class Membership:
         ready = NodeState.READY
         members = self._members.items()
         return tuple(name for name, each in members if each.state is not ready or each.ready_since >= generation)
+
+    def hear(self, places: Iterable[Place], now_s: float) -> list[Place]:
+        """Note that workers spoke; return those of them whose node was not given up."""
+        members = self._members
+        living = (NodeState.CONNECTED, NodeState.READY)
+        heard = []
+        for place in places:
+            member = members[place.node]
+            if member.state in living:
+                if member.last_heard_s < now_s:
+                    member.last_heard_s = now_s
+                heard.append(place)
+        return heard
 
     @property
     def first_ready_worker(self) -> WorkerUp | None:

@@ -27,7 +27,7 @@ from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
 from .paces import Paces
 from .progress import Progress
-from .recovery import Verdict, judge, microbatches_redone, planned_layers
+from .recovery import Verdict, judge, microbatches_redone
 from .restoring import Candidate, Restoring
 from .saving import Saving
 
@@ -43,6 +43,9 @@ _ANSWERS_S = 30.0
 """How long workers may look for checkpoints."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
+
+
+_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,7 +393,8 @@ class Reconfiguration:
         if verdict.adopted is None:
             return verdict
         plan, lost = self.generations.plans[verdict.adopted], frozenset(self.lost_for(verdict.adopted))
-        members = [statuses[place] for place in plan.places if place.node not in lost]
+        places = (place for pipeline in plan.pipelines for place in pipeline.places)
+        members = [statuses[place] for place in places if place.node not in lost]
         is_in_force = all(status.adopted == verdict.adopted for status in members)
         return verdict if is_in_force else replace(verdict, adopted=None)
 
@@ -434,7 +438,7 @@ class Reconfiguration:
 
     def _note_orders(self, recovery: RecoveryAccount, decision: Decision, order: Order) -> None:
         recovery.ordered_s = self._outbox.now_s
-        recovery.awaited = set(decision.plan.places)
+        recovery.awaited = {place for pipeline in decision.plan.pipelines for place in pipeline.places}
         recovery.action = Action(decision.action)
         if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
             recovery.action = Action.RESTART_WORKER
@@ -480,7 +484,12 @@ def _held(
     """The layers that each survivor can give, at the boundary's version."""
     if finish is not None:
         # What was kept of the plan before is a step behind once this one is finished.
-        return {place: layers & planned_layers(base, place) for place, layers in verdict.held.items()}
+        planned = base.layers_at
+        return {
+            place: mine if layers == mine else layers & mine
+            for place, layers in verdict.held.items()
+            for mine in (planned.get(place, _NOTHING),)
+        }
     if verdict.applied == 0 and is_from_scratch:
         # Nothing is trained yet: everybody can make the initial values of any layer.
         return {place: frozenset(range(base.num_layers)) for place in statuses}

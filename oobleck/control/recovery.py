@@ -57,8 +57,7 @@ def judge(
     `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation.
     Spares and newcomers hold no layers: they count for nothing here.
     """
-    ordered = sorted(statuses.items(), key=lambda item: (item[0].node, item[0].device))
-    holders = {place: status for place, status in ordered if status.layers}
+    holders = {place: status for place, status in statuses.items() if status.layers}
     records = [status.last_record for status in holders.values() if status.last_record is not None]
     newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
     applied = max([newest.step if newest else 0, *(status.applied for status in holders.values())])
@@ -88,7 +87,8 @@ def planned_layers(plan: ExecutionPlan, place: Place) -> frozenset[int]:
 
 def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
     """Indices of the pipelines that lost a node."""
-    return tuple(index for index, pipeline in enumerate(plan.pipelines) if any(node in lost for node in pipeline.nodes))
+    gone = frozenset(lost)
+    return tuple(index for index, pipeline in enumerate(plan.pipelines) if not gone.isdisjoint(pipeline.nodes))
 
 
 def deal_microbatches(

@@ -100,21 +100,38 @@ class Catalog:
         return self._sizings[key]
 
     def build_plan(
-        self, pipelines: Sequence[tuple[int, Sequence[str]]], spares: Sequence[str], speeds: Mapping[str, float]
+        self,
+        pipelines: Sequence[tuple[int, Sequence[str]]],
+        spares: Sequence[str],
+        speeds: Mapping[str, float],
+        *,
+        before: ExecutionPlan | None = None,
     ) -> tuple[ExecutionPlan, float]:
-        """Return the plan of pipelines given as (size, nodes), and the seconds of its step at the given speeds."""
+        """Return the plan of pipelines given as (size, nodes), and the seconds of its step at the given speeds.
+
+        Pipelines that are as in the plan `before` are the same objects: they know their workers already.
+        """
+        known = {each.nodes: each for each in before.pipelines} if before is not None else {}
         timings = [self._timing(size, nodes, speeds) for size, nodes in pipelines]
         counts = deal_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
         reduced_bytes = max(self._options[size].reduced_bytes for size, _ in pipelines)
         plan = ExecutionPlan(
             pipelines=tuple(
-                Pipeline(template=self._templates[size], nodes=tuple(nodes), num_microbatches=count)
+                self._pipeline(size, tuple(nodes), count, known)
                 for (size, nodes), count in zip(pipelines, counts, strict=True)
             ),
             spares=tuple(spares),
         )
         return plan, slowest_s + reduction_s(self.profile.network, reduced_bytes, len(pipelines))
+
+    def _pipeline(
+        self, size: int, nodes: tuple[str, ...], count: int, known: Mapping[tuple[str, ...], Pipeline]
+    ) -> Pipeline:
+        template, before = self._templates[size], known.get(nodes)
+        if before is not None and before.template is template and before.num_microbatches == count:
+            return before
+        return Pipeline(template=template, nodes=nodes, num_microbatches=count)
 
     def _timing(self, size: int, nodes: Sequence[str], speeds: Mapping[str, float]) -> Timing:
         if not any(node in speeds for node in nodes):

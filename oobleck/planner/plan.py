@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from oobleck.errors import ConfigError
 
 __all__ = ["ExecutionPlan", "Pipeline", "PipelineTemplate", "Place", "Stage", "StageTemplate"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Place:
-    """One device of one node: where one worker runs."""
+class Place(NamedTuple):
+    """One device of one node: where one worker runs.
+
+    A tuple, since a recovery of thousands of workers hashes and compares places hundreds of thousands of times.
+    """
 
     node: str
     device: int
@@ -61,6 +64,11 @@ class PipelineTemplate:
     @cached_property
     def num_nodes(self) -> int:
         return max(stage.node_index for stage in self.stages) + 1
+
+    @cached_property
+    def layer_sets(self) -> tuple[frozenset[int], ...]:
+        """The layers of each stage."""
+        return tuple(frozenset(stage.layers) for stage in self.stages)
 
     @property
     def num_layers(self) -> int:
@@ -111,6 +119,12 @@ class Pipeline:
         )
 
     @cached_property
+    def layers_at(self) -> Mapping[Place, frozenset[int]]:
+        """The layers of every worker; those of one template share their sets."""
+        sets = self.template.layer_sets
+        return {place: layers for stage, layers in zip(self.stages, sets, strict=True) for place in stage.places}
+
+    @cached_property
     def places(self) -> tuple[Place, ...]:
         """All workers of the pipeline, in stage order."""
         return tuple(place for stage in self.stages for place in stage.places)
@@ -144,8 +158,7 @@ class ExecutionPlan:
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """Every worker that trains, sorted; a worker's index here is its rank."""
-        # By a key, since comparing places one with another takes ten times as long.
-        return tuple(sorted((place for each in self.pipelines for place in each.places), key=_rank_of))
+        return tuple(sorted(place for each in self.pipelines for place in each.places))
 
     @cached_property
     def _located(self) -> Mapping[Place, tuple[int, int]]:
@@ -159,19 +172,18 @@ class ExecutionPlan:
     @cached_property
     def layers_at(self) -> Mapping[Place, frozenset[int]]:
         """The layers of every worker that trains; workers of like stages share their sets."""
-        known: dict[tuple[int, int], frozenset[int]] = {}
         found: dict[Place, frozenset[int]] = {}
         for pipeline in self.pipelines:
-            for stage in pipeline.stages:
-                bounds = stage.first_layer, stage.stop_layer
-                layers = known.get(bounds) or known.setdefault(bounds, frozenset(stage.layers))
-                found.update(dict.fromkeys(stage.places, layers))
+            found.update(pipeline.layers_at)
         return found
 
     def microbatches_of(self, pipeline_index: int) -> range:
         """The numbers of the microbatches that a pipeline takes in each step."""
-        before = sum(pipeline.num_microbatches for pipeline in self.pipelines[:pipeline_index])
-        return range(before, before + self.pipelines[pipeline_index].num_microbatches)
+        return range(self._bounds[pipeline_index], self._bounds[pipeline_index + 1])
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return tuple(accumulate((pipeline.num_microbatches for pipeline in self.pipelines), initial=0))
 
     def owners_of(self, layer: int) -> tuple[Place, ...]:
         """The workers that hold `layer`, sorted: its owner set."""
@@ -188,7 +200,3 @@ class ExecutionPlan:
     def locate(self, place: Place) -> tuple[int, int] | None:
         """(pipeline index, stage index) of a worker, or None for a spare."""
         return self._located.get(place)
-
-
-def _rank_of(place: Place) -> tuple[str, int]:
-    return place.node, place.device

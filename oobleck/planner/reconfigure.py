@@ -206,7 +206,7 @@ def _place(catalog: Catalog, world: World, proposal: _Proposal, nodes: Sequence[
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
     used = {node for chosen in nodes for node in chosen}
     idle = tuple(node for node in (*world.free, *sorted(world.origins)) if node not in used)
-    plan, step_s = catalog.build_plan(pipelines, idle, world.speeds)
+    plan, step_s = catalog.build_plan(pipelines, idle, world.speeds, before=world.plan)
     arrivals = tuple(
         (node, needed)
         for size, chosen in pipelines

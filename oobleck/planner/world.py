@@ -94,9 +94,11 @@ def _told(
     for place, layers in held.items():
         devices[place.node][place.device] = layers
     told: dict[str, Holding] = {}
+    usual = range(devices_per_node)
+    nobody: dict[int, frozenset[int]] = {}
     for node, expected in holdings.items():
-        mine = devices.get(node, {}) if node not in gone else {}
-        number = max(devices_per_node, *(device + 1 for device in mine), 0)
-        holding = tuple(mine.get(device, _NOTHING) for device in range(number))
+        mine = devices.get(node, nobody) if node not in gone else nobody
+        known = usual if max(mine, default=0) < devices_per_node else range(max(mine) + 1)
+        holding = tuple([mine.get(device, _NOTHING) for device in known])
         told[node] = expected if holding == expected else holding
     return told

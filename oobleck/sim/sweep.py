@@ -281,11 +281,11 @@ class _Sweep:
 
     def _absent(self) -> set[str]:
         """Nodes that the coordinator does not listen to."""
-        return set(self._trace.nodes) - {node for node in self._members if self._is_well(node)}
+        return set(self._trace.nodes) - (self._members.keys() - self._silent.keys())
 
     def _is_well(self, node: str) -> bool:
         """Tell whether a node takes part: the coordinator hears what it says."""
-        return node in self._here and node not in self._silent and self._members.get(node) == self._lives[node]
+        return node in self._members and node not in self._silent
 
     # --- the coordinator's side ---------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class _Sweep:
             return
         plan = self._crew.plan
         at_work = frozenset(plan.nodes) if plan is not None else frozenset()
-        well = {node for node in self._members if self._is_well(node)}
+        well = self._members.keys() - self._silent.keys()
         idle = [
             Place(node=node, device=device)
             for node in sorted(well - at_work)
@@ -367,7 +367,8 @@ class _Sweep:
         """All have adopted the plan: say so."""
         resumed = self._crew.resumed
         num_bytes = moved_bytes(self._settings.profile, order.transfers)
-        places = tuple(place for place in order.plan.places if self._is_well(place.node))
+        everybody = (place for pipeline in order.plan.pipelines for place in pipeline.places)
+        places = tuple(place for place in everybody if self._is_well(place.node))
         # The account sums up what each worker received: one of them says all of it.
         self._feed(AllSaid(places=places[:1], message=replace(resumed, received_bytes=num_bytes)))
         self._feed(AllSaid(places=places[1:], message=resumed))

@@ -1,7 +1,7 @@
 """How a value of a declared type is written as builtins, and strictly read back.
 
 A `Shape` is compiled once from a type annotation: scalars, enums, literals, optionals, tuples, string-keyed
-mappings, dataclasses, and unions of those. Reading rejects whatever the annotation does not allow and names
+mappings, dataclasses, named tuples, and unions of those. Reading rejects whatever the annotation does not allow and names
 the place ("Order.plan.pipelines[2]: field 'nodes' is missing"). Every field is always written and must be
 there on reading, defaults notwithstanding: a peer that leaves one out speaks another protocol.
 
@@ -43,6 +43,9 @@ def shape_of(annotation: object, notation: Notation) -> Shape:
         return exactly(annotation, annotation.__name__)
     if issubclass(annotation, StrEnum):
         return enumerated(annotation)
+    if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
+        hints = get_type_hints(annotation)
+        return record(annotation, {name: shape_of(hints[name], notation) for name in hints})
     if is_dataclass(annotation):
         hints = get_type_hints(annotation)
         return record(annotation, {field.name: shape_of(hints[field.name], notation) for field in fields(annotation)})

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from oobleck.control.manifest import Shard
 from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, OptimizerSpec
-from oobleck.planner import Pipeline, PipelineTemplate, StageTemplate
+from oobleck.planner import Pipeline, PipelineTemplate, Place, StageTemplate
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -38,6 +38,8 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
     """Values of an annotation; NaN, which equals nothing, is not among them."""
     if annotation in _PLAIN:
         return _PLAIN[annotation]
+    if annotation is Place:
+        return st.builds(Place, node=TEXT, device=INTEGERS)
     if is_dataclass(annotation):
         return _HELPED[annotation]() if annotation in _HELPED else built(annotation)
     origin, arguments = get_origin(annotation), get_args(annotation)
