@@ -208,6 +208,8 @@ class _Sweep:
         self._generation = 0
         self._past_steps = 0
         self._newest_step = 0
+        self._step = 0
+        """The newest of those that are not lost."""
         self._saved_step = 0
         self._ended_s = 0.0
 
@@ -416,7 +418,7 @@ class _Sweep:
         self._crew.disband()
         self._past_generations += self._generation + 1
         self._generation = 0
-        self._past_steps = self._saved_step
+        self._past_steps = self._step = self._saved_step
         self._ended_s = self._now_s
         self.journal.append(
             PlanAdopted(
@@ -454,7 +456,7 @@ class _Sweep:
         self._generation = entry.generation - self._past_generations
         if not entry.redundant:
             # The state is saved at once when it has too few copies.
-            self._saved_step = max(self._saved_step, self._newest_step if not restarted else 0)
+            self._saved_step = self._step
         if restarted:
             self.journal.append(self._restart(entry))
 
@@ -486,6 +488,7 @@ class _Sweep:
                 record = replace(entry.record, step=stop, generation=self._past_generations + entry.record.generation)
                 self.journal.append(StepsDone(t_s=end_s, first_step=start, record=record, tokens_per_step=tokens))
         self._newest_step = max(self._newest_step, last)
+        self._step = last
 
     # --- what the trace says ----------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """How a value of a declared type is written as builtins, and strictly read back.
 
 A `Shape` is compiled once from a type annotation: scalars, enums, literals, optionals, tuples, string-keyed
-mappings, dataclasses, named tuples, and unions of those. Reading rejects whatever the annotation does not allow and names
-the place ("Order.plan.pipelines[2]: field 'nodes' is missing"). Every field is always written and must be
+mappings, dataclasses, named tuples, and unions of those. Reading rejects whatever the annotation does not allow and
+names the place ("Order.plan.pipelines[2]: field 'nodes' is missing"). Every field is always written and must be
 there on reading, defaults notwithstanding: a peer that leaves one out speaks another protocol.
 
 There are two notations. `BINARY` is what msgpack carries: bytes and floats as they are. `TEXT` is what JSON
