@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from oobleck.sim.convert import convert
@@ -218,8 +219,7 @@ def ideal(model: str, trace: Trace) -> float:
     rates = dict(zip(range(_MOST, _FEWEST - 1, -1), OOBLECK[model].rates, strict=True))
     counts = [*trace.counts, (trace.duration_s, 0)]
     samples = sum(
-        rates.get(min(_MOST, count), 0.0) * (until_s - since_s)
-        for (since_s, count), (until_s, _) in zip(counts, counts[1:], strict=False)
+        rates.get(min(_MOST, count), 0.0) * (until_s - since_s) for (since_s, count), (until_s, _) in pairwise(counts)
     )
     return samples / trace.duration_s
 
