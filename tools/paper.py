@@ -169,15 +169,17 @@ _FINDINGS = (
     "within 4 %, where a step is long and failures are frequent the exact moment of a checkpoint decides.",
 )
 _OURS_WORDS = (
-    "Share of the zero-overhead ideal (the system's own throughput for the nodes there at every moment), three times:",
-    "under the original's rules; under ours; and under ours if the coordinator forgot the step in flight where that is",
-    "cheaper than finishing it. Nodes that join are absorbed at once, and a recovery stops training for 0.3 s. Finishing",
-    "costs 1 / (P - 1) of a step with P pipelines, forgetting what is done of it. The tables do not say how many there",
-    "were: 7, 7, 7, 3 and 2 are assumed, from the fewest nodes that hold the model.",
+    "Share of the zero-overhead ideal (the system's own throughput for the nodes there at every moment), three",
+    "times: under the original's rules; under ours; and under ours if the coordinator forgot the step in",
+    "flight where that is cheaper than finishing it. Nodes that join are absorbed at once, and a recovery",
+    "stops training for 0.3 s. Finishing costs 1 / (P - 1) of a step with P pipelines, forgetting what is done",
+    "of it. The tables do not say how many there were: 7, 7, 7, 3 and 2 are assumed, from the fewest nodes",
+    "that hold the model.",
     "",
-    "So the share of what failures cost that is left depends on the length of a step in minutes and on the pipelines:",
-    "three models keep at least 98 % at one failure in ten minutes, the two with steps of 80 and 250 s and few pipelines",
-    "do not. Two pipelines should not finish a step of minutes, and more of them, of fewer nodes each, would cost less.",
+    "What failures cost then depends on the seconds of a step and on the number of pipelines. Three models",
+    "keep at least 98 % at one failure in ten minutes. The two with steps of 80 and 250 s and few pipelines do",
+    "not: two pipelines should not finish a step of minutes, and more pipelines, of fewer nodes each, would",
+    "lose less.",
 )
 _OURS_S = 0.3
 """A recovery of ours: noticing, deciding and grouping take 0.1 s in local runs; 0.2 s more copy a few layers."""
