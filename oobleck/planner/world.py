@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -90,15 +89,16 @@ def _told(
     devices_per_node: int,
 ) -> dict[str, Holding]:
     """Return holdings as `held` says; equal ones share their objects with the expected."""
-    devices: dict[str, dict[int, frozenset[int]]] = defaultdict(dict)
-    for place, layers in held.items():
-        devices[place.node][place.device] = layers
+    num_devices = max(devices_per_node, *(place.device + 1 for place in held), 0)
+    nobody: Holding = (_NOTHING,) * devices_per_node
     told: dict[str, Holding] = {}
-    usual = range(devices_per_node)
-    nobody: dict[int, frozenset[int]] = {}
     for node, expected in holdings.items():
-        mine = devices.get(node, nobody) if node not in gone else nobody
-        known = usual if max(mine, default=0) < devices_per_node else range(max(mine) + 1)
-        holding = tuple([mine.get(device, _NOTHING) for device in known])
+        if node in gone:
+            holding = nobody
+        else:
+            mine = [held.get(Place(node, device), _NOTHING) for device in range(num_devices)]
+            while len(mine) > devices_per_node and not mine[-1]:
+                mine.pop()
+            holding = tuple(mine)
         told[node] = expected if holding == expected else holding
     return told
