@@ -8,6 +8,7 @@ caused; the others are told after it. Pure.
     worker ended            exit code, signal, last line of its traceback         if a collective ended it
     node lost               connection, lease, worker, user                       no
     nobody lost             a collective that failed, a hang                      yes
+    a hang explained        the worker that all wait for, the node that is cut    no
     loss                    not a number, or infinite                             no
     notice, master          a termination that is announced; another master       no
 """
@@ -24,6 +25,7 @@ from enum import StrEnum
 from .journal import (
     Action,
     Cause,
+    HangExplained,
     JobEnded,
     JournalEntry,
     MasterResumed,
@@ -59,6 +61,8 @@ class Failure(StrEnum):
     CONTACT_LOST = "contact_lost"
     FROZEN = "frozen"
     HANG = "hang"
+    STUCK = "stuck"
+    CUT_OFF = "cut_off"
     PEER = "peer"
     BAD_LOSS = "bad_loss"
     UNFIT_NODE = "unfit_node"
@@ -78,6 +82,8 @@ _SUBJECT = {
     Failure.CONTACT_LOST: "contact was lost",
     Failure.FROZEN: "a node stopped answering",
     Failure.HANG: "training hung",
+    Failure.STUCK: "a worker holds the others up",
+    Failure.CUT_OFF: "a node does not reach its peers",
     Failure.PEER: "a collective failed",
     Failure.BAD_LOSS: "the loss is not a number",
     Failure.UNFIT_NODE: "a node cannot take part",
@@ -97,6 +103,8 @@ _ADVICE = {
     Failure.CONTACT_LOST: "See whether the machine is up and SSH answers; it is tried again by itself.",
     Failure.FROZEN: "See whether the machine swaps, or was suspended; it is tried again by itself.",
     Failure.HANG: "See the stacks in the agents' logs; a hang that comes back is a bug in the training code.",
+    Failure.STUCK: "See where its training thread was; a hang that comes back is a bug in the training code.",
+    Failure.CUT_OFF: "See the network between it and the others: `oobleck check` names the link or the node.",
     Failure.PEER: "Nothing to do unless it comes back; then check the network with `oobleck check`.",
     Failure.BAD_LOSS: "Lower the learning rate, or begin again from before that step.",
     Failure.UNFIT_NODE: "Do what the evidence says, then `oobleck add` the node.",
@@ -240,6 +248,8 @@ class Diagnosis:
                 self._lose(entry)
             case RecoveryStarted():
                 self._begin_recovery(entry)
+            case HangExplained():
+                self._explain_hang(entry)
             case PlanAdopted():
                 self._adopt(entry)
             case RecoveryDone():
@@ -272,6 +282,8 @@ class Diagnosis:
                 failure = Failure.REQUESTED
             case Cause.UNREACHABLE:
                 failure = Failure.UNFIT_NODE
+            case Cause.CUT_OFF:
+                failure = Failure.CUT_OFF
             case _:
                 pass
         self._find(began_s, failure, entry.node, entry.evidence, noticed_s=entry.t_s)
@@ -295,6 +307,14 @@ class Diagnosis:
                 pass
         if self._open is not None:
             self._open.is_recovering = True
+
+    def _explain_hang(self, entry: HangExplained) -> None:
+        for node in entry.cut_off:
+            self._find(entry.t_s, Failure.CUT_OFF, node, entry.describe())
+        stacks = dict(entry.stacks)
+        for place in entry.stuck:
+            evidence = f"all wait for {place}, and it waits for nobody\n{stacks.get(place, '')}".strip()
+            self._find(entry.t_s, Failure.STUCK, place.node, evidence)
 
     def _adopt(self, entry: PlanAdopted) -> None:
         self._has_planned = True

@@ -12,6 +12,7 @@ from oobleck.control.diagnosis import TERMINATION_WORDS, Failure, Incident, diag
 from oobleck.control.journal import (
     Action,
     Cause,
+    HangExplained,
     JobEnded,
     JournalEntry,
     MasterResumed,
@@ -20,6 +21,7 @@ from oobleck.control.journal import (
     RecoveryStarted,
     WorkerDown,
 )
+from oobleck.planner import Place
 
 from .journals import adopted, committed, plan, recovered, run_with_a_loss
 
@@ -152,6 +154,22 @@ def test_a_hang_and_a_failed_collective_without_a_culprit_are_told():
     hang = only(recovering(20.0, 2, cause=Cause.HANG), recovered(20.5, 2))
     assert hang.root.failure is Failure.HANG
     assert only(recovering(20.0, 2, cause=Cause.PEER_FAILED), recovered(20.5, 2)).root.failure is Failure.PEER
+
+
+def test_the_worker_that_all_wait_for_is_the_root_of_a_hang():
+    stuck = Place(node="b", device=0)
+    explained = HangExplained(t_s=20.6, generation=2, cut_off=(), stuck=(stuck,), stacks=((stuck, "model.py: sleep"),))
+    hung = recovering(20.0, 2, cause=Cause.HANG)
+    incident = only(hung, explained, lost(20.7, "b", Cause.HANG, "all wait for it"), recovered(21.0, 2, "b"))
+    assert (incident.root.failure, incident.root.node) == (Failure.STUCK, "b")
+    assert "model.py: sleep" in incident.root.evidence
+
+
+def test_a_node_that_does_not_reach_its_peers_is_the_root_of_a_hang():
+    explained = HangExplained(t_s=20.6, generation=2, cut_off=("c",), stuck=(), stacks=())
+    incident = only(recovering(20.0, 2, cause=Cause.HANG), explained, lost(20.7, "c", Cause.CUT_OFF), recovered(21, 2))
+    assert (incident.root.failure, incident.root.node) == (Failure.CUT_OFF, "c")
+    assert incident.lost == ("c",)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
