@@ -250,6 +250,11 @@ def read_traces(directory: Path) -> dict[str, Trace]:
     return found
 
 
+def page(traces: Mapping[str, Trace]) -> str:
+    """The whole page, as Markdown."""
+    return _PREFACE + report(traces)
+
+
 def report(traces: Mapping[str, Trace]) -> str:
     """The tables, as Markdown."""
     lines = ["## Under the original's rules", "", "Samples/s, and how far from the published value.", ""]
@@ -290,7 +295,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="directory of the artifact's traces")
     parser.add_argument("--output", type=Path, help="write the page there; by default, it is printed")
     given = parser.parse_args()
-    text = _PREFACE + report(read_traces(given.traces))
+    text = page(read_traces(given.traces))
     if given.output is None:
         print(text)
     else:

@@ -41,6 +41,7 @@ __all__ = [
     "TraceEvent",
     "WorkerCrashed",
     "event_kind",
+    "event_kinds",
     "event_to_json",
     "trace_from_json",
     "trace_to_json",
@@ -326,6 +327,11 @@ class _Check:
 
 
 # --- the file -------------------------------------------------------------------------------------------------
+
+
+def event_kinds() -> tuple[str, ...]:
+    """Return all kinds of events, as they stand in a trace file."""
+    return tuple(_KINDS)
 
 
 def event_kind(event: TraceEvent) -> str:
