@@ -4,8 +4,10 @@
 
 Every run trains the same small transformer (4 layers, hidden 128) at default settings. Times count from the moment
 of the signal, by this process's clock: `next step` to the first step committed after it, as it appears in the
-journal; `stall` is the summary's `stall_s`. The baseline is torchrun's elastic restart of the same model with a
-checkpoint each step, on the same machine in the same run.
+journal; `stall` is the summary's `stall_s`. A killed master leads to no recovery: there `stall` is by how much the
+longest step that was committed meanwhile was longer than the longest of those before, and `next step` is how long a
+new master takes from the start of its process until it tells of a step. The baseline is torchrun's elastic restart of
+the same model with a checkpoint each step, on the same machine in the same run. The table is Markdown.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from oobleck.runtime.run_dir import RunDirectory
 _TAG = "bench-recovery"
 _FAULT_STEP = 20
 _AFTER_STEPS = 15
+_WARM_UP_STEPS = 3
+_AWAY_S = 2.0
 _TIMEOUT_S = 120.0
 _JOB = f"""\
 tag: {_TAG}
@@ -50,7 +54,10 @@ class Outcome:
     step_s: float
     """An ordinary step's median in the same run."""
     steps_lost: int
-    survivors: int
+    nodes: int
+    """That train after it."""
+    kept: int
+    """Workers that were there before, and still are."""
 
 
 class Run:
@@ -64,13 +71,42 @@ class Run:
         self._journal = self.base_dir / _TAG / "journal.jsonl"
         self._journal.unlink(missing_ok=True)
         self._position = 0
+        self.entries: list[dict[str, object]] = []
+        """What was read of the journal."""
         command = [sys.executable, "-m", "oobleck", "up", "--local", "4", "--job", str(job), "--plain"]
-        self._process = subprocess.Popen(
-            [*command, "--base-dir", str(self.base_dir), "--summary", str(self._summary)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
+        self._command = [*command, "--base-dir", str(self.base_dir), "--summary", str(self._summary)]
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
         )
+
+    def crash_master(self, *, down_s: float) -> float:
+        """Kill the master, and start another one later; returns when that was."""
+        self._process.kill()
+        self._process.wait(_TIMEOUT_S)
+        time.sleep(down_s)
+        started_s = time.monotonic()
+        self._process = self._start()
+        return started_s
+
+    @property
+    def plan_nodes(self) -> set[str]:
+        """The nodes of the newest plan that was read."""
+        plan = [entry["plan"] for entry in self.entries if entry["@type"] == "PlanAdopted"][-1]
+        assert isinstance(plan, dict)
+        return {node for pipeline in plan["pipelines"] for node in pipeline["nodes"]}
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """The worker process of each node, as far as was read."""
+        return {str(entry["node"]): int(str(entry["pid"])) for entry in self.entries if entry["@type"] == "WorkerUp"}
+
+    def steps(self) -> list[float]:
+        """How long each step took that was read, in seconds, by the workers' clock."""
+        records = [entry["record"] for entry in self.entries if entry["@type"] == "StepDone"]
+        return [float(record["duration_s"]) for record in records if isinstance(record, dict)]
 
     def wait_for(self, wanted: Callable[[dict[str, object]], bool]) -> dict[str, object]:
         """Read the journal until an entry is wanted; returns it as soon as it is written."""
@@ -81,6 +117,11 @@ class Run:
                     return entry
             time.sleep(0.001)
         raise RuntimeError(f"the run ended, or said nothing of it within {_TIMEOUT_S:g} s; see {self._journal}")
+
+    def wait_for_any(self, wanted: Callable[[dict[str, object]], bool]) -> None:
+        """Like `wait_for`; what was read already counts as well."""
+        if not any(map(wanted, self.entries)):
+            self.wait_for(wanted)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda entry: entry["@type"] == "StepDone" and _step(entry) >= step)
@@ -121,7 +162,9 @@ class Run:
             lines = file.read().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
         self._position += sum(map(len, whole))
-        return [json.loads(line) for line in whole]
+        read = [json.loads(line) for line in whole]
+        self.entries += read
+        return read
 
 
 def _step(entry: dict[str, object]) -> int:
@@ -173,48 +216,87 @@ def _drain(run: Run) -> float:
     return time.monotonic()
 
 
-_FAULTS: dict[str, tuple[Callable[[Run], float], int]] = {
-    "killed node": (_kill_node, 3),
-    "frozen node": (_freeze_node, 3),
-    "killed worker": (_kill_worker, 4),
-    "join": (_join, 5),
-    "drain": (_drain, 3),
+def _kill_master(run: Run) -> float:
+    """The master is away for some steps; timed from the start of the next one."""
+    return run.crash_master(down_s=_AWAY_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something to do to a run, and what to hold it to."""
+
+    act: Callable[[Run], float]
+    target: str
+    meets: Callable[[float, float, float], bool]
+    """Of the medians: stall, next step, step."""
+
+
+_FAULTS: dict[str, Fault] = {
+    "killed node": Fault(
+        act=_kill_node,
+        target="stall < 0.1, next step < 2 steps + 0.2",
+        meets=lambda stall_s, next_s, step_s: stall_s < 0.1 and next_s < 2 * step_s + 0.2,
+    ),
+    "frozen node": Fault(
+        act=_freeze_node, target="stall < lease (3) + 0.3", meets=lambda stall_s, _next_s, _step_s: stall_s < 3.3
+    ),
+    "killed worker": Fault(act=_kill_worker, target="stall < 0.5", meets=lambda stall_s, _n, _s: stall_s < 0.5),
+    "killed master": Fault(
+        act=_kill_master,
+        target="no stall, back in 2",
+        meets=lambda stall_s, next_s, step_s: stall_s < step_s and next_s < 2,
+    ),
+    "join": Fault(act=_join, target="stall < 1 step", meets=lambda stall_s, _n, step_s: stall_s < step_s),
+    "drain": Fault(act=_drain, target="stall < 1 step", meets=lambda stall_s, _n, step_s: stall_s < step_s),
 }
-"""What is done, and how many nodes train at the end."""
 
 
 def measure(fault: str, directory: Path, number: int) -> Outcome:
     """Do one fault to one run."""
-    act, _ = _FAULTS[fault]
     run = Run(directory, number)
     try:
         run.wait_for_step(_FAULT_STEP)
         run.skip()
-        at_s = act(run)
-        if fault == "frozen node":  # the step that was being committed may still be told
-            run.wait_for(lambda entry: entry["@type"] == "NodeLost")
-        run.wait_for_next_step()
-        first_s = time.monotonic() - at_s
-        if fault == "killed worker":
-            run.wait_for(lambda entry: entry["@type"] == "RecoveryDone" and entry["action"] == "restart_worker")
+        workers, ordinary_s = run.workers, run.steps()[_WARM_UP_STEPS:]
+        at_s = _FAULTS[fault].act(run)
+        first_s = _wait_until_it_goes_on(run, fault) - at_s
+        nodes = len(run.plan_nodes)
+        stalled_s = max(run.steps()[_WARM_UP_STEPS + len(ordinary_s) :]) - max(ordinary_s)
         for _ in range(_AFTER_STEPS):
             run.wait_for_next_step()
+        kept = sum(run.workers.get(node) == pid and _lives(pid) for node, pid in workers.items())
         summary = run.stop()
     finally:
         run.kill()
     recoveries = summary["recoveries"]
-    step_time = summary["step_time_s"]
-    plan = summary["plan"]
     assert isinstance(recoveries, list)
-    assert isinstance(step_time, dict)
-    assert isinstance(plan, dict)
     return Outcome(
-        stall_s=max(recovery["stall_s"] for recovery in recoveries),
+        stall_s=max([recovery["stall_s"] for recovery in recoveries], default=max(0.0, stalled_s)),
         next_step_s=first_s,
-        step_s=step_time["median"],
+        step_s=statistics.median(ordinary_s),
         steps_lost=int(str(summary["steps_lost"])),
-        survivors=len({stage["node"] for pipeline in plan["pipelines"] for stage in pipeline["stages"]}),
+        nodes=nodes,
+        kept=kept,
     )
+
+
+def _wait_until_it_goes_on(run: Run, fault: str) -> float:
+    """Wait for the first step after the fault, and for the plan that it leads to; returns when the step was told."""
+    if fault == "frozen node":  # the step that was being committed may still be told
+        run.wait_for(lambda entry: entry["@type"] == "NodeLost")
+    if fault == "killed master":
+        run.wait_for(lambda entry: entry["@type"] == "MasterResumed")
+    run.wait_for_next_step()
+    told_s = time.monotonic()
+    if fault == "killed worker":
+        run.wait_for(lambda entry: entry["@type"] == "RecoveryDone" and entry["action"] == "restart_worker")
+    elif fault != "killed master":
+        run.wait_for_any(lambda entry: entry["@type"] == "RecoveryDone")
+    return told_s
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def measure_torchrun(directory: Path) -> float:
@@ -258,28 +340,43 @@ def main() -> None:
     parser.add_argument("--faults", nargs="*", choices=[*_FAULTS, []], default=list(_FAULTS))
     parser.add_argument("--no-torchrun", action="store_true")
     arguments = parser.parse_args()
-    print(
-        f"{'fault':<16}{'runs':>5}{'stall s, median (max)':>26}{'next step s':>14}{'step s':>9}{'lost':>6}{'nodes':>8}"
-    )
+    print("| fault | runs | stall (max), s | next step, s | step, s | target | met | lost | nodes | kept |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        killed_s = 0.0
+        medians: dict[str, float] = {}
         for fault in arguments.faults:
             outcomes = [measure(fault, directory, number) for number in range(arguments.runs)]
-            stalls = [outcome.stall_s for outcome in outcomes]
-            next_s = statistics.median(outcome.next_step_s for outcome in outcomes)
-            killed_s = killed_s or next_s
-            nodes = f"{min(outcome.survivors for outcome in outcomes)}/{_FAULTS[fault][1]}"
-            print(
-                f"{fault:<16}{len(outcomes):>5}{statistics.median(stalls):>17.3f} ({max(stalls):.3f})"
-                f"{next_s:>14.3f}{statistics.median(outcome.step_s for outcome in outcomes):>9.3f}"
-                f"{sum(outcome.steps_lost for outcome in outcomes):>6}{nodes:>8}",
-                flush=True,
-            )
+            medians[fault] = statistics.median(outcome.next_step_s for outcome in outcomes)
+            print(_row(fault, outcomes), flush=True)
         if not arguments.no_torchrun:
             times = [measure_torchrun(directory) for _ in range(arguments.runs)]
             median_s = statistics.median(times)
-            print(f"torchrun, killed worker, to the next step: {median_s:.2f} s, {median_s / killed_s:.0f} times ours")
+            print(f"| torchrun, killed worker | {len(times)} | | {median_s:.2f} | | | | | | |")
+            for fault, ours_s in medians.items():
+                if fault in ("killed node", "killed worker"):
+                    print(f"\ntorchrun takes {median_s / ours_s:.0f} times as long to its next step as a {fault} here")
+
+
+def _row(fault: str, outcomes: Sequence[Outcome]) -> str:
+    """A line of the table."""
+    stalls = [outcome.stall_s for outcome in outcomes]
+    stall_s, next_s = statistics.median(stalls), statistics.median(outcome.next_step_s for outcome in outcomes)
+    step_s = statistics.median(outcome.step_s for outcome in outcomes)
+    meets = _FAULTS[fault].meets(stall_s, next_s, step_s)
+    cells = (
+        fault,
+        len(outcomes),
+        f"{stall_s:.3f} ({max(stalls):.3f})",
+        f"{next_s:.3f}",
+        f"{step_s:.3f}",
+        _FAULTS[fault].target,
+        "yes" if meets else "no",
+        sum(outcome.steps_lost for outcome in outcomes),
+        min(outcome.nodes for outcome in outcomes),
+        min(outcome.kept for outcome in outcomes),
+    )
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":
