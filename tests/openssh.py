@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[1]
 _START_TIMEOUT_S = 10.0
 
 _SERVER_CONFIG = """\
-ListenAddress 127.0.0.1:{port}
+ListenAddress {host}:{port}
 HostKey {directory}/host_key
 AuthorizedKeysFile {directory}/authorized_keys
 PidFile none
@@ -40,7 +40,7 @@ SetEnv {environment}
 
 _HOST_CONFIG = """\
 Host {names}
-  HostName 127.0.0.1
+  HostName {host}
   Port {port}
   IdentityFile {directory}/client_key
   UserKnownHostsFile {directory}/known_hosts
@@ -68,6 +68,7 @@ class OpenSSH:
     directory: Path
     port: int
     process: psutil.Process
+    host: str = "127.0.0.1"
 
     @property
     def client_key(self) -> Path:
@@ -83,7 +84,7 @@ class OpenSSH:
 
     def host_config(self, names: Sequence[str]) -> str:
         """The part of an ssh config file by which these names reach the server."""
-        return _HOST_CONFIG.format(names=" ".join(names), port=self.port, directory=self.directory)
+        return _HOST_CONFIG.format(names=" ".join(names), host=self.host, port=self.port, directory=self.directory)
 
     def kill_sessions(self) -> None:
         """Kill the processes that serve open connections; what they have started lives on."""
@@ -100,15 +101,24 @@ class OpenSSH:
 
 @contextmanager
 def serve_openssh(
-    directory: Path, *, environment: Mapping[str, str] | None = None, more_config: str = ""
+    directory: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    more_config: str = "",
+    host: str = "127.0.0.1",
+    within: Sequence[str] = (),
 ) -> Iterator[OpenSSH]:
-    """Serve on a free port until the context ends; `environment` is that of every session."""
+    """Serve on a free port until the context ends; `environment` is that of every session.
+
+    `within` is a command that runs others where `host` is an address of theirs, in a network namespace for instance.
+    """
     directory.mkdir(mode=0o700, exist_ok=True)
     _make_keys(directory)
     sessions = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **(environment or {})}
-    server = _start(directory, " ".join(f"{name}={value}" for name, value in sessions.items()), more_config)
+    settings = " ".join(f"{name}={value}" for name, value in sessions.items())
+    server = _start(directory, settings, more_config, host, within)
     key = (directory / "host_key.pub").read_text()
-    server.known_hosts.write_text(f"[127.0.0.1]:{server.port} {key}")
+    server.known_hosts.write_text(f"[{host}]:{server.port} {key}")
     try:
         yield server
     finally:
@@ -134,27 +144,29 @@ def _make_keys(directory: Path) -> None:
     shutil.copy(directory / "client_key.pub", directory / "authorized_keys")
 
 
-def _start(directory: Path, environment: str, more: str) -> OpenSSH:
+def _start(directory: Path, environment: str, more: str, host: str, within: Sequence[str]) -> OpenSSH:
     """Start the server; the port is tried again where somebody else was quicker to take it."""
     for _ in range(3):
         port = free_port()
         config = directory / "sshd_config"
-        text = _SERVER_CONFIG.format(port=port, directory=directory, environment=environment, more=more)
+        text = _SERVER_CONFIG.format(host=host, port=port, directory=directory, environment=environment, more=more)
         config.write_text(text)
-        command = [SSHD, "-D", "-f", str(config), "-E", str(directory / "log")]
+        log = directory / "log"
+        log.unlink(missing_ok=True)
+        command = [*within, SSHD, "-D", "-f", str(config), "-E", str(log)]
         process = psutil.Popen(command, stdin=subprocess.DEVNULL)
-        if _answers(port, process):
-            return OpenSSH(directory, port, process)
+        if _listens(log, process):
+            return OpenSSH(directory, port, process, host)
         _end(process)
     raise AssertionError(f"sshd does not start: {(directory / 'log').read_text()}")
 
 
-def _answers(port: int, process: psutil.Process) -> bool:
+def _listens(log: Path, process: psutil.Process) -> bool:
+    """Wait until the server says that it listens."""
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline_s and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return probe.recv(4) == b"SSH-"
+        if log.exists() and "Server listening on" in log.read_text():
+            return True
         time.sleep(0.02)
     return False
 

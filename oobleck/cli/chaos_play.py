@@ -104,6 +104,14 @@ class Player:
 
     def _strike(self, event: TraceEvent) -> str:
         """Let an event happen; returns what was done. What the run refuses is told, and the trace goes on."""
+        try:
+            return self._do(event)
+        except NoActiveRun:
+            raise
+        except OobleckError as error:
+            return f"{event_kind(event)} is refused: {error}"
+
+    def _do(self, event: TraceEvent) -> str:
         match event:
             case Partitioned() | Healed():
                 return f"{event_kind(event)} is not played"
@@ -111,13 +119,7 @@ class Player:
                 self._target.crash_master(down_s / self._speedup)
                 return f"the master was killed, and started again after {down_s / self._speedup:g} s"
             case _:
-                node = self._names[event.node]
-                try:
-                    return self._strike_node(event, node)
-                except NoActiveRun:
-                    raise
-                except OobleckError as error:
-                    return f"{event_kind(event)} of {node} is refused: {error}"
+                return self._strike_node(event, self._names[event.node])
 
     def _strike_node(self, event: NodeEvent, node: str) -> str:
         match event:

@@ -59,10 +59,10 @@ class LocalRun:
         place = ("--tag", directory.tag, "--base-dir", str(directory.base_dir))
         self._command = [sys.executable, "-m", "oobleck", "up", *options, *place]
         self._directory = directory
-        self._process = self._start()
+        self._process = self._start(resume="never")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+    def _start(self, *, resume: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*self._command, "--resume", resume], stdin=subprocess.DEVNULL)
 
     def ask(self, asked: ControlRequest) -> Mapping[str, object]:
         return request(self._directory.control_socket, asked, _ANSWER_TIMEOUT_S)
@@ -71,7 +71,7 @@ class LocalRun:
         self._process.kill()
         self._process.wait()
         time.sleep(down_s)
-        self._process = self._start()
+        self._process = self._start(resume="auto")
         _wait_until_it_listens(self._directory, self._process)
 
     def wait_until(self, at_s: float) -> bool:

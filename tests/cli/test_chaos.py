@@ -121,7 +121,7 @@ def test_what_the_run_refuses_is_told_and_the_trace_goes_on() -> None:
     run = FakeRun(refused="node0")
     is_over, told = play(trace_of(Lost(t_s=1, node="n0"), Lost(t_s=2, node="n1")), run)
     assert is_over
-    assert told[0] == "1 s: node_lost of node0 is refused: node0 is lost, or has left, already"
+    assert told[0] == "1 s: node_lost is refused: node0 is lost, or has left, already"
     assert run.asked[1] == KillRequest(node="node1")
 
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
+from .elastic import Reference, each_loss, elastic_run
 from .harness import Outcome, Runner
 
 
@@ -20,3 +23,15 @@ def undisturbed(runner: Runner) -> Outcome:
     outcome = runner.run("--job", str(runner.job_file()))
     assert outcome.exit_code == 0, outcome.output
     return outcome
+
+
+@pytest.fixture(scope="session")
+def endless_reference(runner: Runner) -> Reference:
+    """The losses of the GPT-2 job when it goes on for ever."""
+    return each_loss(runner.job_file(), runner.directory / "cache")
+
+
+@pytest.fixture
+def start(runner: Runner, endless_reference: Reference) -> Callable[..., Any]:
+    """Starts a run that must be right in the end."""
+    return partial(elastic_run, runner, endless_reference)

@@ -124,13 +124,13 @@ class Runner:
         return path
 
     @contextmanager
-    def up(self, *options: str, nodes: Sequence[str] = ("--local", "4")) -> Iterator[Up]:
-        """Start `oobleck up`; whatever happens, nothing of it is left running."""
+    def up(self, *options: str, nodes: Sequence[str] = ("--local", "4"), within: Sequence[str] = ()) -> Iterator[Up]:
+        """Start `oobleck up`, by the command `within` if there is one; whatever happens, nothing of it is left."""
         self._count += 1
         summary = self.directory / f"summary{self._count}.json"
         command = [sys.executable, "-m", "oobleck", "up", *nodes, "--base-dir", str(self.base_dir), "--plain"]
         process = subprocess.Popen(
-            [*command, "--summary", str(summary), *options],
+            [*within, *command, "--summary", str(summary), *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -145,6 +145,32 @@ class Runner:
         finally:
             if process.poll() is None:
                 process.kill()
+                process.wait()
+                for left in self.processes():  # the next run is not to take over what goes on without its master
+                    left.kill()
+            assert process.stdout is not None
+            process.stdout.close()
+            warming.join()
+
+    @contextmanager
+    def background(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """Start an `oobleck` command that is itself a run, or starts one; nothing of it is left running."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "oobleck", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=self.environment,
+        )
+        warming = threading.Thread(target=self._keep_warm, args=(process,))
+        warming.start()
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
                 process.wait()
             assert process.stdout is not None
             process.stdout.close()

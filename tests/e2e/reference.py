@@ -44,6 +44,7 @@ def each_reference_loss(
 
     `evaluations` receives the losses on the samples that are kept for evaluation.
     """
+    torch.set_num_threads(1)  # two wait for each other, where others use the machine as well: ten times as slow
     assembly = assemble(job, cache_dir=cache_dir)
     dataset, structure = assembly.train, assembly.structure
     model = StageModel(structure, dtype=getattr(torch, job.dtype), device="cpu")

@@ -8,107 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
-import pytest
+from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, nodes_of, recoveries
+from .harness import Runner, started_at, worker_pids
 
-from oobleck.cli.job_file import load_job
-
-from .harness import TAG, Outcome, Runner, Up, oobleck, started_at, worker_pids
-from .reference import each_reference_loss
-
-TOLERANCE = 1e-9
-ENDLESS = 5000
-"""Steps that no run here makes; each is stopped before."""
 SLACK_S = 0.5
 """What two busy cores may add to a time that is bounded by a timer."""
-
-Reference = Callable[[int], list[float]]
-
-
-@pytest.fixture(scope="module")
-def reference(runner: Runner) -> Reference:
-    """The first losses of the job in one process; as many as are asked for, each computed once."""
-    path = runner.job_file()
-    job = replace(load_job(path.read_text(), source=str(path)), max_steps=ENDLESS)
-    coming = each_reference_loss(job, runner.directory / "cache")
-    known: list[float] = []
-
-    def first(count: int) -> list[float]:
-        known.extend(islice(coming, max(0, count - len(known))))
-        return known[:count]
-
-    return first
-
-
-class Elastic:
-    """A run under way, what can be done to it, and how it must have ended."""
-
-    def __init__(self, runner: Runner, up: Up) -> None:
-        self.up = up
-        self._runner = runner
-        self.outcome: Outcome | None = None
-
-    def command(self, *words: str) -> None:
-        done = oobleck(*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir))
-        assert done.returncode == 0, done.stderr
-
-    def refused(self, *words: str) -> str:
-        """What a command says that cannot be carried out."""
-        done = oobleck(*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir))
-        assert done.returncode == 2, (done.returncode, done.stderr)
-        assert done.stdout == ""
-        return done.stderr
-
-    def stop(self) -> Outcome:
-        self.command_stop()
-        self.outcome = self.up.finish()
-        return self.outcome
-
-    def command_stop(self) -> None:
-        done = oobleck("stop", TAG, "--base-dir", str(self._runner.base_dir))
-        assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def start(runner: Runner, reference: Reference) -> Callable[..., Any]:
-    @contextmanager
-    def start(*options: str, nodes: int = 4) -> Iterator[Elastic]:
-        """Start a run; when the test has ended it, all that it computed must be right, and nothing be left."""
-        given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *options)
-        with runner.up(*given, nodes=("--local", str(nodes))) as up:
-            run = Elastic(runner, up)
-            up.wait_for_step(5)
-            yield run
-        assert run.outcome is not None, "the test must end the run"
-        assert_all_is_right(run.outcome, reference)
-        assert runner.left_over() == []
-
-    return start
-
-
-def assert_all_is_right(outcome: Outcome, reference: Reference) -> None:
-    assert outcome.exit_code == 0, outcome.output
-    summary = outcome.summary
-    assert summary["reason"].startswith("stopped on request")
-    assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
-    assert len(outcome.losses) == summary["steps_committed"] < ENDLESS
-    expected = reference(len(outcome.losses))
-    assert max(abs(one - other) for one, other in zip(outcome.losses, expected, strict=True)) < TOLERANCE
-
-
-def recoveries(outcome: Outcome) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [(each["cause"], each["action"], tuple(each["nodes"])) for each in outcome.summary["recoveries"]]
-
-
-def nodes_of(outcome: Outcome) -> list[str]:
-    """The nodes that train under the last plan."""
-    plan = outcome.summary["plan"]
-    return sorted({stage["node"] for pipeline in plan["pipelines"] for stage in pipeline["stages"]})
 
 
 def freeze(runner: Runner, node: str) -> None:
@@ -146,7 +53,7 @@ def test_a_node_is_drained_and_a_spare_takes_its_place(start: Callable[..., Any]
 
 
 def test_the_only_holder_of_a_layer_hands_it_over_before_it_leaves(start: Callable[..., Any]) -> None:
-    with start("--pipelines", "1", "-f", "0", nodes=2) as run:
+    with start("--pipelines", "1", "-f", "0", nodes=("--local", "2")) as run:
         run.command("drain", "node1")
         run.up.wait_for("node1 has left")
         run.up.wait_for_steps(5)
@@ -210,7 +117,7 @@ def test_a_frozen_node_costs_its_lease_and_is_ended(start: Callable[..., Any], r
 
 
 def test_what_cannot_be_added_or_drained_is_refused_with_a_reason(start: Callable[..., Any]) -> None:
-    with start(nodes=2) as run:
+    with start(nodes=("--local", "2")) as run:
         assert "node1 is in the run already" in run.refused("add", "node1")
         assert "no virtual node 'node9'" in run.refused("add", "node9")
         assert "there is no node 'node9'; the nodes are node0, node1" in run.refused("drain", "node9")
@@ -222,7 +129,9 @@ def test_what_cannot_be_added_or_drained_is_refused_with_a_reason(start: Callabl
         run.stop()
 
 
-def test_a_run_after_a_killed_master_has_no_part_of_the_one_before(runner: Runner, reference: Reference) -> None:
+def test_a_run_after_a_killed_master_has_no_part_of_the_one_before(
+    runner: Runner, endless_reference: Reference
+) -> None:
     """Agents outlive their master for a while; the next run of the job must neither meet them nor their workers."""
     given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS))
     with runner.up(*given) as up:
@@ -236,6 +145,6 @@ def test_a_run_after_a_killed_master_has_no_part_of_the_one_before(runner: Runne
         up.wait_for_step(5)
         run = Elastic(runner, up)
         outcome = run.stop()
-    assert_all_is_right(outcome, reference)
+    assert_all_is_right(outcome, endless_reference)
     assert len(before) == 4
     assert runner.left_over() == []

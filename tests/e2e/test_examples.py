@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from oobleck.cli.chaos_play import name_nodes, not_played
+from oobleck.cli.trace import read_trace
+
 from .harness import TAG, Outcome, Runner
 from .test_losses import assert_nothing_lost
 
@@ -28,6 +31,12 @@ def test_every_example_is_tested() -> None:
     jobs = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
     assert len(jobs) >= 5
     assert [name for name in jobs if name not in mine] == []
+
+
+def test_the_trace_is_one_for_four_nodes() -> None:
+    trace = read_trace(EXAMPLES / "chaos.json")
+    assert name_nodes(trace, [f"node{index}" for index in range(4)]) == {node: node for node in trace.nodes}
+    assert not_played(trace) is None
 
 
 @pytest.mark.parametrize(("name", "size"), [("gpt2.yaml", "n_layer"), ("llama.yaml", "num_hidden_layers")])

@@ -75,12 +75,11 @@ class Run:
         """What was read of the journal."""
         command = [sys.executable, "-m", "oobleck", "up", "--local", "4", "--job", str(job), "--plain"]
         self._command = [*command, "--base-dir", str(self.base_dir), "--summary", str(self._summary)]
-        self._process = self._start()
+        self._process = self._start(resume="never")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-        )
+    def _start(self, *, resume: str) -> subprocess.Popen[bytes]:
+        command = [*self._command, "--resume", resume]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
 
     def crash_master(self, *, down_s: float) -> float:
         """Kill the master, and start another one later; returns when that was."""
@@ -88,7 +87,7 @@ class Run:
         self._process.wait(_TIMEOUT_S)
         time.sleep(down_s)
         started_s = time.monotonic()
-        self._process = self._start()
+        self._process = self._start(resume="auto")
         return started_s
 
     @property

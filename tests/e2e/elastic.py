@@ -1,0 +1,104 @@
+"""A run that goes on until everything has happened to it that should, and is right in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from oobleck.cli.job_file import load_job
+
+from .harness import TAG, Outcome, Runner, Up, oobleck
+from .reference import each_reference_loss
+
+TOLERANCE = 1e-9
+ENDLESS = 5000
+"""Steps that no run here makes; each is stopped before."""
+MAX_COMPARED = 200
+"""Losses of one run, for one process is slower than several."""
+
+Reference = Callable[[int], list[float]]
+
+
+class Elastic:
+    """A run under way, what can be done to it, and how it must have ended."""
+
+    def __init__(self, runner: Runner, up: Up) -> None:
+        self.up = up
+        self._runner = runner
+        self.outcome: Outcome | None = None
+
+    def command(self, *words: str) -> None:
+        done = oobleck(*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir))
+        assert done.returncode == 0, done.stderr
+
+    def refused(self, *words: str) -> str:
+        """What a command says that cannot be carried out."""
+        done = oobleck(*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir))
+        assert done.returncode == 2, (done.returncode, done.stderr)
+        assert done.stdout == ""
+        return done.stderr
+
+    def stop(self) -> Outcome:
+        self.command_stop()
+        self.outcome = self.up.finish()
+        return self.outcome
+
+    def command_stop(self) -> None:
+        done = oobleck("stop", TAG, "--base-dir", str(self._runner.base_dir))
+        assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def elastic_run(
+    runner: Runner, reference: Reference, *options: str, nodes: Sequence[str] = ("--local", "4")
+) -> Iterator[Elastic]:
+    """Start a run; when the test has ended it, all that it computed must be right, and nothing be left."""
+    given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *options)
+    with runner.up(*given, nodes=nodes) as up:
+        run = Elastic(runner, up)
+        up.wait_for_step(5)
+        yield run
+    assert run.outcome is not None, "the test must end the run"
+    assert_all_is_right(run.outcome, reference)
+    assert runner.left_over() == []
+
+
+def each_loss(job_file: Path, cache_dir: Path) -> Reference:
+    """The first losses of a job in one process; as many as are asked for, each computed once."""
+    job = replace(load_job(job_file.read_text(), source=str(job_file)), max_steps=ENDLESS)
+    coming = each_reference_loss(job, cache_dir)
+    known: list[float] = []
+
+    def first(count: int) -> list[float]:
+        known.extend(islice(coming, max(0, count - len(known))))
+        return known[:count]
+
+    return first
+
+
+def assert_all_is_right(outcome: Outcome, reference: Reference) -> None:
+    assert outcome.exit_code == 0, outcome.output
+    summary = outcome.summary
+    assert summary["reason"].startswith("stopped on request")
+    assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
+    assert len(outcome.losses) == summary["steps_committed"] < ENDLESS
+    assert_losses(outcome.losses, reference)
+
+
+def assert_losses(losses: list[float], reference: Reference) -> None:
+    """Compare with the losses of one process, as many as it computes in some seconds."""
+    expected = reference(min(len(losses), MAX_COMPARED))
+    assert max(abs(one - other) for one, other in zip(losses, expected, strict=False)) < TOLERANCE
+
+
+def recoveries(outcome: Outcome) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(each["cause"], each["action"], tuple(each["nodes"])) for each in outcome.summary["recoveries"]]
+
+
+def nodes_of(outcome: Outcome) -> list[str]:
+    """The nodes that train under the last plan."""
+    plan = outcome.summary["plan"]
+    return sorted({stage["node"] for pipeline in plan["pipelines"] for stage in pipeline["stages"]})

@@ -1,0 +1,79 @@
+"""The network is cut and healed: between the master and a node, and between two nodes that the master reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.network import MASTER, Network, needs_networks, serve_network
+
+from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, nodes_of, recoveries
+from .harness import Runner, processes_with, started_at, worker_pids
+
+pytestmark = [needs_networks, pytest.mark.slow]
+
+NODES = ("alpha", "beta", "gamma")
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with serve_network(tmp_path, NODES) as network:
+        yield network
+
+
+@pytest.fixture
+def hosts(network: Network, tmp_path: Path) -> tuple[str, ...]:
+    hostfile, config = tmp_path / "hosts.txt", tmp_path / "ssh_config"
+    hostfile.write_text("\n".join(NODES))
+    config.write_text("".join(server.host_config([node]) for node, server in network.servers.items()))
+    return (str(hostfile), "--ssh-config", str(config))
+
+
+def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
+    runner: Runner, endless_reference: Reference, network: Network, hosts: tuple[str, ...]
+) -> None:
+    settings = ("rejoin_after_s=1", "lease_s=2", "connect_timeout_s=2")
+    given = [word for setting in settings for word in ("--set", f"control.{setting}")]
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *given)
+    with runner.up(*options, nodes=hosts, within=network.on(MASTER)) as up:
+        up.wait_for_step(5)
+        # The master loses sight of a node that goes on training, as far as it knows.
+        worker = worker_pids(runner)["gamma"]
+        birth = started_at(worker)
+        network.cut(MASTER, "gamma")
+        up.wait_for("gamma lost: not heard of for")
+        up.wait_for("gamma lost; ")
+        up.wait_for_steps(3)
+        assert started_at(worker) == birth, "nobody can end it"
+        network.heal(MASTER, "gamma")
+        up.wait_for("gamma taken in; absorb")
+        assert started_at(worker) != birth
+        up.wait_for_steps(3)
+        # A node's only cable is cut: its peers and the master lose it.
+        network.unplug("beta")
+        up.wait_for("beta lost: not heard of for")
+        up.wait_for("beta lost; ")
+        network.plug_in("beta")
+        up.wait_for("beta taken in; absorb")
+        up.wait_for_steps(3)
+        # The master reaches both of two nodes that do not reach each other: one of them is left out, until it is added.
+        network.cut("alpha", "gamma")
+        up.wait_for("the network between gamma and their peers is cut")
+        up.wait_for("gamma lost; ")
+        up.wait_for_steps(3)
+        network.heal("alpha", "gamma")
+        run = Elastic(runner, up)
+        run.command("add", "gamma")
+        up.wait_for("gamma taken in; absorb")
+        up.wait_for_steps(3)
+        outcome = run.stop()
+    assert_all_is_right(outcome, endless_reference)
+    assert [cause for cause, _, _ in recoveries(outcome)] == [
+        *("lease_expired", "joined") * 2,
+        "hang",
+        "joined",
+    ]
+    assert nodes_of(outcome) == list(NODES)
+    assert not any(processes_with(f"TMPDIR={network.temporary / node}") for node in NODES)
