@@ -48,6 +48,10 @@ __all__ = ["Run", "run_job"]
 
 _log = logging.getLogger("oobleck.up")
 
+_FORGET_S = 5.0
+_ENDS_WELL = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+"""The newest state is on disk after these."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -122,6 +126,8 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
                     if callbacks is not None:
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
+                if end.exit_code in _ENDS_WELL:
+                    await _give_memory_back(cluster, session.lost_nodes)
             finally:
                 metrics.close()
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
@@ -142,6 +148,14 @@ def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> Metr
 
 def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
     return prometheus_text(output.metrics.sample(master.now_s), tag)
+
+
+async def _give_memory_back(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> None:
+    """Nodes that ended by themselves have done so; the states of lost ones are of no more use."""
+    with trio.move_on_after(_FORGET_S):
+        async with trio.open_nursery() as forgetting:
+            for spec in nodes:
+                forgetting.start_soon(cluster.forget, spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

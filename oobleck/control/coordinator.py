@@ -26,6 +26,7 @@ from oobleck.errors import ConfigError, PeerError, PlanningError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Place, Planner, PlannerSettings, Profile, TensorParallelPlanner, profile_to_json
 
+from .comparing import Comparing
 from .diagnosis import TERMINATION_WORDS
 from .events import (
     AddRequested,
@@ -80,6 +81,7 @@ from .messages import (
     Pace,
     PeerFailed,
     Profiled,
+    ReplicaDigests,
     RestoreFailed,
     Resumed,
     StartWorker,
@@ -157,6 +159,7 @@ class Coordinator:
         self._reconfiguration = Reconfiguration(
             job, self._members, self._progress, self._saving, self._restoring, self._outbox
         )
+        self._comparing = Comparing(self._outbox)
         self._rejoining = Rejoining(first_wait_s=job.control.rejoin_after_s)
         self._startup_failures = StartupFailures(len(nodes))
         self._start_deadline_s = math.inf
@@ -469,6 +472,8 @@ class Coordinator:
                 self._saved(node, message)
             case CheckpointsFound():
                 self._checkpoints_found(Place(node=node, device=message.device), message)
+            case ReplicaDigests():
+                self._compare(Place(node=node, device=message.device), message)
             case RestoreFailed():
                 self._restore_failed(node, message)
             case WorkerStarted():
@@ -666,6 +671,14 @@ class Coordinator:
         else:
             self._train_when_prepared()
 
+    def _compare(self, place: Place, message: ReplicaDigests) -> None:
+        generations = self._reconfiguration.generations
+        if self.phase is not Phase.TRAINING or message.generation != generations.current:
+            return
+        distrusted = self._comparing.take(place, message, generations.plan.places)
+        if distrusted:
+            self._reconfiguration.repair(distrusted)
+
     def _restore_failed(self, node: str, message: RestoreFailed) -> None:
         """Nobody trains on what is broken: all go back to the checkpoint before it."""
         if message.generation != self._reconfiguration.generations.current:
@@ -752,6 +765,7 @@ def _check_device(member: Member, message: AgentMessage) -> None:
             | LayersPersisted(device=device)
             | CheckpointsFound(device=device)
             | RestoreFailed(device=device)
+            | ReplicaDigests(device=device)
         ) if device not in range(member.spec.num_devices):
             raise PeerError(f"speaks for device {device}; it has {member.spec.num_devices}")
         case _:

@@ -65,6 +65,8 @@ class Cause(StrEnum):
     """Nothing was lost but the master, in the middle of a recovery: its successor begins that anew."""
     CHECKPOINT_BROKEN = "checkpoint_broken"
     """Nothing was lost but a checkpoint, while it was gone back to: the one before is taken."""
+    CORRUPTION = "corruption"
+    """Nothing was lost: copies of a layer differed, and are made equal again."""
     UNREACHABLE = "unreachable"
 
 
@@ -309,8 +311,19 @@ class RecoveryStarted:
                 return f"letting {names} go"
             case Cause.SLOW:
                 return f"planning anew for the pace of {names}"
+            case Cause.CORRUPTION:
+                return f"making the layers of {names} equal to their other copies"
             case _:
                 return f"recovering from the loss of {names}" if names else "regrouping; no node is lost"
+
+
+_HAPPENED = {
+    Cause.JOINED: "taken in",
+    Cause.DRAINED: "drained",
+    Cause.SLOW: "planned for",
+    Cause.CORRUPTION: "repaired",
+}
+"""To the nodes of a recovery that lost none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,10 +350,7 @@ class RecoveryDone:
         copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
         lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
         names = ", ".join(self.nodes)
-        happened = {Cause.JOINED: "taken in", Cause.DRAINED: "drained", Cause.SLOW: "planned for"}.get(
-            self.cause, "lost"
-        )
-        what = f"{names} {happened}" if names else "regrouped"
+        what = f"{names} {_HAPPENED.get(self.cause, 'lost')}" if names else "regrouped"
         return f"{what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
 
 

@@ -19,6 +19,7 @@ from .saving_messages import (
     FindCheckpoints,
     FoundState,
     LayersPersisted,
+    ReplicaDigests,
     Restore,
     RestoreFailed,
     SaveState,
@@ -57,6 +58,7 @@ __all__ = [
     "PeerFailed",
     "ProfileRequest",
     "Profiled",
+    "ReplicaDigests",
     "Restore",
     "RestoreFailed",
     "Resumed",
@@ -520,6 +522,7 @@ AgentMessage = (
     | CheckpointCommitted
     | CheckpointsFound
     | RestoreFailed
+    | ReplicaDigests
 )
 """What an agent says to the master, its workers' words included."""
 
@@ -559,6 +562,7 @@ WorkerMessage = (
     | StateNotSaved
     | CheckpointsFound
     | RestoreFailed
+    | ReplicaDigests
 )
 """What a worker says to its agent."""
 

@@ -78,6 +78,8 @@ class Reconfiguration:
         self._progress = progress
         self._saving = saving
         self._restoring = restoring
+        self._distrusted: dict[Place, frozenset[int]] = {}
+        """Layers that differ from their other copies, by holder, until they are replaced."""
         self._restored_generation = 0
         """What was adopted before the newest checkpoint was gone back to counts for nothing."""
         self._answers_due_s = math.inf
@@ -152,6 +154,11 @@ class Reconfiguration:
         self._count_regrouping(cause)
         self._fence()
 
+    def repair(self, distrusted: Mapping[Place, frozenset[int]], *, detect_s: float = 0.0) -> None:
+        """Have these copies of layers replaced by the others."""
+        self._distrusted.update(distrusted)
+        self.begin(sorted({place.node for place in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
+
     def status(self, places: Collection[Place], status: Status) -> None:
         """Workers answer the fence; an answer to an older one is dropped."""
         if self.is_fencing and status.generation == self.generations.current:
@@ -173,6 +180,7 @@ class Reconfiguration:
         recovery.resumed.update(dict.fromkeys(places, message))
         recovery.awaited.difference_update(places)
         if not recovery.awaited:
+            self._distrusted.clear()
             self.close()
             self._dismiss_drained()
 
@@ -298,6 +306,7 @@ class Reconfiguration:
         absent = frozenset(self.lost_for(in_force))
         finish = self.generations.step_to_finish(verdict, statuses, absent)
         held = _held(verdict, statuses, base, finish=finish, is_from_scratch=not self._restored_generation)
+        held = {place: layers - self._distrusted.get(place, frozenset()) for place, layers in held.items()}
         try:
             decision = self._replan(base, held, lost=absent)
         except (PlanningError, Unrecoverable) as error:

@@ -19,6 +19,7 @@ __all__ = [
     "FindCheckpoints",
     "FoundState",
     "LayersPersisted",
+    "ReplicaDigests",
     "Restore",
     "RestoreFailed",
     "SaveState",
@@ -26,6 +27,19 @@ __all__ = [
     "StateSaved",
     "StoragePaths",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaDigests:
+    """What a worker holds after a step, for comparison with the other copies."""
+
+    device: int
+    step: int
+    generation: int
+    """In which the step was committed."""
+    layers: tuple[int, ...]
+    digests: tuple[int, ...]
+    """One for each of the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,15 @@ __all__ = [
     "AgentDir",
     "clean_command",
     "end_command",
+    "forget_command",
     "is_alive_command",
     "kill_command",
     "signal_command",
     "slow_command",
 ]
 
+
+_MEMORY = "/dev/shm"  # noqa: S108  memory that outlives its processes; the directory in it is ours alone
 _MAX_NAME_CHARS = 24
 """Of a node in a path: with the longest tag and user id, sockets in /tmp stay below the limit of 107 bytes."""
 
@@ -64,7 +67,7 @@ class AgentDir:
     @property
     def memory(self) -> Path:
         """Where states lie: in the memory file system, which outlives all processes, where there is one."""
-        shared = Path("/dev/shm")  # noqa: S108  memory that outlives its process; the directory in it is ours alone
+        shared = Path(_MEMORY)
         if not os.access(shared, os.W_OK):
             return self.path / "memory" / "of" / "states"
         return shared / f"oobleck-{os.getuid()}" / self.run_id / _directory_name(self.node)
@@ -140,6 +143,12 @@ def _pids(processes: str) -> str:
 
 def _directory(run_id: str, node: str) -> str:
     return f'"{_base()}"/{shlex.quote(run_id)}/{shlex.quote(_directory_name(node))}'
+
+
+def forget_command(run_id: str, node: str) -> str:
+    """A shell command that gives back the memory in which a node keeps states."""
+    run = f'"{_MEMORY}/oobleck-$(id -u)"/{shlex.quote(run_id)}'
+    return f'rm -rf {run}/{shlex.quote(_directory_name(node))}; rmdir {run} "$(dirname {run})" 2>/dev/null; true'
 
 
 def _base() -> str:

@@ -20,7 +20,15 @@ from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.wire import FrameDecoder
 
-from .agent_dir import clean_command, end_command, is_alive_command, kill_command, signal_command, slow_command
+from .agent_dir import (
+    clean_command,
+    end_command,
+    forget_command,
+    is_alive_command,
+    kill_command,
+    signal_command,
+    slow_command,
+)
 from .ssh import CompletedCommand, SSHConnection, SSHOptions, connect
 
 __all__ = ["RemotePaths", "SSHCluster"]
@@ -122,6 +130,13 @@ class SSHCluster:
                 await self._run(node, clean_command(self._run_id, node.name))
         except NodeUnreachable as error:
             _log.info("%s is not cleaned up: %s", node.name, error.reason)
+
+    async def forget(self, node: NodeSpec) -> None:
+        """Give back the memory in which the node keeps states; best effort, raises nothing."""
+        try:
+            await self._run(node, forget_command(self._run_id, node.name))
+        except NodeUnreachable as error:
+            _log.info("%s keeps its memory: %s", node.name, error.reason)
 
     async def aclose(self) -> None:
         """Close all connections."""

@@ -27,12 +27,14 @@ from oobleck.wire import (
     LayersMoving,
     Order,
     Pace,
+    ReplicaDigests,
     Restore,
     Resumed,
     StepCommitted,
 )
 
 from .data import Dataset
+from .digests import digest_of
 from .evaluation import Evaluator
 from .executor import Lane, StepWork, execute
 from .groups import Group, GroupKey, GroupTable
@@ -103,7 +105,9 @@ class Engine:
         signals: Signals,
         standing: Standing,
         saving: Saving | None,
-        report: Callable[[StepCommitted | Resumed | Evaluating | EvaluationDone | Pace | LayersMoving], None],
+        report: Callable[
+            [StepCommitted | Resumed | Evaluating | EvaluationDone | Pace | LayersMoving | ReplicaDigests], None
+        ],
     ) -> None:
         self._job = job
         self._place = place
@@ -358,6 +362,7 @@ class Engine:
         self._standing.begin_apply(record)
         self._apply(record)
         self._save(lost, record, is_wanted=outcome.save or outcome.stop)
+        self._tell_digests(record)
         return outcome.stop
 
     def _save(self, lost: Collection[str], record: CommitRecord, *, is_wanted: bool) -> None:
@@ -369,6 +374,22 @@ class Engine:
             self._saving.save(self._plan, lost, record, self._named_state)
         elif not lost:
             self._saving.prepare(self._plan, self._named_state)
+
+    def _tell_digests(self, record: CommitRecord) -> None:
+        """Let the copies of layers be compared, after every so many steps."""
+        every = self._job.checkpoint.compare_steps
+        if every and record.step % every == 0:
+            layers = tuple(self._model.layers)
+            digests = tuple(digest_of(self._named_state(layer).values()) for layer in layers)
+            self._report(
+                ReplicaDigests(
+                    device=self._place.device,
+                    step=record.step,
+                    generation=record.generation,
+                    layers=layers,
+                    digests=digests,
+                )
+            )
 
     def _apply(self, record: CommitRecord) -> None:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""

@@ -76,14 +76,21 @@ class Bench:
     """A coordinator, the time, and all that it ever commanded."""
 
     def __init__(
-        self, shape: Shape | None = None, *, nodes: tuple[NodeSpec, ...] | None = None, job: JobSpec | None = None
+        self,
+        shape: Shape | None = None,
+        *,
+        nodes: tuple[NodeSpec, ...] | None = None,
+        job: JobSpec | None = None,
+        resume: str = "auto",
     ) -> None:
         self.shape = shape or Shape()
         self.job = job or self.shape.job
         self.nodes = nodes or self.shape.nodes
         self.now_s = 0.0
         self.commands: list[Command] = []
-        self.coordinator = Coordinator(self.job, self.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0")
+        self.coordinator = Coordinator(
+            self.job, self.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", resume=resume
+        )
         self.commands += self.coordinator.start(0.0)
 
     def feed(self, *events: Event) -> list[Command]:

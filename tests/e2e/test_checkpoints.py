@@ -102,7 +102,7 @@ def test_after_a_power_cut_the_same_command_goes_on(
     saved = steps_of(directory)
     assert saved[0] >= 10
     shutil.rmtree(memory(runner))
-    outcome = runner.run(*options(runner, directory), nodes=("--local", "3"))
+    outcome = runner.run(*options(runner, directory), nodes=("--local", "5"))
     first_step = first_step_of(runner)
     assert first_step == saved[0] + 1, outcome.output
     assert_went_on(outcome, reference, first_step)
@@ -112,6 +112,7 @@ def test_after_a_power_cut_the_same_command_goes_on(
     assert not memory(runner).exists(), "the memory is given back"
 
 
+@pytest.mark.slow
 def test_what_only_memory_has_is_gone_on_from(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:
@@ -125,6 +126,7 @@ def test_what_only_memory_has_is_gone_on_from(
     assert_went_on(outcome, reference, first_step)
 
 
+@pytest.mark.slow
 def test_harmed_files_are_named_and_the_checkpoint_before_is_taken(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_layer_without_a_living_copy_costs_the_steps_since_the_checkpoint(
     assert outcome.summary["samples_missing"] == 0
 
 
+@pytest.mark.slow
 def test_being_stopped_saves_first(runner: Runner, directory: CheckpointDirectory, reference: list[float]) -> None:
     with runner.up(*options(runner, directory, "--resume", "never", every=1000)) as up:
         up.wait_for_step(5)
@@ -174,6 +177,7 @@ def test_being_stopped_saves_first(runner: Runner, directory: CheckpointDirector
     assert_went_on(outcome, reference, step + 1)
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_nothing_stops_saving_but_not_training(
     runner: Runner, tmp_path: Path, reference: list[float]
 ) -> None:
@@ -186,10 +190,11 @@ def test_a_disk_that_takes_nothing_stops_saving_but_not_training(
     assert "training goes on" in outcome.output
 
 
+@pytest.mark.slow
 def test_a_run_that_was_finished_starts_anew_or_goes_on_where_it_is_told_to(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:
-    short = ("--set", "max_steps=6")
+    short = ("--steps", "6")
     first = runner.run(*options(runner, directory, "--resume", "never"), *short)
     assert first.exit_code == 0, first.output
     again = runner.run(*options(runner, directory), *short)

@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 
 from oobleck.checkpoint import MANIFEST_VERSION, CheckpointDirectory, Manifest, checkpoint_name, find_slots
 from oobleck.training.checkpoint import FlashSaver, LayerTensors, SavedLayers, StateReader
+from oobleck.training.digests import digest_of
 
 _STEM = "device0"
 _RUN = "0123abcd"
@@ -88,6 +89,9 @@ def _measure(layers: LayerTensors, directory: Path, shared: Path, saves: int) ->
     flash = _Flash(layers, directory, shared)
     plain, distributed = _Plain(layers, directory), _Distributed(layers, directory)
     copies_s: list[float] = []
+    digests_s = [
+        _timed(lambda: digest_of(tensor for part in layers.values() for tensor in part.values())) for _ in "123"
+    ]
     flat = torch.cat([tensor.reshape(-1) for tensors in layers.values() for tensor in tensors.values()])
     target = torch.zeros_like(flat)
     for number in range(1, saves + 1):
@@ -99,6 +103,7 @@ def _measure(layers: LayerTensors, directory: Path, shared: Path, saves: int) ->
         flash.load()
         plain.load()
         distributed.load()
+    print(f"digest of the state: {statistics.median(digests_s):.3f} s; a hundredth of it a step")
     return copies_s, {
         "flash": flash.times,
         "flash, from disk": flash.disk_times,

@@ -1,0 +1,318 @@
+"""What the coordinator decides about checkpoints: when to save, what is complete, what to go back to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from oobleck.control.coordinator import Phase
+from oobleck.control.events import ProfileFound, StopRequested
+from oobleck.control.journal import Action, CheckpointSaved, Notice, PlanAdopted, RecoveryDone
+from oobleck.control.manifest import SavedState, Shard, checkpoint_name, run_digest
+from oobleck.control.messages import (
+    CheckpointCommitted,
+    CheckpointsFound,
+    CommitCheckpoint,
+    FindCheckpoints,
+    Finished,
+    FoundState,
+    LayersPersisted,
+    ReplicaDigests,
+    RestoreFailed,
+    SaveState,
+    StateNotSaved,
+    StateSaved,
+)
+from oobleck.job import CheckpointSpec
+from oobleck.planner import Place, profile_to_json
+from tests.control.bench import Bench, ready
+from tests.control.model import Shape
+
+SHAPE = Shape(num_nodes=2, num_pipelines=2, max_steps=100)
+"""Two nodes, each a pipeline: both hold all four layers."""
+LAYERS = (0, 1, 2, 3)
+RUN = run_digest("model", "2026-01-01T00:00:00Z")
+OLD = "0000000b"
+
+
+def started(spec: CheckpointSpec | None = None, *, resume: str = "auto", shape: Shape = SHAPE) -> Bench:
+    """A run whose workers can save and have been asked what they see."""
+    bench = Bench(shape, job=replace(shape.job, checkpoint=spec or CheckpointSpec(save_steps=5)), resume=resume)
+    for spec_ in bench.nodes:
+        bench.up(spec_.name)
+        bench.say(spec_.name, ready(saves=True))
+    bench.feed(ProfileFound(profile_json=profile_to_json(shape.profile)))
+    return bench
+
+
+def state(
+    step: int, *, run: str = RUN, layers: tuple[int, ...] = LAYERS, at: int | None = None, **fields
+) -> FoundState:
+    defaults = {"in_memory": False, "directory": None}
+    return FoundState(
+        name=checkpoint_name(run, step=step, generation=1),
+        run=run,
+        step=step,
+        saved_at=f"2026-01-{at or step:02d}",
+        layers=layers,
+        **(defaults | fields),
+    )
+
+
+def tell(bench: Bench, *found: FoundState, nodes: tuple[str, ...] = ("n0", "n1"), **fields) -> None:
+    """Everybody sees the same."""
+    request = max(message.request for message in bench.messages(bench.commands) if isinstance(message, FindCheckpoints))
+    defaults = {"problems": (), "unfinished": ()}
+    for node in nodes:
+        bench.say(node, CheckpointsFound(device=0, request=request, found=found, **(defaults | fields)))
+
+
+def training(spec: CheckpointSpec | None = None, *found: FoundState, resume: str = "auto") -> Bench:
+    bench = started(spec, resume=resume)
+    tell(bench, *found)
+    return bench
+
+
+def wanted(commands, bench: Bench) -> list[int]:
+    return [message.step for message in bench.messages(commands, "n0") if isinstance(message, SaveState)]
+
+
+def save(bench: Bench, step: int, *, until: str = "committed", generation: int = 1) -> str:
+    """The workers save after a step, each its half, up to a point."""
+    name = checkpoint_name(RUN, step=step, generation=generation)
+    halves = {"n0": (0, 1), "n1": (2, 3)}
+    saved = SavedState(name=name, step=step, generation=generation, saved_at=f"2026-02-01T00:00:{step:02d}")
+    for node, layers in halves.items():
+        bench.say(node, StateSaved(device=0, state=saved, layers=layers, size_bytes=10, pause_s=0.25))
+    if until == "in memory":
+        return name
+    for node, layers in halves.items():
+        shards = tuple(Shard(layer=layer, file=f"layer-{layer}", size_bytes=7, sha256="") for layer in layers)
+        bench.say(node, LayersPersisted(device=0, name=name, shards=shards, duration_s=1.0))
+    if until == "committed":
+        bench.say("n0", CheckpointCommitted(name=name))
+        bench.say("n1", CheckpointCommitted(name=name))
+    return name
+
+
+def texts(bench: Bench) -> str:
+    return "\n".join(notice.text for notice in bench.journal(Notice))
+
+
+def test_a_run_begins_when_all_have_told_what_they_see() -> None:
+    bench = started()
+    assert bench.coordinator.phase is Phase.PREPARING
+    tell(bench, nodes=("n0",))
+    assert bench.orders == []
+    tell(bench, nodes=("n1",))
+    assert {order.initial for order in bench.orders} == {True}
+
+
+def test_workers_that_cannot_save_are_not_asked() -> None:
+    bench = Bench(SHAPE)
+    bench.prepare()
+    assert not [message for message in bench.messages(bench.commands) if isinstance(message, FindCheckpoints)]
+    assert len(bench.orders) == 2
+
+
+def test_a_run_goes_on_from_the_newest_state() -> None:
+    bench = training(None, state(10, run=OLD), state(20, run=OLD), state(30, run=OLD, layers=(0, 1)))
+    for order in bench.orders:
+        assert order.restore is not None
+        assert (order.restore.name, order.boundary, order.initial, order.transfers) == (
+            checkpoint_name(OLD, step=20, generation=1),
+            20,
+            False,
+            (),
+        )
+    (plan,) = bench.journal(PlanAdopted)
+    assert (plan.action, plan.restored_step) == (Action.START, 20)
+    assert [entry.record.step for entry in Bench.entries(bench.commit("n0", 21))] == [21]
+
+
+def test_what_one_node_alone_sees_is_sent_to_the_other() -> None:
+    bench = started()
+    request = bench.messages(bench.commands, "n0")[-1].request
+    for node, found in (("n0", (state(10, run=OLD),)), ("n1", ())):
+        bench.say(node, CheckpointsFound(device=0, request=request, found=found, problems=(), unfinished=()))
+    sent = bench.orders[0].transfers
+    assert {item.layer for item in sent} == set(LAYERS)
+    assert {(item.source.node, item.target.node) for item in sent} == {("n0", "n1")}
+
+
+@pytest.mark.parametrize("found", [[state(100, run=OLD)], []])
+def test_without_anything_to_go_on_from_a_run_starts_anew(found: list[FoundState]) -> None:
+    bench = training(None, *found)
+    assert all(order.initial for order in bench.orders)
+    assert ("starts anew" in texts(bench)) == bool(found)
+
+
+def test_who_wants_to_start_anew_does() -> None:
+    assert all(order.initial for order in training(None, state(20), resume="never").orders)
+
+
+def test_a_place_without_a_checkpoint_ends_the_run() -> None:
+    bench = training(None, state(20), resume="/there")
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 78
+
+
+def test_a_save_is_wanted_at_multiples_and_complete_with_its_manifest() -> None:
+    bench = training()
+    assert wanted(bench.commands, bench) == [5]
+    name = save(bench, 5, until="written")
+    commits = [message for message in bench.messages(bench.commands, "n1") if isinstance(message, CommitCheckpoint)]
+    assert [(commit.manifest.name, [shard.layer for shard in commit.manifest.shards]) for commit in commits] == [
+        (name, [0, 1, 2, 3])
+    ]
+    assert bench.journal(CheckpointSaved) == []
+    commands = bench.say("n1", CheckpointCommitted(name=name))
+    (saved,) = bench.journal(CheckpointSaved)
+    assert (saved.step, saved.size_bytes, saved.pause_s) == (5, 28, 0.25)
+    assert wanted(commands, bench) == [5], "no step is known to be committed since, so the next multiple is this one"
+
+
+def test_old_ones_and_unfinished_ones_are_removed_with_the_next() -> None:
+    bench = started(CheckpointSpec(save_steps=5, save_total_limit=2))
+    old = [state(step, run=OLD, at=step) for step in (1, 2)]
+    tell(bench, *old, unfinished=("step-00000003.x.1",))
+    save(bench, 5, until="written")
+    (commit,) = [message for message in bench.messages(bench.commands, "n0") if isinstance(message, CommitCheckpoint)]
+    assert commit.remove == (old[0].name, "step-00000003.x.1")
+
+
+def test_time_can_be_what_saves_are_counted_in() -> None:
+    bench = training(CheckpointSpec(save_interval_s=20.0))
+    assert wanted(bench.commands, bench) == []
+    for step in range(1, 21):
+        assert wanted(bench.commands, bench) == []
+        bench.commit("n0", step)
+        bench.beat_until(float(step), "n0", "n1")
+    assert wanted(bench.commands, bench) == [21]
+
+
+def test_a_full_disk_is_told_loudly_and_tried_again_later() -> None:
+    bench = training()
+    name = save(bench, 5, until="in memory")
+    bench.commit("n0", 5)
+    bench.say("n1", StateNotSaved(device=0, name=name, step=5, reason="/c: No space left on device"))
+    (notice,) = bench.journal(Notice)
+    assert notice.level == "error"
+    assert "step 5 is not saved: n1: /c: No space left on device" in notice.text
+    assert bench.coordinator.phase is Phase.TRAINING
+    before = len(wanted(bench.commands, bench))
+    for step in range(6, 90):
+        bench.commit("n0", step)
+        bench.beat_until(bench.now_s + 1.0, "n0", "n1")
+    assert len(wanted(bench.commands, bench)) > before
+
+
+def test_a_save_that_lost_a_node_is_given_up_and_made_again() -> None:
+    bench = training()
+    save(bench, 5, until="in memory")
+    bench.fail("n1")
+    assert "n1 was lost before it had written its layers" in texts(bench)
+    bench.answer("n0", applied=5, adopted=1, layers=LAYERS)
+    commands = bench.wait(0.02)
+    assert wanted(commands, bench), "there is one copy of every layer left: it is saved at once"
+
+
+def test_a_run_that_is_stopped_ends_when_its_last_save_has() -> None:
+    bench = training()
+    bench.feed(StopRequested(now=False, exit_code=143, reason="ended by SIGTERM"))
+    bench.commit("n0", 1)
+    for node in ("n0", "n1"):
+        bench.say(node, Finished(device=0, applied=1))
+    assert bench.ended is None
+    save(bench, 1)
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 143
+
+
+def test_a_last_save_that_never_comes_is_not_waited_for_for_ever() -> None:
+    bench = training()
+    bench.feed(StopRequested(now=False, exit_code=143, reason="ended by SIGTERM"))
+    bench.commit("n0", 1)
+    for node in ("n0", "n1"):
+        bench.say(node, Finished(device=0, applied=1))
+    bench.beat_until(bench.now_s + 301.0, "n0", "n1")
+    assert bench.ended is not None
+
+
+# --- state is lost -----------------------------------------------------------------------------------------------
+
+PAIRS = Shape(layers_per_device=2, max_steps=100)
+"""Four nodes in two pipelines of two: no node holds more than half of the layers."""
+
+
+def lost_state(*found: FoundState) -> Bench:
+    """Both holders of some layers are gone after step 7; the others have told what they see."""
+    bench = started(shape=PAIRS)
+    tell(bench, nodes=("n0", "n1", "n2", "n3"))
+    for step in range(1, 8):
+        bench.commit("n0", step)
+    plan = bench.orders[0].plan
+    for place in plan.owners_of(0):
+        bench.fail(place.node)
+    for node in survivors(bench):
+        bench.answer(node, applied=7, adopted=1, layers=(2, 3))
+    bench.wait(0.02)
+    return bench
+
+
+def survivors(bench: Bench) -> tuple[str, ...]:
+    return tuple(sorted(place.node for place in bench.orders[0].plan.owners_of(3)))
+
+
+def test_a_layer_without_a_copy_goes_back_to_the_newest_checkpoint_of_this_run() -> None:
+    bench = lost_state()
+    tell(bench, state(5, at=3), state(9, run=OLD, at=9), nodes=survivors(bench))
+    order = bench.orders[-1]
+    assert order.restore is not None
+    assert (order.restore.name, order.boundary) == (state(5).name, 5)
+    assert bench.journal(PlanAdopted)[-1].action is Action.CHECKPOINT
+    left = tuple(sorted(place.node for place in order.plan.places))
+    assert not bench.commit(left[0], 8, generation=1), "what was begun before counts for nothing"
+    assert bench.commit(left[0], 6, generation=order.generation)
+    bench.resume(*left)
+    assert bench.journal(RecoveryDone)[-1].steps_lost == 2
+
+
+def test_without_a_checkpoint_lost_state_ends_the_run() -> None:
+    bench = lost_state()
+    tell(bench, nodes=survivors(bench))
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 1
+    assert "there is no checkpoint to go back to" in bench.ended.reason
+
+
+def test_a_broken_checkpoint_gives_way_to_the_one_before() -> None:
+    bench = training(None, state(10, run=OLD), state(20, run=OLD))
+    bench.say("n1", RestoreFailed(device=0, generation=1, name=state(20, run=OLD).name, problem="x: changed"))
+    assert "n1 cannot restore" in texts(bench)
+    for node in ("n0", "n1"):
+        bench.answer(node)
+    bench.wait(0.02)
+    tell(bench, state(10, run=OLD), state(20, run=OLD))
+    order = bench.orders[-1]
+    assert order.restore is not None
+    assert (order.generation, order.boundary) == (2, 10)
+
+
+def test_a_copy_that_differs_is_replaced_by_the_others() -> None:
+    shape = Shape(num_nodes=3, num_pipelines=3, max_steps=100)
+    bench = Bench(shape)
+    bench.prepare()
+    bench.commit("n0", 1)
+    for node, digest in (("n0", 5), ("n1", 6), ("n2", 5)):
+        digests = (1, 1, digest, 1)
+        bench.say(node, ReplicaDigests(device=0, step=1, generation=1, layers=LAYERS, digests=digests))
+    assert "layer 2 on n1:0 differs from that on n0:0, n2:0" in texts(bench)
+    for node in ("n0", "n1", "n2"):
+        bench.answer(node, applied=1, adopted=1, layers=LAYERS)
+    bench.wait(0.02)
+    order = bench.orders[-1]
+    assert order.generation == 2
+    assert {(item.layer, item.target) for item in order.transfers} == {(2, Place(node="n1", device=0))}
+    assert {item.source.node for item in order.transfers} == {"n0", "n2"}
