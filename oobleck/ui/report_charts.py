@@ -31,6 +31,8 @@ class Marker:
 
     x: float
     text: str
+    is_calm: bool = False
+    """Nothing was lost then."""
 
 
 def chart(
@@ -63,11 +65,7 @@ def chart(
         share = x_of(value) / 10
         side = " first" if share < 5 else " last" if share > 95 else ""
         labels.append(f'<span class="x{side}" style="left:{share:.2f}%">{escape(x_text(value))}</span>')
-    marks = [
-        f'<line class="mark" x1="{x_of(mark.x):.1f}" x2="{x_of(mark.x):.1f}" y1="0" y2="{_SIZE}">'
-        f"<title>{escape(mark.text)}</title></line>"
-        for mark in markers
-    ]
+    marks = [_mark(mark, x_of(mark.x)) for mark in markers]
     lines = [_line(one, x_of, y_of) for one in series]
     return (
         f'<div class="chart"><div class="plot"><svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" '
@@ -85,6 +83,13 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _mark(mark: Marker, x: float) -> str:
+    style = "mark calm" if mark.is_calm else "mark"
+    return (
+        f'<line class="{style}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_SIZE}"><title>{escape(mark.text)}</title></line>'
+    )
 
 
 def _line(series: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:

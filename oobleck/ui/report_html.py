@@ -10,7 +10,7 @@ from html import escape
 
 from oobleck.control.diagnosis import Incident
 from oobleck.control.history import History
-from oobleck.control.journal import PlanAdopted
+from oobleck.control.journal import Cause, PlanAdopted
 from oobleck.control.summary import RecoverySummary, Summary
 from oobleck.planner import Pipeline
 
@@ -108,7 +108,11 @@ def _throughput(history: History, summary: Summary) -> str:
     rates = [point for since, until, rate in history.rates for point in ((since, rate), (until, rate))]
     nodes = _as_steps(history.num_nodes, until_s)
     markers = [
-        Marker(x=done.t_s, text=f"{duration_text(done.t_s)} {_recovery_text(done)}")
+        Marker(
+            x=done.t_s,
+            text=f"{duration_text(done.t_s)} {_recovery_text(done)}",
+            is_calm=done.cause in (Cause.JOINED, Cause.DRAINED),
+        )
         for done in summary.recoveries[:_MAX_ROWS]
     ]
     rate_chart = chart(
@@ -131,7 +135,7 @@ def _throughput(history: History, summary: Summary) -> str:
     )
     return (
         "<section><h2>Throughput and nodes</h2>"
-        f'<p class="caption">tokens/s; dashed lines are recoveries</p>{rate_chart}'
+        f'<p class="caption">tokens/s; dashed lines are recoveries, grey where nobody was lost</p>{rate_chart}'
         f'<p class="caption">nodes that train</p>{node_chart}</section>'
     )
 

@@ -28,6 +28,7 @@ svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible}
 .line{fill:none;stroke:currentColor;stroke-width:1.75;vector-effect:non-scaling-stroke;stroke-linejoin:round}
 .area{fill:currentColor;opacity:.14;stroke:none}
 .mark{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:4 3;vector-effect:non-scaling-stroke}
+.mark.calm{stroke:var(--soft)}
 .rate{color:var(--rate)}.nodes{color:var(--nodes)}.loss{color:var(--loss)}
 .x,.y{position:absolute;color:var(--soft);font-size:.75rem;white-space:nowrap;font-variant-numeric:tabular-nums}
 .y{right:100%;margin-right:8px;transform:translateY(-50%)}.x{top:100%;margin-top:6px;transform:translateX(-50%)}

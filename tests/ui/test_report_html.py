@@ -81,6 +81,33 @@ def test_both_schemes_and_phones_are_provided_for():
     assert used <= dark
 
 
+def colours(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The named colours, light and dark."""
+    light, dark = text.split("@media(prefers", 1)
+    return tuple(dict(re.findall(r"(--[a-z]+):(#[0-9a-f]+)", block)) for block in (light, dark))  # type: ignore[return-value]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.2)."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    linear = []
+    for at in (0, 2, 4):
+        value = int(digits[at : at + 2], 16) / 255
+        linear.append(value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("--text", 7.0), ("--soft", 4.5), ("--rate", 3.0), ("--nodes", 3.0), ("--loss", 3.0), ("--bad", 3.0)],
+)
+def test_text_and_lines_stand_out_in_both_schemes(scheme, name, least):
+    known = colours(page_of(run_with_a_loss()))[scheme]
+    bright, dim = sorted((luminance(known[name]), luminance(known["--card"])), reverse=True)
+    assert (bright + 0.05) / (dim + 0.05) >= least
+
+
 @pytest.mark.parametrize("length", [1, 5, 14, 40])
 def test_a_run_that_goes_on_or_was_cut_off_is_shown_too(length):
     Page(page_of(list(run_with_a_loss())[:length]))
