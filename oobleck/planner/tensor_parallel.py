@@ -42,7 +42,8 @@ class TensorParallelPlanner(Planner):
             ),
         )
         self.degree = degree
-        # For forecasts, which look up what so many devices take: a group is planned with the times of one device.
+        # What reports and forecasts read speaks of devices; a group is planned with the times of one.
+        self.settings = settings
         self.profile = replace(profile, layers=tuple(_with_times_of(layer, degree) for layer in profile.layers))
 
     def initial_plan(self, nodes: Sequence[str], *, slow: Mapping[str, float] | None = None) -> Decision:
