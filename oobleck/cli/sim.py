@@ -20,7 +20,7 @@ from .trace import read_trace
 if TYPE_CHECKING:
     from oobleck.planner import Profile
     from oobleck.sim.outcome import Outcome
-    from oobleck.sim.sweep import SweepSettings
+    from oobleck.sim.sweep_settings import SweepSettings
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
 
@@ -162,7 +162,7 @@ def _settings(
     checkpoint_interval_s: float,
     seed: int,
 ) -> SweepSettings:
-    from oobleck.sim.sweep import SweepSettings
+    from oobleck.sim.sweep_settings import SweepSettings
 
     if global_batch % profile.microbatch_size:
         raise UsageError(
@@ -193,7 +193,7 @@ def _play(name: str, trace: Trace, settings: SweepSettings, *, gear: str, quiet:
 def _play_cluster(trace: Trace, settings: SweepSettings, report: Callable[[float], None]) -> Outcome:
     from oobleck.sim.cluster_gear import run_cluster
     from oobleck.sim.outcome import outcome_of_journal
-    from oobleck.sim.sweep import most_steps
+    from oobleck.sim.sweep_settings import most_steps
 
     run = run_cluster(
         trace,

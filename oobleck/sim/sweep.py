@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from typing import assert_never
 
@@ -35,18 +35,11 @@ from oobleck.control.events import (
     SendAll,
 )
 from oobleck.control.journal import (
-    Action,
     Cause,
     JobEnded,
     JobStarted,
     JournalEntry,
-    NodeConnected,
-    PlanAdopted,
-    RecoveryDone,
-    RecoveryStarted,
     StepDone,
-    StepsDone,
-    WorkerUp,
 )
 from oobleck.control.messages import (
     PROTOCOL_VERSION,
@@ -57,19 +50,18 @@ from oobleck.control.messages import (
     Hello,
     Order,
     StartWorker,
-    Status,
     StepCommitted,
     StopAgent,
     WorkerExited,
     WorkerReady,
 )
-from oobleck.job import ControlSpec, DataSpec, JobSpec, NodeSpec
-from oobleck.planner import ExecutionPlan, Place, Planner, PlannerSettings, Profile, profile_to_json
+from oobleck.job import NodeSpec
+from oobleck.planner import Place, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 
-from .costs import RecoveryCosts
 from .crew import Crew, Stretch
-from .pace import Pace
+from .run_log import RunLog
+from .sweep_settings import SweepSettings, most_steps
 from .trace import (
     AgentCrashed,
     Frozen,
@@ -86,65 +78,11 @@ from .trace import (
     WorkerCrashed,
 )
 
-__all__ = ["SweepSettings", "most_steps", "sweep"]
+__all__ = ["sweep"]
 
 _PYTHON = "3.11.0"
-_LEASE_S = 1e18
-"""The coordinator's: nobody sends heartbeats here, and whose silence is noticed is the sweep's to say.
-
-Nor does it try lost nodes again: the trace says when they are back."""
-
-
 _SOON_S = 0.1
 """How long a node waits that comes while the job is being started."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepSettings:
-    """The job whose life is simulated."""
-
-    profile: Profile
-    global_batch_size: int
-    """Samples in one step."""
-    devices_per_node: int = 1
-    fault_threshold: int = 1
-    num_pipelines: int | None = None
-    costs: RecoveryCosts = field(default_factory=RecoveryCosts)
-    checkpoint_interval_s: float = 1800.0
-    """From one checkpoint to the next; they are written while training goes on."""
-    tag: str = "sim"
-    seed: int = 0
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.global_batch_size // self.profile.microbatch_size
-
-    def job(self, max_steps: int, *, is_timed: bool = False) -> JobSpec:
-        """The job as the coordinator is given it; with heartbeats and leases if it `is_timed`."""
-        return JobSpec(
-            tag=self.tag,
-            data=DataSpec(sequence_length=max(2, self.profile.sequence_length)),
-            control=ControlSpec() if is_timed else ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
-            max_steps=max_steps,
-            global_batch_size=self.global_batch_size,
-            microbatch_size=self.profile.microbatch_size,
-            seed=self.seed,
-            fault_threshold=self.fault_threshold,
-            num_pipelines=self.num_pipelines,
-            device_memory_bytes=self.profile.device.memory_bytes,
-            torch_threads=1,
-        )
-
-    def planner(self) -> Planner:
-        """A planner with the settings that the coordinator gives its own."""
-        settings = PlannerSettings(
-            num_microbatches=self.num_microbatches,
-            devices_per_node=self.devices_per_node,
-            max_devices_per_stage=1,
-            fault_threshold=self.fault_threshold,
-            num_pipelines=self.num_pipelines,
-        )
-        return Planner(self.profile, settings)
 
 
 def sweep(
@@ -157,30 +95,19 @@ def sweep(
     """
     run = _Sweep(trace, settings)
     run.play(report)
-    return tuple(run.journal)
-
-
-def most_steps(trace: Trace, settings: SweepSettings) -> int:
-    """Return how many steps fit into the trace with as many nodes as there ever are, and no failure.
-
-    Raises PlanningError where they do not hold the model.
-    """
-    most = trace.nodes[: max(count for _, count in trace.counts)]
-    plan = settings.planner().initial_plan(most).plan
-    return int(trace.duration_s / Pace(settings.profile).step_s(plan, {})) + 1
-
-
-_Answer = tuple[tuple[Place, ...], Status]
+    return tuple(run.log.entries)
 
 
 class _Sweep:
     """One run; its parts are called by the events of a queue, in the order of time."""
 
     def __init__(self, trace: Trace, settings: SweepSettings) -> None:
-        self.journal: list[JournalEntry] = []
         self._trace = trace
         self._settings = settings
         self._costs = settings.costs
+        self.log = RunLog(
+            checkpoint_interval_s=settings.checkpoint_interval_s, checkpoint_read_s=settings.costs.checkpoint_read_s
+        )
         self._job = settings.job(most_steps(trace, settings))
         self._fewest = min(settings.planner().templates(max(count for _, count in trace.counts)))
         self._profile_json = profile_to_json(settings.profile)
@@ -204,17 +131,9 @@ class _Sweep:
         """Nodes with a worker that is to be started again."""
         self._order: Order | None = None
         self._fence = 0
-        self._past_generations = 0
-        self._generation = 0
-        self._past_steps = 0
-        self._newest_step = 0
-        self._step = 0
-        """The newest of those that are not lost."""
-        self._saved_step = 0
-        self._ended_s = 0.0
 
     def play(self, report: Callable[[float], None]) -> None:
-        self._record(
+        self.log.record(
             JobStarted(
                 t_s=0.0,
                 version=__version__,
@@ -232,8 +151,8 @@ class _Sweep:
                 heapq.heappop(self._queue)[2]()
             report(self._now_s)
         self._move_to(self._trace.duration_s)
-        reason = f"the trace ends after {self._newest_step} steps"
-        self._record(JobEnded(t_s=self._trace.duration_s, exit_code=0, reason=reason))
+        reason = f"the trace ends after {self.log.newest_step} steps"
+        self.log.record(JobEnded(t_s=self._trace.duration_s, exit_code=0, reason=reason))
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -264,7 +183,7 @@ class _Sweep:
             self._move_to(t_s)
 
     def _committed(self, stretch: Stretch) -> None:
-        self._save(stretch)
+        self.log.save(stretch)
         record = self._crew.last_record
         place = self._crew.speaker(self._absent())
         assert record is not None
@@ -272,14 +191,6 @@ class _Sweep:
             self._now_s = max(self._now_s, stretch.end_s)
             message = StepCommitted(device=place.device, record=record)
             self._feed(Said(node=place.node, message=message), from_step=stretch.first_step)
-
-    def _save(self, stretch: Stretch) -> None:
-        """Note the newest step that a checkpoint holds."""
-        interval_s = self._settings.checkpoint_interval_s
-        saved_s = stretch.end_s // interval_s * interval_s
-        since = int((stretch.end_s - saved_s) / stretch.step_s) + 1
-        if since <= stretch.last_step - stretch.first_step + 1:
-            self._saved_step = self._past_steps + stretch.last_step - since
 
     def _absent(self) -> set[str]:
         """Nodes that the coordinator does not listen to."""
@@ -304,9 +215,9 @@ class _Sweep:
         for command in commands:
             match command:
                 case Record(entry=StepDone() as entry):
-                    self._record_steps(entry, from_step)
+                    self.log.record_steps(entry, from_step)
                 case Record(entry=entry):
-                    self._record(entry)
+                    self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
                 case SendAll(message=Order() as order):
@@ -388,7 +299,7 @@ class _Sweep:
         self._members = {node: self._lives[node] for node in nodes}
         self._coordinator = Coordinator(self._job, tuple(map(self._spec, nodes)), started_at="", python_version=_PYTHON)
         self._coordinator.start(self._now_s)
-        read_s = self._costs.checkpoint_read_s if self._newest_step else 0.0
+        read_s = self._costs.checkpoint_read_s if self.log.newest_step else 0.0
         coordinator = self._coordinator
 
         def come_up() -> None:
@@ -416,79 +327,8 @@ class _Sweep:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
         self._coordinator, self._order, self._fence = None, None, 0
         self._crew.disband()
-        self._past_generations += self._generation + 1
-        self._generation = 0
-        self._past_steps = self._step = self._saved_step
-        self._ended_s = self._now_s
-        self.journal.append(
-            PlanAdopted(
-                t_s=self._now_s,
-                generation=self._past_generations,
-                plan=ExecutionPlan(pipelines=()),
-                action=Action.CHECKPOINT,
-                reason=reason,
-                predicted_step_s=0.0,
-                num_layers=0,
-                redundant=False,
-            )
-        )
+        self.log.lose_all(self._now_s, reason)
         self._start()
-
-    # --- the journal ----------------------------------------------------------------------------------------------
-
-    def _record(self, entry: JournalEntry) -> None:
-        """Write an entry, in the numbers of the whole run: a coordinator counts from its own start."""
-        match entry:
-            case NodeConnected() | WorkerUp():
-                return  # two for each node and start, and nothing is learned from them
-            case JobEnded(exit_code=code) if code:
-                return  # the job goes on
-            case PlanAdopted() | RecoveryStarted() | RecoveryDone():
-                entry = replace(entry, generation=self._past_generations + entry.generation)
-            case _:
-                pass
-        self.journal.append(entry)
-        if isinstance(entry, PlanAdopted):
-            self._adopted(entry)
-
-    def _adopted(self, entry: PlanAdopted) -> None:
-        restarted = self._generation == 0 and self._past_generations > 0
-        self._generation = entry.generation - self._past_generations
-        if not entry.redundant:
-            # The state is saved at once when it has too few copies.
-            self._saved_step = self._step
-        if restarted:
-            self.journal.append(self._restart(entry))
-
-    def _restart(self, entry: PlanAdopted) -> RecoveryDone:
-        return RecoveryDone(
-            t_s=entry.t_s,
-            began_s=self._ended_s,
-            generation=entry.generation,
-            nodes=(),
-            cause=Cause.CONNECTION_LOST,
-            action=Action.CHECKPOINT,
-            detect_s=0.0,
-            decide_s=0.0,
-            transfer_s=self._costs.checkpoint_read_s,
-            stall_s=entry.t_s - self._ended_s,
-            bytes_moved=0,
-            layers_moved=entry.num_layers,
-            microbatches_redone=0,
-            steps_lost=self._newest_step - self._past_steps,
-        )
-
-    def _record_steps(self, entry: StepDone, first_step: int) -> None:
-        """Write one entry for many steps; those that had been committed before are told apart from the others."""
-        first, last = self._past_steps + (first_step or entry.record.step), self._past_steps + entry.record.step
-        tokens = entry.tokens
-        for start, stop in ((first, min(last, self._newest_step)), (max(first, self._newest_step + 1), last)):
-            if start <= stop:
-                end_s = entry.t_s - (last - stop) * entry.record.duration_s
-                record = replace(entry.record, step=stop, generation=self._past_generations + entry.record.generation)
-                self.journal.append(StepsDone(t_s=end_s, first_step=start, record=record, tokens_per_step=tokens))
-        self._newest_step = max(self._newest_step, last)
-        self._step = last
 
     # --- what the trace says ----------------------------------------------------------------------------------------
 
@@ -554,7 +394,7 @@ class _Sweep:
     def _fail(self, node: str, cause: Cause, evidence: str) -> None:
         if node in self._members:
             self._feed(NodeFailed(node=node, cause=cause, evidence=evidence))
-            if not self._generation:
+            if not self.log.is_planned:
                 self._tick_later()
 
     def _be_heard(self, nodes: Iterable[str]) -> None:
@@ -581,7 +421,7 @@ class _Sweep:
                 self._start()
             elif self._members.get(node) == life:
                 return
-            elif not self._generation:
+            elif not self.log.is_planned:
                 self._when_seen(self._now_s + self._costs.node_start_s + _SOON_S, join)  # the job is about to start
             else:
                 self._fail(node, Cause.CONNECTION_LOST, "its agent was lost")
@@ -592,7 +432,7 @@ class _Sweep:
         self._when_seen(self._now_s + self._costs.node_start_s, join)
 
     def _crash(self, node: str, device: int) -> None:
-        if self._is_well(node) and self._generation and device < self._settings.devices_per_node:
+        if self._is_well(node) and self.log.is_planned and device < self._settings.devices_per_node:
             if self._crew.is_training(node):
                 self._crew.stop(self._now_s)
             self._crashed.add(node)
@@ -610,7 +450,7 @@ class _Sweep:
         self._when_seen(self._now_s + self._costs.worker_start_s, ready)
 
     def _drain(self, node: str) -> None:
-        if self._is_well(node) and self._generation:
+        if self._is_well(node) and self.log.is_planned:
             self._feed(DrainRequested(node=node))
 
 

@@ -21,7 +21,8 @@ from oobleck.control.journal import (
 )
 from oobleck.sim.cluster import PYTHON_VERSION
 from oobleck.sim.cluster_gear import run_cluster
-from oobleck.sim.sweep import SweepSettings, sweep
+from oobleck.sim.sweep import sweep
+from oobleck.sim.sweep_settings import SweepSettings
 from oobleck.sim.trace import Joined, Lost, Noticed, Trace, TraceEvent, WorkerCrashed
 from tests.examples import examples
 from tests.sim.strategies import traces

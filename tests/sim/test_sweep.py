@@ -13,7 +13,8 @@ from oobleck.control.journal import Cause, JournalEntry, NodeLeft, PlanAdopted, 
 from oobleck.control.summary import Summary, summarize
 from oobleck.schedule.forecast import forecast
 from oobleck.sim.costs import RecoveryCosts
-from oobleck.sim.sweep import SweepSettings, sweep
+from oobleck.sim.sweep import sweep
+from oobleck.sim.sweep_settings import SweepSettings
 from oobleck.sim.trace import (
     AgentCrashed,
     Frozen,

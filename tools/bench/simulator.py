@@ -17,7 +17,8 @@ from oobleck.planner.devices import device_sheet
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.shapes import model_shape
 from oobleck.sim.generate import FailureModel, generate
-from oobleck.sim.sweep import SweepSettings, sweep
+from oobleck.sim.sweep import sweep
+from oobleck.sim.sweep_settings import SweepSettings
 from oobleck.sim.trace_facts import facts_of
 
 _HOUR_S = 3600.0

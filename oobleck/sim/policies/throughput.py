@@ -10,7 +10,7 @@ from oobleck.errors import PlanningError
 from oobleck.planner import PipelineTemplate, Planner, Profile
 from oobleck.planner.sizes import reduction_s
 from oobleck.sim.pace import Pace
-from oobleck.sim.sweep import SweepSettings
+from oobleck.sim.sweep_settings import SweepSettings
 
 __all__ = ["Grids", "Plans", "Table", "Throughput", "redundant_profile"]
 
