@@ -143,7 +143,9 @@ class Reconfiguration:
         recovery.settles_s = now_s + _SETTLE_S
         self.is_fencing = True
         self.generations.begin()
-        self.deadline_s = now_s + self._job.control.lease_s
+        # A master that takes over hears nothing of a node before it has reached it.
+        heard_s = max((member.last_heard_s for member in self._members.ready), default=now_s)
+        self.deadline_s = max(now_s, heard_s) + self._job.control.lease_s
         self._progress.expect_none()
         self._outbox.record(
             RecoveryStarted(

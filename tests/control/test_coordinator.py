@@ -864,6 +864,18 @@ def test_orders_that_nobody_may_have_received_are_given_again():
     assert bench.journal(RecoveryStarted)[0].cause is Cause.MASTER_LOST
 
 
+def test_nodes_that_a_new_master_has_still_to_reach_are_not_taken_for_frozen():
+    bench = training()
+    bench.commit("n0", 1)
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    succeed(bench)
+    bench.wait(bench.job.control.lease_s + 0.1)
+    for node in ("n0", "n1"):
+        bench.up(node, pid=7, generation=2, workers=(0,))
+    assert not bench.journal(NodeLost)
+
+
 def test_an_agent_that_is_another_one_has_lost_its_state():
     bench = training()
     bench.commit("n0", 1)
