@@ -868,7 +868,7 @@ def test_nodes_that_a_new_master_has_still_to_reach_are_not_taken_for_frozen():
     bench = training()
     bench.commit("n0", 1)
     bench.fail("n2")
-    answer_all(bench, "n0", "n1")
+    told(bench, "n0", "n1")
     succeed(bench)
     bench.wait(bench.job.control.lease_s + 0.1)
     for node in ("n0", "n1"):

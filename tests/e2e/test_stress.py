@@ -135,7 +135,11 @@ def ride_out(runner: Runner, *, seed: int, faults: int, steps: int) -> None:
 
         storm = Storm(runner, seed, start)
         for step in sorted(storm.random.sample(range(3, steps - 4), faults)):
-            storm.up.wait_for_step(step)
+            try:
+                storm.up.wait_for_step(step)
+            except AssertionError:  # lines about steps are thinned: a late run may be over before it tells of this one
+                assert storm.up.process.wait() == 0, "".join(storm.up.output)
+                break
             storm.strike()
         outcome = storm.up.finish()
     story = f"seed {seed}: {storm.done}\n{outcome.output}"

@@ -162,3 +162,11 @@ def test_lines_that_nobody_takes_are_dropped_and_counted():
     assert len(lines) == 10_001
     assert lines[0] == "(2001 lines left out: the output was too slow)"
     assert log.take() == []
+
+
+def test_what_another_master_wrote_is_known_and_not_written_again():
+    log = LineLog(past=[job_started(("node0",), max_steps=7)])
+    assert log.take() == []
+    log.apply(committed(5.0, 3))
+    (line,) = log.take()
+    assert "step 3/7" in line
