@@ -399,7 +399,7 @@ _NO_FAILURES = frozenset({0, 130, 143})
 
 _MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|Cannot allocate memory", re.I)
 _PEERS = re.compile(r"PeerLost|Connection closed by peer|gloo|nccl|Connection reset by peer", re.I)
-_DATA = re.compile(r"data\.paths|data\.|text file|dataset|tokenizer", re.I)
+_DATA = re.compile(r"\bdata\.(paths|sequence_length|vocab_size|max_bytes)\b|text file|tokenizer", re.I)
 _SIGNAL = re.compile(r"killed by signal (\d+)")
 _EXIT = re.compile(r"exit code (-?\d+|None)")
 _SILENCE = re.compile(r"for ([\d.]+) s")

@@ -77,6 +77,7 @@ def test_the_loss_of_a_node_is_told_with_its_cost():
         ("RuntimeError: [../gloo/transport/tcp/pair.cc] Connection closed by peer", Failure.PEER),
         ("oobleck.errors.ConfigError: data.paths: no text file in /data", Failure.DATA_ERROR),
         ("ValueError: shapes do not fit", Failure.USER_EXCEPTION),
+        ("AttributeError: 'Batch' has no attribute 'data.x'", Failure.USER_EXCEPTION),
         ("Traceback (most recent call last):\n  File x\nKeyError: 'gloo'\nMemoryError: ", Failure.OUT_OF_MEMORY),
         ("", Failure.USER_EXCEPTION),
     ],
