@@ -25,6 +25,10 @@ TIMEOUT_S = 280
 COMMIT = "tests/control/test_commit.py::test_faults_of_all_kinds_break_no_promise"
 KILLS = "tests/control/test_commit.py::test_killed_nodes_break_no_promise"
 F_LOSSES = "tests/control/test_commit.py::test_losing_f_nodes_never_ends_a_run"
+RESTARTS = "tests/control/test_commit.py::test_workers_that_end_and_come_back_break_no_promise"
+FORGOTTEN = (
+    "tests/control/test_coordinator.py::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
+)
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 STACK_NODES = "tests/sim/test_promises.py::test_nodes_and_processes_that_end_break_no_promise"
 
@@ -96,7 +100,7 @@ MUTATIONS = (
         file="oobleck/control/generations.py",
         old="verdict.adopted is None or verdict.adopted < self._forgot or",
         new="verdict.adopted is None or",
-        caught_by=COMMIT,
+        caught_by=FORGOTTEN,
     ),
     Mutation(
         name="broken_segments",
@@ -120,7 +124,7 @@ MUTATIONS = (
         file="oobleck/control/generations.py",
         old="if index not in broken and any(statuses[place].broken for place in pipeline.places):",
         new="if index in broken and any(statuses[place].broken for place in pipeline.places if place in statuses):",
-        caught_by=COMMIT,
+        caught_by=FORGOTTEN,
     ),
     Mutation(
         name="nobody_catches_up",
@@ -136,7 +140,7 @@ MUTATIONS = (
         file="oobleck/control/generations.py",
         old="                if not any(node in lost for node in pipeline.nodes)\n            }",
         new="            }",
-        caught_by=COMMIT,
+        caught_by=RESTARTS,
     ),
     Mutation(
         name="endless_lease",
@@ -152,7 +156,7 @@ MUTATIONS = (
         file="oobleck/control/coordinator.py",
         old="        if not remains.is_settled:\n",
         new="        if False:\n",
-        caught_by=STACK,
+        caught_by="tests/control/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
     ),
     Mutation(
         name="unheard_words",

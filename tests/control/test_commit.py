@@ -54,6 +54,12 @@ def test_killed_nodes_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
+@examples(100)
+@given(scenario=scenarios(("crash", "blip")))
+def test_workers_that_end_and_come_back_break_no_promise(scenario: Scenario):
+    play(scenario)
+
+
 @examples(300)
 @given(scenario=scenarios(KINDS))
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
