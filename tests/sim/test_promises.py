@@ -28,17 +28,17 @@ from oobleck.sim.trace import (
 from tests.examples import examples
 from tests.sim.promises import check_liveness, check_safety
 from tests.sim.strategies import traces
-from tests.sim.virtual import STARTED_S, Setting
+from tests.sim.virtual import Setting
 
 QUIET_S = 60.0
 """Without a fault, at the end of each trace: longer than anything is waited for."""
+BEGIN_S = 6.0
+"""By then everybody trains, over slow links too."""
 RESUMED_S = 40.0
 """Leases, hangs and retries one after the other."""
 
 gaps = st.one_of(st.just(0.0), st.floats(0, 0.05), st.floats(0, 1.0), st.floats(0, 8.0))
-times = st.lists(gaps, max_size=6).map(
-    lambda waits: [STARTED_S + sum(waits[: index + 1]) for index in range(len(waits))]
-)
+times = st.lists(gaps, max_size=6).map(lambda waits: [BEGIN_S + sum(waits[: index + 1]) for index in range(len(waits))])
 """Close together: what is rare in life, a fault in the recovery from another, is what we look for."""
 
 PLAIN = Setting(slowness=5.0, heartbeat_interval_s=1.0)
@@ -49,6 +49,8 @@ SHAPES = (
     replace(PLAIN, num_layers=6, layers_per_device=3),
     replace(PLAIN, devices=2, layers_per_device=2),
     replace(PLAIN, num_pipelines=2),
+    replace(PLAIN, link_latency_s=0.2),
+    replace(PLAIN, layers_per_device=2, link_latency_s=0.2),
 )
 ALL = (Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, Noticed, MasterCrashed, Partitioned, Healed)
 NODES = (Lost, Joined, WorkerCrashed, AgentCrashed)
@@ -61,12 +63,16 @@ def faulty(kinds, *, min_nodes: int = 2, max_nodes: int = 5) -> st.SearchStrateg
 
 
 def _with_quiet_end(trace: Trace) -> Trace:
-    return replace(trace, duration_s=_last_fault_s(trace) + QUIET_S, source="")
+    """Time to recover in; nodes are at most twice as slow, or a single step would outlast it."""
+    events = tuple(
+        replace(event, factor=min(event.factor, 2.0)) if isinstance(event, Slowed) else event for event in trace.events
+    )
+    return replace(trace, events=events, duration_s=_last_fault_s(trace) + QUIET_S, source="")
 
 
 def _last_fault_s(trace: Trace) -> float:
     ends = [event.t_s + (event.down_s if isinstance(event, MasterCrashed) else 0.0) for event in trace.events]
-    return max(ends, default=STARTED_S)
+    return max(ends, default=BEGIN_S)
 
 
 def play(trace: Trace, setting: Setting, seed: int) -> ClusterRun:
@@ -77,6 +83,7 @@ def play(trace: Trace, setting: Setting, seed: int) -> ClusterRun:
         profile=setting.profile,
         seed=seed,
         devices_per_node=setting.devices,
+        delays=setting.delays,
         keep_decisions=True,
     )
     check_safety(played, num_microbatches=setting.job.num_microbatches)
@@ -111,7 +118,7 @@ def mild_traces(draw: st.DrawFn) -> Trace:
     """Up to f nodes go at once, come back, and time passes before the next ones go."""
     nodes = tuple(f"node{number}" for number in range(draw(st.integers(4, 5))))
     events: list[Lost | Joined | WorkerCrashed] = []
-    now_s = STARTED_S + draw(st.floats(0, 3.0))
+    now_s = BEGIN_S + draw(st.floats(0, 3.0))
     for _ in range(draw(st.integers(1, 3))):
         node = draw(st.sampled_from(nodes))
         if draw(st.booleans()):

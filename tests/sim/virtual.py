@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from oobleck.job import ControlSpec, JobSpec
 from oobleck.planner import Profile
 from oobleck.sim.cluster_gear import ClusterRun, run_cluster
+from oobleck.sim.tempo import Delays
 from oobleck.sim.trace import Trace, TraceEvent
 from tests.control.model import Shape
 
 __all__ = ["STARTED_S", "Setting"]
 
 STARTED_S = 4.0
-"""By then, virtual nodes that start together train."""
+"""By then, virtual nodes that start together train, if their links are as quick as usual."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class Setting:
     duration_s: float = 40.0
     max_steps: int = 1_000_000
     heartbeat_interval_s: float = 0.5
+    link_latency_s: float = Delays().link_latency_s
+    """Long ones have more under way when something ends."""
     has_profile: bool = True
     slowness: float = 1.0
     """How many times as long steps take: long ones are quicker to simulate."""
@@ -74,6 +77,10 @@ class Setting:
         return replace(profile, layers=layers)
 
     @property
+    def delays(self) -> Delays:
+        return Delays(link_latency_s=self.link_latency_s)
+
+    @property
     def trace(self) -> Trace:
         start = tuple(spec.name for spec in self.shape.nodes)
         return Trace(duration_s=self.duration_s, nodes=(*start, *self.nodes_away), start=start, events=self.events)
@@ -87,5 +94,6 @@ class Setting:
             seed=seed,
             devices_per_node=self.devices,
             has_profile=self.has_profile,
+            delays=self.delays,
             keep_decisions=keep_decisions,
         )
