@@ -159,14 +159,6 @@ MUTATIONS = (
         caught_by="tests/control/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
     ),
     Mutation(
-        name="unheard_words",
-        what="an agent does not say again what a killed master may not have heard",
-        file="oobleck/roles/letters.py",
-        old="waiting = [message for message in (*self._unheard, *self._unsaid)",
-        new="waiting = [message for message in self._unsaid",
-        caught_by=STACK,
-    ),
-    Mutation(
         name="no_restart",
         what="a worker that ended is not started again",
         file="oobleck/control/coordinator.py",
