@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Profile
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Profile, StageTemplate
 from oobleck.planner.costs import GRADIENT_COPIES
 from oobleck.planner.sizes import reduction_s
 from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
@@ -18,15 +18,18 @@ _ENOUGH = 3
 """Microbatches for each stage after which 1F1B repeats itself, every so many microbatches as there are stages."""
 
 
+_Key = tuple[StageTemplate, ...]
+"""A template by its value: plans that were read from a message have templates of their own."""
+
+
 class Pace:
     """The times of one profile and kind of schedule. Remembers what it has evaluated; changes nothing else."""
 
     def __init__(self, profile: Profile, *, kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B) -> None:
         self._profile = profile
         self._kind = kind
-        self._templates: dict[int, PipelineTemplate] = {}  # keeps alive what the keys below identify
-        self._seconds: dict[tuple[int, int, tuple[float, ...]], float] = {}
-        self._reduced_bytes: dict[int, int] = {}
+        self._seconds: dict[tuple[_Key, int, tuple[float, ...]], float] = {}
+        self._reduced_bytes: dict[_Key, int] = {}
 
     def step_s(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> float:
         """Seconds of one step: the slowest pipeline's, and the reduction of gradients after it.
@@ -65,7 +68,7 @@ class Pace:
         return reduction_s(self._profile.network, reduced_bytes, len(plan.pipelines))
 
     def _bytes_of(self, template: PipelineTemplate) -> int:
-        key = self._key(template)
+        key = template.stages
         if key not in self._reduced_bytes:
             nodes = [0] * template.num_nodes
             for stage in template.stages:
@@ -84,14 +87,11 @@ class Pace:
         return before_s + periods * (self._evaluate(template, known + stages, factors) - before_s)
 
     def _evaluate(self, template: PipelineTemplate, num_microbatches: int, factors: tuple[float, ...]) -> float:
-        key = self._key(template), num_microbatches, factors
+        key = template.stages, num_microbatches, factors
         if key not in self._seconds:
             schedule = compile_schedule(self._kind, num_stages=template.num_stages, num_microbatches=num_microbatches)
             self._seconds[key] = timeline(schedule, self._costs(template, factors)).makespan_s
         return self._seconds[key]
-
-    def _key(self, template: PipelineTemplate) -> int:
-        return id(self._templates.setdefault(id(template), template))
 
     def _costs(self, template: PipelineTemplate, factors: Sequence[float]) -> tuple[StageCost, ...]:
         costs = stage_costs(self._profile, template)
