@@ -240,6 +240,7 @@ def _make_master(
         profiles=ProfileFiles(directory.profile),
         hello_timeout_s=run.job.control.connect_timeout_s,
         elapsed_s=past.elapsed_s,
+        known=[] if past.remains is None else [member.spec for member in past.remains.members.all],
     )
 
 

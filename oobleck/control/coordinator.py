@@ -333,6 +333,8 @@ class Coordinator:
             self._outbox.command(Connect(node=member.spec, attach=True))
         if not remains.is_settled:
             self._reconfiguration.begin([], Cause.MASTER_LOST, detect_s=0.0)
+        for spec in remains.interrupted:
+            self._add(spec)
         for spec in self._nodes:
             if spec.name not in self._members:
                 self._add(spec)

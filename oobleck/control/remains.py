@@ -54,6 +54,8 @@ class Remains:
     saved: list[KnownCheckpoint] = field(default_factory=list)
     last_s: float = 0.0
     """When the last entry was made."""
+    interrupted: tuple[NodeSpec, ...] = ()
+    """Nodes that were joining, and had no part in any plan."""
 
     @property
     def job(self) -> JobSpec:
@@ -72,6 +74,7 @@ class Remains:
         """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
         for member in self.members.all:
             member.spec = specs.get(member.spec.name, member.spec)
+        self.interrupted = tuple(specs.get(spec.name, spec) for spec in self.interrupted)
 
     @property
     def is_settled(self) -> bool:
@@ -93,11 +96,13 @@ def read_remains(entries: Iterable[JournalEntry]) -> Remains | None:
         remains.last_s = entry.t_s
     if remains is None or not remains.profile_json or not remains.generations.plans:
         return None
-    for member in remains.members.living:
-        if not member.is_ready and not member.restarts:
-            member.move_to(NodeState.LOST)  # it was joining, and had no part in any plan
-    for member in remains.members.in_state(NodeState.CONNECTING):
+    joining = [
+        *remains.members.in_state(NodeState.CONNECTING),
+        *(member for member in remains.members.in_state(NodeState.CONNECTED) if not member.restarts),
+    ]
+    for member in joining:
         member.move_to(NodeState.LOST)
+    remains.interrupted = tuple(member.spec for member in joining)
     return remains
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import trio
@@ -57,10 +57,14 @@ class Master:
         profiles: ProfileCache,
         hello_timeout_s: float,
         elapsed_s: float = 0.0,
+        known: Sequence[NodeSpec] = (),
     ) -> None:
-        """`elapsed_s`: how long the run has gone on already, under a master before."""
+        """`elapsed_s`: how long the run has gone on already, under a master before.
+
+        `known` are the nodes that one had, lost ones included: something may be left on them at the end.
+        """
         self._coordinator = coordinator
-        self._nodes: dict[str, NodeSpec] = {}
+        self._nodes = {spec.name: spec for spec in known}
         self._tag = tag
         self._cluster = cluster
         self._journal = journal

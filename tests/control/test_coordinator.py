@@ -876,6 +876,16 @@ def test_nodes_that_a_new_master_has_still_to_reach_are_not_taken_for_frozen():
     assert not bench.journal(NodeLost)
 
 
+def test_a_node_that_was_joining_when_the_master_died_joins_anew():
+    bench = training()
+    bench.commit("n0", 1)
+    spec = NodeSpec(name="n9", host="n9")
+    bench.feed(AddRequested(spec=spec))
+    bench.up("n9")
+    succeed(bench, "n0", "n1", "n2")
+    assert Connect(node=spec) in bench.commands
+
+
 def test_an_agent_that_is_another_one_has_lost_its_state():
     bench = training()
     bench.commit("n0", 1)
