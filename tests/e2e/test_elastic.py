@@ -132,14 +132,14 @@ def test_what_cannot_be_added_or_drained_is_refused_with_a_reason(start: Callabl
 def test_a_run_after_a_killed_master_has_no_part_of_the_one_before(
     runner: Runner, endless_reference: Reference
 ) -> None:
-    """Agents outlive their master for a while; the next run of the job must neither meet them nor their workers."""
+    """Agents outlive their master for a while; a run that starts anew must neither meet them nor their workers."""
     given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS))
     with runner.up(*given) as up:
         up.wait_for_step(5)
         before = {pid: started_at(pid) for pid in worker_pids(runner).values()}
         up.process.kill()
         up.process.wait()
-    with runner.up(*given) as up:
+    with runner.up(*given, "--resume", "never") as up:
         assert "step 1/" in up.wait_for("] step ")
         assert all(started_at(pid) != ticks for pid, ticks in before.items()), "workers without a master are ended"
         up.wait_for_step(5)
