@@ -60,7 +60,7 @@ class Forecast:
         """Share of the step in which devices that train wait, reduction included as waiting."""
         stages = sum(len(each.pipelines) * each.template.num_stages for each in self.pipelines)
         busy_s = sum(len(each.pipelines) * sum(each.timeline.busy_s) for each in self.pipelines)
-        return 1.0 - busy_s / (stages * self.step_s) if self.step_s else 0.0
+        return 1.0 - busy_s / (stages * self.step_s)
 
 
 def forecast(

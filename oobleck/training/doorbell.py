@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from oobleck.errors import ConfigError
 from oobleck.planner import Place
 from oobleck.wire import Doorbell
 
-__all__ = ["hang_doorbell", "ring_all"]
+__all__ = ["hang_doorbell", "no_place_to_listen", "ring_all"]
 
 _RING_TIMEOUT_S = 0.5
 _MAX_PARALLEL = 32
@@ -25,8 +26,14 @@ _SIOCGIFADDR = 0x8915
 
 
 def hang_doorbell(place: Place, address: str) -> Doorbell:
-    """Listen at an address, host name or network interface of this machine, for as long as the process lives."""
-    listener = socket.create_server((_host_of(address), 0))
+    """Listen at an address, host name or network interface of this machine, for as long as the process lives.
+
+    Raises ConfigError where nobody can listen there.
+    """
+    try:
+        listener = socket.create_server((_host_of(address), 0))
+    except OSError as error:
+        raise no_place_to_listen(address) from error
     host, port = listener.getsockname()[:2]
 
     def answer() -> None:
@@ -36,6 +43,14 @@ def hang_doorbell(place: Place, address: str) -> Doorbell:
 
     threading.Thread(target=answer, daemon=True, name="doorbell").start()
     return Doorbell(place=place, host=host, port=port)
+
+
+def no_place_to_listen(address: str) -> ConfigError:
+    """Return what to raise where a worker cannot listen at the address that its node was given."""
+    return ConfigError(
+        f"process groups cannot listen at {address}: it is no address, name or network interface of this machine; "
+        "name one by address= in the hostfile"
+    )
 
 
 def ring_all(doorbells: Sequence[Doorbell]) -> tuple[Place, ...]:

@@ -8,12 +8,15 @@ a plan that takes effect at such a step begins with it, so that all who are in t
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import Work
 
+from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
 
@@ -28,6 +31,11 @@ __all__ = ["Evaluation", "Evaluator"]
 
 _PROGRESS_INTERVAL_S = 1.0
 _TAGS = 1 << 30
+_SENDS_AHEAD = 2
+"""Messages that a stage sends before the next stage has taken them, at most: what they cost in memory."""
+
+
+_Send = tuple[Work, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,9 @@ class Evaluator:
         self._dataset = dataset
         self._signals = signals
         self._on_progress = on_progress
+        self._given_up: list[_Send] = []
+        """What the next stage never took of evaluations that were given up. It stays, a few messages for each: the
+        group may go on, and a send whose tensor is let go holds up all that follow it there."""
         num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
         self._num_microbatches = num_samples // job.microbatch_size
         if not self._num_microbatches:
@@ -80,7 +91,31 @@ class Evaluator:
         others. Raises Interrupted or PeerLost; nothing is lost by it but the evaluation.
         """
         began_s = time.monotonic()
-        sends: list[tuple[Work, torch.Tensor]] = []
+        sends: deque[_Send] = deque()
+        try:
+            total = self._sum_losses(step, model, lane, share, generation, sends, interrupted)
+            if everyone is not None:
+                everyone.all_reduce(total, self._signals).wait(interrupted)
+        except (Interrupted, PeerLost):
+            self._given_up += sends
+            raise
+        return Evaluation(
+            loss=float(total),
+            num_samples=self._num_microbatches * self._job.microbatch_size,
+            duration_s=time.monotonic() - began_s,
+        )
+
+    def _sum_losses(
+        self,
+        step: int,
+        model: StageModel,
+        lane: Lane,
+        share: tuple[int, int],
+        generation: int,
+        sends: deque[_Send],
+        interrupted: Callable[[], bool],
+    ) -> torch.Tensor:
+        """Take this pipeline's share of the microbatches forward; zero but for the last stage."""
         total = torch.zeros((), dtype=torch.float64)
         told_s = -_PROGRESS_INTERVAL_S
         with model.evaluating(), torch.no_grad():
@@ -92,19 +127,14 @@ class Evaluator:
                 tag = _TAGS + derive_seed("evaluation", generation, step, microbatch) % _TAGS
                 hidden = self._received(model, lane, tag, interrupted)
                 output = self._forward(model, hidden, step, microbatch)
-                if lane.is_last:
+                if not lane.is_last:
+                    if len(sends) == _SENDS_AHEAD:
+                        self._signals.call(partial(_wait_sent, sends[0][0]), interrupted)
+                        sends.popleft()
+                    sends.append(_send(output.contiguous(), lane, tag))
+                elif lane.rank == 0:  # the other devices of the stage have the same to tell
                     total += float(output)
-                else:
-                    assert lane.group is not None
-                    output = output.contiguous()
-                    sends.append((lane.group.send(output, lane.stage + 1, tag), output))
-        if everyone is not None:
-            everyone.all_reduce(total, self._signals).wait(interrupted)
-        return Evaluation(
-            loss=float(total),
-            num_samples=self._num_microbatches * self._job.microbatch_size,
-            duration_s=time.monotonic() - began_s,
-        )
+        return total
 
     def _received(
         self, model: StageModel, lane: Lane, tag: int, interrupted: Callable[[], bool]
@@ -116,7 +146,7 @@ class Evaluator:
         assert group is not None
         shape = (self._job.microbatch_size, structure.sequence_length, structure.hidden_size)
         hidden = torch.empty(shape, dtype=model.hidden_dtype, device=model.device)
-        self._signals.call(lambda: group.receive(hidden, lane.stage - 1, tag), interrupted)
+        self._signals.call(lambda: group.receive(hidden, lane.member(lane.stage - 1), tag), interrupted)
         return hidden
 
     def _forward(self, model: StageModel, hidden: torch.Tensor | None, step: int, microbatch: int) -> torch.Tensor:
@@ -125,3 +155,15 @@ class Evaluator:
         num_items = self._num_microbatches * size * self._dataset.items_per_sample
         key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
         return model.forward(batch, hidden, num_items=num_items, key=key)
+
+
+def _send(output: torch.Tensor, lane: Lane, tag: int) -> _Send:
+    assert lane.group is not None
+    return lane.group.send(output, lane.member(lane.stage + 1), tag), output
+
+
+def _wait_sent(work: Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(f"send: {error}") from error

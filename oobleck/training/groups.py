@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from oobleck.control.standing import Interrupted, PeerLost
-from oobleck.errors import ConfigError
 from oobleck.planner import Place
 
+from .doorbell import no_place_to_listen
 from .inbox import Inbox
 from .rendezvous import Board, BoardStore
 from .signals import Signals
@@ -193,7 +193,4 @@ def open_device(address: str) -> object:
             return ProcessGroupGloo.create_device(interface=address)
         return ProcessGroupGloo.create_device(hostname=address)
     except RuntimeError as error:
-        raise ConfigError(
-            f"process groups cannot listen at {address}: it is no address, name or network interface of this machine; "
-            "name one by address= in the hostfile"
-        ) from error
+        raise no_place_to_listen(address) from error

@@ -114,9 +114,15 @@ def test_float32_agrees_within_its_own_tolerance(runner: Runner) -> None:
 
 
 def test_the_cache_of_tokens_is_made_once(runner: Runner, undisturbed: Outcome) -> None:
-    caches = [path for path in Path(runner.base_dir / "cache").iterdir() if path.is_dir()]
+    def when_made() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (runner.base_dir / "cache").glob("*/*")}
+
     assert undisturbed.exit_code == 0
-    assert len(caches) == 1
+    before = when_made()
+    again = runner.run("--job", str(runner.job_file()), "--set", "max_steps=1")
+    assert_nothing_lost(again, 1)
+    assert before
+    assert when_made() == before
 
 
 def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, undisturbed: Outcome) -> None:
