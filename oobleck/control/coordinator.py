@@ -22,12 +22,14 @@ from enum import StrEnum
 from typing import assert_never
 
 from oobleck import __version__
-from oobleck.errors import ConfigError, PeerError, PlanningError, UsageError
+from oobleck.errors import ConfigError, PeerError, UsageError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Place, Planner, PlannerSettings, Profile, TensorParallelPlanner, profile_to_json
+from oobleck.planner import Place
 
+from .beginning import Beginning, planner_for
 from .comparing import Comparing
 from .diagnosis import TERMINATION_WORDS
+from .ending import Ending
 from .events import (
     AddRequested,
     AllSaid,
@@ -56,7 +58,6 @@ from .journal import (
     NodeLeft,
     NodeLost,
     Notice,
-    ProfileKnown,
     WorkerDown,
     WorkerUp,
 )
@@ -71,7 +72,6 @@ from .messages import (
     Evaluating,
     EvaluationDone,
     Finished,
-    FinishStep,
     Heartbeat,
     Hello,
     KillWorker,
@@ -101,18 +101,13 @@ from .progress import HANG_FLOOR_S, Progress
 from .reconfiguration import Reconfiguration
 from .rejoining import Rejoining
 from .remains import Remains
-from .restoring import Candidate, Restoring
+from .restoring import Restoring
 from .saving import Saving
-from .startup_failures import StartupFailures
 
 __all__ = ["Coordinator", "Phase"]
 
-_STARTUP_SETTLE_S = 1.0
-"""How long other nodes' failures to start are waited for, so that all are told at once."""
 _MAX_RESTARTS = 3
 """How often a node's worker is started again before the node is taken for broken."""
-_LAST_SAVE_S = 300.0
-"""How long the end of a run may wait for its last save."""
 _MAY_COME_BACK = frozenset({Cause.CONNECTION_LOST, Cause.LEASE_EXPIRED, Cause.UNREACHABLE})
 """What a node is tried again after."""
 
@@ -148,7 +143,6 @@ class Coordinator:
         self._nodes = nodes
         self._started_at = started_at
         self._remains = remains
-        self._resume = resume
         self._outbox = Outbox()
         self._members = remains.members if remains else Membership(nodes)
         self._progress = Progress(job, self._outbox)
@@ -159,28 +153,27 @@ class Coordinator:
         self._reconfiguration = Reconfiguration(
             job, self._members, self._progress, self._saving, self._restoring, self._outbox
         )
+        self._beginning = Beginning(
+            job,
+            nodes,
+            self._members,
+            self._preparation,
+            self._saving,
+            self._restoring,
+            self._reconfiguration,
+            self._outbox,
+            resume=resume,
+        )
+        self._ending = Ending(job, self._members, self._progress, self._saving, self._reconfiguration, self._outbox)
         self._comparing = Comparing(self._outbox)
         self._rejoining = Rejoining(first_wait_s=job.control.rejoin_after_s)
-        self._startup_failures = StartupFailures(len(nodes))
-        self._start_deadline_s = math.inf
-        self._has_planned = False
         self._has_ended = False
-        self._tracebacks: dict[Place, tuple[int, str]] = {}
-        """By worker: the exception that ended it, and the newest step that was committed by then."""
-        self._stop: StopRequested | None = None
-        self._asked_to_finish = 0
-        """The generation whose workers were last asked to."""
-        self._finished: set[tuple[int, Place]] = set()
-        """(generation, worker) of those that train no further."""
-        self._over: RunOver | None = None
-        """Training has ended; its last save may still be on the way to the disk."""
-        self._over_by_s = math.inf
 
     @property
     def phase(self) -> Phase:
         if self._has_ended:
             return Phase.ENDED
-        if not self._has_planned:
+        if not self._beginning.is_over:
             return Phase.PREPARING
         return Phase.FENCING if self._reconfiguration.is_fencing else Phase.TRAINING
 
@@ -195,7 +188,7 @@ class Coordinator:
                     t_s=now_s, version=__version__, job=self._job, nodes=self._nodes, started_at=self._started_at
                 )
             )
-            self._start_deadline_s = now_s + self._job.control.start_timeout_s
+            self._beginning.expect_all()
             self._outbox.command(*(Connect(node=spec) for spec in self._nodes))
         else:
             self._take_over(self._remains)
@@ -208,7 +201,7 @@ class Coordinator:
             return []
         try:
             self._take_in(event)
-            self._follow_up()
+            self._ending.follow_up()
         except RunOver as over:
             self._end(over)
         return self._outbox.take()
@@ -220,12 +213,12 @@ class Coordinator:
         lease_s = self._job.control.lease_s
         return min(
             [
-                self._start_deadline_s,
+                self._beginning.deadline_s,
                 self._reconfiguration.deadline_s,
                 self._progress.hangs_s,
                 self._rejoining.due_s,
                 self._saving.due_s,
-                self._over_by_s,
+                self._ending.due_s,
                 *(member.last_heard_s + lease_s for member in self._members.living),
             ]
         )
@@ -240,7 +233,7 @@ class Coordinator:
             self._forgive_lateness(now_s)
         try:
             self._act_on_time(now_s)
-            self._follow_up()
+            self._ending.follow_up()
         except RunOver as over:
             self._end(over)
         return self._outbox.take()
@@ -257,7 +250,7 @@ class Coordinator:
                 self._all_said(event)
             case ProfileFound():
                 self._outbox.command(*self._preparation.take_profile(event))
-                self._train_when_prepared()
+                self._beginning.train_when_prepared()
             case StopRequested():
                 self._stop_requested(event)
             case AddRequested(spec=spec):
@@ -278,7 +271,7 @@ class Coordinator:
         for member in self._members.living:
             member.last_heard_s = now_s
         soon_s = now_s + self._job.control.heartbeat_interval_s
-        self._start_deadline_s = max(self._start_deadline_s, soon_s)
+        self._beginning.deadline_s = max(self._beginning.deadline_s, soon_s)
         self._reconfiguration.deadline_s = max(self._reconfiguration.deadline_s, soon_s)
         self._progress.hangs_s = max(self._progress.hangs_s, soon_s)
 
@@ -288,8 +281,8 @@ class Coordinator:
             if now_s >= member.last_heard_s + self._job.control.lease_s:
                 evidence = f"not heard of for {now_s - member.last_heard_s:.1f} s"
                 self._node_failed(member.spec.name, Cause.LEASE_EXPIRED, evidence)
-        if now_s >= self._start_deadline_s:
-            self._end_the_start()
+        if now_s >= self._beginning.deadline_s:
+            self._beginning.handle_deadline()
         if now_s >= self._reconfiguration.deadline_s:
             silent = self._reconfiguration.silent_nodes()
             for node in silent:
@@ -319,14 +312,14 @@ class Coordinator:
             self._progress.restore(record)
         self._preparation.profile = remains.profile
         self._reconfiguration.restore(
-            self._make_planner(remains.profile),
+            planner_for(self._job, remains.profile, devices_per_node=self._nodes[0].num_devices),
             remains.generations,
             restored_generation=restored.generation if restored else 0,
         )
         self._saving.begin([layer.name for layer in remains.profile.layers])
         self._saving.know(remains.saved, ())
         self._saving.plan_adopted(remains.generations.plan, boundary=self._progress.last_step, redundant=True)
-        self._has_planned = True
+        self._beginning.is_over = True
         self._progress.expect(self._job.control.start_timeout_s)
         for member in self._members.living:
             member.last_heard_s = now_s + self._job.control.connect_timeout_s
@@ -383,9 +376,8 @@ class Coordinator:
         self._reconfiguration.forget_pace(node)
         self._outbox.command(Disconnect(node=node))
         self._outbox.record(NodeLost(t_s=now_s, node=node, cause=cause, evidence=evidence))
-        if not self._has_planned:
-            self._startup_failures.note(node, evidence, is_user_error=is_user_error)
-            self._start_deadline_s = min(self._start_deadline_s, now_s + _STARTUP_SETTLE_S)
+        if not self._beginning.is_over:
+            self._beginning.node_failed(node, evidence, is_user_error=is_user_error)
             return
         self._saving.node_lost(node)
         if cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining:
@@ -413,7 +405,7 @@ class Coordinator:
         """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
         if self._rejoining.forget(node) is not None:
             self._notice("info", f"{node} is lost, and is not tried again")
-        elif not self._has_planned or node not in self._members or not self._members[node].is_ready:
+        elif not self._beginning.is_over or node not in self._members or not self._members[node].is_ready:
             self._notice("warning", f"{node} is not training, so it cannot be drained")
         elif not self._members[node].is_draining:
             self._members[node].is_draining = True
@@ -430,7 +422,7 @@ class Coordinator:
         except PeerError as error:
             self._node_failed(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
         except ConfigError as error:
-            if not self._has_planned:
+            if not self._beginning.is_over:
                 raise RunOver(78, str(error)) from error
             # Whoever comes later must fit; those who train are not to suffer.
             self._node_failed(node, Cause.UNREACHABLE, str(error))
@@ -465,7 +457,8 @@ class Coordinator:
             case LayersMoving():
                 self._layers_moving(node, message)
             case Finished():
-                self._worker_finished(Place(node=node, device=message.device))
+                if self.phase is Phase.TRAINING:
+                    self._ending.worker_finished(Place(node=node, device=message.device))
             case Pace():
                 self._reconfiguration.note_pace(Place(node=node, device=message.device), message)
             case PeerFailed():
@@ -484,7 +477,7 @@ class Coordinator:
                 self._worker_ready(member, message)
             case Profiled():
                 self._outbox.command(*self._preparation.take_measurement(message))
-                self._train_when_prepared()
+                self._beginning.train_when_prepared()
             case WorkerExited():
                 self._worker_exited(member, message)
             case Leaving(reason=reason):
@@ -536,8 +529,8 @@ class Coordinator:
         self._outbox.record(entry)
         self._outbox.command(*self._preparation.note_ready(member, message))
         member.note_ready(entry, generation=self._reconfiguration.generations.current)
-        if not self._has_planned:
-            self._train_when_prepared()
+        if not self._beginning.is_over:
+            self._beginning.train_when_prepared()
         elif member.is_ready:
             self._reconfiguration.begin([member.spec.name], Cause.JOINED, detect_s=0.0)
 
@@ -547,10 +540,10 @@ class Coordinator:
             return
         place = Place(node=member.spec.name, device=message.device)
         if message.traceback is not None:
-            self._tracebacks[place] = (self._progress.last_step, message.traceback)
+            self._ending.note_traceback(place, message.traceback)
         evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
         is_stable = member.spec.num_devices == 1 and member.restarts < _MAX_RESTARTS and not member.is_draining
-        if not self._has_planned or not is_stable:
+        if not self._beginning.is_over or not is_stable:
             is_user_error = message.user_error is not None
             self._node_failed(member.spec.name, Cause.WORKER_EXITED, evidence, is_user_error=is_user_error)
         else:
@@ -583,61 +576,6 @@ class Coordinator:
 
     # --- from the start to the end -----------------------------------------------------------------------------
 
-    def _train_when_prepared(self) -> None:
-        if self._has_planned or not self._preparation.is_complete or self._startup_failures:
-            return
-        profile = self._preparation.profile
-        assert profile is not None
-        if len({spec.num_devices for spec in self._nodes}) > 1:
-            counts = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in self._nodes)
-            raise RunOver(78, f"all nodes need the same number of devices: {counts}; change slots= or devices=")
-        places = [place for member in self._members.ready for place in member.places]
-        if self._saving.is_enabled and not self._restoring.is_answered(places):
-            if not self._restoring.is_asked(places):
-                self._restoring.ask(places)
-            return
-        self._outbox.record(ProfileKnown(t_s=self._outbox.now_s, profile_json=profile_to_json(profile)))
-        self._saving.begin([layer.name for layer in profile.layers])
-        try:
-            self._reconfiguration.begin_training(self._make_planner(profile), self._beginning(len(profile.layers)))
-        except PlanningError as error:
-            raise RunOver(78, str(error)) from error
-        self._has_planned = True
-        self._start_deadline_s = math.inf
-
-    def _beginning(self, num_layers: int) -> Candidate | None:
-        """The checkpoint that the run begins from; None for the model's initial values."""
-        problems = self._restoring.problems()
-        for problem in problems:
-            self._notice("warning", f"cannot be used: {problem}")
-        self._saving.know(self._restoring.known(), self._restoring.unfinished())
-        candidate = None if self._resume == "never" else self._restoring.newest(num_layers)
-        if self._resume == "auto":
-            if candidate is not None and candidate.step >= self._job.max_steps:
-                text = f"the run before has committed all its {candidate.step} steps: this one starts anew"
-                self._notice("info", f"{text}; give more steps, or --resume PATH, to go on from it")
-                return None
-        elif self._resume != "never" and candidate is None:
-            raise RunOver(78, f"--resume {self._resume}: there is no checkpoint that can be used")
-        return candidate
-
-    def _make_planner(self, profile: Profile) -> Planner:
-        """A planner for the job's settings. Raises PlanningError."""
-        settings = PlannerSettings(
-            num_microbatches=self._job.num_microbatches,
-            devices_per_node=self._nodes[0].num_devices,
-            max_devices_per_stage=1,
-            fault_threshold=self._job.fault_threshold,
-            num_pipelines=self._job.num_pipelines,
-        )
-        return TensorParallelPlanner(profile, settings, self._job.tensor_parallel)
-
-    def _end_the_start(self) -> None:
-        if self._startup_failures:
-            raise RunOver(self._startup_failures.exit_code, str(self._startup_failures))
-        limit_s = self._job.control.start_timeout_s
-        raise RunOver(1, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}")
-
     def _evaluating(self, message: Evaluating | EvaluationDone) -> None:
         if self.phase is Phase.TRAINING:
             self._progress.expect(HANG_FLOOR_S)
@@ -668,10 +606,10 @@ class Coordinator:
 
     def _checkpoints_found(self, place: Place, message: CheckpointsFound) -> None:
         self._restoring.found(place, message)
-        if self._has_planned:
+        if self._beginning.is_over:
             self._reconfiguration.found()
         else:
-            self._train_when_prepared()
+            self._beginning.train_when_prepared()
 
     def _compare(self, place: Place, message: ReplicaDigests) -> None:
         generations = self._reconfiguration.generations
@@ -692,48 +630,13 @@ class Coordinator:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: StopRequested) -> None:
-        if event.now or not self._has_planned:
+        if event.now or not self._beginning.is_over:
             raise RunOver(event.exit_code, event.reason)
-        self._stop = event
-        self._asked_to_finish = 0
+        self._ending.stop(event)
         self._notice("info", "stopping after the step in flight")
 
-    def _follow_up(self) -> None:
-        """Every plan's workers are asked to finish once a stop is wanted; the end waits for the last save."""
-        if self._over is not None and (self._saving.is_settled or self._outbox.now_s >= self._over_by_s):
-            raise self._over
-        generations = self._reconfiguration.generations
-        if self._stop is not None and self._asked_to_finish != generations.newest:
-            self._asked_to_finish = generations.newest
-            for place in generations.plan.places:
-                if self._members[place.node].is_ready:
-                    self._outbox.send(place.node, FinishStep(device=place.device))
-
-    def _worker_finished(self, place: Place) -> None:
-        """A worker trains no further; what was said before a fence is said again after it."""
-        if self.phase is not Phase.TRAINING:
-            return
-        generations = self._reconfiguration.generations
-        self._finished.add((generations.current, place))
-        if not self._finished.issuperset((generations.current, each) for each in generations.plan.places):
-            return
-        steps = f"{self._progress.last_step} steps are committed"
-        if self._progress.last_step >= self._job.max_steps:
-            self._over = RunOver(0, f"all {steps}")
-        elif self._stop is None:  # it was the master before who was asked to stop
-            self._over = RunOver(0, f"stopped; {steps}")
-        else:
-            self._over = RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
-        self._progress.expect_none()
-        self._over_by_s = min(self._over_by_s, self._outbox.now_s + _LAST_SAVE_S)
-
     def _end(self, over: RunOver) -> None:
-        """End the run. What ended workers, if nothing was committed since, is the reason behind the reason."""
-        reason = over.reason
-        fresh = {place: text for place, (step, text) in self._tracebacks.items() if step == self._progress.last_step}
-        if fresh and over.exit_code == 1 and self._has_planned:
-            place, text = next(iter(fresh.items()))
-            reason = f"an error ended the workers; {place} said:\n{text}"
+        reason = self._ending.explain(over) if self._beginning.is_over else over.reason
         for member in self._members.living:
             self._outbox.send(member.spec.name, StopAgent(reason=reason))
         self._reconfiguration.close()

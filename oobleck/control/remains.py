@@ -19,6 +19,7 @@ from .journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    MasterResumed,
     NodeAdded,
     NodeConnected,
     NodeLeft,
@@ -96,6 +97,12 @@ def read_remains(entries: Iterable[JournalEntry]) -> Remains | None:
         remains.last_s = entry.t_s
     if remains is None or not remains.profile_json or not remains.generations.plans:
         return None
+    _interrupt_joining(remains)
+    return remains
+
+
+def _interrupt_joining(remains: Remains) -> None:
+    """Nobody goes on with the nodes that the master which died was taking in; the next one begins with them anew."""
     joining = [
         *remains.members.in_state(NodeState.CONNECTING),
         *(member for member in remains.members.in_state(NodeState.CONNECTED) if not member.restarts),
@@ -103,11 +110,12 @@ def read_remains(entries: Iterable[JournalEntry]) -> Remains | None:
     for member in joining:
         member.move_to(NodeState.LOST)
     remains.interrupted = tuple(member.spec for member in joining)
-    return remains
 
 
 def _apply(remains: Remains, entry: JournalEntry) -> None:
     match entry:
+        case MasterResumed():
+            _interrupt_joining(remains)
         case ProfileKnown(profile_json=profile_json):
             remains.profile_json = profile_json
         case PlanAdopted():

@@ -88,6 +88,8 @@ class Bench:
         self.nodes = nodes or self.shape.nodes
         self.now_s = 0.0
         self.commands: list[Command] = []
+        self.entries_before: list[JournalEntry] = []
+        """What the masters before this one wrote down."""
         self.coordinator = Coordinator(
             self.job, self.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", resume=resume
         )

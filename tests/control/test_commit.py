@@ -66,6 +66,12 @@ def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
+@examples(150)
+@given(scenario=scenarios(("join", "master", "master"), max_faults=6))
+def test_nodes_may_join_while_masters_come_and_go(scenario: Scenario):
+    play(scenario)
+
+
 @examples(100)
 @given(scenario=scenarios(("kill", "crash", "blip", "join", "drain", "master"), max_faults=5))
 def test_masters_may_come_and_go(scenario: Scenario):

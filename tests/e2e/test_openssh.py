@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
     runner: Runner, undisturbed: Outcome, hosts: tuple[str, ...], servers: list[OpenSSH], home: Path
 ) -> None:
+    shutil.rmtree(runner.directory / ".oobleck" / TAG, ignore_errors=True)
     with runner.up("--job", str(runner.job_file()), "--kill", "gamma@8", nodes=hosts) as up:
         up.wait_for("step 1/")
         assert listening_addresses(runner) == {node: ADDRESSES.get(node, "127.0.0.1") for node in NODES}

@@ -1,0 +1,138 @@
+"""How a run begins: once all workers are ready and the profile is known, with what a checkpoint holds, if there is one.
+
+Until then every failure of a node ends the run, as nothing is lost by it: all are waited for a moment, and told at
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from oobleck.errors import PlanningError
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import Planner, PlannerSettings, Profile, TensorParallelPlanner, profile_to_json
+
+from .journal import Notice, ProfileKnown
+from .membership import Membership
+from .outbox import Outbox, RunOver
+from .preparation import Preparation
+from .reconfiguration import Reconfiguration
+from .restoring import Candidate, Restoring
+from .saving import Saving
+from .startup_failures import StartupFailures
+
+__all__ = ["Beginning", "planner_for"]
+
+_SETTLE_S = 1.0
+"""How long other nodes' failures to start are waited for, so that all are told at once."""
+_FAILED = 1
+_BAD_CONFIGURATION = 78
+
+
+def planner_for(job: JobSpec, profile: Profile, *, devices_per_node: int) -> Planner:
+    """Return a planner for a job's settings. Raises PlanningError."""
+    settings = PlannerSettings(
+        num_microbatches=job.num_microbatches,
+        devices_per_node=devices_per_node,
+        max_devices_per_stage=1,
+        fault_threshold=job.fault_threshold,
+        num_pipelines=job.num_pipelines,
+    )
+    return TensorParallelPlanner(profile, settings, job.tensor_parallel)
+
+
+class Beginning:
+    """Mutable: leads to the first plan, or to the end of a run that cannot begin."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        nodes: Sequence[NodeSpec],
+        members: Membership,
+        preparation: Preparation,
+        saving: Saving,
+        restoring: Restoring,
+        reconfiguration: Reconfiguration,
+        outbox: Outbox,
+        *,
+        resume: str,
+    ) -> None:
+        """`resume` as in `Coordinator`."""
+        self._job = job
+        self._nodes = nodes
+        self._members = members
+        self._preparation = preparation
+        self._saving = saving
+        self._restoring = restoring
+        self._reconfiguration = reconfiguration
+        self._outbox = outbox
+        self._resume = resume
+        self._failures = StartupFailures(len(nodes))
+        self.is_over = False
+        """The first plan is ordered, or a master before ours has ordered it."""
+        self.deadline_s = math.inf
+
+    def expect_all(self) -> None:
+        """Give all nodes the time that the job has for its start."""
+        self.deadline_s = self._outbox.now_s + self._job.control.start_timeout_s
+
+    def node_failed(self, node: str, evidence: str, *, is_user_error: bool) -> None:
+        """A node cannot start; others may be about to say the same."""
+        self._failures.note(node, evidence, is_user_error=is_user_error)
+        self.deadline_s = min(self.deadline_s, self._outbox.now_s + _SETTLE_S)
+
+    def handle_deadline(self) -> None:
+        """Raise RunOver: the run cannot begin."""
+        if self._failures:
+            raise RunOver(self._failures.exit_code, str(self._failures))
+        limit_s = self._job.control.start_timeout_s
+        raise RunOver(_FAILED, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}")
+
+    def train_when_prepared(self) -> None:
+        """Order the first plan if everything that it needs is known. Raises RunOver where there is none."""
+        if self.is_over or not self._preparation.is_complete or self._failures:
+            return
+        profile = self._preparation.profile
+        assert profile is not None
+        self._check_devices()
+        places = [place for member in self._members.ready for place in member.places]
+        if self._saving.is_enabled and not self._restoring.is_answered(places):
+            if not self._restoring.is_asked(places):
+                self._restoring.ask(places)
+            return
+        self._outbox.record(ProfileKnown(t_s=self._outbox.now_s, profile_json=profile_to_json(profile)))
+        self._saving.begin([layer.name for layer in profile.layers])
+        try:
+            planner = planner_for(self._job, profile, devices_per_node=self._nodes[0].num_devices)
+            self._reconfiguration.begin_training(planner, self._candidate(len(profile.layers)))
+        except PlanningError as error:
+            raise RunOver(_BAD_CONFIGURATION, str(error)) from error
+        self.is_over = True
+        self.deadline_s = math.inf
+
+    def _check_devices(self) -> None:
+        if len({spec.num_devices for spec in self._nodes}) > 1:
+            counts = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in self._nodes)
+            raise RunOver(
+                _BAD_CONFIGURATION,
+                f"all nodes need the same number of devices: {counts}; change slots= or devices=",
+            )
+
+    def _candidate(self, num_layers: int) -> Candidate | None:
+        """The checkpoint that the run begins from; None for the model's initial values."""
+        for problem in self._restoring.problems():
+            self._notice("warning", f"cannot be used: {problem}")
+        self._saving.know(self._restoring.known(), self._restoring.unfinished())
+        candidate = None if self._resume == "never" else self._restoring.newest(num_layers)
+        if self._resume == "auto":
+            if candidate is not None and candidate.step >= self._job.max_steps:
+                text = f"the run before has committed all its {candidate.step} steps: this one starts anew"
+                self._notice("info", f"{text}; give more steps, or --resume PATH, to go on from it")
+                return None
+        elif self._resume != "never" and candidate is None:
+            raise RunOver(_BAD_CONFIGURATION, f"--resume {self._resume}: there is no checkpoint that can be used")
+        return candidate
+
+    def _notice(self, level: str, text: str) -> None:
+        self._outbox.record(Notice(t_s=self._outbox.now_s, level=level, text=text))

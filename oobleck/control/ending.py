@@ -1,0 +1,96 @@
+"""How a run ends: a stop that was asked for, workers that train no further, the last save, and the reason to tell."""
+
+from __future__ import annotations
+
+import math
+
+from oobleck.job import JobSpec
+from oobleck.planner import Place
+
+from .events import StopRequested
+from .membership import Membership
+from .messages import FinishStep
+from .outbox import Outbox, RunOver
+from .progress import Progress
+from .reconfiguration import Reconfiguration
+from .saving import Saving
+
+__all__ = ["Ending"]
+
+_LAST_SAVE_S = 300.0
+"""How long the end of a run may wait for its last save."""
+_FAILED = 1
+
+
+class Ending:
+    """Mutable: knows who has finished, what was asked, and what workers died of."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        members: Membership,
+        progress: Progress,
+        saving: Saving,
+        reconfiguration: Reconfiguration,
+        outbox: Outbox,
+    ) -> None:
+        self._job = job
+        self._members = members
+        self._progress = progress
+        self._saving = saving
+        self._reconfiguration = reconfiguration
+        self._outbox = outbox
+        self._tracebacks: dict[Place, tuple[int, str]] = {}
+        """By worker: the exception that ended it, and the newest step that was committed by then."""
+        self._stop: StopRequested | None = None
+        self._asked_to_finish = 0
+        """The generation whose workers were last asked to."""
+        self._finished: set[tuple[int, Place]] = set()
+        """(generation, worker) of those that train no further."""
+        self._over: RunOver | None = None
+        """Training has ended; its last save may still be on the way to the disk."""
+        self.due_s = math.inf
+
+    def note_traceback(self, place: Place, traceback: str) -> None:
+        """An exception ended a worker."""
+        self._tracebacks[place] = (self._progress.last_step, traceback)
+
+    def stop(self, event: StopRequested) -> None:
+        """Have training end with the step in flight."""
+        self._stop = event
+        self._asked_to_finish = 0
+
+    def worker_finished(self, place: Place) -> None:
+        """A worker trains no further. What was said before a fence is said again after it."""
+        generations = self._reconfiguration.generations
+        self._finished.add((generations.current, place))
+        if not self._finished.issuperset((generations.current, each) for each in generations.plan.places):
+            return
+        steps = f"{self._progress.last_step} steps are committed"
+        if self._progress.last_step >= self._job.max_steps:
+            self._over = RunOver(0, f"all {steps}")
+        elif self._stop is None:  # it was the master before who was asked to stop
+            self._over = RunOver(0, f"stopped; {steps}")
+        else:
+            self._over = RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
+        self._progress.expect_none()
+        self.due_s = min(self.due_s, self._outbox.now_s + _LAST_SAVE_S)
+
+    def follow_up(self) -> None:
+        """Ask every new plan's workers to finish once a stop is wanted. Raises RunOver once nothing is waited for."""
+        if self._over is not None and (self._saving.is_settled or self._outbox.now_s >= self.due_s):
+            raise self._over
+        generations = self._reconfiguration.generations
+        if self._stop is not None and self._asked_to_finish != generations.newest:
+            self._asked_to_finish = generations.newest
+            for place in generations.plan.places:
+                if self._members[place.node].is_ready:
+                    self._outbox.send(place.node, FinishStep(device=place.device))
+
+    def explain(self, over: RunOver) -> str:
+        """The reason to tell: what ended workers, if nothing was committed since, is the one behind the other."""
+        fresh = {place: text for place, (step, text) in self._tracebacks.items() if step == self._progress.last_step}
+        if not fresh or over.exit_code != _FAILED:
+            return over.reason
+        place, text = next(iter(fresh.items()))
+        return f"an error ended the workers; {place} said:\n{text}"
