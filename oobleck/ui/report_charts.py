@@ -6,13 +6,16 @@ A chart is drawn in a box of 1000 by 1000 units that the page scales in both dir
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Marker", "Series", "chart", "ticks"]
+__all__ = ["Marker", "Series", "chart", "ticks", "time_ticks"]
 
 _SIZE = 1000
+_LABEL_SHARE = 18.0
+"""Percent of the width that a marker's label has to itself; as the style sheet has it."""
+_TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,8 @@ class Marker:
 
     x: float
     text: str
+    label: str
+    """A word or two of it, to be shown where there is room."""
     is_calm: bool = False
     """Nothing was lost then."""
 
@@ -44,6 +49,7 @@ def chart(
     y_min: float = 0.0,
     x_text: Callable[[float], str],
     y_text: Callable[[float], str],
+    x_ticks: Sequence[float] | None = None,
     markers: Iterable[Marker] = (),
 ) -> str:
     """Draw series as an HTML figure; O(points)."""
@@ -61,14 +67,16 @@ def chart(
     for value in ticks(y_min, y_max, 4):
         grid.append(f'<line class="grid" x1="0" x2="{_SIZE}" y1="{y_of(value):.1f}" y2="{y_of(value):.1f}"/>')
         labels.append(f'<span class="y" style="top:{y_of(value) / 10:.2f}%">{escape(y_text(value))}</span>')
-    for value in ticks(x_low, x_high, 5):
+    for value in ticks(x_low, x_high, 5) if x_ticks is None else x_ticks:
         share = x_of(value) / 10
-        side = " first" if share < 5 else " last" if share > 95 else ""
-        labels.append(f'<span class="x{side}" style="left:{share:.2f}%">{escape(x_text(value))}</span>')
-    marks = [_mark(mark, x_of(mark.x)) for mark in markers]
+        labels.append(f'<span class="x" style="left:{share:.2f}%">{escape(x_text(value))}</span>')
+    placed = [(x_of(mark.x), mark) for mark in markers]
+    marks = [_mark(mark, x) for x, mark in placed]
+    labels += _mark_labels(placed)
     lines = [_line(one, x_of, y_of) for one in series]
+    kind = "chart marked" if placed else "chart"
     return (
-        f'<div class="chart"><div class="plot"><svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" '
+        f'<div class="{kind}"><div class="plot"><svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" '
         f'role="img" aria-label="{escape(title, quote=True)}">{"".join((*grid, *lines, *marks))}</svg>'
         f"{''.join(labels)}</div></div>"
     )
@@ -80,9 +88,33 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     if not (raw > 0 and math.isfinite(raw)):
         return [low]
     power = 10.0 ** math.floor(math.log10(raw))
-    step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    return _multiples(low, high, power * next(factor for factor in (1, 2, 5, 10) if factor * power >= raw * 0.8))
+
+
+def time_ticks(low_s: float, high_s: float, about: int) -> list[float]:
+    """Round moments within [low_s, high_s], about so many: whole seconds, minutes, hours or days."""
+    raw_s = (high_s - low_s) / about
+    if raw_s <= _TIME_STEPS_S[0] or not math.isfinite(raw_s):
+        return ticks(low_s, high_s, about)
+    days = math.ceil(raw_s / _TIME_STEPS_S[-1]) * _TIME_STEPS_S[-1]
+    return _multiples(low_s, high_s, next((step for step in _TIME_STEPS_S if step >= raw_s * 0.8), days))
+
+
+def _multiples(low: float, high: float, step: float) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _mark_labels(placed: Iterable[tuple[float, Marker]]) -> Iterator[str]:
+    """The labels of markers, from the left; one that would touch the label before it is left out."""
+    free = 0.0
+    for x, mark in sorted(placed, key=lambda one: one[0]):
+        left = min(x / 10, 100.0 - _LABEL_SHARE)
+        if left >= free:
+            style = "m calm" if mark.is_calm else "m"
+            side = "text-align:right;" if left < x / 10 else ""
+            yield f'<span class="{style}" style="{side}left:{left:.2f}%">{escape(mark.label)}</span>'
+            free = left + _LABEL_SHARE
 
 
 def _mark(mark: Marker, x: float) -> str:

@@ -6,6 +6,7 @@ Everything that comes from elsewhere (names, errors, reasons) is escaped; there 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from html import escape
 
 from oobleck.control.diagnosis import Incident
@@ -14,7 +15,7 @@ from oobleck.control.journal import Cause, PlanAdopted
 from oobleck.control.summary import RecoverySummary, Summary
 from oobleck.planner import Pipeline
 
-from .report_charts import Marker, Series, chart
+from .report_charts import Marker, Series, chart, time_ticks
 from .report_style import STYLE
 from .words import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
 
@@ -48,6 +49,7 @@ def report_html(history: History, summary: Summary, incidents: Iterable[Incident
             _incidents(told),
             _recoveries(summary.recoveries),
             _plans(history.plans),
+            _footer(history),
         )
     )
     return (
@@ -59,8 +61,7 @@ def report_html(history: History, summary: Summary, incidents: Iterable[Incident
 
 def _header(history: History, summary: Summary) -> str:
     job = history.started.job if history.started else None
-    state = "goes on" if summary.exit_code is None else summary.reason.splitlines()[0] if summary.reason else "ended"
-    began = f", started {history.started.started_at}" if history.started else ""
+    began = f", started {_moment_text(history.started.started_at)}" if history.started else ""
     model = f"{job.model.type} on {len(history.started.nodes)} nodes" if job and history.started else ""
     facts = (
         ("steps", f"{count_text(summary.steps_committed)} of {count_text(summary.max_steps)}"),
@@ -74,9 +75,32 @@ def _header(history: History, summary: Summary) -> str:
     )
     items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
     return (
-        f"<header><h1>{escape(summary.tag)}</h1><p>{escape(model + began)}</p><p>{escape(state)}</p>"
-        f'<dl class="facts">{items}</dl></header>'
+        f"<header><h1>{escape(summary.tag)}</h1><p>{escape(model + began)}</p>"
+        f'{_state(summary)}<dl class="facts">{items}</dl></header>'
     )
+
+
+def _state(summary: Summary) -> str:
+    """How the run stands, in a word's colour and its own words."""
+    if summary.exit_code is None:
+        kind, text = "on", "goes on"
+    else:
+        kind = "well" if summary.exit_code == 0 else "failed"
+        text = summary.reason.splitlines()[0] if summary.reason else "ended"
+    return f'<p class="state {kind}">{escape(text)}</p>'
+
+
+def _moment_text(moment: str) -> str:
+    """An ISO 8601 moment to the second, in UTC."""
+    try:
+        return f"{datetime.fromisoformat(moment).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except ValueError:
+        return moment
+
+
+def _footer(history: History) -> str:
+    version = f" {escape(history.started.version)}" if history.started else ""
+    return f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>"
 
 
 def _time(history: History) -> str:
@@ -111,6 +135,7 @@ def _throughput(history: History, summary: Summary) -> str:
         Marker(
             x=done.t_s,
             text=f"{duration_text(done.t_s)} {_recovery_text(done)}",
+            label=_names_text(done.nodes, 1) or done.cause.replace("_", " "),
             is_calm=done.cause in (Cause.JOINED, Cause.DRAINED),
         )
         for done in summary.recoveries[:_MAX_ROWS]
@@ -120,6 +145,7 @@ def _throughput(history: History, summary: Summary) -> str:
         title="tokens per second over time",
         x_range=(0.0, until_s),
         y_max=1.05 * max(rate for _, rate in rates),
+        x_ticks=time_ticks(0.0, until_s, 4),
         x_text=duration_text,
         y_text=count_text,
         markers=markers,
@@ -129,6 +155,7 @@ def _throughput(history: History, summary: Summary) -> str:
         title="nodes that train over time",
         x_range=(0.0, until_s),
         y_max=1.15 * max((count for _, count in nodes), default=1),
+        x_ticks=time_ticks(0.0, until_s, 4),
         x_text=duration_text,
         y_text=lambda value: f"{value:g}" if value == int(value) else "",
         markers=markers,
@@ -184,12 +211,16 @@ def _incident(incident: Incident) -> str:
         ("because", incident.root.evidence.strip()),
         ("then", then),
         ("done", "\n".join(incident.actions)),
-        ("cost", f"{seconds_text(incident.stall_s)} without progress, {incident.steps_lost or 'no'} steps lost"),
+        ("cost", f"{seconds_text(incident.stall_s)} without progress, {_lost_text(incident.steps_lost)}"),
         ("to do", incident.advice),
     )
     items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
     when = duration_text(incident.root.t_s)
     return f'<div class="incident"><h3>{when} {escape(incident.title)}</h3><dl>{items}</dl></div>'
+
+
+def _lost_text(steps: int) -> str:
+    return "1 step lost" if steps == 1 else f"{steps or 'no'} steps lost"
 
 
 def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> str:
@@ -200,26 +231,33 @@ def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> str:
     rows = "".join(
         f'<tr><td>{duration_text(done.t_s)}</td><td class="what">{escape(_recovery_text(done))}</td>'
         + "".join(
-            f'<td class="num">{escape(text)}</td>'
-            for text in (
-                *(seconds_text(s) for s in (done.detect_s, done.decide_s, done.transfer_s, done.stall_s)),
-                bytes_text(done.bytes_moved),
-                str(done.microbatches_redone),
-            )
+            f'<td class="num" data-name="{name}">{escape(text)}</td>'
+            for name, text in zip(headers, _recovery_costs(done), strict=True)
         )
         + "</tr>"
         for done in recoveries[-_MAX_ROWS:]
     )
     return (
         f"<section><h2>Recoveries</h2>{_left_out(len(recoveries), _MAX_ROWS)}"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
+        f'<div class="scroll"><table class="recoveries"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
     )
 
 
+def _recovery_costs(done: RecoverySummary) -> tuple[str, ...]:
+    seconds = (done.detect_s, done.decide_s, done.transfer_s, done.stall_s)
+    return (*map(seconds_text, seconds), bytes_text(done.bytes_moved), str(done.microbatches_redone))
+
+
 def _recovery_text(done: RecoverySummary) -> str:
-    names = ", ".join(done.nodes[:4]) + (f" and {len(done.nodes) - 4} more" if len(done.nodes) > 4 else "")
+    names = _names_text(done.nodes, 4)
     what = f"{done.cause.replace('_', ' ')}; {done.action.replace('_', ' ')}"
     return f"{names}: {what}" if names else what
+
+
+def _names_text(nodes: tuple[str, ...], most: int) -> str:
+    more = f" and {len(nodes) - most} more" if len(nodes) > most else ""
+    return ", ".join(nodes[:most]) + more
 
 
 def _plans(plans: tuple[PlanAdopted, ...]) -> str:

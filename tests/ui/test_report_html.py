@@ -14,7 +14,7 @@ from oobleck.control.diagnosis import diagnose
 from oobleck.control.history import history_of, mean_rates, thinned
 from oobleck.control.journal import Cause, JobEnded, NodeLost
 from oobleck.control.summary import summarize
-from oobleck.ui.report_charts import ticks
+from oobleck.ui.report_charts import ticks, time_ticks
 from oobleck.ui.report_html import report_html
 from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss
 
@@ -176,8 +176,17 @@ def test_thinned_points_keep_both_ends_and_the_order(count, most):
         assert all(0 <= y <= 6 for _, y in thin)
 
 
+@given(st.floats(1.0, 1e8), st.integers(2, 8))
+def test_moments_of_an_axis_are_round_and_not_many(length_s, about):
+    found = time_ticks(0.0, length_s, about)
+    assert 1 <= len(found) <= 1.25 * about + 1
+    if length_s >= about:
+        step = found[1] - found[0] if len(found) > 1 else 1.0
+        assert 60 % step == 0 or 3600 % step == 0 or 86400 % step == 0 or step % 86400 == 0
+
+
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 8))
 def test_ticks_lie_within_and_are_not_many(low, length, about):
     found = ticks(low, low + length, about)
-    assert len(found) <= about + 2
+    assert len(found) <= 1.25 * about + 1
     assert all(low - 1e-6 * (abs(low) + length) <= tick <= low + length + 1e-6 * (abs(low) + length) for tick in found)
