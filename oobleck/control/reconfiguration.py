@@ -136,7 +136,9 @@ class Reconfiguration:
         if recovery is None or recovery.ordered_s:
             self.close()
             recovery = self._account = RecoveryAccount(began_s=now_s, detect_s=detect_s, cause=cause)
-        recovery.nodes.extend(nodes)
+        recovery.nodes.extend(node for node in nodes if node not in recovery.nodes)
+        if cause is Cause.CUT_OFF:
+            recovery.cause = cause  # what the hang came from, by which it was noticed
         recovery.statuses.clear()
         self._restoring.forget()
         self._answers_due_s = math.inf

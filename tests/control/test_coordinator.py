@@ -622,6 +622,7 @@ def test_a_draining_node_whose_worker_dies_is_lost():
     bench.feed(DrainRequested(node="n2"))
     bench.say("n2", CRASH)
     assert bench.journal(NodeLost)[0].node == "n2"
+    assert bench.journal(RecoveryStarted)[-1].nodes == ("n2",)
 
 
 def test_nobody_is_let_go_whom_the_job_cannot_go_on_without():
@@ -752,6 +753,7 @@ def test_a_node_that_its_peers_do_not_reach_is_left_out_for_good():
     assert (lost.node, lost.cause) == ("n2", Cause.CUT_OFF)
     told(bench, "n0", "n1")
     assert bench.orders[-1].plan.nodes == ("n0", "n1")
+    assert [entry.cause for entry in bench.journal(RecoveryStarted)] == [Cause.HANG, Cause.CUT_OFF]
     bench.beat_until(bench.now_s + 30.0, "n0", "n1")
     assert not [command for command in bench.commands if isinstance(command, Connect) and command.attach]
     assert len([command for command in bench.commands if isinstance(command, Connect)]) == 3, "it is not tried again"

@@ -72,7 +72,7 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
     assert_all_is_right(outcome, endless_reference)
     assert [cause for cause, _, _ in recoveries(outcome)] == [
         *("lease_expired", "joined") * 2,
-        "hang",
+        "cut_off",
         "joined",
     ]
     assert nodes_of(outcome) == list(NODES)
