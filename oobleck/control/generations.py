@@ -115,9 +115,10 @@ class Generations:
         initial values, not with a checkpoint.
         """
         old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
-        absent = tuple(node for node in old.plan.nodes if node in lost) if old is not None else ()
+        gone = frozenset(lost)
+        absent = tuple(node for node in old.plan.nodes if node in gone) if old is not None else ()
         initial = verdict.applied == 0 and finish is None and is_from_scratch
-        ordered = _Ordered(decision.plan, self._pipeline_generations(decision.plan, old, absent))
+        ordered = _Ordered(decision.plan, self._pipeline_generations(decision.plan, old, gone))
         self._ordered[self.current] = ordered
         if finish is None:
             self._forgot = self.current
@@ -136,15 +137,13 @@ class Generations:
             transfers=() if initial else decision.transfers,
         )
 
-    def _pipeline_generations(
-        self, plan: ExecutionPlan, old: _Ordered | None, lost: Collection[str]
-    ) -> tuple[int, ...]:
+    def _pipeline_generations(self, plan: ExecutionPlan, old: _Ordered | None, lost: frozenset[str]) -> tuple[int, ...]:
         """Keep the groups of pipelines that lost nobody and were not stopped half-way; form the others anew."""
         kept = {}
         if old is not None:
             kept = {
                 pipeline.places: generation
                 for pipeline, generation in zip(old.plan.pipelines, old.pipeline_generations, strict=True)
-                if not any(node in lost for node in pipeline.nodes)
+                if lost.isdisjoint(pipeline.nodes)
             }
         return tuple(kept.get(pipeline.places, self.current) for pipeline in plan.pipelines)

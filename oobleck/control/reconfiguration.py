@@ -298,7 +298,8 @@ class Reconfiguration:
     def _decide(self, statuses: dict[Place, Status]) -> None:
         """All survivors have answered: find what is committed, a plan for those who are left, and order it."""
         assert self._account is not None
-        statuses = {place: self._since_restored(status) for place, status in statuses.items()}
+        if self._restored_generation:
+            statuses = {place: self._since_restored(status) for place, status in statuses.items()}
         # Only now: all that reporters said before they answered is known, so that no step is told out of turn.
         records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
         for _, record in sorted(records.items()):

@@ -106,8 +106,7 @@ def deal_microbatches(
         return None
     kept = tuple(segment for segment in segments if segment.pipeline in whole)
     done = {microbatch for segment in kept for microbatch in segment.microbatches}
-    done.update(microbatch for index in whole for microbatch in plan.microbatches_of(index))
-    left = [microbatch for microbatch in range(plan.num_microbatches) if microbatch not in done]
+    left = [microbatch for index in broken for microbatch in plan.microbatches_of(index) if microbatch not in done]
     shares = _apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
     dealt: list[Segment] = []
     for index, share in zip(whole, shares, strict=True):

@@ -78,6 +78,11 @@ class Capacity:
         kinds = self._usable[np.stack([small, np.minimum(small + 1, self._largest)]) - self._smallest]
         return self._dealt_s(kinds, np.stack([numbers - num_large, num_large]))
 
+    def fewest_within(self, limit_s: float) -> float:
+        """Return how many pipelines of the best size take the batch within the limit, were there nodes for them."""
+        each = float(self._taken_within(limit_s).max())
+        return self.num_microbatches / each if each > 0 else math.inf
+
     def most_taken(self, most_pipelines: int, limit_s: float) -> Floats:
         """Return, at [p], the most microbatches that p pipelines take within the limit, for p up to a few."""
         values = np.maximum.accumulate(self._taken_within(limit_s))

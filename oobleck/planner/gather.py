@@ -28,6 +28,8 @@ def gather_slow_nodes(
     moves the fewest bytes, which is none between equal positions of equal templates. `needed` is what each position
     has to hold. Proposals only: whether they repay the bytes is for the caller to weigh. O(slow · host nodes).
     """
+    if not slow:
+        return
     numbers = [sum(node in slow for node in nodes) for nodes in pipelines]
     by_number = sorted(range(len(pipelines)), key=lambda i: (-numbers[i], len(pipelines[i]), i))
     by_size = sorted(range(len(pipelines)), key=lambda i: (len(pipelines[i]), -numbers[i], i))

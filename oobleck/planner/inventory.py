@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 from oobleck.errors import Unrecoverable
 
@@ -46,9 +45,8 @@ class Inventory:
         self, holdings: Mapping[str, Holding], num_layers: int, *, leaving: Mapping[str, Holding] | None = None
     ) -> None:
         self.holdings = holdings
-        self._sources = {**(leaving or {}), **holdings}
         self.kinds: dict[Holding, list[str]] = defaultdict(list)
-        for node, holding in self._sources.items():
+        for node, holding in {**(leaving or {}), **holdings}.items():
             self.kinds[holding].append(node)
         counts: Counter[int] = Counter()
         for holding, nodes in self.kinds.items():
@@ -62,14 +60,12 @@ class Inventory:
         if lost := tuple(layer for layer, number in enumerate(self.num_holders) if not number):
             raise Unrecoverable(lost)
 
-    @cached_property
-    def _places(self) -> list[tuple[Place, frozenset[int]]]:
-        return [
-            (Place(node=node, device=device), layers)
-            for node in sorted(self._sources)
-            for device, layers in enumerate(self._sources[node])
-        ]
-
     def holders(self, layer: int) -> list[Place]:
-        """Return the places that hold a layer, sorted."""
-        return [place for place, layers in self._places if layer in layers]
+        """Return the places that hold a layer, sorted; O(kinds of holdings + holders · log holders)."""
+        return sorted(
+            Place(node=node, device=device)
+            for holding, nodes in self.kinds.items()
+            for device, layers in enumerate(holding)
+            if layer in layers
+            for node in nodes
+        )

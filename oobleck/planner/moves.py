@@ -6,6 +6,7 @@ afterwards (see `matching`). Any of the moves may be impossible; a rebuild is po
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class Situation:
 
     def fit(self, num_nodes: int) -> int:
         """Return the largest size that `num_nodes` nodes can have, 0 for none."""
-        return max((size for size in self.sizes if size <= num_nodes), default=0)
+        position = bisect_right(self.sizes, num_nodes)
+        return self.sizes[position - 1] if position else 0
 
 
 def all_moves(situation: Situation, choose: Choose) -> list[Move]:

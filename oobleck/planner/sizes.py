@@ -161,7 +161,11 @@ class _Search:
     def _try(self, best: _Found, numbers: list[int], least_s: float) -> _Found:
         """Search exact numbers of pipelines, from the one that reduces fastest, where they can still be better."""
         if len(numbers) > 1:
-            taken = self._capacity.most_taken(numbers[-1], self._limit_s(best, numbers[0]))
+            limit_s = self._limit_s(best, numbers[0])
+            enough = self._capacity.fewest_within(limit_s)
+            numbers = [number for number in numbers if number >= enough]
+        if len(numbers) > 1:
+            taken = self._capacity.most_taken(numbers[-1], limit_s)
             numbers = [number for number in numbers if taken[number] >= self._capacity.num_microbatches]
         for number in numbers:
             best = self._better(best, self._capacity.exactly(number, least_s, self._limit_s(best, number)))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from oobleck.errors import PlanningError
 
 from .decision import Decision
-from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Place
+from .plan import ExecutionPlan, PipelineTemplate, Place
 from .planner import Planner
 from .profile import LayerProfile, Profile
 from .settings import PlannerSettings
@@ -78,29 +78,38 @@ class TensorParallelPlanner(Planner):
 
 
 def expand_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
-    """Give every stage `degree` devices for each that it has."""
+    """Give every stage `degree` devices for each that it has; a plan of single devices stays the object that it is."""
+    if degree == 1:
+        return plan
     return _with_devices(plan, lambda number: number * degree)
 
 
 def _contract_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
+    if degree == 1:
+        return plan
     return _with_devices(plan, lambda number: number // degree)
 
 
 def _with_devices(plan: ExecutionPlan, changed: Callable[[int], int]) -> ExecutionPlan:
-    """Change the numbers of all stages' devices, the first and how many."""
-    return replace(plan, pipelines=tuple(_pipeline_with(pipeline, changed) for pipeline in plan.pipelines))
+    """Change the numbers of all stages' devices, the first and how many. Pipelines of one template still share it."""
+    known = {id(pipeline.template): pipeline.template for pipeline in plan.pipelines}
+    templates = {key: _template_with(template, changed) for key, template in known.items()}
+    pipelines = tuple(replace(each, template=templates[id(each.template)]) for each in plan.pipelines)
+    return replace(plan, pipelines=pipelines)
 
 
-def _pipeline_with(pipeline: Pipeline, changed: Callable[[int], int]) -> Pipeline:
+def _template_with(template: PipelineTemplate, changed: Callable[[int], int]) -> PipelineTemplate:
     stages = tuple(
         replace(stage, first_device=changed(stage.first_device), num_devices=changed(stage.num_devices))
-        for stage in pipeline.template.stages
+        for stage in template.stages
     )
-    return replace(pipeline, template=PipelineTemplate(stages=stages))
+    return PipelineTemplate(stages=stages)
 
 
 def expand_transfers(transfers: Sequence[LayerTransfer], degree: int) -> tuple[LayerTransfer, ...]:
     """Write out transfers between groups as transfers between their devices of like rank."""
+    if degree == 1:
+        return tuple(transfers)
     return tuple(
         replace(item, source=_device(item.source, degree, rank), target=_device(item.target, degree, rank))
         for item in transfers
@@ -121,8 +130,10 @@ def _device(group: Place, degree: int, rank: int) -> Place:
     return Place(node=group.node, device=group.device * degree + rank)
 
 
-def _contract_held(held: Mapping[Place, frozenset[int]], degree: int) -> dict[Place, frozenset[int]]:
+def _contract_held(held: Mapping[Place, frozenset[int]], degree: int) -> Mapping[Place, frozenset[int]]:
     """A group holds what all of its devices hold their shares of."""
+    if degree == 1:
+        return held
     groups: dict[Place, list[frozenset[int]]] = {}
     for place, layers in held.items():
         groups.setdefault(Place(node=place.node, device=place.device // degree), []).append(layers)

@@ -89,16 +89,12 @@ def _told(
     devices_per_node: int,
 ) -> dict[str, Holding]:
     """Return holdings as `held` says; equal ones share their objects with the expected."""
-    num_devices = max(devices_per_node, *(place.device + 1 for place in held), 0)
     nobody: Holding = (_NOTHING,) * devices_per_node
-    told: dict[str, Holding] = {}
-    for node, expected in holdings.items():
-        if node in gone:
-            holding = nobody
-        else:
-            mine = [held.get(Place(node, device), _NOTHING) for device in range(num_devices)]
-            while len(mine) > devices_per_node and not mine[-1]:
-                mine.pop()
-            holding = tuple(mine)
-        told[node] = expected if holding == expected else holding
-    return told
+    told = dict.fromkeys(holdings, nobody)
+    for (node, device), layers in held.items():
+        if node in told and node not in gone and layers:
+            mine = told[node]
+            if device >= len(mine):
+                mine += (_NOTHING,) * (device + 1 - len(mine))
+            told[node] = (*mine[:device], layers, *mine[device + 1 :])
+    return {node: expected if told[node] == expected else told[node] for node, expected in holdings.items()}
