@@ -9,7 +9,7 @@ from oobleck.planner import Decision, ExecutionPlan, Place
 
 from .journal import PlanAdopted
 from .messages import Order, Restore, Segment, Status
-from .recovery import Verdict, broken_pipelines, deal_microbatches
+from .recovery import Verdict, broken_pipelines, deal_microbatches, rests_of
 
 __all__ = ["Generations"]
 
@@ -97,6 +97,13 @@ class Generations:
         self._segments = dealt
         self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in dealt)])
         return step
+
+    def rests(
+        self, generation: int, statuses: Mapping[Place, Status], lost: Collection[str]
+    ) -> dict[int, tuple[int, int]]:
+        """Return what the whole pipelines have left of the step that `step_to_finish` dealt last; see `rests_of`."""
+        _, step = self._segments_for
+        return rests_of(self._ordered[generation].plan, lost, self._segments, statuses, step=step)
 
     def order(
         self,

@@ -27,7 +27,7 @@ from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
 from .paces import Paces
 from .progress import Progress
-from .recovery import Verdict, judge, microbatches_redone
+from .recovery import Verdict, broken_pipelines, judge, microbatches_redone
 from .restoring import Candidate, Restoring
 from .saving import Saving
 
@@ -41,6 +41,8 @@ _ADOPTION_S = 30.0
 """How long a plan may take at least, from its orders to the first step, before it is a hang."""
 _ANSWERS_S = 30.0
 """How long workers may look for checkpoints."""
+_WORTH_FORGETTING_S = 1.0
+"""A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -309,11 +311,8 @@ class Reconfiguration:
         in_force = self.generations.in_force(verdict)
         base = self.generations.plans[in_force]
         absent = frozenset(self.lost_for(in_force))
-        finish = self.generations.step_to_finish(verdict, statuses, absent)
-        held = _held(verdict, statuses, base, finish=finish, is_from_scratch=not self._restored_generation)
-        held = {place: layers - self._distrusted.get(place, frozenset()) for place, layers in held.items()}
         try:
-            decision = self._replan(base, held, lost=absent)
+            decision, finish = self._choose(verdict, statuses, base, lost=absent)
         except (PlanningError, Unrecoverable) as error:
             if self._keep_draining_nodes():
                 self._decide(statuses)
@@ -323,10 +322,48 @@ class Reconfiguration:
                 self._fall_back(base, error, lost=absent)
             return
         lost = absent.intersection(base.nodes)
-        redone = microbatches_redone(base, lost, statuses) if verdict.adopted is not None else 0
+        redone = 0
+        if verdict.adopted is not None:
+            redone = microbatches_redone(base, base.nodes if finish is None else lost, statuses)
         self._account.steps_lost += max(0, self._progress.last_step - verdict.applied)
         self._account.microbatches_redone += redone
         self._order(decision, verdict, finish=finish)
+
+    def _choose(
+        self, verdict: Verdict, statuses: Mapping[Place, Status], base: ExecutionPlan, *, lost: frozenset[str]
+    ) -> tuple[Decision, int | None]:
+        """Find a plan for those who stay, and the step in flight if it is finished before.
+
+        It is where that can be, unless a pipeline is broken and all survivors run all of the step again, with the same
+        samples, in clearly less time than the whole pipelines take for what is left of it. Raises PlanningError or
+        Unrecoverable.
+        """
+        finish = self.generations.step_to_finish(verdict, statuses, lost)
+        decision = self._replan_from(verdict, statuses, base, finish=finish, lost=lost)
+        if finish is None or not broken_pipelines(base, lost):
+            return decision, finish
+        assert verdict.adopted is not None
+        assert self._planner is not None
+        rests = self.generations.rests(verdict.adopted, statuses, lost)
+        finish_s = self._planner.rest_s(base, rests, slow=self._slow())
+        if finish_s <= decision.predicted_step_s + _WORTH_FORGETTING_S:
+            return decision, finish
+        decision = self._replan_from(verdict, statuses, base, finish=None, lost=lost)
+        again = f"step {finish} is run again, in {decision.predicted_step_s:.1f} s: finishing it takes {finish_s:.1f} s"
+        return replace(decision, reason=f"{decision.reason}; {again}"), None
+
+    def _replan_from(
+        self,
+        verdict: Verdict,
+        statuses: Mapping[Place, Status],
+        base: ExecutionPlan,
+        *,
+        finish: int | None,
+        lost: frozenset[str],
+    ) -> Decision:
+        held = _held(verdict, statuses, base, finish=finish, is_from_scratch=not self._restored_generation)
+        held = {place: layers - self._distrusted.get(place, _NOTHING) for place, layers in held.items()}
+        return self._replan(base, held, lost=lost)
 
     def _since_restored(self, status: Status) -> Status:
         """What a worker holds from before a checkpoint was gone back to is of a past that never was."""
@@ -489,7 +526,7 @@ class Reconfiguration:
 
 def _held(
     verdict: Verdict,
-    statuses: dict[Place, Status],
+    statuses: Mapping[Place, Status],
     base: ExecutionPlan,
     *,
     finish: int | None,

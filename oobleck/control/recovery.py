@@ -31,6 +31,7 @@ __all__ = [
     "judge",
     "microbatches_redone",
     "planned_layers",
+    "rests_of",
     "uncovered",
 ]
 
@@ -114,6 +115,31 @@ def deal_microbatches(
             dealt.append(Segment(segment=next_segment + len(dealt), pipeline=index, microbatches=tuple(left[:share])))
             left = left[share:]
     return (*kept, *dealt)
+
+
+def rests_of(
+    plan: ExecutionPlan,
+    lost: Collection[str],
+    segments: Sequence[Segment],
+    statuses: Mapping[Place, Status],
+    *,
+    step: int,
+) -> dict[int, tuple[int, int]]:
+    """Return what whole pipelines have left of a step: (of their own microbatches, of segments), by pipeline.
+
+    A pipeline is as far as the worker in it that has taken the fewest microbatches backward; one that has still to
+    apply the step before has taken none.
+    """
+    broken = broken_pipelines(plan, lost)
+    rests = {}
+    for index, pipeline in enumerate(plan.pipelines):
+        if index not in broken:
+            said = [statuses[place] for place in pipeline.places]
+            done = min(each.microbatches_done if each.applied == step - 1 else 0 for each in said)
+            more = sum(len(segment.microbatches) for segment in segments if segment.pipeline == index)
+            beyond = max(0, done - pipeline.num_microbatches)
+            rests[index] = (max(0, pipeline.num_microbatches - done), max(0, more - beyond))
+    return rests
 
 
 def microbatches_redone(plan: ExecutionPlan, lost: Collection[str], statuses: Mapping[Place, Status]) -> int:

@@ -198,6 +198,7 @@ class Standing:
             self._layers = layers
             self._kept = kept
             self._reduced = None
+            self._microbatches_done = 0
             self._pipeline_lost = False
 
     def _check_fence(self) -> None:
@@ -209,3 +210,4 @@ class Standing:
         self._kept = ()
         self._last_record = record
         self._reduced = None
+        self._microbatches_done = 0

@@ -125,6 +125,16 @@ class Catalog:
         )
         return plan, slowest_s + reduction_s(self.profile.network, reduced_bytes, len(pipelines))
 
+    def rest_s(self, rests: Sequence[tuple[Pipeline, int, int]], speeds: Mapping[str, float]) -> float:
+        """Return the seconds in which pipelines finish a step; see `Planner.rest_s`."""
+        options = self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))
+        slowest_s = max(
+            _rest_s(self._timing(len(each.nodes), each.nodes, speeds), each.num_microbatches, own, others)
+            for each, own, others in rests
+        )
+        reduced_bytes = max(options[len(pipeline.nodes)].reduced_bytes for pipeline, _, _ in rests)
+        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(rests))
+
     def _pipeline(
         self, size: int, nodes: tuple[str, ...], count: int, known: Mapping[tuple[str, ...], Pipeline]
     ) -> Pipeline:
@@ -163,3 +173,9 @@ class Catalog:
             f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
             f"{whole.activation_bytes} for each microbatch in flight"
         )
+
+
+def _rest_s(timing: Timing, num_microbatches: int, own: int, others: int) -> float:
+    """Return the seconds of what a pipeline has left: a pipeline that is filled takes one after the other."""
+    own_s = timing.step_s(own) if own == num_microbatches else own * timing.next_s
+    return own_s + (timing.step_s(others) if others else 0.0)

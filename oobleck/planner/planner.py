@@ -104,6 +104,16 @@ class Planner:
             held=held,
         )
 
+    def rest_s(
+        self, plan: ExecutionPlan, rests: Mapping[int, tuple[int, int]], *, slow: Mapping[str, float] | None = None
+    ) -> float:
+        """Return the seconds in which pipelines of a plan finish the step that they are in, reduction included.
+
+        `rests` says for each pipeline that does, by its index, how many of its own microbatches it has left, and how
+        many of others it takes after them, in a run of their own. `slow` is as in `reconfigure`.
+        """
+        return self._catalog.rest_s([(plan.pipelines[index], *rest) for index, rest in rests.items()], _speeds(slow))
+
     def _counts_to_try(self, ordered: Sequence[str], speeds: Mapping[str, float]) -> list[int]:
         """Return numbers of nodes to plan for: all, and all without those at or below each low speed."""
         factors = [speeds.get(node, 1.0) for node in ordered]

@@ -78,6 +78,8 @@ class Shape:
     layers_per_device: int = 4
     """How many layers fit the memory of a device."""
     num_microbatches: int = 4
+    layer_s: float = 0.03
+    """What a layer takes for one microbatch, there and back."""
     max_steps: int = 3
     fault_threshold: int = 1
     num_pipelines: int | None = None
@@ -105,8 +107,8 @@ class Shape:
         layers = tuple(
             LayerProfile(
                 name=f"layer{i}",
-                forward_s={1: 0.01},
-                backward_s={1: 0.02},
+                forward_s={1: self.layer_s / 3},
+                backward_s={1: 2 * self.layer_s / 3},
                 param_bytes=layer_bytes,
                 optimizer_bytes=2 * layer_bytes,
                 activation_bytes=1,

@@ -297,6 +297,42 @@ def test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished(
     assert bench.orders[-1].finish is None, "some may have forgotten it"
 
 
+LONG = Shape(num_nodes=4, num_layers=6, layers_per_device=3, num_microbatches=40, layer_s=1.0)
+"""Two pipelines of two nodes, whose steps take about 63 s; three nodes in one pipeline take 84 s."""
+
+
+@pytest.mark.parametrize(("done", "finish"), [(0, None), (4, None), (19, 1), (20, 1)])
+def test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time(done: int, finish: int | None):
+    bench = training(LONG)
+    first = bench.orders[0].plan
+    lost = first.pipelines[1].nodes[0]
+    bench.fail(lost)
+    answer_all(bench, *(node for node in sorted(first.nodes) if node != lost), microbatches_done=done)
+    order = bench.orders[-1]
+    assert (order.finish, order.boundary, bool(order.segments)) == (finish, finish or 0, finish is not None)
+    adopted = bench.journal(PlanAdopted)[-1]
+    assert ("step 1 is run again" in adopted.reason) == (finish is None)
+    assert adopted.finish == finish
+
+
+def test_a_short_step_is_finished_although_running_it_again_were_quicker():
+    bench = training(replace(LONG, layer_s=0.01))
+    first = bench.orders[0].plan
+    bench.fail(first.pipelines[1].nodes[0])
+    answer_all(bench, *(node for node in sorted(first.nodes) if node != first.pipelines[1].nodes[0]))
+    assert bench.orders[-1].finish == 1
+
+
+def test_all_that_is_run_again_counts_as_redone():
+    bench = training(LONG)
+    first = bench.orders[0].plan
+    lost, *others = sorted(first.nodes)
+    bench.fail(lost)
+    answer_all(bench, *others, microbatches_done=4)
+    bench.resume(*others)
+    assert bench.journal(RecoveryDone)[-1].microbatches_redone == 4 + 4
+
+
 def test_a_worker_that_has_not_adopted_the_plan_cannot_finish_its_step():
     bench = training()
     bench.fail("n2")

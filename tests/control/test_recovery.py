@@ -13,6 +13,7 @@ from oobleck.control.recovery import (
     judge,
     microbatches_redone,
     planned_layers,
+    rests_of,
     uncovered,
 )
 from oobleck.planner import ExecutionPlan, Place
@@ -162,6 +163,43 @@ def test_every_microbatch_is_dealt_once_however_losses_follow_each_other(losses,
         assert len({segment.segment for segment in dealt}) == len(dealt)
         segments = dealt
         number = max([number, *(segment.segment + 1 for segment in dealt)])
+
+
+def test_a_pipeline_has_left_what_its_slowest_worker_has():
+    segments = (
+        Segment(segment=0, pipeline=0, microbatches=(8, 9, 10)),
+        Segment(segment=1, pipeline=1, microbatches=(11,)),
+    )
+    statuses = {at("a"): status(microbatches_done=2), at("b"): status(microbatches_done=4)}
+    statuses |= {at("c"): status(microbatches_done=5), at("d"): status(microbatches_done=6)}
+    assert rests_of(PLAN, ["e"], segments, statuses, step=4) == {0: (2, 3), 1: (0, 0)}
+
+
+def test_who_has_still_to_apply_the_step_before_has_done_nothing_of_this_one():
+    statuses = {at(node): status(microbatches_done=4) for node in NODES}
+    statuses[at("d")] = status(applied=2, reduced=3, microbatches_done=4)
+    rests = rests_of(PLAN, [], (), statuses, step=4)
+    assert rests == {0: (0, 0), 1: (4, 0), 2: (0, 0)}
+
+
+@given(
+    done=st.lists(st.integers(0, 24), min_size=6, max_size=6),
+    lost=st.lists(st.sampled_from(NODES), max_size=4),
+    microbatches=st.integers(3, 20),
+)
+def test_what_is_left_is_what_was_given_without_what_is_done(done, lost, microbatches):
+    layout = plan(("a", "b"), ("c", "d"), ("e", "f"), microbatches=microbatches)
+    segments = deal_microbatches(layout, lost, (), next_segment=0)
+    statuses = {at(node): status(microbatches_done=done) for node, done in zip(NODES, done, strict=True)}
+    rests = rests_of(layout, lost, segments or (), statuses, step=4)
+    assert sorted(rests) == [index for index in range(3) if index not in broken_pipelines(layout, lost)]
+    for index, (own, others) in rests.items():
+        pipeline = layout.pipelines[index]
+        assert 0 <= own <= pipeline.num_microbatches
+        given_to_it = sum(len(each.microbatches) for each in segments or () if each.pipeline == index)
+        slowest = min(statuses[place].microbatches_done for place in pipeline.places)
+        assert own + others == max(0, pipeline.num_microbatches + given_to_it - slowest)
+        assert not own or others == given_to_it, "segments come after all others"
 
 
 def test_what_broken_pipelines_had_done_is_what_their_furthest_survivor_knows():

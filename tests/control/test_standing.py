@@ -184,6 +184,15 @@ def test_progress_of_a_step_is_told_and_forgotten_with_it(worker: Worker):
     assert (status.microbatches_done, status.broken) == (0, False)
 
 
+def test_a_committed_step_leaves_no_progress_behind(worker: Worker):
+    worker.standing.begin_step()
+    worker.standing.note_microbatch(3)
+    worker.standing.note_reduced(1)
+    worker.standing.begin_apply(record(1))
+    status = worker.fence(2)
+    assert (status.applied, status.microbatches_done) == (1, 0)
+
+
 def test_a_spare_has_no_pipeline_to_lose():
     worker = Worker()
     given = order(1, plan(("c", "d")))

@@ -3,13 +3,14 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 import oobleck.planner
 from oobleck.errors import PlanningError
 from oobleck.planner import DeviceProfile, Planner, PlannerSettings, Profile
-from tests.planner.drawing import make_layer, make_profile, uniform_profile
+from tests.planner.drawing import make_layer, make_network, make_profile, uniform_profile
 
 
 def planner(profile: Profile | None = None, **options: int) -> Planner:
@@ -34,6 +35,23 @@ def test_a_start_below_the_fault_threshold_says_so() -> None:
     decision = planner().initial_plan(nodes(1))
     assert decision.reason == "1 node forms 1 pipeline (1 node); f = 1 asks for 2"
     assert not decision.redundant
+
+
+def test_a_step_of_which_nothing_is_done_takes_what_was_predicted() -> None:
+    decision = planner().initial_plan(nodes(5), slow={"node0": 2.0})
+    rests = {index: (each.num_microbatches, 0) for index, each in enumerate(decision.plan.pipelines)}
+    uneven = planner()
+    assert uneven.rest_s(decision.plan, rests, slow={"node0": 2.0}) == decision.predicted_step_s
+
+
+def test_the_rest_of_a_step_is_what_the_slowest_has_left() -> None:
+    profile = make_profile([make_layer(3.0, param_bytes=0) for _ in range(4)], network=make_network(latency_s=0))
+    plan = planner(profile, num_pipelines=2).initial_plan(nodes(4)).plan
+    rest_s = partial(planner(profile).rest_s, plan)
+    assert rest_s({0: (4, 0), 1: (4, 0)}) == 12 + 3 * 6
+    assert rest_s({0: (1, 0), 1: (3, 0)}) == 3 * 6, "a pipeline that is filled takes one after the other"
+    assert rest_s({0: (0, 0)}) == 0
+    assert rest_s({0: (1, 4)}) == 6 + 12 + 3 * 6, "others come in a run of their own"
 
 
 def test_spares_are_told() -> None:

@@ -47,6 +47,7 @@ SHAPES = (
     replace(PLAIN, layers_per_device=2),
     replace(PLAIN, layers_per_device=2, fault_threshold=0),
     replace(PLAIN, num_layers=6, layers_per_device=3),
+    replace(PLAIN, num_layers=6, layers_per_device=3, slowness=20.0),  # steps of 9 s: some are run again
     replace(PLAIN, devices=2, layers_per_device=2),
     replace(PLAIN, num_pipelines=2),
     replace(PLAIN, link_latency_s=0.2),
