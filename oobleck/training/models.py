@@ -3,7 +3,8 @@
 A stage keeps all modules of the model, without memory, and runs the model's own forward code. Modules of
 layers that are elsewhere are stood in for: embeddings by zeros, others by the identity; what came from the
 layer before takes the place of the first own block's input. So masks and rotary tables are made on every
-stage, and only hidden states travel.
+stage, and only hidden states travel. Where these do not depend on the tokens, stages after the first have them made
+once (`shortcut.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .initialization import initialize_module, materialize_buffers, unset
 from .losses import causal_lm_loss, masked_lm_loss
 from .randomness import MicrobatchKey, derive_seed, seed_device
 from .recomputation import recompute_activations
+from .shortcut import Way, find_way
 from .stand_ins import Passthrough, ZeroEmbedding, replace_module
 from .structure import ModelStructure, Site
 from .weights import WeightFiles
@@ -83,6 +85,8 @@ class StageModel:
         self._hook_up()
         self._received: torch.Tensor | None = None
         self._key: MicrobatchKey | None = None
+        self._ways: dict[tuple[bool, torch.Size], Way | None] = {}
+        """How the held modules are called, by (training, the batch's shape); None: as the model's code does it."""
 
     # --- what it holds -------------------------------------------------------------------------------------
 
@@ -124,6 +128,7 @@ class StageModel:
         """
         assert 0 <= first_layer <= stop_layer <= self.structure.num_layers, (first_layer, stop_layer)
         before, self.layers = self.layers, range(first_layer, stop_layer)
+        self._ways.clear()
         for layer in before:
             self._unplug(self.structure.sites[layer])
         held: dict[str, nn.Parameter] = {}
@@ -173,7 +178,7 @@ class StageModel:
         try:
             if self.is_first:
                 self._seed_layer(0)
-            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            with self._computing(), self._short_way(batch):
                 return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
         finally:
             self._received = self._key = None
@@ -201,6 +206,62 @@ class StageModel:
                 input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
             ).loss
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
+
+    def _computing(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+    # --- the short way -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _short_way(self, batch: Batch) -> Iterator[None]:
+        """Within the block the model without its head calls the held modules at once, where that does the same."""
+        key = (self._model.training, batch.input_ids.shape)
+        if key not in self._ways:
+            self._ways[key] = self._find_way(batch)
+        if (way := self._ways[key]) is None:
+            yield
+            return
+        trunk: nn.Module = self._model.base_model
+        long_way = trunk.forward
+        modules = [self._modules[root] for root in self._trunk_roots()]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name != "input_ids"):
+                return long_way(*args, **kwargs)  # the head brings something along, a mask perhaps
+            assert self._received is not None
+            return way.follow(modules, self._received)
+
+        trunk.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            del trunk.__dict__["forward"]
+
+    def _find_way(self, batch: Batch) -> Way | None:
+        """Find how the model's code calls the held modules, if it does so in the same way whatever the tokens."""
+        model = self._model
+        if not isinstance(model, PreTrainedModel) or self._received is None or model.base_model is model:
+            return None
+        roots = self._trunk_roots()
+        if len(roots) > sum(map(self.structure.is_block, self.layers)) + 1:
+            return None  # of several modules after the blocks it is not known what is between them
+        ids = batch.input_ids
+        for root in roots:
+            replace_module(model, root, self._stand_ins[root])
+        try:
+            return find_way(
+                [self._stand_ins[root] for root in roots],
+                lambda tokens: model.base_model(input_ids=tokens, use_cache=False),
+                [ids, torch.zeros_like(ids), torch.full_like(ids, model.config.vocab_size - 1)],
+            )
+        finally:
+            for root in roots:
+                replace_module(model, root, self._modules[root])
+
+    def _trunk_roots(self) -> list[str]:
+        """The held modules that are part of the model without its head."""
+        trunk = f"{self._model.base_model_prefix}."
+        return [root for root in self._roots(self.layers) if root.startswith(trunk)]
 
     # --- modules and their stand-ins -----------------------------------------------------------------------
 

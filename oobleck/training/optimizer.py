@@ -8,7 +8,7 @@ which is what travels between workers and goes into checkpoints.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -112,7 +112,7 @@ class Optimizer:
 
         Arguments:
             step: its number, from 1.
-            gradients: one for each parameter, by canonical name, reduced over its owners. Not changed.
+            gradients: one for each parameter, by canonical name, reduced over its owners. Used up: multiplied in place.
             clip_coefficient: what gradients are multiplied with.
             num_skipped: how many of the steps before were skipped.
         """
@@ -120,9 +120,9 @@ class Optimizer:
         if self._optimizer is None:
             return
         names = list(self._parameters)
-        scaled: Iterable[torch.Tensor] = [gradients[name] for name in names]
+        scaled = [gradients[name] for name in names]
         if clip_coefficient != 1.0:
-            scaled = torch._foreach_mul([*scaled], clip_coefficient)
+            torch._foreach_mul_(scaled, clip_coefficient)
         for name, gradient in zip(names, scaled, strict=True):
             parameter = self._parameters[name]
             parameter.grad = gradient.view_as(parameter)
