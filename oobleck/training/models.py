@@ -221,7 +221,8 @@ class StageModel:
         if (way := self._ways[key]) is None:
             yield
             return
-        trunk: nn.Module = self._model.base_model
+        trunk = self._model.base_model
+        assert isinstance(trunk, nn.Module)
         long_way = trunk.forward
         modules = [self._modules[root] for root in self._trunk_roots()]
 

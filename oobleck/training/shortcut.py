@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 __all__ = ["Call", "Way", "find_way"]
 
@@ -35,7 +35,8 @@ class Call:
             output = module(hidden, *self.arguments, **self.keywords)
         else:
             output = module(**{self.hidden_name: hidden}, **self.keywords)
-        return output[0] if isinstance(output, tuple) else output
+        given: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
