@@ -2,7 +2,7 @@
 
     python tools/mutations.py                  all of them, about ten minutes on two cores
     python tools/mutations.py stale_answers    some of them
-    python tools/mutations.py --table          the table of docs/simulation.md
+    python tools/mutations.py --table          the table of docs/cluster_gear.md
 
 Every mutation is applied to a copy of the package, and the property is run there: unchanged code passes it (the tests
 see to that), so a failure is the mutation's. Exits with 1 if one is not caught.
@@ -30,7 +30,7 @@ FORGOTTEN = (
     "tests/control/test_coordinator.py::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
 )
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
-STACK_NODES = "tests/sim/test_promises.py::test_nodes_and_processes_that_end_break_no_promise"
+UNHEARD = "tests/sim/test_promises.py::test_what_a_killed_master_had_not_heard_is_told_to_the_next"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ MUTATIONS = (
         file="oobleck/control/reconfiguration.py",
         old="if self.is_fencing and status.generation == self.generations.current:",
         new="if self.is_fencing:",
-        caught_by=COMMIT,
+        caught_by="tests/control/test_coordinator.py::test_answers_to_an_older_fence_count_for_nothing",
     ),
     Mutation(
         name="dead_holders",
@@ -122,8 +122,8 @@ MUTATIONS = (
         name="half_a_program",
         what="a pipeline that failed half-way is asked to finish the step",
         file="oobleck/control/generations.py",
-        old="if index not in broken and any(statuses[place].broken for place in pipeline.places):",
-        new="if index in broken and any(statuses[place].broken for place in pipeline.places if place in statuses):",
+        old="if failed and index not in broken and not failed.isdisjoint(pipeline.places):",
+        new="if failed and index in broken and not failed.isdisjoint(pipeline.places):",
         caught_by=FORGOTTEN,
     ),
     Mutation(
@@ -138,9 +138,27 @@ MUTATIONS = (
         name="reused_groups",
         what="the group of a pipeline that was stopped half-way is kept",
         file="oobleck/control/generations.py",
-        old="                if not any(node in lost for node in pipeline.nodes)\n            }",
+        old="                if lost.isdisjoint(pipeline.nodes)\n            }",
         new="            }",
         caught_by=RESTARTS,
+    ),
+    Mutation(
+        name="needless_repetition",
+        what="a step is run again although finishing it is quicker",
+        file="oobleck/control/reconfiguration.py",
+        old="if finish_s <= decision.predicted_step_s + _WORTH_FORGETTING_S:",
+        new="if finish_s <= 0:",
+        caught_by=(
+            "tests/control/test_coordinator.py::test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time"
+        ),
+    ),
+    Mutation(
+        name="unheard_words",
+        what="an agent does not repeat to a new master what the one before may not have heard",
+        file="oobleck/roles/agent.py",
+        old="        self._letters.repeat_unheard()\n",
+        new="",
+        caught_by=UNHEARD,
     ),
     Mutation(
         name="endless_lease",
@@ -162,8 +180,8 @@ MUTATIONS = (
         name="no_restart",
         what="a worker that ended is not started again",
         file="oobleck/control/coordinator.py",
-        old="        self._outbox.send(place.node, StartWorker(device=place.device))\n        if trained:",
-        new="        if trained:",
+        old="        self._outbox.send(place.node, StartWorker(device=place.device))\n",
+        new="",
         caught_by="tests/sim/test_cluster_gear.py::test_a_crashed_worker_is_started_again_in_its_place",
     ),
 )

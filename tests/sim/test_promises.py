@@ -10,6 +10,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oobleck.control.journal import NodeLost, WorkerDown
 from oobleck.sim.cluster_gear import ClusterRun, run_cluster
 from oobleck.sim.trace import (
     AgentCrashed,
@@ -112,6 +113,29 @@ def test_faults_of_all_kinds_break_no_promise(trace: Trace, setting: Setting, se
 def test_a_trace_and_a_seed_have_one_journal(trace: Trace, seed: int):
     first, second = (play(trace, SHAPES[1], seed) for _ in range(2))
     assert first.digest == second.digest
+
+
+@examples(6)
+@given(
+    node=st.sampled_from(("n0", "n3")),
+    crash_s=st.floats(BEGIN_S, BEGIN_S + 3.0),
+    under_way_s=st.floats(0.0, 0.15),
+    down_s=st.floats(0.5, 4.0),
+    seed=seeds,
+)
+def test_what_a_killed_master_had_not_heard_is_told_to_the_next(
+    node: str, crash_s: float, under_way_s: float, down_s: float, seed: int
+):
+    """A worker ends, and while its node says so, over a slow link, the master ends too."""
+    setting = replace(
+        PLAIN,
+        link_latency_s=0.2,
+        events=(WorkerCrashed(t_s=crash_s, node=node), MasterCrashed(t_s=crash_s + under_way_s, down_s=down_s)),
+        duration_s=crash_s + QUIET_S,
+    )
+    played = play(setting.trace, setting, seed)
+    assert [entry.node for entry in played.entries if isinstance(entry, WorkerDown)] == [node]
+    assert not any(isinstance(entry, NodeLost) for entry in played.entries), "it was started again in its place"
 
 
 @st.composite
