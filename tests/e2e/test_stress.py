@@ -17,7 +17,7 @@ import pytest
 
 from oobleck.cli.job_file import load_job
 
-from .harness import TAG, Runner, Up, oobleck
+from .harness import TAG, Runner, Up, oobleck, worker_pids
 from .reference import reference_losses
 
 TOLERANCE = 1e-9
@@ -37,6 +37,8 @@ class Storm:
     """Runs `oobleck up`, at first and once a master was killed."""
     living: set[str] = field(default_factory=lambda: {f"node{index}" for index in range(NUM_NODES)})
     done: list[str] = field(default_factory=list)
+    _harmed: tuple[str, int] = ("", 0)
+    """Who of those that are kept safe lost a worker last, and which process that was."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -92,7 +94,13 @@ class Storm:
         self.living.discard(node)
 
     def kill_worker(self) -> None:
+        """Of those that are kept safe, one at a time: a worker that is back holds nothing before it is in a plan."""
         node = self.random.choice(sorted(self.living))
+        if node in KEPT_SAFE and not self._are_safe():
+            self.done.append(f"spare the worker of {node}")
+            return
+        if node in KEPT_SAFE:
+            self._harmed = (node, worker_pids(self.runner)[node])
         self.done.append(f"kill the worker of {node}")
         self._signal(node, "worker*.pid", signal.SIGKILL)
 
@@ -105,6 +113,20 @@ class Storm:
         node = self.random.choice(sorted({f"node{index}" for index in range(NUM_NODES)} - self.living))
         if self._command("add", node):
             self.living.add(node)
+
+    def _are_safe(self) -> bool:
+        """Whether steps are committed under a plan with all who are kept safe, or soon will be."""
+        return any(self._commits_with_all() or time.sleep(0.1) for _ in range(50))
+
+    def _commits_with_all(self) -> bool:
+        """Looked for in the journal from its end: a step, a plan with all, and before it the worker that came back."""
+        entries = self.runner.journal()
+        plans = [index for index, entry in enumerate(entries) if entry["@type"] == "PlanAdopted"]
+        if not plans or not any(entry["@type"] == "StepDone" for entry in entries[plans[-1] :]):
+            return False
+        pids = {entry["node"]: entry["pid"] for entry in entries[: plans[-1]] if entry["@type"] == "WorkerUp"}
+        in_plan = {node for pipeline in entries[plans[-1]]["plan"]["pipelines"] for node in pipeline["nodes"]}
+        return in_plan >= KEPT_SAFE and pids.get(self._harmed[0]) != self._harmed[1]
 
     def _end(self, nodes: list[str], number: signal.Signals) -> None:
         self.done.append(f"{number.name} {', '.join(nodes)}")
