@@ -34,8 +34,9 @@ class SavePolicy:
     """What has been seen of saves and failures so far, and what follows from it."""
 
     spec: CheckpointSpec
-    pause_s: float | None = None
-    """Training's pause in the newest save; None before the first."""
+    cost_s: float | None = None
+    """What the newest save cost training; None before the first. A copy beside training counts in full: it takes the
+    same memory's bandwidth."""
     disk_s: float = 0.0
     """How long it took until that save was on the disk."""
     num_failures: int = 0
@@ -50,8 +51,8 @@ class SavePolicy:
         """Seconds from one save to the next, when time is counted."""
         if self.spec.save_interval_s is not None:
             return self.spec.save_interval_s
-        if self.pause_s is None:
+        if self.cost_s is None:
             return _FIRST_SAVE_S
         mean_failure_s = (_PRIOR_FAILURE_S + now_s) / (1 + self.num_failures)
         least_s = max(_LEAST_INTERVAL_S, self.disk_s / _DISK_SHARE)
-        return max(least_s, min(_MOST_INTERVAL_S, best_interval_s(self.pause_s, mean_failure_s)))
+        return max(least_s, min(_MOST_INTERVAL_S, best_interval_s(self.cost_s, mean_failure_s)))

@@ -62,6 +62,7 @@ class _Save:
     """Whose shares are whole in memory, and which layers these are."""
     shards: dict[int, Shard] = field(default_factory=dict)
     pause_s: float = 0.0
+    copy_s: float = 0.0
     is_committing: bool = False
 
     def is_in_memory(self, num_layers: int) -> bool:
@@ -193,6 +194,7 @@ class Saving:
         save.savers[place] = message.layers
         save.saved_at = max(save.saved_at, state.saved_at)
         save.pause_s = max(save.pause_s, message.pause_s)
+        save.copy_s = max(save.copy_s, message.copy_s)
         self._commit_when_written(save)
 
     def persisted(self, message: LayersPersisted) -> None:
@@ -208,7 +210,7 @@ class Saving:
         if save is None:
             return
         now_s = self._outbox.now_s
-        self._policy = replace(self._policy, pause_s=save.pause_s, disk_s=now_s - save.began_s)
+        self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
         self.know([KnownCheckpoint(name=save.name, step=save.step, saved_at=save.saved_at)], ())
         self._forget_old()
         self.due_s = math.inf

@@ -71,6 +71,8 @@ class StateSaved:
     size_bytes: int
     pause_s: float
     """How long training waited."""
+    copy_s: float = 0.0
+    """How long the copy took, most of it beside training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

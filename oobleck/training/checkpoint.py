@@ -1,7 +1,9 @@
 """A worker's side of checkpoints: its layers into shared memory, and back from there or from disk.
 
-    training thread    save: a copy of memory, and nothing else
-    background thread  makes the memory beforehand; after a save takes the checksums, and reports
+    training thread    save: says what is to be copied; settle: waits until it is, before anything of it changes
+    background thread  makes the memory beforehand, copies, takes the checksums, and reports
+
+State changes only when the next step is applied, so the copy is made beside that step's forward and backward passes.
 
 What lies in memory is on its way to the disk: the agent, which outlives this process, sees to that.
 """
@@ -62,6 +64,8 @@ class SavedLayers:
     size_bytes: int
     pause_s: float
     """How long training waited."""
+    copy_s: float = 0.0
+    """How long the copy took, most of it beside training."""
     problem: str | None = None
     """Why there is nothing, where there is nothing."""
 
@@ -75,7 +79,10 @@ class _Share:
 
 
 class FlashSaver:
-    """Saves the layers that this worker is to save. One thread calls it; `report` is called on another."""
+    """Saves the layers that this worker is to save. One thread calls it; `report` is called on another.
+
+    What is saved must not be changed until `settle` returns.
+    """
 
     def __init__(
         self, directory: Path, stem: str, *, metadata: Mapping[str, str], report: Callable[[SavedLayers], None]
@@ -87,39 +94,40 @@ class FlashSaver:
         self._report = report
         self._share: _Share | None = None
         self._problem = "no memory was made"
+        self._layout: Layout | None = None
         self._busy = threading.Semaphore(1)
-        self._ready = threading.Event()
-        self._ready.set()
+        self._copied = threading.Event()
+        self._copied.set()
+        self._waits_since_s: float | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="checkpoint").start()
 
     def prepare(self, layers: LayerTensors) -> None:
         """Have memory made for these layers, in the background; nothing when it is there already."""
         layout = layout_of(layers, metadata=self._metadata)
-        self._ready.wait()
-        if self._share is not None and self._share.memory.layout == layout:
-            return
-        self._ready.clear()
-        self._tasks.put(lambda: self._make(layout))
+        if layout != self._layout:
+            self._layout = layout
+            self._tasks.put(lambda: self._make(layout))
 
     def save(self, layers: LayerTensors, *, name: str, step: int, generation: int) -> None:
-        """Copy these layers; returns when they may be changed again. What came of it is reported later."""
+        """Begin to copy these layers, which `settle` ends. What came of it is reported later."""
         began_s = time.monotonic()
         state = SavedState(name=name, step=step, generation=generation, saved_at=_now())
-        self.prepare(layers)
-        self._ready.wait()
-        if self._share is None:
-            self._give_up(state, self._problem)
-        elif not self._busy.acquire(blocking=False):
+        if not self._busy.acquire(blocking=False):
             self._give_up(state, "the save before is still being checked")
-        else:
-            slot = self._share.memory.next_slot()
-            slot.begin()
-            sources = [tensor for _, tensors in sorted(layers.items()) for tensor in tensors.values()]
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._share.over[slot.number]), sources)
-            pause_s = time.monotonic() - began_s
-            self._tasks.put(lambda: self._seal(slot, state, pause_s))
+            return
+        self.prepare(layers)
+        sources = [tensor for _, tensors in sorted(layers.items()) for tensor in tensors.values()]
+        self._waits_since_s = None
+        self._copied.clear()
+        called_s = time.monotonic() - began_s
+        self._tasks.put(lambda: self._carry_out(state, sources, called_s))
+
+    def settle(self) -> None:
+        """Wait until what is being saved may be changed again."""
+        if not self._copied.is_set():
+            self._waits_since_s = time.monotonic()
+            self._copied.wait()
 
     # --- background thread ---------------------------------------------------------------------------------
 
@@ -133,17 +141,40 @@ class FlashSaver:
             memory = FlashMemory.create(next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
             self._share, self._problem = None, f"no shared memory in {self._directory}: {error.strerror}"
+            self._layout = None  # to be tried again
         else:
             self._share = _Share(memory, (_tensors_over(memory.slots()[0]), _tensors_over(memory.slots()[1])))
-        self._ready.set()
 
-    def _seal(self, slot: Slot, state: SavedState, pause_s: float) -> None:
+    def _carry_out(self, state: SavedState, sources: list[torch.Tensor], called_s: float) -> None:
+        share = self._share
+        if share is None:
+            self._copied.set()
+            self._busy.release()
+            self._give_up(state, self._problem)
+            return
+        slot = share.memory.next_slot()
+        slot.begin()
+        began_s = time.monotonic()
+        with torch.no_grad():
+            torch._foreach_copy_(list(share.over[slot.number]), sources)
+        copied_s = time.monotonic()
+        self._copied.set()
+        since_s = self._waits_since_s
+        sources.clear()  # nothing is held longer than it must be
         slot.seal(encode_json(state))
         if len(slot.memory.valid_slots()) == len(slot.memory.slots()):
             self._forget_older_than(slot.memory)
         self._busy.release()
         layout = slot.memory.layout
-        self._report(SavedLayers(state=state, layers=layout.layers, size_bytes=layout.size_bytes, pause_s=pause_s))
+        self._report(
+            SavedLayers(
+                state=state,
+                layers=layout.layers,
+                size_bytes=layout.size_bytes,
+                pause_s=called_s + (max(0.0, copied_s - since_s) if since_s is not None else 0.0),
+                copy_s=copied_s - began_s,
+            )
+        )
 
     def _forget_older_than(self, memory: FlashMemory) -> None:
         """Remove the files of former shares: both slots of this one hold a state by now."""

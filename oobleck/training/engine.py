@@ -375,6 +375,11 @@ class Engine:
         elif not lost:
             self._saving.prepare(self._plan, self._named_state)
 
+    def _settle(self) -> None:
+        """Have nothing changed that is still being saved."""
+        if self._saving is not None:
+            self._saving.settle()
+
     def _tell_digests(self, record: CommitRecord) -> None:
         """Let the copies of layers be compared, after every so many steps."""
         every = self._job.checkpoint.compare_steps
@@ -395,6 +400,7 @@ class Engine:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
         scale = self._loss_scale
         assert scale is not None
+        self._settle()
         if not record.is_skipped:
             limit = self._job.optimizer.max_grad_norm
             clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
@@ -608,6 +614,7 @@ class Engine:
 
     def _take_layers(self, layers: range, states: Mapping[int, LayerState], *, initial: bool) -> None:
         """Make the model hold exactly these layers, with their initial values or the states that were received."""
+        self._settle()
         given: dict[str, tuple[torch.Tensor, ...]] = {}
         for layer, state in sorted(states.items()):
             given |= self._optimizer.split_layer(self._structure.layer_parameters(layer), state)

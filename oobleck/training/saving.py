@@ -101,12 +101,19 @@ class Saving:
         record: CommitRecord,
         tensors_of: Callable[[int], Mapping[str, torch.Tensor]],
     ) -> None:
-        """Copy this worker's share of the state after a committed step, among the nodes that are not lost."""
+        """Save this worker's share of the state after a committed step, among the nodes that are not lost.
+
+        The state must not change until `settle` has returned.
+        """
         self._last_step, self._wanted = record.step, None
         layers: LayerTensors = {layer: tensors_of(layer) for layer in self._take_share(plan, lost)}
         if layers:
             name = checkpoint_name(self._run, step=record.step, generation=record.generation)
             self._saver.save(layers, name=name, step=record.step, generation=record.generation)
+
+    def settle(self) -> None:
+        """Wait until what is being saved may be changed."""
+        self._saver.settle()
 
     def load(self, restore: Restore, layer: int) -> Mapping[str, torch.Tensor]:
         """Return a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""
@@ -138,6 +145,7 @@ class Saving:
                 layers=saved.layers,
                 size_bytes=saved.size_bytes,
                 pause_s=saved.pause_s,
+                copy_s=saved.copy_s,
             )
         )
 

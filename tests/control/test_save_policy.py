@@ -32,14 +32,14 @@ def test_steps_are_counted_in_multiples(every: int, last_step: int) -> None:
 
 
 def test_who_says_seconds_gets_seconds() -> None:
-    policy = SavePolicy(spec=CheckpointSpec(save_interval_s=7.5), pause_s=3.0, disk_s=100.0)
+    policy = SavePolicy(spec=CheckpointSpec(save_interval_s=7.5), cost_s=3.0, disk_s=100.0)
     assert policy.next_step(5) is None
     assert policy.interval_s(1e6) == 7.5
 
 
 def test_left_to_itself_it_saves_more_often_the_more_failures_need_it() -> None:
     intervals = [
-        SavePolicy(spec=CheckpointSpec(), pause_s=0.1, num_failures=count).interval_s(3600.0) for count in range(40)
+        SavePolicy(spec=CheckpointSpec(), cost_s=0.1, num_failures=count).interval_s(3600.0) for count in range(40)
     ]
     assert intervals == sorted(intervals, reverse=True)
     assert intervals[0] == pytest.approx(math.sqrt(2 * 0.1 * 90_000.0))
@@ -47,5 +47,5 @@ def test_left_to_itself_it_saves_more_often_the_more_failures_need_it() -> None:
 
 
 def test_a_slow_disk_is_not_asked_for_more_than_it_can_do() -> None:
-    policy = SavePolicy(spec=CheckpointSpec(), pause_s=0.001, disk_s=300.0)
+    policy = SavePolicy(spec=CheckpointSpec(), cost_s=0.001, disk_s=300.0)
     assert policy.interval_s(0.0) >= 600.0

@@ -1,0 +1,77 @@
+"""Saving beside training: what is copied is the state of the step, whatever comes after it."""
+
+from __future__ import annotations
+
+import queue
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from oobleck.checkpoint import CheckpointDirectory
+from oobleck.training.checkpoint import FlashSaver, SavedLayers, StateReader
+
+STEM = "device0"
+
+
+def make(tmp_path: Path) -> tuple[FlashSaver, queue.SimpleQueue[SavedLayers]]:
+    reports: queue.SimpleQueue[SavedLayers] = queue.SimpleQueue()
+    return FlashSaver(tmp_path / "memory", STEM, metadata={}, report=reports.put), reports
+
+
+def test_a_step_applied_after_settling_leaves_what_is_saved_alone(tmp_path: Path) -> None:
+    saver, reports = make(tmp_path)
+    weights = torch.zeros(4 << 20)
+    reader = StateReader(tmp_path / "memory", STEM, CheckpointDirectory(tmp_path / "disk"))
+    for step in range(1, 6):
+        weights += 1
+        saver.save({0: {"weight": weights}}, name=f"step{step}", step=step, generation=1)
+        saver.settle()
+        weights.fill_(-1000.0 + step)
+        saved = reports.get(timeout=30)
+        assert saved.problem is None
+        assert saved.copy_s > 0
+        assert torch.equal(reader.load(f"step{step}", 0)["weight"], torch.full_like(weights, saved_value(step)))
+
+
+def saved_value(step: int) -> float:
+    """1 after the first step, then one more than what the step before was overwritten with."""
+    return 1.0 if step == 1 else -1000.0 + step - 1 + 1
+
+
+def test_a_pause_is_the_time_that_training_itself_waited(tmp_path: Path) -> None:
+    saver, reports = make(tmp_path)
+    layers = {0: {"weight": torch.ones(8 << 20)}}
+    began_s = time.monotonic()
+    saver.save(layers, name="beside", step=1, generation=1)
+    called_s = time.monotonic() - began_s
+    assert reports.get(timeout=30).pause_s <= called_s  # the copy is over before anybody waits for it
+    saver.settle()
+    began_s = time.monotonic()
+    saver.save(layers, name="at once", step=2, generation=1)
+    saver.settle()
+    assert reports.get(timeout=30).pause_s <= time.monotonic() - began_s
+
+
+def test_settling_without_a_save_waits_for_nothing(tmp_path: Path) -> None:
+    make(tmp_path)[0].settle()
+
+
+def test_no_memory_is_told_and_tried_again(tmp_path: Path) -> None:
+    saver, reports = make(tmp_path)
+    (tmp_path / "memory").write_text("in the way")
+    saver.save({0: {"weight": torch.ones(4)}}, name="first", step=1, generation=1)
+    saver.settle()
+    assert "no shared memory" in str(reports.get(timeout=30).problem)
+    (tmp_path / "memory").unlink()
+    saver.save({0: {"weight": torch.ones(4)}}, name="second", step=2, generation=1)
+    assert reports.get(timeout=30).problem is None
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_layers_that_change_get_memory_of_their_own(tmp_path: Path, count: int) -> None:
+    saver, reports = make(tmp_path)
+    for layers in (range(count), range(count + 1)):
+        saver.save({layer: {"w": torch.ones(8)} for layer in layers}, name="s", step=1, generation=1)
+        assert reports.get(timeout=30).layers == tuple(layers)
