@@ -13,7 +13,7 @@ import typer
 from oobleck.errors import UsageError
 
 from .exit_codes import ExitCode
-from .options import BaseDirOption, JsonOption, base_dir_of
+from .options import SLOW_FACTOR, BaseDirOption, JsonOption, base_dir_of
 from .up import read_nodes, readable_file
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check(
     slow_factor: Annotated[
         float,
         typer.Option("--slow-factor", metavar="X", help="A node this many times slower than the others is slow."),
-    ] = 1.5,
+    ] = SLOW_FACTOR,
     as_json: JsonOption = False,
     base_dir: BaseDirOption = None,
 ) -> None:

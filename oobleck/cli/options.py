@@ -9,10 +9,12 @@ import typer
 
 from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, default_base_dir
 
-__all__ = ["NUM_SPARE_NODES", "BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of"]
+__all__ = ["NUM_SPARE_NODES", "SLOW_FACTOR", "BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of"]
 
 NUM_SPARE_NODES = 4
 """Virtual nodes that are there to be added to a local run."""
+SLOW_FACTOR = 1.5
+"""A node that is so many times slower than the others is slow, unless the user says otherwise."""
 
 BaseDirOption = Annotated[
     Path | None,

@@ -19,7 +19,7 @@ import trio
 from rich.console import Console
 
 from oobleck.control.coordinator import Coordinator
-from oobleck.control.events import End, StopRequested
+from oobleck.control.events import End, Remark, StopRequested
 from oobleck.control.journal import JournalEntry
 from oobleck.control.metrics import prometheus_text
 from oobleck.control.remains import Remains, read_remains
@@ -27,6 +27,7 @@ from oobleck.control.summary import Summary, summarize
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
+from oobleck.runtime.check_nodes import check_nodes
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.journal_file import JournalWriter, read_journal, set_aside
@@ -41,8 +42,9 @@ from oobleck.ui.summary_table import summary_table
 from .exit_codes import ExitCode
 from .hostfile_watch import watch_hostfile
 from .job_file import changed_keys
-from .options import NUM_SPARE_NODES
+from .options import NUM_SPARE_NODES, SLOW_FACTOR
 from .session import Session
+from .start_check import choose_nodes
 
 __all__ = ["Run", "run_job"]
 
@@ -75,6 +77,8 @@ class Run:
     resume: str = "auto"
     """`auto` takes over a run that goes on without its master, or goes on from the newest checkpoint; `never` starts
     anew; a path names the checkpoint to begin from."""
+    check: bool = True
+    """Check the nodes of a hostfile before anything is started there."""
     metrics: MetricsAddress | None = None
     """Where metrics are served; None for nowhere."""
 
@@ -105,13 +109,17 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
             run.job.tag, known, run_id=directory.run_id, options=options, paths=_remote_paths(run, directory)
         )
         past = await _find_past(run, directory, cluster, known)
+        is_check_due = run.check and not run.num_local and past.remains is None
+        chosen, remarks = await _check(run, directory, options, console) if is_check_due else (known, ())
         with JournalWriter(directory.journal) as journal:
-            master = _make_master(run, directory, cluster, journal, past, known)
+            master = _make_master(run, directory, cluster, journal, past, chosen)
             session = Session(
                 master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.entries
             )
             await nursery.start(serve_control, directory.control_socket, session.answer)
             nursery.start_soon(session.watch_signals)
+            for remark in remarks:
+                master.submit(remark)
             metrics = _start_metrics(directory, master, past)
             if run.metrics is not None:
                 text = partial(_metrics_text, metrics, master, run.job.tag)
@@ -134,6 +142,18 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
                     await cluster.aclose()
         nursery.cancel_scope.cancel()
     return end, summarize(session.entries)
+
+
+async def _check(
+    run: Run, directory: RunDirectory, options: SSHOptions, console: Console
+) -> tuple[tuple[NodeSpec, ...], tuple[Remark, ...]]:
+    """Check the nodes of the hostfile; returns those to begin with, and what is to be said."""
+    console.out(f"oobleck up: checking {len(run.nodes)} nodes (--no-check leaves this out)")
+    paths = _remote_paths(run, directory)
+    report = await check_nodes(
+        run.nodes, options, python=paths.python, directory=paths.base_dir, slow_factor=SLOW_FACTOR
+    )
+    return choose_nodes(run.nodes, report)
 
 
 def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> MetricsOutput:

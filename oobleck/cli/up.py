@@ -92,6 +92,9 @@ def up(
             help="Go on with what is left of a run of this name, start anew, or begin from the checkpoint at PATH.",
         ),
     ] = "auto",
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not check the nodes of a hostfile first, which takes ten seconds.")
+    ] = False,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -154,6 +157,7 @@ def up(
         summary=summary,
         base_dir=base_dir_of(base_dir),
         resume=resume,
+        check=not no_check,
         metrics=parse_metrics_address(metrics) if metrics is not None else None,
     )
     raise SystemExit(run_job(run))

@@ -169,7 +169,7 @@ def test_a_program_that_is_no_interpreter_is_quoted(runner: Runner, tmp_path: Pa
 def test_hosts_that_cannot_be_reached_are_all_named(runner: Runner, tmp_path: Path) -> None:
     port = free_port()
     (tmp_path / "hosts").write_text(f"127.0.0.1 port={port}\nno-such-host.invalid\n")
-    outcome = runner.run("--job", str(runner.job_file()), nodes=(str(tmp_path / "hosts"),))
+    outcome = runner.run("--job", str(runner.job_file()), nodes=(str(tmp_path / "hosts"), "--no-check"))
     assert_refused(
         runner,
         outcome,
@@ -193,7 +193,7 @@ def test_a_wrong_key_and_an_unknown_host_key_say_what_to_do(
         (tmp_path / "config").write_text(wrong + unknown)
         (tmp_path / "hosts").write_text("wrong\nunknown\n")
         nodes = (str(tmp_path / "hosts"), "--ssh-config", str(tmp_path / "config"))
-        outcome = runner.run("--job", str(runner.job_file()), nodes=nodes)
+        outcome = runner.run("--job", str(runner.job_file()), nodes=(*nodes, "--no-check"))
     assert_refused(runner, outcome, 1, "wrong: wrong lets your user in with none of the keys", "authorized_keys")
     assert f"connect once by `ssh -F {tmp_path}/config unknown`" in outcome.output
 
@@ -205,5 +205,5 @@ def test_an_address_that_is_not_the_nodes_is_named(runner: Runner, undisturbed: 
         (tmp_path / "config").write_text(openssh.host_config(["alpha", "beta"]))
         (tmp_path / "hosts").write_text("alpha\nbeta address=192.0.2.1\n")
         nodes = (str(tmp_path / "hosts"), "--ssh-config", str(tmp_path / "config"))
-        outcome = runner.run("--job", str(runner.job_file()), nodes=nodes)
+        outcome = runner.run("--job", str(runner.job_file()), nodes=(*nodes, "--no-check"))
     assert_refused(runner, outcome, 78, "beta: process groups cannot listen at 192.0.2.1", "address= in the hostfile")

@@ -129,7 +129,7 @@ def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_hostfile_edits_a
 ) -> None:
     hostfile, config, two = machines
     given = (*SOON, "--set", "control.connect_timeout_s=1.5")
-    with start(*given, nodes=(str(hostfile), "--ssh-config", str(config))) as run:
+    with start(*given, nodes=(str(hostfile), "--ssh-config", str(config), "--no-check")) as run:
         frozen = everything_on(runner, "delta", two)
         worker = worker_pids(runner)["delta"]
         birth = started_at(worker)

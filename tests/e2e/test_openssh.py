@@ -61,6 +61,8 @@ def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
         assert listening_addresses(runner) == {node: ADDRESSES.get(node, "127.0.0.1") for node in NODES}
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
+    assert "checking 4 nodes" in outcome.output
+    assert "left out:" not in outcome.output
     assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [["gamma"]]
     assert outcome.summary["steps_lost"] == outcome.summary["samples_missing"] == 0
     gaps = [abs(one - other) for one, other in zip(outcome.losses, undisturbed.losses, strict=True)]
