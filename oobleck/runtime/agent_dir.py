@@ -18,6 +18,7 @@ __all__ = [
     "clean_command",
     "end_command",
     "forget_command",
+    "has_living_agents",
     "is_alive_command",
     "kill_command",
     "signal_command",
@@ -83,6 +84,19 @@ class AgentDir:
             if path.stat().st_uid != os.getuid():
                 raise PermissionError(f"{path} belongs to another user; remove it, or set TMPDIR")
             path.chmod(0o700)
+
+
+def has_living_agents(run_id: str) -> bool:
+    """Whether an agent of a run lives on this machine."""
+    return any(map(_is_ours, AgentDir(run_id, "any").job_path.glob("*/agent.pid")))
+
+
+def _is_ours(pid_file: Path) -> bool:
+    """Whether the process lives whose id is noted there, and is one of ours: after a reboot it may be another's."""
+    try:
+        return b"oobleck" in Path(f"/proc/{int(pid_file.read_text())}/cmdline").read_bytes()
+    except (OSError, ValueError):
+        return False
 
 
 def signal_command(run_id: str, node: str, signal: str, *, processes: str = "*") -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import trio
@@ -16,10 +18,13 @@ from oobleck.control.messages import StoragePaths
 from oobleck.errors import CorruptCheckpoint
 from oobleck.job import CheckpointSpec
 
-from .agent_dir import AgentDir
+from .agent_dir import AgentDir, has_living_agents
 from .run_dir import private_directory
 
-__all__ = ["NodeCheckpoints"]
+__all__ = ["NodeCheckpoints", "remove_stale_memory"]
+
+_STALE_S = 86_400.0
+"""Memory of a run that nobody has gone on with for so long is given back by the next run of another name."""
 
 
 class NodeCheckpoints:
@@ -35,6 +40,7 @@ class NodeCheckpoints:
         """Settle where things lie, and make the directory in memory. Raises ConfigError."""
         path = self._default_directory if spec.directory is None else Path(spec.directory).expanduser().absolute()
         self._checkpoints = CheckpointDirectory(path)
+        remove_stale_memory(self._memory.parent, now_s=time.time())
         for level in (self._memory.parent.parent, self._memory.parent, self._memory):
             private_directory(level)
         return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
@@ -66,3 +72,15 @@ class NodeCheckpoints:
     def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
         self._checkpoints.commit(manifest)
         self._checkpoints.remove(remove)
+
+
+def remove_stale_memory(run_memory: Path, *, now_s: float) -> None:
+    """Give back what other runs of this user have left in memory: those that ended by a kill, a day ago or longer.
+
+    `run_memory` is where our own run keeps its states; `now_s` is the time of day.
+    """
+    for path in run_memory.parent.glob("*/"):
+        with suppress(OSError):
+            newest_s = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+            if path != run_memory and now_s - newest_s > _STALE_S and not has_living_agents(path.name):
+                shutil.rmtree(path)

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from oobleck.runtime.agent_dir import AgentDir
 from oobleck.runtime.run_dir import RunDirectory
 
 TAG = "e2e"
@@ -218,10 +219,17 @@ class Runner:
         return found
 
     def files(self) -> list[str]:
-        """What runs have left in the temporary directory, but for the warm fork server's socket and torch's cache."""
+        """What runs have left in memory, and, but for the warm fork server and torch's cache, in files."""
         warm = {self._fork_server, *self._fork_server.parents} if self._warm is not None else set()
         left = [path.relative_to(self.temporary) for path in self.temporary.rglob("*") if path not in warm]
-        return sorted(str(path) for path in left if not path.parts[0].startswith("torchinductor_"))
+        left_there = sorted(str(path) for path in left if not path.parts[0].startswith("torchinductor_"))
+        return [*left_there, *map(str, sorted(self.memory.rglob("*")))]
+
+    @property
+    def memory(self) -> Path:
+        """Where runs keep states in memory."""
+        run_id = RunDirectory(base_dir=self.base_dir, tag=TAG).run_id
+        return AgentDir(run_id, "any").memory.parent
 
     def left_over(self, *, timeout_s: float = 5.0) -> list[str]:
         """Processes and files that runs have left behind, after some time for ends that are under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,8 +16,6 @@ import torch
 
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.cli.job_file import load_job
-from oobleck.runtime.agent_dir import AgentDir
-from oobleck.runtime.run_dir import RunDirectory
 
 from .harness import TAG, Outcome, Runner, oobleck
 from .reference import reference_losses
@@ -45,17 +44,26 @@ def reference(runner: Runner) -> list[float]:
 def _memory(runner: Runner) -> Iterator[None]:
     """Leaves no memory behind: runs whose end was a kill keep theirs."""
     yield
-    shutil.rmtree(memory(runner), ignore_errors=True)
-
-
-def memory(runner: Runner) -> Path:
-    run_id = RunDirectory(base_dir=runner.base_dir, tag=TAG).run_id
-    return AgentDir(run_id, "node0").memory.parent
+    shutil.rmtree(runner.memory, ignore_errors=True)
 
 
 def options(runner: Runner, directory: CheckpointDirectory, *more: str, every: int = 5) -> tuple[str, ...]:
     checkpoint = f"checkpoint={{enabled: true, save_steps: {every}, directory: {directory.path}}}"
     return ("--job", str(runner.job_file()), "--steps", str(STEPS), "--set", checkpoint, *more)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, as small as a test wants a disk to be."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
 
 
 def kill_everything(runner: Runner) -> None:
@@ -101,7 +109,7 @@ def test_after_a_power_cut_the_same_command_goes_on(
         kill_everything(runner)
     saved = steps_of(directory)
     assert saved[0] >= 10
-    shutil.rmtree(memory(runner))
+    shutil.rmtree(runner.memory)
     outcome = runner.run(*options(runner, directory), nodes=("--local", "5"))
     first_step = first_step_of(runner)
     assert first_step == saved[0] + 1, outcome.output
@@ -109,7 +117,7 @@ def test_after_a_power_cut_the_same_command_goes_on(
     assert steps_of(directory)[0] == STEPS
     assert len(directory.names()) == 3, "older ones are removed, and what was never finished"
     assert runner.left_over() == []
-    assert not memory(runner).exists(), "the memory is given back"
+    assert not runner.memory.exists(), "the memory is given back"
 
 
 @pytest.mark.slow
@@ -133,7 +141,7 @@ def test_harmed_files_are_named_and_the_checkpoint_before_is_taken(
     with runner.up(*options(runner, directory, "--resume", "never")) as up:
         up.wait_for("checkpoint of step 15")
         kill_everything(runner)
-    shutil.rmtree(memory(runner))
+    shutil.rmtree(runner.memory)
     newest, before, oldest = [found for found in directory.find() if found.manifest is not None][:3]
     changed = directory.path / newest.name / "layer-0002.safetensors"
     raw = bytearray(changed.read_bytes())
@@ -188,6 +196,25 @@ def test_a_disk_that_takes_nothing_stops_saving_but_not_training(
     assert "is not saved" in outcome.output
     assert "Not a directory" in outcome.output
     assert "training goes on" in outcome.output
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_saving_but_not_training_until_there_is_room(
+    runner: Runner, small_disk: Path, reference: list[float]
+) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - (64 << 10)))
+    directory = CheckpointDirectory(small_disk / "checkpoints")
+    with runner.up(*options(runner, directory, "--resume", "never", every=2)) as up:
+        assert "No space left on device" in up.wait_for("is not saved")
+        up.wait_for_steps(3)
+        outcome = up.finish()
+    assert_went_on(outcome, reference, 1)
+    assert steps_of(directory) == []
+    filler.unlink()
+    again = runner.run(*options(runner, directory, "--resume", "never", every=2))
+    assert_went_on(again, reference, 1)
+    assert steps_of(directory)[0] == STEPS
 
 
 @pytest.mark.slow
