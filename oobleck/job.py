@@ -7,6 +7,7 @@ Names follow Hugging Face's `TrainingArguments` where it has one.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -30,6 +31,13 @@ Scalar = bool | int | float | str | None
 def _require(condition: bool, field_name: str, value: object, expectation: str) -> None:
     if not condition:
         raise ConfigError(f"{field_name}: {value!r} is not possible; it must be {expectation}")
+
+
+def _check_pattern(field_name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{field_name}: {pattern!r} is no regular expression: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +145,24 @@ class ControlSpec:
     """How long agents train on without a master before they stop."""
     rejoin_after_s: float = 10.0
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
+    notice_command: str | None = None
+    """A shell command that succeeds when the node it runs on is about to be taken away; None: nothing is asked."""
+    notice_url: str | None = None
+    """A URL that answers 200 then."""
+    notice_pattern: str | None = None
+    """What its answer must contain then, as a regular expression; None: anything."""
+    notice_headers: Mapping[str, Scalar] = field(default_factory=dict)
+    """HTTP headers that it is asked with."""
+    notice_interval_s: float = 5.0
 
     def __post_init__(self) -> None:
         _require(self.heartbeat_interval_s > 0, "control.heartbeat_interval_s", self.heartbeat_interval_s, "positive")
+        _require(self.notice_interval_s > 0, "control.notice_interval_s", self.notice_interval_s, "positive")
+        if self.notice_url is not None:
+            is_web = self.notice_url.startswith(("http://", "https://"))
+            _require(is_web, "control.notice_url", self.notice_url, "an address that begins with http:// or https://")
+        if self.notice_pattern is not None:
+            _check_pattern("control.notice_pattern", self.notice_pattern)
         _require(self.rejoin_after_s >= 0, "control.rejoin_after_s", self.rejoin_after_s, "0 (never) or positive")
         _require(
             self.lease_s >= 2 * self.heartbeat_interval_s,

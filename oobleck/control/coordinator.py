@@ -99,7 +99,7 @@ from .outbox import Outbox, RunOver
 from .preparation import Preparation
 from .progress import HANG_FLOOR_S, Progress
 from .reconfiguration import Reconfiguration
-from .rejoining import Rejoining
+from .rejoining import QUARANTINE_LOSSES, Rejoining
 from .remains import Remains
 from .restoring import Restoring
 from .saving import Saving
@@ -254,7 +254,7 @@ class Coordinator:
             case StopRequested():
                 self._stop_requested(event)
             case AddRequested(spec=spec):
-                self._rejoining.forget(spec.name)
+                self._rejoining.forgive(spec.name)
                 self._add(spec)
             case DrainRequested(node=node):
                 self._drain(node)
@@ -381,9 +381,18 @@ class Coordinator:
             return
         self._saving.node_lost(node)
         if cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining:
-            self._rejoining.note_lost(member.spec, now_s)
+            self._try_again_later(member)
         if trained:  # else it had no part in any plan
             self._reconfiguration.begin([node], cause, detect_s=silent_s)
+
+    def _try_again_later(self, member: Member) -> None:
+        node = member.spec.name
+        if not self._rejoining.note_lost(member.spec, self._outbox.now_s):
+            self._notice(
+                "warning",
+                f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
+                f"test it with `oobleck check`, then `oobleck add {node}` lets it back",
+            )
 
     def _add(self, spec: NodeSpec) -> None:
         """Take another node in. Training goes on; it joins once its workers are ready."""

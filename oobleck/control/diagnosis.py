@@ -166,8 +166,9 @@ class Incident:
         """What a person should do now."""
         if self.repeated >= _REPEATED_TIMES and self.root.node:
             return (
-                f"{self.root.node} was at fault {self.repeated} times within ten minutes: take it out with "
-                f"`oobleck drain {self.root.node}`, and look at it with `oobleck check`. {_ADVICE[self.root.failure]}"
+                f"{self.root.node} was at fault {self.repeated} times within ten minutes: look at it with `oobleck "
+                f"check`; `oobleck drain {self.root.node}` takes it out if it is still in, `oobleck add` lets it back. "
+                f"{_ADVICE[self.root.failure]}"
             )
         return _ADVICE[self.root.failure]
 

@@ -1,7 +1,8 @@
 """Lost nodes that may come back: when each is tried again.
 
 A node that was frozen or cut off finds, once it is reachable again, that the run went on without it. What still runs
-there is ended, and it joins anew.
+there is ended, and it joins anew. One that is lost again and again costs the others a recovery each time: it is in
+quarantine until the user wants it back.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from dataclasses import dataclass
 
 from oobleck.job import NodeSpec
 
-__all__ = ["Rejoining"]
+__all__ = ["QUARANTINE_LOSSES", "Rejoining"]
 
 _LONGEST_WAIT_S = 600.0
+QUARANTINE_LOSSES = 3
+"""A node that is lost so often within `_QUARANTINE_WITHIN_S` is not tried again."""
+_QUARANTINE_WITHIN_S = 600.0
 
 
 @dataclass(slots=True)
@@ -31,6 +35,8 @@ class Rejoining:
         """`first_wait_s`: after this time a lost node is tried for the first time; 0 for never."""
         self._first_wait_s = first_wait_s
         self._lost: dict[str, _Lost] = {}
+        self._losses: dict[str, tuple[float, ...]] = {}
+        """When each node was lost, as far as it still counts."""
 
     def __contains__(self, node: str) -> bool:
         return node in self._lost
@@ -40,10 +46,22 @@ class Rejoining:
         """When the next node is to be tried; infinity for never."""
         return min((lost.due_s for lost in self._lost.values()), default=math.inf)
 
-    def note_lost(self, spec: NodeSpec, now_s: float) -> None:
-        """Have a node tried again."""
-        if self._first_wait_s:
-            self._lost[spec.name] = _Lost(spec, self._first_wait_s, now_s + self._first_wait_s)
+    def note_lost(self, spec: NodeSpec, now_s: float) -> bool:
+        """Have a node tried again; returns False where it is in quarantine now."""
+        if not self._first_wait_s:
+            return True
+        before = self._losses.get(spec.name, ())
+        losses = (*(t_s for t_s in before if t_s > now_s - _QUARANTINE_WITHIN_S), now_s)
+        self._losses[spec.name] = losses
+        if len(losses) >= QUARANTINE_LOSSES:
+            return False
+        self._lost[spec.name] = _Lost(spec, self._first_wait_s, now_s + self._first_wait_s)
+        return True
+
+    def forgive(self, node: str) -> None:
+        """The user wants a node back: what was before counts no more."""
+        self.forget(node)
+        self._losses.pop(node, None)
 
     def note_failed(self, node: str, now_s: float) -> None:
         """A try has failed: the next one comes later."""

@@ -42,6 +42,7 @@ from oobleck.control.messages import (
     WorkerStarted,
 )
 from oobleck.errors import ConfigError, PeerError, WorkersUnavailable
+from oobleck.job import ControlSpec
 from oobleck.planner import Place
 
 from .letters import Letters
@@ -96,9 +97,15 @@ class Agent:
         hello: Callable[[int, tuple[int, ...]], Hello],
         cache_dir: Path,
         checkpoints: CheckpointStore | None = None,
+        await_notice: Callable[[ControlSpec], Awaitable[str]] | None = None,
     ) -> None:
-        """Without `checkpoints`, nothing is saved on this node."""
+        """Without `checkpoints`, nothing is saved on this node.
+
+        `await_notice` returns, with its words, when the node is about to be taken away.
+        """
+        self._await_notice = await_notice
         self._checkpoints = checkpoints
+        self._is_watching = False
         self._storage: StoragePaths | None = None
         self._tag = tag
         self._accept = accept
@@ -126,6 +133,8 @@ class Agent:
                     connection = await self._accept()
                 if connection is None:
                     self._stop_reason = f"no master came for {patience_s:g} s"
+                    if self._safekeeping is not None:
+                        self._safekeeping.leave()
                     break
                 await self._serve(connection, nursery)
             for worker in self._workers.values():
@@ -187,6 +196,11 @@ class Agent:
                 self._letters.beat()
             await trio.sleep(self._duty.interval_s if self._duty else 0.1)
 
+    async def _watch_for_notice(
+        self, await_notice: Callable[[ControlSpec], Awaitable[str]], control: ControlSpec
+    ) -> None:
+        self.request_leave(await await_notice(control))
+
     def request_leave(self, reason: str) -> None:
         """Ask the master to drain this node."""
         self._letters.add(Leaving(reason=reason))
@@ -197,6 +211,9 @@ class Agent:
                 self._duty = _Duty(message)
                 self._open_storage(message)
                 nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
+                if self._await_notice is not None and not self._is_watching:
+                    self._is_watching = True
+                    nursery.start_soon(self._watch_for_notice, self._await_notice, message.job.control)
             case Heartbeat(sequence=sequence):
                 self._letters.heard(sequence)
             case Greeting():

@@ -31,6 +31,7 @@ from oobleck.wire import FrameDecoder
 
 from .agent_dir import AgentDir
 from .checkpoint_store import NodeCheckpoints
+from .notice import await_notice
 from .run_dir import MAX_SOCKET_PATH_BYTES, private_directory
 from .workers import ForkingWorkerHost
 
@@ -150,6 +151,7 @@ async def _serve(
         hello=hello,
         cache_dir=cache_dir,
         checkpoints=checkpoints,
+        await_notice=await_notice,
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(workers.run)

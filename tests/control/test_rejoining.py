@@ -38,6 +38,23 @@ def test_who_is_forgotten_is_not_tried():
     assert rejoining.due_s == math.inf
 
 
+def test_the_third_loss_within_ten_minutes_is_the_last_until_it_is_forgiven():
+    rejoining = Rejoining(first_wait_s=10.0)
+    assert rejoining.note_lost(SPEC, 0.0)
+    assert rejoining.forget("n1") == SPEC
+    assert rejoining.note_lost(SPEC, 300.0)
+    assert rejoining.forget("n1") == SPEC
+    assert not rejoining.note_lost(SPEC, 599.0)
+    assert "n1" not in rejoining
+    rejoining.forgive("n1")
+    assert rejoining.note_lost(SPEC, 600.0)
+
+
+def test_losses_long_ago_do_not_count():
+    rejoining = Rejoining(first_wait_s=10.0)
+    assert all(rejoining.note_lost(SPEC, 301.0 * number) for number in range(20))
+
+
 def test_nobody_is_tried_where_the_user_wants_none():
     rejoining = Rejoining(first_wait_s=0.0)
     rejoining.note_lost(SPEC, 0.0)

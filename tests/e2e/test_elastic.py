@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, nodes_of, recoveries
@@ -40,16 +41,22 @@ def test_a_killed_node_joins_again_and_is_no_stranger(start: Callable[..., Any])
     assert nodes_of(outcome) == ["node0", "node1", "node3"]
 
 
-def test_a_node_is_drained_and_a_spare_takes_its_place(start: Callable[..., Any]) -> None:
-    with start() as run:
+def test_a_node_is_drained_and_a_spare_takes_its_place(start: Callable[..., Any], tmp_path: Path) -> None:
+    """On request, and because a notice of termination comes, which node3 alone is to find."""
+    notice = f"grep -qa node3 /proc/$PPID/cmdline && cat {tmp_path}/notice"
+    given = (f"control.notice_command={notice}", "control.notice_interval_s=0.5")
+    with start(*(word for setting in given for word in ("--set", setting))) as run:
         run.command("drain", "node1")
         run.up.wait_for("node1 has left")
         run.command("add", "node4")
         run.up.wait_for("node4 taken in; absorb")
+        (tmp_path / "notice").write_text("taken away at noon\n")
+        assert "taken away at noon" in run.up.wait_for("node3 is to be terminated")
+        run.up.wait_for("node3 has left")
         run.up.wait_for_steps(5)
         outcome = run.stop()
-    assert [each[0] for each in recoveries(outcome)] == ["drained", "joined"]
-    assert nodes_of(outcome) == ["node0", "node2", "node3", "node4"]
+    assert [each[0] for each in recoveries(outcome)] == ["drained", "joined", "drained"]
+    assert nodes_of(outcome) == ["node0", "node2", "node4"]
 
 
 def test_the_only_holder_of_a_layer_hands_it_over_before_it_leaves(start: Callable[..., Any]) -> None:

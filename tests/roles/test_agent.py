@@ -17,6 +17,7 @@ from oobleck.control.messages import (
     Greeting,
     Heartbeat,
     Hello,
+    Leaving,
     Order,
     StartWorker,
     Status,
@@ -28,6 +29,7 @@ from oobleck.control.messages import (
     WorkerStarted,
 )
 from oobleck.errors import PeerError
+from oobleck.job import ControlSpec
 from tests.control.journals import plan
 from tests.control.test_recovery import record, status
 from tests.roles.virtual import CONTROL, GREETING, Link, VirtualHost, configure, make_agent
@@ -100,6 +102,31 @@ async def test_heartbeats_come_every_interval(autojump_clock: MockClock):
         numbers = [(await hear(link, Heartbeat)).sequence for _ in range(4)]
         assert trio.current_time() - began_s == pytest.approx(4 * CONTROL.heartbeat_interval_s)
         assert numbers == list(range(numbers[0], numbers[0] + 4))
+
+
+async def test_a_notice_of_termination_is_passed_on_once(autojump_clock: MockClock):
+    async def in_a_while(control: ControlSpec) -> str:
+        await trio.sleep(5)
+        return f"notice asked for every {control.notice_interval_s:g} s"
+
+    link = Link()
+
+    async def accept():
+        return link.agent
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(make_agent(accept, VirtualHost(), await_notice=in_a_while).run)
+        await link.master.send([GREETING])
+        for _ in range(2):  # a second master may configure it again
+            await link.master.send([configure()])
+        began_s = trio.current_time()
+        leaving = await hear(link, Leaving)
+        assert leaving == Leaving(reason="notice asked for every 5 s")
+        assert trio.current_time() - began_s == pytest.approx(5)
+        with trio.move_on_after(10) as waited:
+            await hear(link, Leaving)
+        assert waited.cancelled_caught
+        nursery.cancel_scope.cancel()
 
 
 async def test_workers_are_set_up_and_reported(autojump_clock: MockClock):

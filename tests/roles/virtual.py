@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import trio
 import trio.testing
@@ -171,13 +172,14 @@ def configure(node: str = "n0", devices: tuple[int, ...] = (0,), job: JobSpec = 
     )
 
 
-def make_agent(accept: Callable, host: VirtualHost, node: str = "n0", tag: str = TAG) -> Agent:
+def make_agent(accept: Callable, host: VirtualHost, node: str = "n0", tag: str = TAG, **ports: Any) -> Agent:
     return Agent(
         tag=tag,
         accept=accept,
         workers=host,
         hello=lambda generation, workers: agent_hello(generation, workers, node),
         cache_dir=Path("/cache"),
+        **ports,
     )
 
 

@@ -124,6 +124,9 @@ def _control_specs() -> st.SearchStrategy[ControlSpec]:
             heartbeat_interval_s=st.just(interval_s),
             lease_s=st.floats(min_value=2 * interval_s),
             rejoin_after_s=st.floats(0, 1e6),
+            notice_url=st.none() | st.sampled_from(["http://169.254.169.254/notice", "https://example.org/"]),
+            notice_pattern=st.none() | st.sampled_from(["TRUE", "a|b", "[0-9]+"]),
+            notice_interval_s=st.floats(1e-3, 1e6),
         )
     )
 

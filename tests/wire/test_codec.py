@@ -265,7 +265,7 @@ def at(raw: Any, path: tuple[str | int, ...]) -> Any:
     return raw
 
 
-FREE_MAPPINGS = (("config",), ("optim_args",), ("lr_scheduler_kwargs",))
+FREE_MAPPINGS = (("config",), ("optim_args",), ("lr_scheduler_kwargs",), ("notice_headers",))
 """Their keys are the user's."""
 
 RECORDS_WITHIN = [
