@@ -177,6 +177,11 @@ def test_the_help_of_a_command_that_trains_loads_no_torch(command):
     assert not loaded & {"torch", "transformers", "asyncssh"}
 
 
+def test_a_master_loads_numpy_when_it_plans_and_not_before():
+    """Another one takes over within two seconds; it has nothing to plan then."""
+    assert not loaded_after("import oobleck.cli.up, oobleck.cli.run_job") & {"torch", "transformers", "numpy", "scipy"}
+
+
 def test_help_is_quick():
     """Best of five, in CPU seconds: the machine may be busy with something else."""
     command = [sys.executable, "-m", "oobleck", "--help"]

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from oobleck.control.planning import planner_for
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import LayerProfile, PlannerSettings, Profile, TensorParallelPlanner, profile_from_json
+from oobleck.planner import LayerProfile, Profile, profile_from_json
 from oobleck.planner.devices import device_sheet
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.shapes import shape_from_config
@@ -46,15 +47,8 @@ def dry_run(job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_d
     outline = outline_of(job)
     measured = next(_fitting(directory.profile, job, outline), None)
     profile = measured[1] if measured else _estimate(job, outline, num_local=num_local)
-    settings = PlannerSettings(
-        num_microbatches=job.num_microbatches,
-        devices_per_node=devices_per_node,
-        max_devices_per_stage=1,
-        fault_threshold=job.fault_threshold,
-        num_pipelines=job.num_pipelines,
-    )
     report = make_report(
-        TensorParallelPlanner(profile, settings, job.tensor_parallel),
+        planner_for(job, profile, devices_per_node=devices_per_node),
         names,
         global_batch_size=job.global_batch_size,
         kind=ScheduleKind(job.schedule),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from oobleck.errors import PlanningError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Planner, PlannerSettings, Profile, TensorParallelPlanner, profile_to_json
+from oobleck.planner import profile_to_json
 
 from .journal import Notice, ProfileKnown
 from .membership import Membership
@@ -22,24 +22,12 @@ from .restoring import Candidate, Restoring
 from .saving import Saving
 from .startup_failures import StartupFailures
 
-__all__ = ["Beginning", "planner_for"]
+__all__ = ["Beginning"]
 
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
 _FAILED = 1
 _BAD_CONFIGURATION = 78
-
-
-def planner_for(job: JobSpec, profile: Profile, *, devices_per_node: int) -> Planner:
-    """Return a planner for a job's settings. Raises PlanningError."""
-    settings = PlannerSettings(
-        num_microbatches=job.num_microbatches,
-        devices_per_node=devices_per_node,
-        max_devices_per_stage=1,
-        fault_threshold=job.fault_threshold,
-        num_pipelines=job.num_pipelines,
-    )
-    return TensorParallelPlanner(profile, settings, job.tensor_parallel)
 
 
 class Beginning:
@@ -104,8 +92,7 @@ class Beginning:
         self._outbox.record(ProfileKnown(t_s=self._outbox.now_s, profile_json=profile_to_json(profile)))
         self._saving.begin([layer.name for layer in profile.layers])
         try:
-            planner = planner_for(self._job, profile, devices_per_node=self._nodes[0].num_devices)
-            self._reconfiguration.begin_training(planner, self._candidate(len(profile.layers)))
+            self._reconfiguration.begin_training(profile, self._candidate(len(profile.layers)))
         except PlanningError as error:
             raise RunOver(_BAD_CONFIGURATION, str(error)) from error
         self.is_over = True

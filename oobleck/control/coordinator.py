@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from functools import partial
 from typing import assert_never
 
 from oobleck import __version__
@@ -26,7 +27,7 @@ from oobleck.errors import ConfigError, PeerError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Place
 
-from .beginning import Beginning, planner_for
+from .beginning import Beginning
 from .comparing import Comparing
 from .diagnosis import TERMINATION_WORDS
 from .ending import Ending
@@ -96,6 +97,7 @@ from .messages import (
     WorkerStarted,
 )
 from .outbox import Outbox, RunOver
+from .planning import planner_for
 from .preparation import Preparation
 from .progress import HANG_FLOOR_S, Progress
 from .reconfiguration import Reconfiguration
@@ -151,7 +153,13 @@ class Coordinator:
         self._saving = Saving(job, self._members, self._outbox, run=run)
         self._restoring = Restoring(self._outbox, run=run, directory=None if resume in ("auto", "never") else resume)
         self._reconfiguration = Reconfiguration(
-            job, self._members, self._progress, self._saving, self._restoring, self._outbox
+            job,
+            self._members,
+            self._progress,
+            self._saving,
+            self._restoring,
+            self._outbox,
+            make_planner=partial(planner_for, job, devices_per_node=nodes[0].num_devices),
         )
         self._beginning = Beginning(
             job,
@@ -312,7 +320,7 @@ class Coordinator:
             self._progress.restore(record)
         self._preparation.profile = remains.profile
         self._reconfiguration.restore(
-            planner_for(self._job, remains.profile, devices_per_node=self._nodes[0].num_devices),
+            remains.profile,
             remains.generations,
             restored_generation=restored.generation if restored else 0,
         )

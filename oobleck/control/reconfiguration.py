@@ -11,12 +11,13 @@ A part of the coordinator's machine, with its rules; raises RunOver where there 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.job import JobSpec
-from oobleck.planner import Decision, ExecutionPlan, Place, Planner
+from oobleck.planner import Decision, ExecutionPlan, Place, Profile
 
 from .account import RecoveryAccount
 from .generations import Generations
@@ -31,6 +32,9 @@ from .recovery import Verdict, broken_pipelines, judge, microbatches_redone
 from .restoring import Candidate, Restoring
 from .saving import Saving
 
+if TYPE_CHECKING:
+    from oobleck.planner import Planner
+
 __all__ = ["Accused", "Reconfiguration"]
 
 _SETTLE_S = 0.01
@@ -43,6 +47,8 @@ _ANSWERS_S = 30.0
 """How long workers may look for checkpoints."""
 _WORTH_FORGETTING_S = 1.0
 """A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
+_FINDING_S = 2.0
+"""How long a master that takes over finds its nodes."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -74,7 +80,10 @@ class Reconfiguration:
         saving: Saving,
         restoring: Restoring,
         outbox: Outbox,
+        *,
+        make_planner: Callable[[Profile], Planner],
     ) -> None:
+        """`make_planner` is called when the first plan is wanted, for it takes a while. It may raise PlanningError."""
         self._job = job
         self._members = members
         self._progress = progress
@@ -87,13 +96,17 @@ class Reconfiguration:
         self._answers_due_s = math.inf
         """How long to wait for those who were asked for checkpoints."""
         self._outbox = outbox
+        self._make_planner = make_planner
+        self._profile: Profile | None = None
         self._planner: Planner | None = None
+        self._plans_from_s = -math.inf
+        """Before that, a new master has more urgent things to do than to make a planner for nothing but a pace."""
         self._account: RecoveryAccount | None = None
         self._is_explaining = False
         """All are asked what they wait for."""
         self.accused = Accused()
         """Whom the survivors' answers name; the coordinator deals with them."""
-        self.paces: Paces | None = None
+        self._paces: Paces | None = None
         self._regroups = (0, 0)
         """(newest step, how often all regrouped since it was committed)."""
         self.generations = Generations(max_steps=job.max_steps)
@@ -102,13 +115,13 @@ class Reconfiguration:
 
     # --- the machine's interface -----------------------------------------------------------------------------
 
-    def begin_training(self, planner: Planner, candidate: Candidate | None) -> None:
+    def begin_training(self, profile: Profile, candidate: Candidate | None) -> None:
         """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one.
 
         Raises PlanningError when there is no plan.
         """
-        self._start_planning(planner)
-        decision = planner.initial_plan([member.spec.name for member in self._members.ready])
+        self._profile = profile
+        decision = self._plans().initial_plan([member.spec.name for member in self._members.ready])
         self.generations.begin()
         if candidate is None:
             self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
@@ -117,9 +130,10 @@ class Reconfiguration:
         reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
         self._go_back(replace(moved, action=decision.action, reason=reason), candidate)
 
-    def restore(self, planner: Planner, generations: Generations, *, restored_generation: int) -> None:
+    def restore(self, profile: Profile, generations: Generations, *, restored_generation: int) -> None:
         """Go on from the plans that a journal knows, which others have ordered."""
-        self._start_planning(planner)
+        self._profile = profile
+        self._plans_from_s = self._outbox.now_s + _FINDING_S
         self.generations = generations
         self._restored_generation = restored_generation
 
@@ -127,9 +141,12 @@ class Reconfiguration:
         """Somebody has told which checkpoints there are."""
         self._decide_when_answered()
 
-    def _start_planning(self, planner: Planner) -> None:
-        self._planner = planner
-        self.paces = Paces(planner.profile)
+    def _plans(self) -> Planner:
+        if self._planner is None:
+            assert self._profile is not None
+            self._planner = self._make_planner(self._profile)
+            self._paces = Paces(self._planner.profile)
+        return self._planner
 
     def begin(self, nodes: list[str], cause: Cause, *, detect_s: float) -> None:
         """Fence all survivors under a new generation; losses during a recovery begin it anew."""
@@ -192,23 +209,25 @@ class Reconfiguration:
 
     def note_pace(self, place: Place, pace: Pace) -> None:
         """Take in how fast a worker computes; plan anew where slow nodes make that pay."""
-        if self.is_fencing or self.paces is None or self._planner is None:
+        if self.is_fencing or self._profile is None or self._outbox.now_s < self._plans_from_s:
             return
+        planner, paces = self._plans(), self._paces
+        assert paces is not None
         plan = self.generations.plan
-        before = self.paces.slow
-        self.paces.note(place, pace, plan)
-        if not self.paces.take_change(plan):
+        before = paces.slow
+        paces.note(place, pace, plan)
+        if not paces.take_change(plan):
             return
-        changed = sorted(node for node in {*before, *self.paces.slow} if before.get(node) != self.paces.slow.get(node))
-        said = ", ".join(f"{node} takes {self.paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
+        changed = sorted(node for node in {*before, *paces.slow} if before.get(node) != paces.slow.get(node))
+        said = ", ".join(f"{node} takes {paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
         self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=said))
-        if self._planner.reconfigure(plan, slow=self._slow()).plan != plan:
+        if planner.reconfigure(plan, slow=self._slow()).plan != plan:
             self.begin(changed, Cause.SLOW, detect_s=0.0)
 
     def forget_pace(self, node: str) -> None:
         """A node is lost, or its worker starts anew: what was known of its pace is worth nothing."""
-        if self.paces is not None:
-            self.paces.forget(node)
+        if self._paces is not None:
+            self._paces.forget(node)
 
     def handle_deadline(self) -> None:
         """Act on answers that have settled, and on a suspicion that nothing has explained."""
@@ -343,9 +362,8 @@ class Reconfiguration:
         if finish is None or not broken_pipelines(base, lost):
             return decision, finish
         assert verdict.adopted is not None
-        assert self._planner is not None
         rests = self.generations.rests(verdict.adopted, statuses, lost)
-        finish_s = self._planner.rest_s(base, rests, slow=self._slow())
+        finish_s = self._plans().rest_s(base, rests, slow=self._slow())
         if finish_s <= decision.predicted_step_s + _WORTH_FORGETTING_S:
             return decision, finish
         decision = self._replan_from(verdict, statuses, base, finish=None, lost=lost)
@@ -422,12 +440,11 @@ class Reconfiguration:
 
     def _replan(self, base: ExecutionPlan, held: Mapping[Place, frozenset[int]], *, lost: frozenset[str]) -> Decision:
         """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
-        assert self._planner is not None
         known = dict.fromkeys((*base.nodes, *base.spares))
         living = dict.fromkeys(member.spec.name for member in self._members.ready)
         staying = dict.fromkeys(member.spec.name for member in self._members.ready if not member.is_draining)
         gone = dict.fromkeys(node for node in known if node not in living or node in lost)
-        return self._planner.reconfigure(
+        return self._plans().reconfigure(
             base,
             lost=tuple(gone),
             joined=[node for node in staying if node not in known or node in gone],
@@ -437,7 +454,7 @@ class Reconfiguration:
         )
 
     def _slow(self) -> dict[str, float]:
-        return {} if self.paces is None else dict(self.paces.slow)
+        return {} if self._paces is None else dict(self._paces.slow)
 
     def _confirm(self, verdict: Verdict, statuses: dict[Place, Status]) -> Verdict:
         """Take a plan for the one in force only if all who are in it, and live, have adopted it."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from oobleck.control.planning import planner_for
 from oobleck.job import ControlSpec, DataSpec, JobSpec
-from oobleck.planner import Planner, PlannerSettings, Profile
+from oobleck.planner import Planner, Profile
 
 from .costs import RecoveryCosts
 from .pace import Pace
@@ -57,14 +58,7 @@ class SweepSettings:
 
     def planner(self) -> Planner:
         """A planner with the settings that the coordinator gives its own."""
-        settings = PlannerSettings(
-            num_microbatches=self.num_microbatches,
-            devices_per_node=self.devices_per_node,
-            max_devices_per_stage=1,
-            fault_threshold=self.fault_threshold,
-            num_pipelines=self.num_pipelines,
-        )
-        return Planner(self.profile, settings)
+        return planner_for(self.job(max_steps=1), self.profile, devices_per_node=self.devices_per_node)
 
 
 def most_steps(trace: Trace, settings: SweepSettings) -> int:
