@@ -106,7 +106,12 @@ def run_job(run: Run) -> int:
 async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End, Summary]:
     async with open_ssh_loop(), _nodes(run) as (known, options), trio.open_nursery() as nursery:
         cluster = SSHCluster(
-            run.job.tag, known, run_id=directory.run_id, options=options, paths=_remote_paths(run, directory)
+            run.job.tag,
+            known,
+            run_id=directory.run_id,
+            options=options,
+            paths=_remote_paths(run, directory),
+            checks_returning=run.check and not run.num_local,
         )
         past = await _find_past(run, directory, cluster, known)
         is_check_due = run.check and not run.num_local and past.remains is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import trio
 
 from oobleck import __version__
 from oobleck.control.messages import AgentMessage, MasterMessage
+from oobleck.control.node_check import Health
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
@@ -29,6 +31,7 @@ from .agent_dir import (
     signal_command,
     slow_command,
 )
+from .check_nodes import check_nodes
 from .ssh import CompletedCommand, SSHConnection, SSHOptions, connect
 
 __all__ = ["RemotePaths", "SSHCluster"]
@@ -68,14 +71,26 @@ class SSHCluster:
     """The nodes of a job, reached by SSH. Connections are kept: what comes later needs no new handshake."""
 
     def __init__(
-        self, tag: str, nodes: Sequence[NodeSpec], *, run_id: str, options: SSHOptions, paths: RemotePaths
+        self,
+        tag: str,
+        nodes: Sequence[NodeSpec],
+        *,
+        run_id: str,
+        options: SSHOptions,
+        paths: RemotePaths,
+        checks_returning: bool = False,
     ) -> None:
-        """`nodes` are those known at the start; others may join them."""
+        """`nodes` are those known at the start; others may join them.
+
+        With `checks_returning`, a node that the run has let go is checked before its agent is started once more.
+        """
         self._tag = tag
         self._run_id = run_id
         self._index = {spec.name: index for index, spec in enumerate(nodes)}
         self._options = options
         self._paths = paths
+        self._checks_returning = checks_returning
+        self._let_go: set[str] = set()
         self._connections: dict[str, SSHConnection] = {}
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._tending: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
@@ -92,11 +107,24 @@ class SSHCluster:
             try:
                 if not attach:
                     await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
+                    await self._check_if_returning(node)
                 completed = await connection.run(self._agent_command(node), timeout_s=_START_TIMEOUT_S)
                 socket = self._understand(node, completed)
                 return _Tunnel(connection, await connection.open_unix(socket))
             except (trio.BrokenResourceError, trio.TooSlowError) as error:
                 raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
+
+    async def _check_if_returning(self, node: NodeSpec) -> None:
+        """Test a node alone that the run goes on without. Raises NodeUnreachable with its fault."""
+        if not self._checks_returning or node.name not in self._let_go:
+            return
+        report = await check_nodes(
+            [node], self._options, python=self._paths.python, directory=self._paths.base_dir, slow_factor=math.inf
+        )
+        verdict = report.nodes[0].verdict
+        if verdict.health is Health.FAULTY:
+            raise NodeUnreachable(node.name, f"it is not taken in again: {verdict.reason}")
+        self._let_go.discard(node.name)
 
     async def is_alive(self, node: NodeSpec) -> bool:
         """Tell whether an agent of this run lives on the node; False where it cannot be reached."""
@@ -125,6 +153,7 @@ class SSHCluster:
 
     async def clean(self, node: NodeSpec) -> None:
         """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
+        self._let_go.add(node.name)
         try:
             async with self._tending[node.name]:
                 await self._run(node, clean_command(self._run_id, node.name))

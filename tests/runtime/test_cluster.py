@@ -1,0 +1,63 @@
+"""What the cluster does with a node that the run has let go: it is tested before it comes back."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from oobleck.control.messages import PROTOCOL_VERSION, Greeting, Hello
+from oobleck.errors import NodeUnreachable
+from oobleck.roles.ports import AgentConnection
+from oobleck.runtime.cluster import RemotePaths, SSHCluster
+from oobleck.runtime.local_ssh import serve_local_nodes
+from oobleck.runtime.ssh import open_ssh_loop
+
+_SICK = """#!/bin/sh
+case "$*" in
+    *node_probe*) echo "the memory of this machine is broken" >&2; exit 3 ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+"""An interpreter under which agents work, and tests of the machine fail."""
+
+
+async def meet(agent: AgentConnection) -> None:
+    """Exchange a few words with an agent, as a master does."""
+    await agent.send([Greeting(protocol=PROTOCOL_VERSION, tag="tag")])
+    assert isinstance(await agent.receive(), Hello)
+    await agent.aclose()
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for agents, with a name that is short enough for their sockets."""
+    with tempfile.TemporaryDirectory(prefix="oo-", dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield Path(path)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+async def test_a_node_that_is_not_healthy_is_not_taken_in_again(temporary: Path, checks: bool) -> None:
+    python = temporary / "python"
+    python.write_text(_SICK.format(python=sys.executable))
+    python.chmod(0o700)
+    base = PurePosixPath(temporary / "base")
+    paths = RemotePaths(python=str(python), base_dir=base, cache_dir=base / "cache")
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options):
+        cluster = SSHCluster(
+            "tag", [node], run_id="tag-01234567", options=options, paths=paths, checks_returning=checks
+        )
+        await meet(await cluster.reach(node, attach=False))  # nothing speaks against it yet
+        await cluster.clean(node)
+        if checks:
+            with pytest.raises(NodeUnreachable, match=r"not taken in again: .*memory of this machine is broken"):
+                await cluster.reach(node, attach=False)
+        else:
+            await meet(await cluster.reach(node, attach=False))
+        await cluster.clean(node)
+        await cluster.aclose()
