@@ -174,6 +174,11 @@ class Membership:
     def ready(self) -> tuple[Member, ...]:
         return self.in_state(NodeState.READY)
 
+    def sharing_device(self, member: Member) -> int:
+        """How many workers at most compute on one of a node's devices, over all nodes of its machine."""
+        near = [other.spec for other in self._members.values() if other.spec.host == member.spec.host]
+        return max(sum(spec.devices.count(device) for spec in near) for device in member.spec.devices)
+
     def sharing_host(self, member: Member) -> int:
         """How many workers the machine of a node runs, over all of its nodes."""
         return sum(other.spec.num_devices for other in self._members.values() if other.spec.host == member.spec.host)

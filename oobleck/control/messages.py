@@ -372,7 +372,9 @@ class Configure:
     torch_threads: int
     """Threads that each worker of this node computes with."""
     device_memory_bytes: int
-    """What one worker of this node may use."""
+    """What one worker of this node may use of the machine's memory."""
+    num_sharing: int = 1
+    """How many workers compute on the same device: more than one where nodes share it."""
     run: str
     """Tells this run from others of its tag: see `manifest.run_digest`."""
 
@@ -493,6 +495,10 @@ class SetUpWorker:
     torch_threads: int
     cache_dir: str
     device_memory_bytes: int
+    local_device: int = 0
+    """What this worker's machine counts its device as."""
+    num_sharing: int = 1
+    """How many workers compute on that device."""
     storage: StoragePaths | None = None
     """None where nothing can be saved."""
 

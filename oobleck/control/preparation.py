@@ -57,6 +57,7 @@ class Preparation:
             address=member.address,
             torch_threads=self._threads(member),
             device_memory_bytes=self._memory(member),
+            num_sharing=self._members.sharing_device(member),
             run=self._run,
         )
         starts = [Send(node=event.node, message=StartWorker(device=place.device)) for place in member.places]

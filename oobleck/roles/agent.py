@@ -286,6 +286,8 @@ class Agent:
             torch_threads=configure.torch_threads,
             cache_dir=str(self._cache_dir),
             device_memory_bytes=configure.device_memory_bytes,
+            local_device=configure.devices[device],
+            num_sharing=configure.num_sharing,
             storage=self._storage,
         )
         try:

@@ -34,6 +34,7 @@ from oobleck.wire import (
 )
 
 from .data import Dataset
+from .devices import synchronize
 from .digests import digest_of
 from .evaluation import Evaluator
 from .executor import Lane, StepWork, execute
@@ -97,6 +98,7 @@ class Engine:
         job: JobSpec,
         place: Place,
         *,
+        device: torch.device,
         dataset: Dataset,
         validation: Dataset | None = None,
         structure: ModelStructure,
@@ -128,7 +130,7 @@ class Engine:
         self._model = StageModel(
             self._structure,
             dtype=self._precision.parameters,
-            device=torch.device(job.device),
+            device=device,
             autocast=self._precision.autocast,
             activation_checkpointing=job.activation_checkpointing,
         )
@@ -307,6 +309,7 @@ class Engine:
         except PeerLost:
             self._standing.note_broken()
             raise
+        synchronize(self._model.device)  # what was launched is not computed yet, and times are of what is
         ended_s = time.monotonic()
         self._busy_in_step.append((began_s, ended_s))
         self._pace.add(ended_s - began_s - (self._signals.waited_s - waited_s), len(microbatches))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.errors import ConfigError
@@ -26,6 +25,7 @@ from .groups import Group
 from .models import MicrobatchKey, StageModel
 from .randomness import derive_seed
 from .signals import Signals
+from .staging import Pending
 
 __all__ = ["Evaluation", "Evaluator"]
 
@@ -35,7 +35,7 @@ _SENDS_AHEAD = 2
 """Messages that a stage sends before the next stage has taken them, at most: what they cost in memory."""
 
 
-_Send = tuple[Work, torch.Tensor]
+_Send = tuple[Pending, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def _send(output: torch.Tensor, lane: Lane, tag: int) -> _Send:
     return lane.group.send(output, lane.member(lane.stage + 1), tag), output
 
 
-def _wait_sent(work: Work) -> None:
+def _wait_sent(work: Pending) -> None:
     try:
         work.wait()
     except RuntimeError as error:

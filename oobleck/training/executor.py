@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from oobleck.control.standing import Interrupted
 from oobleck.schedule import Instruction, Op, Program
@@ -23,6 +22,7 @@ from .groups import Group
 from .inbox import Inbox
 from .models import MicrobatchKey, StageModel
 from .signals import Signals
+from .staging import Pending
 from .weight_gradients import WeightGradients
 
 __all__ = ["Lane", "StepWork", "execute"]
@@ -73,7 +73,7 @@ class StepWork:
     """Its microbatches' losses, on the device; on last stages only."""
     counts: dict[int, int] = field(default_factory=dict)
     """How often each microbatch went through, noted by first stages, where it ends."""
-    sends: list[tuple[Work, torch.Tensor]] = field(default_factory=list)
+    sends: list[tuple[Pending, torch.Tensor]] = field(default_factory=list)
     """Posted sends and what they read from."""
 
     @property
@@ -182,13 +182,13 @@ class _Execution:
             inbox.expect(self._tag(op, position), post)
         return inbox
 
-    def _receive_from(self, source: int) -> Callable[[int], tuple[Work, torch.Tensor]]:
+    def _receive_from(self, source: int) -> Callable[[int], tuple[Pending, torch.Tensor]]:
         group, structure = self._lane.group, self._model.structure
         assert group is not None
         shape = (self._work.microbatch_size, structure.sequence_length, structure.hidden_size)
         dtype, device = self._model.hidden_dtype, self._model.device
 
-        def post(tag: int) -> tuple[Work, torch.Tensor]:
+        def post(tag: int) -> tuple[Pending, torch.Tensor]:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             return group.post_receive(tensor, source, tag), tensor
 

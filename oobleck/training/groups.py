@@ -3,12 +3,18 @@
 A group is known by its purpose, the generation it was made in, and its members, so that the members agree on
 it without talking. A group in which something went wrong is never destroyed (destroying a stuck Gloo group
 blocks): it is kept aside, and a new one is formed beside it.
+
+Gloo carries all messages, those of tensors on a GPU through the host's memory (`staging.py`). Where each member of a
+group has a GPU of its own, NCCL sums tensors there; the kernels of one that is given up are aborted at once, since
+they would hold up what the GPU does next.
 """
 
 from __future__ import annotations
 
 import hashlib
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,16 +28,21 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.planner import Place
 
+from .devices import Carrier, carrier_of, device_identity, prepare_nccl
 from .doorbell import no_place_to_listen
 from .inbox import Inbox
 from .rendezvous import Board, BoardStore
 from .signals import Signals
+from .staging import Courier, HostCopy, Pending, Posting, StagedReceive
+from .sums import GlooSum, NcclSum, StagedSum, Sum
 
 __all__ = ["Group", "GroupKey", "GroupTable", "Reduction", "open_device"]
 
 _FORMING_TIMEOUT_S = 60.0
 _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane, never by a timeout down here
 _MAX_PARALLEL = 8
+_NCCL_POLL_S = 1e-3
+_PURPOSES_THAT_SUM = ("stage", "reduce")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,12 +62,22 @@ class GroupKey:
 class Group:
     """A formed group, seen from one of its members."""
 
-    def __init__(self, key: GroupKey, place: Place, process_group: ProcessGroupGloo, store: Store) -> None:
+    def __init__(
+        self, key: GroupKey, place: Place, process_group: ProcessGroupGloo, store: Store, *, stages: bool = False
+    ) -> None:
+        """With `stages`, tensors of any device go through the host's memory, whether they need it or not."""
         self.key = key
         self.rank = key.members.index(place)
         self._process_group: Any = process_group  # torch's stubs leave out what a backend inherits
         self._inboxes: dict[int, Inbox] = {}
         self._store = store  # torch keeps no reference to a store that is written in Python
+        self._stages = stages
+        self._courier: Courier | None = None
+        self._courier_lock = threading.Lock()
+        self._nccl: Any = None
+        self._nccl_store: Store | None = None
+        self._given_up: list[Sum] = []
+        """Sums that a GPU may still write to."""
 
     @property
     def others(self) -> tuple[Place, ...]:
@@ -66,13 +87,16 @@ class Group:
     def rank_of(self, place: Place) -> int:
         return self.key.members.index(place)
 
-    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Work:
-        """Post a send of a contiguous tensor, which must not change until the receiver has it."""
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
+        """Post a send of a contiguous tensor; one in the host's memory must not change until the receiver has it."""
+        if self._is_staged(tensor):
+            posting = Posting(HostCopy(tensor), lambda copy: self._send(copy, target, tag))
+            self._courier_of().take(posting.run)
+            return posting
         try:
-            work: Work = self._process_group.send([tensor], target, tag)
+            return self._send(tensor, target, tag)
         except RuntimeError as error:
             raise PeerLost(f"send to {self.key.members[target]}: {error}") from error
-        return work
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Block until the tensor is filled. Raises PeerLost."""
@@ -81,13 +105,17 @@ class Group:
         except RuntimeError as error:
             raise PeerLost(f"receive from {self.key.members[source]}: {error}") from error
 
-    def post_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
-        """Begin to fill a tensor; its contents are there once the returned work was waited for."""
+    def post_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
+        """Begin to fill a tensor; its contents are there once what is returned was waited for."""
+
+        def post(room: torch.Tensor) -> Work:
+            work: Work = self._process_group.recv([room], source, tag)
+            return work
+
         try:
-            work: Work = self._process_group.recv([tensor], source, tag)
+            return StagedReceive(tensor, post) if self._is_staged(tensor) else post(tensor)
         except RuntimeError as error:
             raise PeerLost(f"receive from {self.key.members[source]}: {error}") from error
-        return work
 
     def inbox(self, source: int, signals: Signals) -> Inbox:
         """Return the one inbox for what `source` sends."""
@@ -99,43 +127,114 @@ class Group:
         """Let go of the helper threads; the group itself stays, as what is stuck in it cannot be ended."""
         for inbox in self._inboxes.values():
             inbox.close()
+        if self._courier is not None:
+            self._courier.close()
+        self.abort()
 
     def all_reduce(self, tensor: torch.Tensor, signals: Signals) -> Reduction:
         """Post a sum over the members, in place."""
         try:
-            return Reduction(self, self._process_group.allreduce([tensor], dist.AllreduceOptions()), signals)
+            return Reduction(self, self._sum(tensor, signals.announce), signals)
         except RuntimeError as error:
             raise PeerLost(f"all-reduce in {self.key.name}: {error}") from error
+
+    def use_nccl(self, process_group: object, store: Store, first: torch.Tensor, timeout_s: float) -> None:
+        """Have sums of tensors on a GPU carried by a group of NCCL's from now on.
+
+        Its connections are made with the first sum, that of the tensor `first`, on which this blocks: on a thread that
+        can be left behind. Raises RuntimeError or TimeoutError.
+        """
+        self._nccl, self._nccl_store = process_group, store
+        under_way = self._sum(first, lambda: None)
+        end_s = time.monotonic() + timeout_s
+        while not under_way.is_done():
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"NCCL has not connected {self.key.name} within {timeout_s} s")
+            time.sleep(_NCCL_POLL_S)
+        under_way.conclude()
+
+    def give_up(self, under_way: Sum) -> None:
+        """Wait no more for a sum, nor for any other of this group."""
+        self._given_up.append(under_way)
+        self.abort()
+
+    def abort(self) -> None:
+        """End what runs on the GPU, on a thread of its own: it may take its time."""
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            threading.Thread(target=nccl.abort, daemon=True, name=f"abort {self.key.name}").start()
+
+    def _sum(self, tensor: torch.Tensor, announce: Callable[[], None]) -> Sum:
+        if tensor.is_cuda and self._nccl is not None:
+            return NcclSum(self._nccl.allreduce([tensor], dist.AllreduceOptions()), tensor)
+        if self._is_staged(tensor):
+            return StagedSum(tensor, self._courier_of(), self._all_reduce, announce)
+        return GlooSum(self._all_reduce(tensor), announce)
+
+    def _send(self, tensor: torch.Tensor, target: int, tag: int) -> Work:
+        work: Work = self._process_group.send([tensor], target, tag)
+        return work
+
+    def _all_reduce(self, tensor: torch.Tensor) -> Work:
+        work: Work = self._process_group.allreduce([tensor], dist.AllreduceOptions())
+        return work
+
+    def _is_staged(self, tensor: torch.Tensor) -> bool:
+        return self._stages or tensor.is_cuda
+
+    def _courier_of(self) -> Courier:
+        with self._courier_lock:  # layers are sent by threads of their own
+            if self._courier is None:
+                self._courier = Courier(f"post in {self.key.name}")
+            return self._courier
 
 
 class Reduction:
     """An all-reduce under way. The waiting is interruptible: a frozen peer never answers."""
 
-    def __init__(self, group: Group, work: Work, signals: Signals) -> None:
+    def __init__(self, group: Group, under_way: Sum, signals: Signals) -> None:
         self._group = group
         self._signals = signals
-        self._future = work.get_future()
-        self._future.add_done_callback(lambda _: signals.announce())
+        self._sum = under_way
 
     def wait(self, interrupted: Callable[[], bool]) -> None:
         """Wait for the sum. Raises Interrupted, or PeerLost when a member failed."""
-        self._signals.wait(self._future.done, interrupted, self._group.others)
         try:
-            self._future.value()
+            self._signals.wait(self._sum.is_done, interrupted, self._group.others, poll_s=self._sum.poll_s)
+            self._sum.conclude()
+        except Interrupted:
+            self._group.give_up(self._sum)
+            raise
         except RuntimeError as error:
+            self._group.give_up(self._sum)
             raise PeerLost(f"all-reduce in {self._group.key.name}: {error}") from error
 
 
 class GroupTable:
     """The groups that this worker is a member of."""
 
-    def __init__(self, place: Place, address: str, board: Board, signals: Signals) -> None:
+    def __init__(
+        self,
+        place: Place,
+        address: str,
+        board: Board,
+        signals: Signals,
+        *,
+        device: torch.device | None = None,
+        stages: bool = False,
+    ) -> None:
+        """`device` is where this worker computes, by default the CPU; `stages` as in `Group`.
+
+        Raises ConfigError for a useless address.
+        """
+        self._stages = stages
         self._place = place
+        self._computes_on = device or torch.device("cpu")
         self._board = board
         self._signals = signals
         self._groups: dict[GroupKey, Group] = {}
         self._abandoned: list[Group] = []
-        self._device = open_device(address)
+        self._network_device = open_device(address)
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
@@ -150,37 +249,64 @@ class GroupTable:
         if not missing:
             return
 
-        def form_all() -> list[Group]:
+        formed: list[Group] = []
+
+        def form_all() -> None:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
-                return list(pool.map(self._form_one, missing))
+                formed.extend(pool.map(self._form_one, missing))
+            for group in formed:  # everybody in the order of the keys: NCCL's own barriers could deadlock otherwise
+                self._open_nccl(group)
 
         try:
             others = {place for key in missing for place in key.members} - {self._place}
-            formed = self._signals.call(form_all, interrupted, sorted(others))
+            self._signals.call(form_all, interrupted, sorted(others))
         except Interrupted:
+            self._give_up(formed)
             raise
         except (RuntimeError, TimeoutError) as error:
+            self._give_up(formed)
             raise PeerLost(f"forming groups of generation {missing[0].generation}: {error}") from error
         self._groups.update((group.key, group) for group in formed)
 
     def keep_only(self, keys: Iterable[GroupKey]) -> None:
         """Put every other group aside."""
         wanted = set(keys)
-        for key in sorted(self._groups.keys() - wanted):
-            group = self._groups.pop(key)
+        self._give_up(self._groups.pop(key) for key in sorted(self._groups.keys() - wanted))
+
+    def _give_up(self, groups: Iterable[Group]) -> None:
+        """Put groups aside that were not all formed."""
+        for group in groups:
             group.close()
             self._abandoned.append(group)
 
     def _form_one(self, key: GroupKey) -> Group:
-        nodes = tuple(sorted({place.node for place in key.members}))
-        store = BoardStore(self._board, nodes, _FORMING_TIMEOUT_S)
+        store = self._store_of(key)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-        options._devices = [self._device]
+        options._devices = [self._network_device]
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
         prefixed = PrefixStore(key.name, store)
         group = ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
         group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
-        return Group(key, self._place, group, store)
+        return Group(key, self._place, group, store, stages=self._stages)
+
+    def _open_nccl(self, group: Group) -> None:
+        """Let NCCL carry a group's sums, where each member has a GPU of its own. A barrier among them."""
+        if self._computes_on.type != "cuda" or group.key.purpose not in _PURPOSES_THAT_SUM:
+            return
+        store = self._store_of(group.key)
+        prefixed = PrefixStore(f"{group.key.name}/nccl", store)
+        prefixed.set(f"gpu/{group.rank}", device_identity(self._computes_on) or "")
+        told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(group.key.members))]
+        if carrier_of(told) is Carrier.NCCL:
+            prepare_nccl()
+            kind: Any = vars(dist)["ProcessGroupNCCL"]  # torch without CUDA has none
+            options = kind.Options()
+            options._timeout = timedelta(seconds=_TRAFFIC_TIMEOUT_S)
+            nccl = kind(prefixed, group.rank, len(group.key.members), options)
+            group.use_nccl(nccl, store, torch.zeros(1, device=self._computes_on), _FORMING_TIMEOUT_S)
+
+    def _store_of(self, key: GroupKey) -> BoardStore:
+        return BoardStore(self._board, tuple(sorted({place.node for place in key.members})), _FORMING_TIMEOUT_S)
 
 
 def open_device(address: str) -> object:

@@ -13,19 +13,19 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from oobleck.control.standing import PeerLost
 from oobleck.planner import Place
 
 from .signals import Signals
+from .staging import Pending
 
 __all__ = ["RECEIVES_AHEAD", "Inbox"]
 
 RECEIVES_AHEAD = 2
 """Messages of one peer that are received before they are taken, at most: what they cost in memory."""
 
-Post = Callable[[int], tuple[Work, torch.Tensor]]
+Post = Callable[[int], tuple[Pending, torch.Tensor]]
 """Begins to receive the message with a tag; returns what to wait for, and the buffer. May raise PeerLost."""
 
 
@@ -62,7 +62,7 @@ class Inbox:
         self._room.release()
 
     def _receive_all(self) -> None:
-        posted: deque[tuple[Work, torch.Tensor]] = deque()
+        posted: deque[tuple[Pending, torch.Tensor]] = deque()
         try:
             while self._post_ahead(posted):
                 work, tensor = posted.popleft()
@@ -73,7 +73,7 @@ class Inbox:
             self._failure = error
             self._signals.announce()
 
-    def _post_ahead(self, posted: deque[tuple[Work, torch.Tensor]]) -> bool:
+    def _post_ahead(self, posted: deque[tuple[Pending, torch.Tensor]]) -> bool:
         """Post as many receives as there is room for, at least one; False when no more are expected."""
         while not posted or not self._expected.empty():
             if not self._room.acquire(blocking=not posted):
@@ -86,7 +86,7 @@ class Inbox:
         return True
 
 
-def _wait(work: Work) -> None:
+def _wait(work: Pending) -> None:
     try:
         work.wait()
     except RuntimeError as error:

@@ -22,6 +22,7 @@ from oobleck.planner import profile_from_json, profile_to_json
 from oobleck.wire import decode_json
 
 from .assembly import assemble
+from .devices import choose_device, device_memory_bytes
 from .profiler import device_name, profile_of_job
 
 __all__ = ["main"]
@@ -43,11 +44,14 @@ def main() -> int:
 
 
 def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, is_fresh: bool) -> dict[str, object]:
-    if job.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: there is no CUDA device here that torch can use")
+    device = choose_device(job.device, 0)
     cores = len(os.sched_getaffinity(0))
     threads = job.torch_threads or max(1, cores // workers)
-    memory_bytes = job.device_memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
+    memory_bytes = (
+        job.device_memory_bytes
+        or device_memory_bytes(device, num_sharing=1)
+        or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
+    )
     torch.set_num_threads(threads)
     assembly = assemble(job, cache_dir=cache_dir)
     structure = assembly.structure
@@ -55,7 +59,7 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
         job,
         layer_names=structure.layer_names,
         parameters=structure.num_parameters,
-        device=(device_name(torch.device(job.device)), memory_bytes, threads, cores),
+        device=(device_name(device), memory_bytes, threads, cores),
         versions=(platform.python_version(), str(torch.__version__)),
     )
     cached = None if is_fresh else _cached(profile_dir / f"{key}.json")

@@ -35,15 +35,24 @@ class Signals:
         with self._changed:
             self._changed.notify_all()
 
-    def wait(self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[Place] = ()) -> None:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        interrupted: Callable[[], bool],
+        waits_for: Iterable[Place] = (),
+        *,
+        poll_s: float | None = None,
+    ) -> None:
         """Wait until `ready`; raise Interrupted once `interrupted`, unless it is ready as well.
 
-        `waits_for` are the workers without whose part it never is. For the training thread alone.
+        `waits_for` are the workers without whose part it never is. With `poll_s`, it is looked at that often, beside
+        what is announced. For the training thread alone.
         """
         began_s = time.monotonic()
         self.waits_for = tuple(waits_for)
         with self._changed:
-            self._changed.wait_for(lambda: ready() or interrupted())
+            while not self._changed.wait_for(lambda: ready() or interrupted(), poll_s):
+                pass
             self.waits_for = ()
             self.waited_s += time.monotonic() - began_s
             if not ready():

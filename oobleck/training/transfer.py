@@ -18,13 +18,13 @@ from functools import reduce
 from itertools import accumulate
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from oobleck.control.standing import PeerLost
 from oobleck.planner import LayerTransfer, Place
 
 from .groups import Group, GroupKey
 from .signals import Signals
+from .staging import Pending
 
 __all__ = [
     "CHUNK_BYTES",
@@ -189,7 +189,7 @@ class _Progress:
 
 def _send(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row]) -> None:
     """Send chunks in order, a window of them at a time."""
-    posted: deque[tuple[Work, torch.Tensor]] = deque()
+    posted: deque[tuple[Pending, torch.Tensor]] = deque()
     for chunk in chunks:
         if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:
             _wait(posted.popleft()[0])
@@ -201,7 +201,7 @@ def _send(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row]) -> No
 
 def _receive(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row], progress: _Progress) -> None:
     """Receive chunks in order, a window of them at a time."""
-    posted: deque[tuple[Chunk, Work, torch.Tensor]] = deque()
+    posted: deque[tuple[Chunk, Pending, torch.Tensor]] = deque()
 
     def take_oldest() -> None:
         chunk, work, tensor = posted.popleft()
@@ -218,7 +218,7 @@ def _receive(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row], pr
         take_oldest()
 
 
-def _wait(work: Work) -> None:
+def _wait(work: Pending) -> None:
     try:
         work.wait()
     except RuntimeError as error:

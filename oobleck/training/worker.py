@@ -44,6 +44,7 @@ from oobleck.wire import (
 )
 
 from .assembly import assemble
+from .devices import choose_device, device_memory_bytes, use_device
 from .doorbell import hang_doorbell, ring_all
 from .engine import Engine
 from .groups import GroupTable
@@ -96,7 +97,10 @@ class _Worker:
         self._device = setup.place.device
         self._training_thread = threading.get_ident()
         self._doorbell = hang_doorbell(setup.place, setup.address)
-        self._memory_bytes = setup.device_memory_bytes
+        self._computes_on = choose_device(job.device, setup.local_device)
+        use_device(self._computes_on)
+        of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
+        self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
         self._signals = Signals()
         self._standing = Standing(setup.place, self._signals.announce, lock=threading.Lock())
         self._board = Board(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
@@ -112,11 +116,12 @@ class _Worker:
         self._engine = Engine(
             job,
             setup.place,
+            device=self._computes_on,
             dataset=self._dataset,
             validation=assembly.validation,
             structure=self._structure,
             optimizer=assembly.optimizer,
-            groups=GroupTable(setup.place, setup.address, self._board, self._signals),
+            groups=GroupTable(setup.place, setup.address, self._board, self._signals, device=self._computes_on),
             signals=self._signals,
             standing=self._standing,
             saving=self._saving,
@@ -136,7 +141,7 @@ class _Worker:
                 layer_names=self._structure.layer_names,
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
-                device_name=device_name(torch.device(self._job.device)),
+                device_name=device_name(self._computes_on),
                 doorbell=self._doorbell,
                 saves=self._saving is not None,
             )

@@ -40,6 +40,18 @@ def test_cores_and_memory_of_a_machine_are_shared_by_its_workers():
     assert (alone.torch_threads, alone.device_memory_bytes) == (4, 1 << 30)
 
 
+def test_workers_that_share_a_device_are_counted():
+    nodes = (
+        NodeSpec(name="a", host="one", devices=(0, 1)),
+        NodeSpec(name="b", host="one", devices=(1, 2)),
+        NodeSpec(name="c", host="one", devices=(3, 4)),
+        NodeSpec(name="d", host="two", devices=(0, 1)),
+    )
+    bench = Bench(Shape(num_nodes=4, devices=2), nodes=nodes)
+    configures = [bench.messages(bench.up(node), node)[0] for node in "abcd"]
+    assert [each.num_sharing for each in configures if isinstance(each, Configure)] == [2, 2, 1, 1]
+
+
 def test_the_job_may_say_threads_and_memory():
     shape = Shape(num_nodes=1)
     job = replace(shape.job, torch_threads=3, device_memory_bytes=12345)
