@@ -46,6 +46,7 @@ from oobleck.control.messages import (
     KillWorker,
     LayersMoving,
     Leaving,
+    Pace,
     PeerFailed,
     StartWorker,
     StopAgent,
@@ -923,6 +924,22 @@ def test_a_node_that_was_joining_when_the_master_died_joins_anew():
     for _ in range(3):
         succeed(bench, "n0", "n1", "n2")
         assert bench.commands.count(Connect(node=spec)) == 1
+
+
+def test_a_new_master_learns_of_slow_nodes_once_it_has_found_them():
+    bench = training()
+    bench.commit("n0", 1)
+    succeed(bench, "n0", "n1", "n2")
+
+    def tell_paces() -> list[str]:
+        for _ in range(5):
+            for node in ("n0", "n1", "n2"):
+                bench.say(node, Pace(device=0, compute_s=3.0 if node == "n2" else 1.0, microbatches=4))
+        return [entry.text for entry in bench.journal(Notice)]
+
+    assert not tell_paces()
+    bench.beat_until(bench.now_s + 2.0, "n0", "n1", "n2")
+    assert tell_paces() == ["n2 takes 3.0 times the usual time"]
 
 
 def test_an_agent_that_is_another_one_has_lost_its_state():
