@@ -1,7 +1,7 @@
 """A job whose layers fail on request: `oobleck up --local 4 tests/e2e/failing_job.py -- DIRECTORY`
 
 A file in the directory that is named for a worker's process (`1234`), or for all of them (`all`), says what happens
-there next: an exception, a segmentation fault, or more memory than there is.
+there next: an exception, a segmentation fault, an end, or more memory than there is.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def fail(kind: str) -> None:
             raise ValueError("the model has a bug")
         case "segfault":
             ctypes.string_at(0)
+        case "exit":
+            os._exit(7)
         case "memory":
             torch.empty(1 << 50)
 

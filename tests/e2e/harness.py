@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from oobleck.cli.exit_codes import ExitCode
 from oobleck.runtime.agent_dir import AgentDir
 from oobleck.runtime.run_dir import RunDirectory
 
@@ -149,6 +150,9 @@ class Runner:
                 process.wait()
                 for left in self.processes():  # the next run is not to take over what goes on without its master
                     left.kill()
+                shutil.rmtree(self.memory, ignore_errors=True)
+            elif process.returncode in (ExitCode.FAILED, ExitCode.RESUMABLE, ExitCode.CONFIG):
+                shutil.rmtree(self.memory, ignore_errors=True)  # kept by lost nodes for a next run, on purpose
             assert process.stdout is not None
             process.stdout.close()
             warming.join()
@@ -251,6 +255,7 @@ class Runner:
         left = self.left_over(timeout_s=30.0)
         for process in self.processes():
             process.kill()
+        shutil.rmtree(self.memory, ignore_errors=True)
         assert not left, left
         shutil.rmtree(self.temporary)
 

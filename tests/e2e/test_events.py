@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -83,6 +84,36 @@ def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -
         assert "without progress" in told
         assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0
         assert up.finish().exit_code == 0
+
+
+def test_what_goes_wrong_in_the_code_of_users_is_told_from_broken_machines(runner: Runner, tmp_path: Path) -> None:
+    """One run: a worker wants more memory than there is; another ends by itself; then all meet the same error."""
+    script = str(Path(__file__).with_name("failing_job.py"))
+    settings = ("--tag", TAG, *ENDLESS, "--set", "num_pipelines=2", "--set", "torch_threads=1")
+    with runner.up(*settings, "--", str(tmp_path), nodes=("--local", "4", script)) as up:
+        up.wait_for_step(2)
+        for kind, failure, node, told in (
+            ("memory", "out_of_memory", "node1", "allocate"),
+            ("exit", "exited", "node2", "exit"),
+        ):
+            trap = tmp_path / str(worker_pids(runner)[node])
+            trap.write_text(kind)
+            assert told in newest(runner, failure, node)["root"]["evidence"]
+            trap.unlink()
+            wait_until_ready_again(up, node)
+        (tmp_path / "all").write_text("exception")
+        outcome = up.finish()
+    assert outcome.exit_code == 1
+    fatal = incidents(runner)[-1]
+    assert fatal["root"]["failure"] == "user_exception"
+    assert fatal["is_fatal"]
+    assert "the model has a bug" in fatal["root"]["evidence"]
+
+
+def test_data_that_is_not_there_is_told(runner: Runner) -> None:
+    outcome = runner.run("--job", str(runner.job_file()), "--set", "data.paths=[/no/such/text]", nodes=("--local", "2"))
+    assert outcome.exit_code == 78
+    assert incidents(runner)[-1]["root"]["failure"] == "data_error"
 
 
 def test_a_loss_that_is_no_number_is_told(runner: Runner) -> None:
