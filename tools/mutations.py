@@ -68,7 +68,7 @@ MUTATIONS = (
         file="oobleck/control/standing.py",
         old="        with self._lock:\n            self._check_fence()\n            self._move_to(record)",
         new="        with self._lock:\n            self._move_to(record)",
-        caught_by=COMMIT,
+        caught_by="tests/control/test_standing.py::test_a_step_is_applied_before_the_fence_or_not_at_all",
     ),
     Mutation(
         name="commit_without_agreement",
