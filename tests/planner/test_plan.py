@@ -38,6 +38,12 @@ def test_workers_are_ranked_by_place_and_located() -> None:
     assert plan().nodes == ("a", "b", "c")
 
 
+def test_every_worker_has_the_layers_of_its_stage() -> None:
+    assert set(plan().layers_at) == set(plan().places)
+    for place, layers in plan().layers_at.items():
+        assert layers == {layer for layer in range(plan().num_layers) if place in plan().owners_of(layer)}
+
+
 def test_owners_of_a_layer_are_one_worker_of_each_pipeline() -> None:
     assert [tuple(map(str, plan().owners_of(layer))) for layer in range(plan().num_layers)] == [
         ("b:0", "c:0"),

@@ -50,6 +50,7 @@ def test_a_plan_for_groups_is_the_plan_for_as_many_devices(degree: int, groups: 
         return
     found = grouped.reconfigure(plans[0].plan, lost=lost)
     assert by_groups(found, degree) == by_groups(expected, 1)
+    assert grouped.reconfigure(plans[0].plan, lost=lost, held=plans[0].plan.layers_at) == found
     assert len(found.transfers) == degree * len(expected.transfers)
     for item in found.transfers:
         assert item.source.device % degree == item.target.device % degree, "shares of one rank alone are alike"
