@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 import trio
@@ -30,6 +31,8 @@ from oobleck.control.messages import (
 )
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
+from oobleck.runtime.agent_dir import AgentDir
+from oobleck.runtime.checkpoint_store import NodeCheckpoints
 from tests.control.journals import plan
 from tests.control.test_recovery import record, status
 from tests.roles.virtual import CONTROL, GREETING, Link, VirtualHost, configure, make_agent
@@ -300,6 +303,25 @@ async def test_a_master_that_vanished_without_a_word_leaves_no_agent_behind(auto
         await trio.sleep(2 * CONTROL.orphan_timeout_s + 5)
         assert desk.ended == "no master came for 30 s"
         assert worker.is_killed
+
+
+async def test_an_orphan_gives_the_memory_for_states_back(autojump_clock: MockClock, tmp_path: Path):
+    directory = AgentDir(tmp_path.name, "n0")
+    store = NodeCheckpoints(directory, default_directory=tmp_path)
+    link = Link()
+    waiting = [link.agent]
+
+    async def accept():
+        return waiting.pop() if waiting else await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(make_agent(accept, VirtualHost(), checkpoints=store).run)
+        await link.master.send([GREETING])
+        await link.master.send([configure()])
+        await hear(link, Heartbeat)
+        assert directory.memory.is_dir()
+        await link.master.aclose()
+    assert not directory.memory.exists()
 
 
 async def test_a_master_that_answers_heartbeats_is_no_ghost(autojump_clock: MockClock):
