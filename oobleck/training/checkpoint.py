@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -154,13 +154,7 @@ class FlashSaver:
             return
         slot = share.memory.next_slot()
         slot.begin()
-        began_s = time.monotonic()
-        with torch.no_grad():
-            torch._foreach_copy_(list(share.over[slot.number]), sources)
-        copied_s = time.monotonic()
-        self._copied.set()
-        since_s = self._waits_since_s
-        sources.clear()  # nothing is held longer than it must be
+        copy_s, waited_s = self._copy(sources, share.over[slot.number])
         slot.seal(encode_json(state))
         if len(slot.memory.valid_slots()) == len(slot.memory.slots()):
             self._forget_older_than(slot.memory)
@@ -171,10 +165,23 @@ class FlashSaver:
                 state=state,
                 layers=layout.layers,
                 size_bytes=layout.size_bytes,
-                pause_s=called_s + (max(0.0, copied_s - since_s) if since_s is not None else 0.0),
-                copy_s=copied_s - began_s,
+                pause_s=called_s + waited_s,
+                copy_s=copy_s,
             )
         )
+
+    def _copy(self, sources: list[torch.Tensor], targets: Sequence[torch.Tensor]) -> tuple[float, float]:
+        """Copy, and let training change what is copied; returns how long that took, and how long training waited."""
+        began_s = time.monotonic()
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(list(targets), sources)
+        finally:
+            copied_s = time.monotonic()
+            self._copied.set()  # whatever went wrong: training must not wait for ever
+        sources.clear()  # nothing is held longer than it must be
+        since_s = self._waits_since_s
+        return copied_s - began_s, max(0.0, copied_s - since_s) if since_s is not None else 0.0
 
     def _forget_older_than(self, memory: FlashMemory) -> None:
         """Remove the files of former shares: both slots of this one hold a state by now."""
