@@ -246,6 +246,8 @@ class JobSpec:
     """Of float16; it is halved when gradients overflow, and doubled when they have not for long."""
     activation_checkpointing: bool = False
     """Blocks keep their input alone and compute what is between again in their backward pass."""
+    compile: bool = False
+    """Blocks are compiled by torch when they are first run."""
     device: Literal["cpu", "cuda"] = "cpu"
     seed: int = 0
     eval_steps: int | None = None
@@ -290,6 +292,12 @@ class JobSpec:
             "schedule",
             self.schedule,
             "1f1b or gpipe where devices share stages (tensor_parallel)",
+        )
+        _require(
+            not self.compile or (self.tensor_parallel == 1 and self.schedule != "zero-bubble"),
+            "compile",
+            self.compile,
+            "false where devices share stages (tensor_parallel) or backward passes are split (zero-bubble)",
         )
         # An evaluation may be given up half-way, and would leave a sum in the stage's group that nobody completes.
         _require(

@@ -35,6 +35,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     **{key: ("optimizer", key) for key in _OPTIMIZER},
     "per_device_train_batch_size": ("microbatch_size",),
     "gradient_checkpointing": ("activation_checkpointing",),
+    "torch_compile": ("compile",),
     "run_name": ("tag",),
     "global_microbatch_size": ("global_batch_size",),
     "steps": ("max_steps",),

@@ -37,6 +37,7 @@ def profile_key(
         "sequence_length": job.data.sequence_length,
         "dtype": job.dtype,
         "activation_checkpointing": job.activation_checkpointing,
+        **({"compile": True} if job.compile else {}),
         "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],
         "device": [job.device, *device],
         "versions": [__version__, *versions],

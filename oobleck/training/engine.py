@@ -133,6 +133,7 @@ class Engine:
             device=device,
             autocast=self._precision.autocast,
             activation_checkpointing=job.activation_checkpointing,
+            compiles=job.compile,
         )
         install(self._model, self._share, self._sum_in_stage)
         self._optimizer = optimizer

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from oobleck.errors import ConfigError
 
 from .batches import Batch
+from .compilation import compile_forward
 from .configuration import CAUSAL_LM_LOSS
 from .initialization import initialize_module, materialize_buffers, unset
 from .losses import causal_lm_loss, masked_lm_loss
@@ -63,6 +64,7 @@ class StageModel:
         device: torch.device | str,
         autocast: torch.dtype | None = None,
         activation_checkpointing: bool = False,
+        compiles: bool = False,
     ) -> None:
         self.structure = structure
         self.dtype = dtype
@@ -77,9 +79,11 @@ class StageModel:
         self._vacant = dict(self._model.named_parameters(remove_duplicate=False))
         materialize_buffers(self._model, device=self.device)
         self._modules = dict(self._model.named_modules())
-        if activation_checkpointing:
-            for layer in filter(structure.is_block, range(structure.num_layers)):
-                for module in self.modules_of(layer):
+        for layer in filter(structure.is_block, range(structure.num_layers)):
+            for module in self.modules_of(layer):
+                if compiles:
+                    compile_forward(module)
+                if activation_checkpointing:
                     recompute_activations(module, draws_at_random=structure.draws_at_random)
         self._stand_ins = {root: self._stand_in(root) for root in self._roots(range(structure.num_layers))}
         self._hook_up()

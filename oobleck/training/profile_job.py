@@ -22,6 +22,7 @@ from oobleck.planner import profile_from_json, profile_to_json
 from oobleck.wire import decode_json
 
 from .assembly import assemble
+from .compilation import require_compiler
 from .devices import choose_device, device_memory_bytes
 from .profiler import device_name, profile_of_job
 
@@ -45,6 +46,8 @@ def main() -> int:
 
 def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, is_fresh: bool) -> dict[str, object]:
     device = choose_device(job.device, 0)
+    if job.compile:
+        require_compiler(device)
     cores = len(os.sched_getaffinity(0))
     threads = job.torch_threads or max(1, cores // workers)
     memory_bytes = (

@@ -52,6 +52,7 @@ def measure_profile(
     device_memory_bytes: int,
     autocast: torch.dtype | None = None,
     activation_checkpointing: bool = False,
+    compiles: bool = False,
     state_tensors: int = 2,
     network: NetworkProfile = ASSUMED_NETWORK,
 ) -> Profile:
@@ -63,7 +64,12 @@ def measure_profile(
     one layer with its gradients and activations. Leaves the device's generator in another state.
     """
     stage = StageModel(
-        structure, dtype=dtype, device=device, autocast=autocast, activation_checkpointing=activation_checkpointing
+        structure,
+        dtype=dtype,
+        device=device,
+        autocast=autocast,
+        activation_checkpointing=activation_checkpointing,
+        compiles=compiles,
     )
     batch = _batch(structure, microbatch_size, stage.device)
     measured: dict[object, _Cost] = {}
@@ -111,6 +117,7 @@ def profile_of_job(
         device_memory_bytes=device_memory_bytes,
         autocast=precision.autocast,
         activation_checkpointing=job.activation_checkpointing,
+        compiles=job.compile,
         state_tensors=optimizer.layout(device).num_tensors,
     )
 

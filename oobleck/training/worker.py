@@ -44,6 +44,7 @@ from oobleck.wire import (
 )
 
 from .assembly import assemble
+from .compilation import require_compiler
 from .devices import choose_device, device_memory_bytes, use_device
 from .doorbell import hang_doorbell, ring_all
 from .engine import Engine
@@ -99,6 +100,8 @@ class _Worker:
         self._doorbell = hang_doorbell(setup.place, setup.address)
         self._computes_on = choose_device(job.device, setup.local_device)
         use_device(self._computes_on)
+        if job.compile:
+            require_compiler(self._computes_on)
         of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
         self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
         self._signals = Signals()
