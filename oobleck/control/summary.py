@@ -12,10 +12,19 @@ from dataclasses import asdict, dataclass
 from oobleck.planner import ExecutionPlan
 
 from .goodput import TimeAccount
-from .journal import JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone, StepsDone
+from .journal import Evaluated, JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone, StepsDone
 from .tally import StepTally
 
-__all__ = ["PipelineSummary", "PlanSummary", "RecoverySummary", "StageSummary", "StepTime", "Summary", "summarize"]
+__all__ = [
+    "EvaluationSummary",
+    "PipelineSummary",
+    "PlanSummary",
+    "RecoverySummary",
+    "StageSummary",
+    "StepTime",
+    "Summary",
+    "summarize",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +51,14 @@ class RecoverySummary:
     """Time in which no microbatch of a committed step made progress anywhere."""
     bytes_moved: int
     microbatches_redone: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSummary:
+    """What the model of a step was worth on samples that it is not trained on."""
+
+    step: int
+    loss: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +114,8 @@ class Summary:
     recoveries: tuple[RecoverySummary, ...]
     seed: int
     plan: PlanSummary | None
+    evaluations: tuple[EvaluationSummary, ...] = ()
+    """In the order of steps, one for each step that was evaluated."""
 
     def to_dict(self) -> dict[str, object]:
         """The summary as JSON-able values."""
@@ -115,6 +134,7 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
     plan: PlanAdopted | None = None
     tally = StepTally()
     recoveries: list[RecoverySummary] = []
+    evaluations: dict[int, float] = {}
     steps_lost = 0
     elapsed_s = 0.0
     for entry in entries:
@@ -127,6 +147,9 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
                 plan = entry
                 if entry.restored_step is not None:
                     tally.begin_after(entry.restored_step)
+                    evaluations = {step: loss for step, loss in evaluations.items() if step <= entry.restored_step}
+            case Evaluated():
+                evaluations[entry.step] = entry.loss
             case StepDone() | StepsDone():
                 tally.add(entry)
             case RecoveryDone():
@@ -160,6 +183,7 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
         recoveries=tuple(recoveries),
         seed=job.job.seed if job else 0,
         plan=_plan(plan.plan) if plan else None,
+        evaluations=tuple(EvaluationSummary(step=step, loss=loss) for step, loss in sorted(evaluations.items())),
     )
 
 

@@ -38,6 +38,9 @@ def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
     yield "samples missing", _bad_unless_zero(summary.samples_missing)
     if summary.losses:
         yield "loss", f"{summary.losses[0]:.4f} → {summary.losses[-1]:.4f}"
+    if summary.evaluations:
+        last = summary.evaluations[-1]
+        yield "evaluation loss", f"{summary.evaluations[0].loss:.4f} → {last.loss:.4f} after step {last.step}"
     yield "tokens/s", count_text(summary.tokens_per_s)
     if summary.step_time_s is not None:
         step = summary.step_time_s

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from oobleck.control.journal import JobEnded
-from oobleck.control.summary import StepTime, summarize
+from oobleck.control.journal import Evaluated, JobEnded
+from oobleck.control.summary import EvaluationSummary, StepTime, summarize
 from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
 
 NODES = ("node0", "node1", "node2", "node3")
@@ -83,6 +83,17 @@ def test_steps_lost_and_not_yet_run_again_are_counted():
 def test_the_newest_commit_of_a_step_gives_its_loss():
     entries = [job_started(NODES), committed(1.0, 1, loss=5.0), committed(2.0, 1, loss=4.0)]
     assert summarize(entries).losses == (4.0,)
+
+
+def test_evaluations_are_told_once_for_each_step_and_forgotten_with_the_steps_that_are_run_again():
+    def evaluated(step: int, loss: float) -> Evaluated:
+        return Evaluated(t_s=float(step), step=step, loss=loss, num_samples=8, duration_s=0.1)
+
+    entries = [job_started(NODES), evaluated(10, 5.0), evaluated(20, 4.0), evaluated(20, 4.5), evaluated(30, 4.0)]
+    assert [each.loss for each in summarize(entries).evaluations] == [5.0, 4.5, 4.0]
+    entries.append(adopted(40.0, 2, TWO, restored_step=20))
+    told = summarize(entries).evaluations
+    assert told == (EvaluationSummary(step=10, loss=5.0), EvaluationSummary(step=20, loss=4.5))
 
 
 def test_the_95th_percentile_is_a_time_that_a_step_took():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from oobleck.control.summary import summarize
+from oobleck.control.summary import EvaluationSummary, summarize
 from oobleck.ui.summary_table import summary_table
 from tests.control.journals import run_with_a_loss
 
@@ -27,6 +27,13 @@ def test_it_tells_what_was_trained(width):
     text = printed(summarize(run_with_a_loss()), width)
     for words in ("120 of 120", "1,920", "7.8431 → 2.3529", "91.6 %", "starting 5.00 s", "reinstantiate", "28.0 MB"):
         assert words in text
+
+
+def test_it_tells_what_evaluations_came_to():
+    told = (EvaluationSummary(step=10, loss=5.0), EvaluationSummary(step=20, loss=4.25))
+    text = printed(replace(summarize(run_with_a_loss()), evaluations=told))
+    assert "5.0000 → 4.2500 after step 20" in text
+    assert "evaluation loss" not in printed(summarize(run_with_a_loss()))
 
 
 def test_without_recoveries_there_is_no_table_of_them():
