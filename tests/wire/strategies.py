@@ -148,7 +148,7 @@ def _shards() -> st.SearchStrategy[Shard]:
 def job_specs(draw: st.DrawFn) -> JobSpec:
     microbatch_size, num_microbatches = draw(st.integers(1, 99)), draw(st.integers(1, 99))
     degree = draw(st.sampled_from([1, 1, 2, 8]))
-    kinds = ["1f1b", "gpipe", "zero-bubble"] if degree == 1 else ["1f1b", "gpipe"]
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"] if degree == 1 else ["1f1b", "gpipe"]))
     return draw(
         built(
             JobSpec,
@@ -157,7 +157,8 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
             fault_threshold=st.integers(0, 99),
-            schedule=st.sampled_from(kinds),
+            schedule=st.just(schedule),
+            compile=st.booleans() if degree == 1 and schedule != "zero-bubble" else st.just(False),
             tensor_parallel=st.just(degree),
             eval_steps=st.none() | st.integers(1, 2**40) if degree == 1 else st.none(),
             max_eval_samples=st.none() | st.integers(1, 2**40),
