@@ -14,6 +14,7 @@ SHAPES = (
     Shape(num_nodes=3),
     Shape(layers_per_device=2),
     Shape(num_nodes=5, layers_per_device=2),
+    Shape(num_nodes=5, layers_per_device=2, layer_s=3.0),  # steps that are run again rather than finished
     Shape(num_nodes=6, layers_per_device=2),
     Shape(num_nodes=4, fault_threshold=2),
     Shape(num_nodes=2, devices=2),
