@@ -53,22 +53,30 @@ Recovery = tuple[str, str, tuple[str, ...]]
 
 
 @pytest.mark.parametrize(
-    ("events", "duration_s"), [(SHORT, 11.0), pytest.param(LONG, 110.0, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("events", "duration_s", "attempts"),
+    [(SHORT, 11.0, 2), pytest.param(LONG, 110.0, 1, marks=pytest.mark.slow)],
+    ids=["short", "long"],
 )
 def test_the_simulator_foretells_what_a_real_run_does(
-    runner: Runner, tmp_path: Path, events: list[dict[str, Any]], duration_s: float
+    runner: Runner, tmp_path: Path, events: list[dict[str, Any]], duration_s: float, attempts: int
 ) -> None:
+    """The short one may try again: a stutter of a machine that others use is much of eleven seconds."""
     text = json.dumps({"version": 1, "duration_s": duration_s, "nodes": NODES, "events": events})
-    journal = play_really(runner, text, tmp_path / "trace.json")
-    recovered = [entry for entry in journal if entry["@type"] == "RecoveryDone"]
-    began_s = recovered[0]["began_s"] - recovered[0]["detect_s"] - events[0]["t_s"]
-    commits = [(entry["t_s"], entry["record"]["step"]) for entry in journal if entry["@type"] == "StepDone"]
-    before = progress(commits, began_s)
-    trained = progress(commits, began_s + duration_s) - before
-    foretold, recoveries = simulate(trace_from_json(text), journal, phase=before % 1)
-    assert [(each["cause"], each["action"], tuple(each["nodes"])) for each in recovered] == recoveries
-    # What a loss costs depends on how far its step has come, by up to a step; only a long run averages that out.
-    assert foretold == pytest.approx(trained, abs=0.1 * trained + (1 if duration_s < LONG_S else 0))
+    for _ in range(attempts):
+        journal = play_really(runner, text, tmp_path / "trace.json")
+        recovered = [entry for entry in journal if entry["@type"] == "RecoveryDone"]
+        met = [(each["cause"], each["action"], tuple(each["nodes"])) for each in recovered]
+        began_s = recovered[0]["began_s"] - recovered[0]["detect_s"] - events[0]["t_s"]
+        commits = [(entry["t_s"], entry["record"]["step"]) for entry in journal if entry["@type"] == "StepDone"]
+        before = progress(commits, began_s)
+        trained = progress(commits, began_s + duration_s) - before
+        foretold, recoveries = simulate(trace_from_json(text), journal, phase=before % 1)
+        # What a loss costs depends on how far its step has come, by up to a step; only a long run averages that out.
+        expected = pytest.approx(trained, abs=0.1 * trained + (1 if duration_s < LONG_S else 0))
+        if met == recoveries and foretold == expected:
+            break
+    assert met == recoveries
+    assert foretold == expected
 
 
 def progress(commits: Sequence[tuple[float, int]], t_s: float) -> float:
