@@ -299,13 +299,6 @@ class JobSpec:
             self.compile,
             "false where devices share stages (tensor_parallel) or backward passes are split (zero-bubble)",
         )
-        # An evaluation may be given up half-way, and would leave a sum in the stage's group that nobody completes.
-        _require(
-            self.tensor_parallel == 1 or self.eval_steps is None,
-            "eval_steps",
-            self.eval_steps,
-            "left out where devices share stages (tensor_parallel)",
-        )
         _require(self.fault_threshold >= 0, "fault_threshold", self.fault_threshold, "0 or more")
         for name in ("eval_steps", "max_eval_samples"):
             value = getattr(self, name)

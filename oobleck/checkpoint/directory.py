@@ -1,7 +1,7 @@
 """A directory of checkpoints on disk. A checkpoint is complete when its manifest has its name, and not before.
 
 <directory>/step-00000120.5f3a9c1e.2/     step, run and generation: written once, never written over
-    layer-0000.safetensors …              each with its optimizer state
+    layer-0000.safetensors …              each with its optimizer state; layer-0000.0.safetensors, …1… are two parts
     manifest.json                         the last to get its name; tells the SHA-256 of every file
 """
 
@@ -11,9 +11,11 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from oobleck.control.manifest import MANIFEST_VERSION, Manifest, Shard
@@ -81,11 +83,12 @@ class CheckpointDirectory:
     def _persist_layer(
         self, target: Path, layer: int, entries: tuple[Entry, ...], slot: Slot, metadata: dict[str, str]
     ) -> Shard:
-        file = layer_file_name(layer)
+        part = slot.memory.layout.part
+        file = layer_file_name(layer, part if "part" in metadata else None)
         size, digest = write_layer_file(
             target / file, entries, slot.data, metadata={**metadata, "format": "pt", "layer": str(layer)}
         )
-        return Shard(layer=layer, file=file, size_bytes=size, sha256=digest)
+        return Shard(layer=layer, part=part, file=file, size_bytes=size, sha256=digest)
 
     def commit(self, manifest: Manifest) -> None:
         """Give a checkpoint its manifest: from here on it is complete. Every node may do so; they write the same."""
@@ -145,15 +148,17 @@ class CheckpointDirectory:
         return manifest
 
     def layers_here(self, manifest: Manifest) -> tuple[int, ...]:
-        """The layers whose files are here and as long as they should be; their bytes are not looked at."""
-        return tuple(shard.layer for shard in manifest.shards if self._fault_in_size(manifest, shard) is None)
+        """The layers all of whose files are here and as long as they should be; their bytes are not looked at."""
+        here = Counter(shard.layer for shard in manifest.shards if self._fault_in_size(manifest, shard) is None)
+        return tuple(sorted(layer for layer, count in here.items() if count == manifest.num_parts))
 
     def faults(self, manifest: Manifest) -> Iterator[FileFault]:
         """Read every file and tell what is missing, cut off or changed. O(size)."""
-        told = {shard.layer for shard in manifest.shards}
-        for layer in range(len(manifest.layer_names)):
-            if layer not in told:
-                yield FileFault(file=self.path / manifest.name / layer_file_name(layer), problem="not in the manifest")
+        told = {(shard.layer, shard.part) for shard in manifest.shards}
+        for layer, part in product(range(len(manifest.layer_names)), range(manifest.num_parts)):
+            if (layer, part) not in told:
+                file = layer_file_name(layer, None if manifest.num_parts == 1 else part)
+                yield FileFault(file=self.path / manifest.name / file, problem="not in the manifest")
         for shard in manifest.shards:
             fault = self.fault_of(manifest, shard)
             if fault is not None:
@@ -186,9 +191,9 @@ class CheckpointDirectory:
         return None
 
 
-def layer_file_name(layer: int) -> str:
-    """The name of a layer's file."""
-    return f"layer-{layer:04d}.safetensors"
+def layer_file_name(layer: int, part: int | None = None) -> str:
+    """The name of a layer's file, or of that of one of its parts."""
+    return f"layer-{layer:04d}.safetensors" if part is None else f"layer-{layer:04d}.{part}.safetensors"
 
 
 def _age(found: FoundManifest) -> tuple[str, int, str]:

@@ -67,6 +67,15 @@ class Layout:
                 offset += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return cls(entries=tuple(entries), metadata=dict(metadata))
 
+    @property
+    def part(self) -> int:
+        """Which part of each layer this is, where devices shared each stage."""
+        return int(self.metadata.get("part", "0"))
+
+    @property
+    def num_parts(self) -> int:
+        return int(self.metadata.get("num_parts", "1"))
+
     @cached_property
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({entry.layer for entry in self.entries}))

@@ -60,11 +60,12 @@ def inspect_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, bas
         file = read_layer_file(directory.path / manifest.name / shard.file)
         own = sorted({spec.dtype for name, (spec, _) in file.tensors.items() if not name.startswith("optimizer.")})
         name = manifest.layer_names[shard.layer] if shard.layer < len(manifest.layer_names) else "?"
+        number = f"{shard.layer:4}" if manifest.num_parts == 1 else f"{shard.layer:4}.{shard.part}"
         typer.echo(
-            f"  {shard.layer:4} {name.ljust(width)} {_mib(shard.size_bytes):>12}  "
-            f"{len(file.tensors)} tensors, {'/'.join(own)}"
+            f"  {number} {name.ljust(width)} {_mib(shard.size_bytes):>12}  {len(file.tensors)} tensors, {'/'.join(own)}"
         )
-    typer.echo(f"  {len(manifest.shards)} layers, {_mib(manifest.size_bytes)}")
+    parts = f", each in {manifest.num_parts} parts" if manifest.num_parts > 1 else ""
+    typer.echo(f"  {len(manifest.layer_names)} layers{parts}, {_mib(manifest.size_bytes)}")
 
 
 def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
@@ -77,7 +78,8 @@ def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base
     else:
         for fault in faults:
             typer.echo(str(fault))
-        verdict = f"{len(faults)} of {len(manifest.layer_names)} layers cannot be used" if faults else "whole"
+        files = len(manifest.layer_names) * manifest.num_parts
+        verdict = f"{len(faults)} of {files} files cannot be used" if faults else "whole"
         typer.echo(f"{directory.path / manifest.name}: {verdict}, {_mib(manifest.size_bytes)}")
     if faults:
         raise SystemExit(ExitCode.FAILED)

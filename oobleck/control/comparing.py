@@ -35,8 +35,10 @@ def odd_ones(digests: Mapping[Place, int]) -> tuple[frozenset[Place], bool]:
 class Comparing:
     """Mutable: the digests of the newest step that was told of."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, *, degree: int = 1) -> None:
+        """Where `degree` devices share each stage, those of like rank have copies of the same part."""
         self._outbox = outbox
+        self._degree = degree
         self._key = (0, 0)
         self._told: dict[Place, dict[int, int]] = {}
         self._in_a_row = 0
@@ -55,12 +57,17 @@ class Comparing:
         told, self._told = self._told, {}
         distrusted: dict[Place, set[int]] = {}
         for layer in sorted({layer for digests in told.values() for layer in digests}):
-            copies = {place: digests[layer] for place, digests in told.items() if layer in digests}
-            odd, is_sure = odd_ones(copies)
-            if odd:
-                self._say(layer, sorted(odd), sorted(copies.keys() - odd), is_sure=is_sure)
-            for place in odd:
-                distrusted.setdefault(place, set()).add(layer)
+            for rank in range(self._degree):
+                copies = {
+                    place: digests[layer]
+                    for place, digests in told.items()
+                    if layer in digests and place.device % self._degree == rank
+                }
+                odd, is_sure = odd_ones(copies)
+                if odd:
+                    self._say(layer, sorted(odd), sorted(copies.keys() - odd), is_sure=is_sure)
+                for place in odd:
+                    distrusted.setdefault(place, set()).add(layer)
         self._in_a_row = self._in_a_row + 1 if distrusted else 0
         if self._in_a_row >= _MOST_IN_A_ROW:
             self._notice("copies keep differing: their machines compute differently, and are compared no more")

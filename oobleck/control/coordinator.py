@@ -173,7 +173,7 @@ class Coordinator:
             resume=resume,
         )
         self._ending = Ending(job, self._members, self._progress, self._saving, self._reconfiguration, self._outbox)
-        self._comparing = Comparing(self._outbox)
+        self._comparing = Comparing(self._outbox, degree=job.tensor_parallel)
         self._rejoining = Rejoining(first_wait_s=job.control.rejoin_after_s)
         self._has_ended = False
 

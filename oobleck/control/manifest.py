@@ -32,9 +32,11 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One layer's file."""
+    """The file of one layer, or of a part of it."""
 
     layer: int
+    part: int = 0
+    """Which one, where devices shared each stage."""
     file: str
     size_bytes: int
     sha256: str
@@ -67,6 +69,8 @@ class Manifest:
     samples_seen: int
     data_digest: str
     layer_names: tuple[str, ...]
+    num_parts: int = 1
+    """Of each layer: how many devices shared a stage."""
     shards: tuple[Shard, ...]
 
     @property

@@ -60,16 +60,22 @@ class _Save:
     saved_at: str = ""
     savers: dict[Place, tuple[int, ...]] = field(default_factory=dict)
     """Whose shares are whole in memory, and which layers these are."""
-    shards: dict[int, Shard] = field(default_factory=dict)
+    shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
+    """By layer and part: devices that share a stage save a part each."""
     pause_s: float = 0.0
     copy_s: float = 0.0
     is_committing: bool = False
 
-    def is_in_memory(self, num_layers: int) -> bool:
-        return len({layer for layers in self.savers.values() for layer in layers}) == num_layers
+    def is_in_memory(self, num_layers: int, *, num_parts: int) -> bool:
+        parts = {(layer, place.device % num_parts) for place, layers in self.savers.items() for layer in layers}
+        return len(parts) == num_layers * num_parts
 
-    def unwritten(self, place: Place) -> tuple[int, ...]:
-        return tuple(layer for layer in self.savers.get(place, ()) if layer not in self.shards)
+    def is_written(self, num_layers: int, *, num_parts: int) -> bool:
+        return len(self.shards) == num_layers * num_parts
+
+    def unwritten(self, place: Place, *, num_parts: int) -> tuple[int, ...]:
+        part = place.device % num_parts
+        return tuple(layer for layer in self.savers.get(place, ()) if (layer, part) not in self.shards)
 
 
 class Saving:
@@ -80,6 +86,7 @@ class Saving:
         self._members = members
         self._outbox = outbox
         self._run = run
+        self._num_parts = job.tensor_parallel
         self._policy = SavePolicy(spec=job.checkpoint)
         self._layer_names: tuple[str, ...] = ()
         self._plan: ExecutionPlan | None = None
@@ -146,14 +153,15 @@ class Saving:
     def worker_lost(self, node: str) -> None:
         """A worker is gone, its agent is not: what is whole in memory will be written all the same."""
         for save in list(self._saves.values()):
-            if not save.is_in_memory(len(self._layer_names)):
+            if not save.is_in_memory(len(self._layer_names), num_parts=self._num_parts):
                 self._give_up(save.name, f"the worker of {node} was lost before all layers were in memory", soon=True)
 
     def node_lost(self, node: str) -> None:
         """A node is gone, with all that it had not written."""
         self.worker_lost(node)
         for save in list(self._saves.values()):
-            if any(save.unwritten(place) for place in save.savers if place.node == node):
+            here = [place for place in save.savers if place.node == node]
+            if any(save.unwritten(place, num_parts=self._num_parts) for place in here):
                 self._give_up(save.name, f"{node} was lost before it had written its layers", soon=True)
 
     def handle_deadline(self) -> None:
@@ -201,7 +209,7 @@ class Saving:
         """A share is on disk."""
         save = self._saves.get(message.name)
         if save is not None:
-            save.shards.update((shard.layer, shard) for shard in message.shards)
+            save.shards.update(((shard.layer, shard.part), shard) for shard in message.shards)
             self._commit_when_written(save)
 
     def committed(self, message: CheckpointCommitted) -> None:
@@ -274,7 +282,8 @@ class Saving:
             self._arm(not_before_s=self._outbox.now_s + _RETRY_S)
 
     def _commit_when_written(self, save: _Save) -> None:
-        if save.is_committing or len(save.shards) < len(self._layer_names) or not save.savers:
+        is_written = save.is_written(len(self._layer_names), num_parts=self._num_parts)
+        if save.is_committing or not is_written or not save.savers:
             return
         save.is_committing = True
         complete = [*self.complete, KnownCheckpoint(name=save.name, step=save.step, saved_at=save.saved_at)]
@@ -302,5 +311,6 @@ class Saving:
             samples_seen=save.step * self._job.global_batch_size,
             data_digest=digests[0] if digests else "",
             layer_names=self._layer_names,
+            num_parts=self._num_parts,
             shards=tuple(shard for _, shard in sorted(save.shards.items())),
         )

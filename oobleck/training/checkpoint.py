@@ -37,6 +37,8 @@ from oobleck.checkpoint import (
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.wire import decode_json, encode_json
 
+from .parts import Tensors, join_parts
+
 __all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "as_tensor", "layout_of"]
 
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
@@ -195,9 +197,13 @@ class FlashSaver:
 
 
 class StateReader:
-    """What a worker can restore, from its own memory and from the directory of checkpoints."""
+    """What a worker can restore, from its node's memory and from the directory of checkpoints.
+
+    Layers are whole here: where devices shared stages, what each of them saved is put together.
+    """
 
     def __init__(self, directory: Path, stem: str, checkpoints: CheckpointDirectory) -> None:
+        """Memory is that of files `<directory>/<stem>.<n>`; `stem` may be a pattern, for those of several workers."""
         self._directory = directory
         self._stem = stem
         self._checkpoints = checkpoints
@@ -205,8 +211,17 @@ class StateReader:
         """Slots, by file, number and sequence."""
 
     def in_memory(self) -> tuple[tuple[SavedState, tuple[int, ...]], ...]:
-        """The states in this node's memory, each with the layers that are there; newest first."""
-        return tuple((state, slot.memory.layout.layers) for state, slot in self._slots())
+        """The states in this node's memory, each with the layers that are there whole; newest first."""
+        parts: dict[str, dict[int, set[int]]] = {}
+        states: dict[str, tuple[SavedState, int]] = {}
+        for state, slot in self._slots():
+            states.setdefault(state.name, (state, slot.memory.layout.num_parts))
+            for layer in slot.memory.layout.layers:
+                parts.setdefault(state.name, {}).setdefault(layer, set()).add(slot.memory.layout.part)
+        return tuple(
+            (state, tuple(sorted(layer for layer, found in parts[name].items() if len(found) == num_parts)))
+            for name, (state, num_parts) in states.items()
+        )
 
     def on_disk(self) -> tuple[tuple[Manifest, tuple[int, ...]], ...]:
         """The complete checkpoints that this node sees, each with the layers whose files are there; newest first."""
@@ -215,11 +230,11 @@ class StateReader:
             (said.manifest, self._checkpoints.layers_here(said.manifest)) for said in found if said.manifest is not None
         )
 
-    def load(self, name: str, layer: int) -> dict[str, torch.Tensor]:
+    def load(self, name: str, layer: int) -> Tensors:
         """Return a layer of a checkpoint: from memory where it is whole there, else from disk. O(size).
 
-        Every byte is compared with its checksum before. The tensors lie over the memory or the file itself: copy them
-        before anything is saved again. Raises CorruptCheckpoint that names what is wrong.
+        Every byte is compared with its checksum before. The tensors may lie over the memory or the file itself: copy
+        them before anything is saved again. Raises CorruptCheckpoint that names what is wrong.
         """
         try:
             return self._load_from_memory(name, layer)
@@ -229,26 +244,42 @@ class StateReader:
             except CorruptCheckpoint as on_disk:
                 raise CorruptCheckpoint(f"{on_disk}; {in_memory}") from on_disk
 
-    def _load_from_memory(self, name: str, layer: int) -> dict[str, torch.Tensor]:
+    def _load_from_memory(self, name: str, layer: int) -> Tensors:
+        parts: dict[int, Slot] = {}
         for state, slot in self._slots():
             if state.name == name and layer in slot.memory.layout.layers:
-                self._verify(slot)
-                return {
-                    entry.spec.name: as_tensor(entry.spec, slot.data[entry.offset : entry.stop])
-                    for entry in slot.memory.layout.entries_of(layer)
-                }
-        raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory")
+                parts.setdefault(slot.memory.layout.part, slot)
+        num_parts = max((slot.memory.layout.num_parts for slot in parts.values()), default=1)
+        if len(parts) < num_parts:
+            found = f"{len(parts)} of {num_parts} parts" if parts else "nothing"
+            raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory: {found}")
+        return self._joined(layer, name, [self._part_in(slot, layer) for _, slot in sorted(parts.items())])
 
-    def _load_from_disk(self, name: str, layer: int) -> dict[str, torch.Tensor]:
+    def _part_in(self, slot: Slot, layer: int) -> tuple[Mapping[str, str], Tensors]:
+        self._verify(slot)
+        layout = slot.memory.layout
+        return layout.metadata, {
+            entry.spec.name: as_tensor(entry.spec, slot.data[entry.offset : entry.stop])
+            for entry in layout.entries_of(layer)
+        }
+
+    def _load_from_disk(self, name: str, layer: int) -> Tensors:
         manifest = self._checkpoints.manifest(name)
-        shard = next((shard for shard in manifest.shards if shard.layer == layer), None)
-        if shard is None:
+        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+        if len(shards) != manifest.num_parts:
             raise CorruptCheckpoint(f"{self._checkpoints.path / name}: its manifest has no layer {layer}")
-        fault = self._checkpoints.fault_of(manifest, shard)
-        if fault is not None:
-            raise CorruptCheckpoint(str(fault))
-        file = read_layer_file(self._checkpoints.path / name / shard.file)
-        return {key: as_tensor(spec, data) for key, (spec, data) in file.tensors.items()}
+        for shard in shards:
+            if (fault := self._checkpoints.fault_of(manifest, shard)) is not None:
+                raise CorruptCheckpoint(str(fault))
+        return self._joined(
+            layer, name, [_part_on_disk(self._checkpoints.path / name / shard.file) for shard in shards]
+        )
+
+    def _joined(self, layer: int, name: str, parts: Sequence[tuple[Mapping[str, str], Tensors]]) -> Tensors:
+        try:
+            return join_parts(parts)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CorruptCheckpoint(f"layer {layer} of {name}: its parts do not fit together ({error})") from error
 
     def _verify(self, slot: Slot) -> None:
         """Verify a slot once, not for every layer in it."""
@@ -263,6 +294,11 @@ class StateReader:
             with suppress(PeerError):  # of another version
                 found.append((decode_json(SavedState, slot.note), slot))
         return sorted(found, key=lambda pair: pair[0].saved_at, reverse=True)
+
+
+def _part_on_disk(path: Path) -> tuple[Mapping[str, str], Tensors]:
+    file = read_layer_file(path)
+    return file.metadata, {key: as_tensor(spec, data) for key, (spec, data) in file.tensors.items()}
 
 
 def layout_of(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout:

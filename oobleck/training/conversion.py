@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast, get_args
@@ -35,6 +36,7 @@ from oobleck.job import ModelSpec
 from .checkpoint import as_tensor, layout_of
 from .configuration import Task, build_model
 from .models import ModelStructure, StageModel
+from .parts import Tensors, join_parts
 
 __all__ = ["export_model", "import_model"]
 
@@ -71,12 +73,11 @@ def export_model(checkpoint: Path, target: Path) -> None:
         raise CorruptCheckpoint("; ".join(map(str, faults)))
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
-    for shard in manifest.shards:
-        file = read_layer_file(checkpoint / shard.file)
-        metadata = dict(file.metadata)
-        for name, (spec, data) in file.tensors.items():
-            if not name.startswith(_NOT_WEIGHTS):
-                weights[name] = as_tensor(spec, data)
+    for layer in range(len(manifest.layer_names)):
+        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+        parts = [_weights_in(checkpoint / shard.file) for shard in shards]
+        metadata = dict(parts[0][0])
+        weights |= join_parts(parts)
     task = metadata.get("task", "causal_lm")
     if task not in get_args(Task):
         raise ConfigError(f"{checkpoint}: its task {task!r} is not known")
@@ -88,6 +89,14 @@ def export_model(checkpoint: Path, target: Path) -> None:
     model.tie_weights()
     target.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(target)
+
+
+def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:
+    """Return a layer file's metadata, and of its tensors the parameters."""
+    file = read_layer_file(path)
+    return file.metadata, {
+        name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items() if not name.startswith(_NOT_WEIGHTS)
+    }
 
 
 def import_model(source: Path, target: Path) -> Path:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,7 @@ from .reduction import Bucket, GradientReducer, commit, commit_key, make_buckets
 from .sampling import samples_of_step
 from .saving import Saving
 from .signals import Signals
-from .tensor_parallel import initialize_share, install, share_of
+from .tensor_parallel import Share, initialize_share, install
 from .transfer import LayerState, exchange_layers, fill_state, transfer_key
 from .weight_gradients import WeightGradients
 
@@ -102,6 +102,7 @@ class Engine:
         dataset: Dataset,
         validation: Dataset | None = None,
         structure: ModelStructure,
+        share: Share,
         optimizer: Optimizer,
         groups: GroupTable,
         signals: Signals,
@@ -115,10 +116,12 @@ class Engine:
         self._place = place
         self._dataset = dataset
         self._whole = structure
-        degree = job.tensor_parallel
-        self._share = share_of(structure, rank=place.device % degree, degree=degree)
+        self._share = share
         self._structure = self._share.structure
-        self._stage_group: Group | None = None
+        self._stage_sums: Group | None = None
+        """Where the devices that share the stage sum."""
+        self._stage_stops = standing.is_pipeline_stopped
+        """What ends their waiting for each other."""
         self._groups = groups
         self._signals = signals
         self._standing = standing
@@ -202,15 +205,19 @@ class Engine:
         located = plan.locate(self._place)
         assert located is not None
         self._say_resumed()
-        outcome = self._evaluator.run(
-            step,
-            model=self._model,
-            lane=lane,
-            share=(located[0], len(plan.pipelines)),
-            generation=key.generation,
-            everyone=self._groups[key] if len(key.members) > 1 else None,
-            interrupted=self._standing.is_fenced,
-        )
+        # An evaluation may be given up half-way, which leaves sums that nobody completes: they have a group of their
+        # own, that is not used again then.
+        places = plan.pipelines[located[0]].stages[located[1]].places
+        with self._summing_over(GroupKey("evaluation", key.generation, places), self._standing.is_fenced):
+            outcome = self._evaluator.run(
+                step,
+                model=self._model,
+                lane=lane,
+                share=(located[0], len(plan.pipelines)),
+                generation=key.generation,
+                everyone=self._groups[key] if len(key.members) > 1 else None,
+                interrupted=self._standing.is_fenced,
+            )
         self._step_ended_s = time.monotonic()
         if lane.is_first:
             done = EvaluationDone(
@@ -231,9 +238,23 @@ class Engine:
 
     def _sum_in_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the devices that share the stage, in place. Raises Interrupted or PeerLost."""
-        assert self._stage_group is not None
-        self._stage_group.all_reduce(tensor, self._signals).wait(self._standing.is_pipeline_stopped)
+        assert self._stage_sums is not None
+        self._stage_sums.all_reduce(tensor, self._signals).wait(self._stage_stops)
         return tensor
+
+    @contextmanager
+    def _summing_over(self, key: GroupKey, interrupted: Callable[[], bool]) -> Iterator[None]:
+        """Within the block the devices of the stage sum in this group, formed if need be, until `interrupted`."""
+        if len(key.members) == 1:
+            yield
+            return
+        self._groups.form([key], interrupted)
+        before = self._stage_sums, self._stage_stops
+        self._stage_sums, self._stage_stops = self._groups[key], interrupted
+        try:
+            yield
+        finally:
+            self._stage_sums, self._stage_stops = before
 
     def _put_off_weights(self) -> WeightGradients:
         put_off = WeightGradients()
@@ -522,7 +543,7 @@ class Engine:
                 rank=self._share.rank,
                 degree=self._share.degree,
             )
-            self._stage_group = self._groups[place.stage_key] if self._share.degree > 1 else None
+            self._stage_sums = self._groups[place.stage_key] if self._share.degree > 1 else None
         self._groups.keep_only(keys)
         self._resumed_generation = order.generation
 

@@ -42,14 +42,14 @@ _FORMING_TIMEOUT_S = 60.0
 _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane, never by a timeout down here
 _MAX_PARALLEL = 8
 _NCCL_POLL_S = 1e-3
-_PURPOSES_THAT_SUM = ("stage", "reduce")
+_PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupKey:
     """What the members of a group agree on without talking."""
 
-    purpose: Literal["pipeline", "stage", "reduce", "transfer"]
+    purpose: Literal["pipeline", "stage", "evaluation", "reduce", "transfer"]
     generation: int
     members: tuple[Place, ...]
 

@@ -30,9 +30,13 @@ from oobleck.wire import (
 )
 
 from .checkpoint import FlashSaver, LayerTensors, SavedLayers, StateReader
-from .structure import ModelStructure
+from .parts import cut_state, part_metadata, part_to_save
+from .tensor_parallel import Share
 
 __all__ = ["Saving"]
+
+_ANY_DEVICE = "device*"
+"""What other workers of the node have saved can be read here too."""
 
 Report = Callable[[StateSaved | StateNotSaved | CheckpointsFound], None]
 
@@ -49,7 +53,9 @@ class _Share:
 class Saving:
     """One worker's. `want` and `find` are the control thread's to call, all else the training thread's."""
 
-    def __init__(self, place: Place, paths: StoragePaths, structure: ModelStructure, report: Report) -> None:
+    def __init__(self, place: Place, paths: StoragePaths, share: Share, report: Report) -> None:
+        structure = share.structure
+        self._part = share
         self._place = place
         self._run = paths.run
         self._structure = structure
@@ -59,7 +65,10 @@ class Saving:
         self._checkpoints = CheckpointDirectory(Path(paths.checkpoints))
         config = structure.config.to_json_string(use_diff=False)
         self._saver = FlashSaver(
-            self._memory, self._stem, metadata={"config": config, "task": structure.task}, report=self._saved
+            self._memory,
+            self._stem,
+            metadata={"config": config, "task": structure.task, **part_metadata(share)},
+            report=self._saved,
         )
         self._sizes = [
             sum(math.prod(structure.shapes[name]) for name in structure.layer_parameters(layer))
@@ -92,7 +101,7 @@ class Saving:
         if self._share is None or self._share.plan is not plan or self._share.lost:
             layers = self._take_share(plan, ())
             if layers:
-                self._saver.prepare({layer: tensors_of(layer) for layer in layers})
+                self._saver.prepare({layer: part_to_save(self._part, tensors_of(layer)) for layer in layers})
 
     def save(
         self,
@@ -106,7 +115,9 @@ class Saving:
         The state must not change until `settle` has returned.
         """
         self._last_step, self._wanted = record.step, None
-        layers: LayerTensors = {layer: tensors_of(layer) for layer in self._take_share(plan, lost)}
+        layers: LayerTensors = {
+            layer: part_to_save(self._part, tensors_of(layer)) for layer in self._take_share(plan, lost)
+        }
         if layers:
             name = checkpoint_name(self._run, step=record.step, generation=record.generation)
             self._saver.save(layers, name=name, step=record.step, generation=record.generation)
@@ -116,16 +127,18 @@ class Saving:
         self._saver.settle()
 
     def load(self, restore: Restore, layer: int) -> Mapping[str, torch.Tensor]:
-        """Return a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""
+        """Return this worker's share of a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""
         try:
-            return self._reader(restore.directory).load(restore.name, layer)
+            return cut_state(self._part, self._reader(restore.directory).load(restore.name, layer))
         except OSError as error:
             raise CorruptCheckpoint(f"layer {layer} of {restore.name}: {error}") from error
 
     def _take_share(self, plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
         share = self._share
         if share is None or share.plan is not plan or share.lost != frozenset(lost):
-            layers = shares_of(plan, self._sizes, lost=lost).get(self._place, ())
+            part = self._part
+            dealt = shares_of(plan, self._sizes, lost=lost, rank=part.rank, degree=part.degree)
+            layers = dealt.get(self._place, ())
             self._share = share = _Share(plan=plan, lost=frozenset(lost), layers=layers)
         return share.layers
 
@@ -220,4 +233,4 @@ class Saving:
 
     def _reader(self, directory: str | None) -> StateReader:
         elsewhere = None if directory is None else CheckpointDirectory(Path(directory))
-        return StateReader(self._memory, self._stem, elsewhere or self._checkpoints)
+        return StateReader(self._memory, _ANY_DEVICE, elsewhere or self._checkpoints)

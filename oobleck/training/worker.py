@@ -54,6 +54,7 @@ from .profiler import device_name, profile_of_job
 from .rendezvous import Board
 from .saving import Saving
 from .signals import Signals
+from .tensor_parallel import share_of
 
 __all__ = ["run_worker"]
 
@@ -113,9 +114,10 @@ class _Worker:
         self._structure = assembly.structure
         self._optimizer = assembly.optimizer
         self._saving: Saving | None = None
-        # Checkpoints hold whole layers; devices that share a stage have parts of them.
-        if setup.storage is not None and job.checkpoint.enabled and job.tensor_parallel == 1:
-            self._saving = Saving(setup.place, setup.storage, self._structure, link.send)
+        degree = job.tensor_parallel
+        share = share_of(self._structure, rank=self._device % degree, degree=degree)
+        if setup.storage is not None and job.checkpoint.enabled:
+            self._saving = Saving(setup.place, setup.storage, share, link.send)
         self._engine = Engine(
             job,
             setup.place,
@@ -123,6 +125,7 @@ class _Worker:
             dataset=self._dataset,
             validation=assembly.validation,
             structure=self._structure,
+            share=share,
             optimizer=assembly.optimizer,
             groups=GroupTable(setup.place, setup.address, self._board, self._signals, device=self._computes_on),
             signals=self._signals,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -316,3 +317,37 @@ def test_a_copy_that_differs_is_replaced_by_the_others() -> None:
     assert order.generation == 2
     assert {(item.layer, item.target) for item in order.transfers} == {(2, Place(node="n1", device=0))}
     assert {item.source.node for item in order.transfers} == {"n0", "n2"}
+
+
+def test_a_state_in_parts_is_complete_when_all_parts_of_all_layers_are() -> None:
+    """Two devices share the stages of each node: a layer's parts are saved by both."""
+    shape = replace(SHAPE, devices=2, num_nodes=2)
+    job = replace(shape.job, tensor_parallel=2, checkpoint=CheckpointSpec(save_steps=5))
+    bench = Bench(shape, job=job)
+    for spec in bench.nodes:
+        bench.up(spec.name)
+        for device in range(2):
+            bench.say(spec.name, ready(device, saves=True))
+    bench.feed(ProfileFound(profile_json=profile_to_json(shape.profile)))
+    request = max(message.request for message in bench.messages(bench.commands) if isinstance(message, FindCheckpoints))
+    for node, device in product(("n0", "n1"), range(2)):
+        nothing = CheckpointsFound(device=device, request=request, found=(), problems=(), unfinished=())
+        bench.say(node, nothing)
+    name = checkpoint_name(RUN, step=5, generation=1)
+    saved = SavedState(name=name, step=5, generation=1, saved_at="2026-02-01T00:00:05")
+    halves = {"n0": (0, 1), "n1": (2, 3)}
+    for (node, layers), device in product(halves.items(), range(2)):
+        bench.say(node, StateSaved(device=device, state=saved, layers=layers, size_bytes=10, pause_s=0.25))
+
+    def written(node: str, device: int) -> list[CommitCheckpoint]:
+        shards = tuple(
+            Shard(layer=layer, part=device, file=f"layer-{layer}.{device}", size_bytes=7, sha256="")
+            for layer in halves[node]
+        )
+        told = bench.say(node, LayersPersisted(device=device, name=name, shards=shards, duration_s=1.0))
+        return [message for message in bench.messages(told, "n0") if isinstance(message, CommitCheckpoint)]
+
+    assert [written("n0", 0), written("n0", 1), written("n1", 1)] == [[], [], []], "all layers, and not all parts"
+    (commit,) = written("n1", 0)
+    assert commit.manifest.num_parts == 2
+    assert [(shard.layer, shard.part) for shard in commit.manifest.shards] == list(product(range(4), range(2)))

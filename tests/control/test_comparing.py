@@ -77,3 +77,15 @@ def test_machines_that_always_differ_are_compared_no_more() -> None:
     answers = [say(comparing, step, {PLACES[0]: {0: 1}, PLACES[1]: {0: 2}}) for step in (100, 200, 300, 400)]
     assert [bool(answer) for answer in answers] == [True, True, False, False]
     assert "compared no more" in texts(outbox)[-1]
+
+
+def test_devices_that_share_stages_are_compared_with_those_of_like_rank() -> None:
+    """Two stages of two devices each: ranks have different parts, and one of four copies of the first is wrong."""
+    outbox = Outbox()
+    comparing = Comparing(outbox, degree=2)
+    places = [Place(node=node, device=device) for node in ("n0", "n1", "n2") for device in range(2)]
+    right = {place: {3: 10 + place.device} for place in places}
+    assert say(comparing, 1, right) == {}
+    assert texts(outbox) == []
+    wrong = right | {places[2]: {3: 77}}
+    assert say(comparing, 2, wrong) == {places[2]: frozenset({3})}

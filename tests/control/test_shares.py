@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from oobleck.control.shares import shares_of
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.planner.plan import StageTemplate
+from oobleck.planner.tensor_parallel import expand_plan
 
 
 @st.composite
@@ -42,6 +43,18 @@ def test_every_layer_that_lives_is_saved_once_by_a_living_holder(plan: Execution
         savers = [place for place, layers in shares.items() if layer in layers]
         assert len(savers) == bool(holders)
         assert set(savers) <= set(holders)
+
+
+@given(plan=plans(), data=st.data())
+def test_all_parts_of_a_layer_are_saved_on_one_node(plan: ExecutionPlan, data: st.DataObject) -> None:
+    """Where two devices share each stage."""
+    sizes = data.draw(st.lists(st.integers(1, 100), min_size=plan.num_layers, max_size=plan.num_layers))
+    lost = data.draw(st.sets(st.sampled_from(plan.nodes)))
+    shared = expand_plan(plan, 2)
+    first, second = (shares_of(shared, sizes, lost=lost, rank=rank, degree=2) for rank in range(2))
+    assert {place.device % 2 for place in first} <= {0}
+    assert {place._replace(device=place.device + 1): layers for place, layers in first.items()} == second
+    assert first == shares_of(plan, sizes, lost=lost), "they are dealt as among devices with stages of their own"
 
 
 @given(plan=plans())

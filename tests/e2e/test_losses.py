@@ -132,19 +132,3 @@ def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, undisturbed
     outcome = runner.run("--job", str(path), "--kill", f"node3@{KILL_STEP}")
     assert_nothing_lost(outcome, len(undisturbed.losses))
     assert largest_gap(outcome.losses, undisturbed.losses) < TOLERANCE
-
-
-def test_stages_that_devices_share_compute_what_one_process_computes(runner: Runner) -> None:
-    """Two pipelines of two stages of two devices; a node is killed, and its peers go on."""
-    path = runner.job_file(
-        LLAMA.replace("num_attention_heads: 2", "num_attention_heads: 4").replace("heads: 1", "heads: 2")
-    )
-    path.write_text(path.read_text(encoding="utf-8") + "tensor_parallel: 2\n", encoding="utf-8")
-    expected = reference_losses(load_job(path.read_text(), source=str(path)), runner.directory / "cache")
-    outcome = runner.run("--job", str(path), "--kill", f"node2@{KILL_STEP}")
-    assert_nothing_lost(outcome, len(expected))
-    assert largest_gap(outcome.losses, expected) < TOLERANCE
-    devices = [
-        len(stage["devices"]) for pipeline in outcome.summary["plan"]["pipelines"] for stage in pipeline["stages"]
-    ]
-    assert set(devices) == {2}
