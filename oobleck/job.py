@@ -22,6 +22,7 @@ __all__ = [
     "ModelSpec",
     "NodeSpec",
     "OptimizerSpec",
+    "ScalingSpec",
     "ScriptSpec",
 ]
 
@@ -220,6 +221,30 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingSpec:
+    """On how many of the nodes that are there the job trains; the others rest, connected."""
+
+    policy: Literal["all", "efficient", "deadline"] = "all"
+    """All; as many as add at least a fifth of what a node gives on average; or the fewest that end in time."""
+    deadline_s: float | None = None
+    """Of the policy `deadline`: seconds from the start of the run in which it is to end."""
+    hysteresis_s: float = 60.0
+    """Another number of nodes has to be the better one for so long."""
+
+    def __post_init__(self) -> None:
+        is_timed = self.policy == "deadline"
+        _require(
+            (self.deadline_s is not None) == is_timed,
+            "scaling.deadline_s",
+            self.deadline_s,
+            "given where the policy is deadline" if is_timed else "left out unless the policy is deadline",
+        )
+        if self.deadline_s is not None:
+            _require(self.deadline_s > 0, "scaling.deadline_s", self.deadline_s, "positive")
+        _require(self.hysteresis_s >= 0, "scaling.hysteresis_s", self.hysteresis_s, "0 or positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A training job, complete: what every worker needs to know beside the plan.
 
@@ -235,6 +260,7 @@ class JobSpec:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     control: ControlSpec = field(default_factory=ControlSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    scaling: ScalingSpec = field(default_factory=ScalingSpec)
     max_steps: int = 120
     global_batch_size: int = 8
     """Samples in one step."""

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from oobleck.errors import UsageError
 
 from .durations import duration_s
 from .options import JsonOption
+from .scaling_option import parse_scaling
 from .trace import read_trace
 
 if TYPE_CHECKING:
@@ -78,6 +80,18 @@ def sim(
         int, typer.Option("-f", "--fault-threshold", metavar="F", min=0, help="Simultaneous losses that cost no state.")
     ] = 1,
     pipelines: Annotated[int | None, typer.Option("--pipelines", metavar="P", help="Exactly P pipelines.")] = None,
+    scaling: Annotated[
+        str,
+        typer.Option(
+            "--scaling",
+            metavar="all|efficient|deadline=TIME",
+            help="Of policy oobleck: use all nodes; those that add enough; or the fewest that end in time.",
+        ),
+    ] = "all",
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="N", min=1, help="Of policy oobleck: the job ends after N steps."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of what is drawn in the cluster gear.")] = 0,
     gear: Annotated[
         str, typer.Option("--gear", help="sweep: from event to event; cluster: master and agents on virtual nodes.")
@@ -132,6 +146,7 @@ def sim(
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )
+    settings = replace(settings, scaling=parse_scaling(scaling, settings.scaling), max_steps=steps)
     outcomes = [_play(name, trace, settings, gear=gear, quiet=as_json) for name in names]
     panels = [_panel(outcome, trace) for outcome in outcomes]
     if summary is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
@@ -16,6 +17,7 @@ from .hostfile import parse_hostfile
 from .options import BaseDirOption, JsonOption, base_dir_of
 from .read_job import read_job, read_text
 from .save_every import with_save_every
+from .scaling_option import parse_scaling
 
 __all__ = ["read_nodes", "readable_file", "up"]
 
@@ -56,6 +58,14 @@ def up(
     tensor_parallel: Annotated[
         int | None,
         typer.Option("--tp", metavar="N", help="Devices of a node that share each stage; virtual nodes have so many."),
+    ] = None,
+    scaling: Annotated[
+        str | None,
+        typer.Option(
+            "--scaling",
+            metavar="all|efficient|deadline=TIME",
+            help="Use all nodes; those that add enough; or the fewest that end in time (deadline=2h).",
+        ),
     ] = None,
     tag: Annotated[str | None, typer.Option("--tag", help="Name of the run.")] = None,
     kill: Annotated[
@@ -124,6 +134,8 @@ def up(
         tag=tag,
     )
     job = _with_saving(job, save_every, keep)
+    if scaling is not None:
+        job = replace(job, scaling=parse_scaling(scaling, job.scaling, now=datetime.now(UTC)))
     if job.num_pipelines is not None and job.num_pipelines > len(names):
         raise ConfigError(
             f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {len(names)} nodes; "

@@ -105,6 +105,7 @@ from .rejoining import QUARANTINE_LOSSES, Rejoining
 from .remains import Remains
 from .restoring import Restoring
 from .saving import Saving
+from .scaling import Scaling
 
 __all__ = ["Coordinator", "Phase"]
 
@@ -152,12 +153,14 @@ class Coordinator:
         self._preparation = Preparation(job, self._members, python_version=python_version, run=run)
         self._saving = Saving(job, self._members, self._outbox, run=run)
         self._restoring = Restoring(self._outbox, run=run, directory=None if resume in ("auto", "never") else resume)
+        self._scaling = Scaling(job, self._members, self._progress, self._outbox)
         self._reconfiguration = Reconfiguration(
             job,
             self._members,
             self._progress,
             self._saving,
             self._restoring,
+            self._scaling,
             self._outbox,
             make_planner=partial(planner_for, job, devices_per_node=nodes[0].num_devices),
         )
@@ -226,10 +229,16 @@ class Coordinator:
                 self._progress.hangs_s,
                 self._rejoining.due_s,
                 self._saving.due_s,
+                self._scaling.due_s,
                 self._ending.due_s,
                 *(member.last_heard_s + lease_s for member in self._members.living),
             ]
         )
+
+    @property
+    def scales_s(self) -> float:
+        """When it looks again at how many nodes should train: a part of `next_deadline`, for who skips time."""
+        return math.inf if self._has_ended else self._scaling.due_s
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         """Act on what has not happened in time. Early calls do nothing."""
@@ -303,6 +312,8 @@ class Coordinator:
             self._reconfiguration.begin([], Cause.HANG, detect_s=now_s - self._progress.progressed_s)
         if now_s >= self._saving.due_s:
             self._saving.handle_deadline()
+        if now_s >= self._scaling.due_s:
+            self._reconfiguration.scale()
         self._outbox.command(*(Connect(node=spec) for spec in self._rejoining.take_due(now_s)))
 
     # --- nodes come and go -----------------------------------------------------------------------------------
@@ -326,6 +337,7 @@ class Coordinator:
         )
         self._saving.begin([layer.name for layer in remains.profile.layers])
         self._saving.know(remains.saved, ())
+        self._scaling.restore(remains.target)
         self._saving.plan_adopted(remains.generations.plan, boundary=self._progress.last_step, redundant=True)
         self._beginning.is_over = True
         self._progress.expect(self._job.control.start_timeout_s)
@@ -549,7 +561,7 @@ class Coordinator:
         if not self._beginning.is_over:
             self._beginning.train_when_prepared()
         elif member.is_ready:
-            self._reconfiguration.begin([member.spec.name], Cause.JOINED, detect_s=0.0)
+            self._reconfiguration.take_in(member.spec.name)
 
     def _worker_exited(self, member: Member, message: WorkerExited) -> None:
         known = member.ready.get(message.device)
@@ -603,6 +615,7 @@ class Coordinator:
         if not self._progress.commit(record):
             return
         self._saving.step_done(record)
+        self._scaling.step_done(record, generation=self._reconfiguration.generations.newest)
         if self.phase is Phase.TRAINING:
             self._progress.expect(HANG_FLOOR_S)
 

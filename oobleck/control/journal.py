@@ -35,6 +35,7 @@ __all__ = [
     "ProfileKnown",
     "RecoveryDone",
     "RecoveryStarted",
+    "ScalingDecided",
     "StepDone",
     "StepsDone",
     "WorkerDown",
@@ -61,6 +62,8 @@ class Cause(StrEnum):
     """Nothing was lost: a node came, or a worker came back."""
     DRAINED = "drained"
     """Nothing was lost: a node leaves, and gives its state away first."""
+    SCALED = "scaled"
+    """Nothing was lost: another number of nodes is the better one."""
     MASTER_LOST = "master_lost"
     """Nothing was lost but the master, in the middle of a recovery: its successor begins that anew."""
     CHECKPOINT_BROKEN = "checkpoint_broken"
@@ -294,6 +297,20 @@ class HangExplained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingDecided:
+    """From here on so many nodes train, and the others rest."""
+
+    t_s: float
+    policy: str
+    num_nodes: int
+    num_available: int
+    reason: str
+
+    def describe(self) -> str:
+        return f"{self.num_nodes} of {self.num_available} nodes are to train ({self.policy}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted:
     """Nodes were lost; survivors are being fenced."""
 
@@ -309,6 +326,8 @@ class RecoveryStarted:
                 return f"taking in {names}"
             case Cause.DRAINED:
                 return f"letting {names} go"
+            case Cause.SCALED:
+                return f"going on with more nodes, or fewer: {names}"
             case Cause.SLOW:
                 return f"planning anew for the pace of {names}"
             case Cause.CORRUPTION:
@@ -321,6 +340,7 @@ _HAPPENED = {
     Cause.JOINED: "taken in",
     Cause.DRAINED: "drained",
     Cause.SLOW: "planned for",
+    Cause.SCALED: "set aside or taken back",
     Cause.CORRUPTION: "repaired",
 }
 """To the nodes of a recovery that lost none."""
@@ -428,6 +448,7 @@ JournalEntry = (
     | Evaluated
     | StepsDone
     | HangExplained
+    | ScalingDecided
     | RecoveryStarted
     | LayersArriving
     | RecoveryDone

@@ -31,6 +31,7 @@ from .progress import Progress
 from .recovery import Verdict, broken_pipelines, judge, microbatches_redone
 from .restoring import Candidate, Restoring
 from .saving import Saving
+from .scaling import Scaling, with_resting
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
@@ -79,6 +80,7 @@ class Reconfiguration:
         progress: Progress,
         saving: Saving,
         restoring: Restoring,
+        scaling: Scaling,
         outbox: Outbox,
         *,
         make_planner: Callable[[Profile], Planner],
@@ -89,6 +91,7 @@ class Reconfiguration:
         self._progress = progress
         self._saving = saving
         self._restoring = restoring
+        self._scaling = scaling
         self._distrusted: dict[Place, frozenset[int]] = {}
         """Layers that differ from their other copies, by holder, until they are replaced."""
         self._restored_generation = 0
@@ -121,7 +124,10 @@ class Reconfiguration:
         Raises PlanningError when there is no plan.
         """
         self._profile = profile
-        decision = self._plans().initial_plan([member.spec.name for member in self._members.ready])
+        nodes = [member.spec.name for member in self._members.ready]
+        resting = self._scaling.begin(self._plans(), nodes)
+        decision = self._plans().initial_plan([node for node in nodes if node not in resting])
+        decision = with_resting(decision, resting)
         self.generations.begin()
         if candidate is None:
             self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
@@ -221,8 +227,34 @@ class Reconfiguration:
         changed = sorted(node for node in {*before, *paces.slow} if before.get(node) != paces.slow.get(node))
         said = ", ".join(f"{node} takes {paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
         self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=said))
-        if planner.reconfigure(plan, slow=self._slow()).plan != plan:
+        self._scaling.paces_changed()
+        slow = self._slow()
+        choices = self._scaling.choices(plan, lost=(), slow=slow)
+        if any(planner.reconfigure(plan, slow=slow, resting=resting).plan != plan for resting in choices):
             self.begin(changed, Cause.SLOW, detect_s=0.0)
+
+    def scale(self) -> None:
+        """Look at how many nodes should train; plan anew where that is another number now."""
+        if self.is_fencing or self._profile is None or self._outbox.now_s < self._plans_from_s:
+            self._scaling.look_later()
+        elif self._scaling.consider(self._plans()):
+            plan = self.generations.plan
+            (resting, *_) = self._scaling.choices(plan, lost=(), slow=self._slow())
+            changed = set(plan.nodes).intersection(resting) or {
+                member.spec.name
+                for member in self._members.ready
+                if member.spec.name not in plan.nodes and member.spec.name not in resting
+            }
+            self.begin(sorted(changed), Cause.SCALED, detect_s=0.0)
+
+    def take_in(self, node: str) -> None:
+        """A node has become ready: it trains at once if it is wanted, else it rests."""
+        newest = self.generations.newest
+        num_used = sum(self._members.took_part(each, newest) for each in self.generations.plan.nodes)
+        if self.is_fencing or self._scaling.wants_more(num_used):
+            self.begin([node], Cause.JOINED, detect_s=0.0)
+        else:
+            self._scaling.look_soon()
 
     def forget_pace(self, node: str) -> None:
         """A node is lost, or its worker starts anew: what was known of its pace is worth nothing."""
@@ -252,7 +284,9 @@ class Reconfiguration:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
         recovery, self._account = self._account, None
         if recovery is not None:
-            self._outbox.record(recovery.close(self._outbox.now_s, self.generations.current, self._our_time))
+            done = recovery.close(self._outbox.now_s, self.generations.current, self._our_time)
+            self._scaling.recovery_done(done)
+            self._outbox.record(done)
 
     def lost_for(self, generation: int) -> tuple[str, ...]:
         """The nodes that have no part, or no part any more, in the plan that was ordered in `generation`."""
@@ -444,14 +478,20 @@ class Reconfiguration:
         living = dict.fromkeys(member.spec.name for member in self._members.ready)
         staying = dict.fromkeys(member.spec.name for member in self._members.ready if not member.is_draining)
         gone = dict.fromkeys(node for node in known if node not in living or node in lost)
-        return self._plans().reconfigure(
-            base,
-            lost=tuple(gone),
-            joined=[node for node in staying if node not in known or node in gone],
-            leaving=[node for node in living if node not in staying and node not in gone],
-            slow=self._slow(),
-            held=held,
-        )
+        planner, slow = self._plans(), self._slow()
+        decisions = [
+            planner.reconfigure(
+                base,
+                lost=tuple(gone),
+                joined=[node for node in staying if (node not in known or node in gone) and node not in resting],
+                leaving=[node for node in living if node not in staying and node not in gone],
+                resting=resting,
+                slow=slow,
+                held=held,
+            )
+            for resting in self._scaling.choices(base, lost=gone, slow=slow)
+        ]
+        return min(decisions, key=lambda decision: (decision.predicted_step_s, len(decision.transfers)))
 
     def _slow(self) -> dict[str, float]:
         return {} if self._paces is None else dict(self._paces.slow)
@@ -501,6 +541,7 @@ class Reconfiguration:
         self._progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s)
         self._record_plan(decision, verdict, order)
         self._saving.plan_adopted(decision.plan, boundary=order.boundary, redundant=decision.redundant)
+        self._scaling.plan_adopted(decision)
         if self._account is not None:
             self._note_orders(self._account, decision, order)
 

@@ -27,6 +27,7 @@ from .journal import (
     PlanAdopted,
     ProfileKnown,
     RecoveryStarted,
+    ScalingDecided,
     StepDone,
     WorkerDown,
     WorkerUp,
@@ -53,6 +54,8 @@ class Remains:
     origin: str | None = None
     """The checkpoint that the run began from."""
     saved: list[KnownCheckpoint] = field(default_factory=list)
+    target: int | None = None
+    """On how many nodes the run is to train; None: all."""
     last_s: float = 0.0
     """When the last entry was made."""
     interrupted: tuple[NodeSpec, ...] = ()
@@ -126,6 +129,8 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
                 remains.records.clear()
         case CheckpointSaved():
             remains.saved.append(KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at))
+        case ScalingDecided(num_nodes=num_nodes):
+            remains.target = num_nodes
         case StepDone(record=record):
             remains.records.append(record)
         case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):

@@ -109,6 +109,8 @@ class RunSnapshot:
     """Whether more failures than none are survived without loss of state."""
     fault_threshold: int = 0
     num_recoveries: int = 0
+    scaling: str = ""
+    """How many nodes are to train, and why; empty where all do without a decision."""
     pipelines: tuple[PipelineView, ...] = ()
     nodes: tuple[NodeView, ...] = ()
     events: tuple[EventLine, ...] = ()

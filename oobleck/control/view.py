@@ -34,6 +34,7 @@ from .journal import (
     ProfileKnown,
     RecoveryDone,
     RecoveryStarted,
+    ScalingDecided,
     StepDone,
     StepsDone,
     WorkerDown,
@@ -45,6 +46,8 @@ __all__ = ["RunView", "level_of"]
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
+_PLANNED = frozenset({Cause.JOINED, Cause.DRAINED, Cause.SLOW, Cause.SCALED})
+"""Changes that nobody was lost by."""
 _RESUMABLE = frozenset({75, 130, 143})
 
 StageKey = tuple[str, int, int]
@@ -62,6 +65,7 @@ class RunView:
         self._plan = ExecutionPlan(pipelines=())
         self._generation = 0
         self._redundant = True
+        self._scaling = ""
         self._step = 0
         self._loss: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)  # (seconds, tokens) of steps
@@ -106,6 +110,8 @@ class RunView:
                 self._nodes[entry.node] = NodeState.CONNECTED
             case PlanAdopted():
                 self._adopt(entry)
+            case ScalingDecided():
+                self._scaling = entry.describe()
             case StepDone():
                 self._commit(entry)
             case RecoveryStarted():
@@ -152,6 +158,7 @@ class RunView:
             redundant=self._redundant,
             fault_threshold=job.fault_threshold if job else 0,
             num_recoveries=self._num_recoveries,
+            scaling=self._scaling,
             pipelines=tuple(self._pipelines()),
             nodes=tuple(self._node_view(name, elapsed_s) for name in self._nodes),
             events=tuple(self._events),
@@ -237,7 +244,7 @@ def level_of(entry: JournalEntry) -> str:
         case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
             return "warning"
         case RecoveryStarted():
-            return "info" if entry.cause in (Cause.JOINED, Cause.DRAINED, Cause.SLOW) else "warning"
+            return "info" if entry.cause in _PLANNED else "warning"
         case PlanAdopted():
             return "info" if entry.redundant else "warning"
         case JobEnded():

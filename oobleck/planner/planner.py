@@ -34,6 +34,22 @@ class Planner:
         """Return the seconds in which a pipeline of so many nodes takes so many microbatches."""
         return self._catalog.options(num_nodes)[num_nodes].timing.step_s(num_microbatches)
 
+    def fewest_nodes(self, num_nodes: int) -> int:
+        """Return the fewest of `num_nodes` nodes that hold the model as often as was asked for.
+
+        Where not even all do, that is all of them. Raises PlanningError where they cannot hold the model once.
+        """
+        fewest, _ = self._catalog.num_pipelines(num_nodes)
+        return min(num_nodes, fewest * min(self._catalog.options(num_nodes)))
+
+    def step_s(self, num_nodes: int) -> float:
+        """Return the seconds of a step under the best plan for so many nodes, none of them slow.
+
+        Remembered once found. Raises PlanningError where they cannot hold the model.
+        """
+        fewest, most = self._catalog.num_pipelines(num_nodes)
+        return self._catalog.choose(num_nodes, self.settings.num_microbatches, fewest, most).step_s
+
     def initial_plan(self, nodes: Sequence[str], *, slow: Mapping[str, float] | None = None) -> Decision:
         """Plan the start of a job on named nodes.
 
@@ -81,6 +97,7 @@ class Planner:
         lost: Collection[str] = (),
         joined: Collection[str] = (),
         leaving: Collection[str] = (),
+        resting: Collection[str] = (),
         slow: Mapping[str, float] | None = None,
         held: Mapping[Place, frozenset[int]] | None = None,
     ) -> Decision:
@@ -91,7 +108,8 @@ class Planner:
         with a slow node gets fewer microbatches, which moves no state; slow nodes are left out as spares, or gathered
         in few pipelines, where the faster step repays what has to move.
         `held` says which layers each living worker holds whole; by default, what the plan gives it. A node both
-        lost and joined holds nothing; one that is `leaving` gets no place, and is read from. Raises Unrecoverable
+        lost and joined holds nothing; one that is `leaving` gets no place, and is read from; so is one that is
+        `resting`, and it becomes a spare. Raises Unrecoverable
         with the layers that no living worker holds, and PlanningError where the nodes left cannot hold the model.
         """
         return reconfigure(
@@ -100,6 +118,7 @@ class Planner:
             lost=lost,
             joined=joined,
             leaving=leaving,
+            resting=resting,
             speeds=_speeds(slow),
             held=held,
         )

@@ -65,6 +65,7 @@ def reconfigure(
     lost: Collection[str],
     joined: Collection[str],
     leaving: Collection[str],
+    resting: Collection[str],
     speeds: Mapping[str, float],
     held: Mapping[Place, frozenset[int]] | None,
 ) -> Decision:
@@ -74,6 +75,7 @@ def reconfigure(
         lost=lost,
         joined=joined,
         leaving=leaving,
+        resting=resting,
         speeds=speeds,
         held=held,
         devices_per_node=catalog.settings.devices_per_node,
@@ -205,7 +207,7 @@ def _place(catalog: Catalog, world: World, proposal: _Proposal, nodes: Sequence[
     move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
     used = {node for chosen in nodes for node in chosen}
-    idle = tuple(node for node in (*world.free, *sorted(world.origins)) if node not in used)
+    idle = tuple(node for node in (*world.free, *sorted(world.origins), *world.resting) if node not in used)
     plan, step_s = catalog.build_plan(pipelines, idle, world.speeds, before=world.plan)
     arrivals = tuple(
         (node, needed)
@@ -281,11 +283,13 @@ def _reason(
 ) -> str:
     slow = sorted(world.slow)
     back = set(lost) & set(joined)
+    rested = {node for node in world.resting if node in world.plan.nodes}
     events = (
         (set(lost) - back, "lost"),
         (set(joined) - back, "joined"),
         (back, "started again"),
         (set(leaving), "leaving"),
+        (rested, "set aside"),
         (set(slow), "slow"),
     )
     happened = [f"{named(nodes)} {verb}" for nodes, verb in events if nodes]

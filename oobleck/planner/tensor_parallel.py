@@ -56,6 +56,7 @@ class TensorParallelPlanner(Planner):
         lost: Collection[str] = (),
         joined: Collection[str] = (),
         leaving: Collection[str] = (),
+        resting: Collection[str] = (),
         slow: Mapping[str, float] | None = None,
         held: Mapping[Place, frozenset[int]] | None = None,
     ) -> Decision:
@@ -64,6 +65,7 @@ class TensorParallelPlanner(Planner):
             lost=lost,
             joined=joined,
             leaving=leaving,
+            resting=resting,
             slow=slow,
             held=None if held is None else _contract_held(held, self.degree),
         )

@@ -23,6 +23,8 @@ class World:
     """The old pipeline of each node that had one."""
     inventory: Inventory
     speeds: Mapping[str, float]
+    resting: tuple[str, ...]
+    """Nodes that get no place although they could take one; they are read from."""
 
     @property
     def holdings(self) -> Mapping[str, Holding]:
@@ -45,12 +47,14 @@ def look_at(
     lost: Collection[str],
     joined: Collection[str],
     leaving: Collection[str],
+    resting: Collection[str],
     speeds: Mapping[str, float],
     held: Mapping[Place, frozenset[int]] | None,
     devices_per_node: int,
 ) -> World:
     """Return who lives and holds what; see `Planner.reconfigure` for the arguments."""
-    gone = frozenset(lost) | frozenset(leaving)
+    leaving = frozenset(leaving) | frozenset(resting)
+    gone = frozenset(lost) | leaving
     training = {node: index for index, pipeline in enumerate(plan.pipelines) for node in pipeline.nodes}
     origins = {node: index for node, index in training.items() if node not in gone}
     spares = [node for node in plan.spares if node not in gone]
@@ -59,7 +63,7 @@ def look_at(
     expected = _expected(plan, devices_per_node)
     nobody: Holding = (_NOTHING,) * devices_per_node
     holdings = {node: expected.get(node, nobody) if node not in gone else nobody for node in (*origins, *free)}
-    departing = {node: expected.get(node, nobody) for node in sorted(set(leaving) - set(lost))}
+    departing = {node: expected.get(node, nobody) for node in sorted(leaving - set(lost))}
     if held is not None:
         holdings = _told(holdings, held, gone, devices_per_node)
         departing = _told(departing, held, frozenset(lost), devices_per_node)
@@ -69,6 +73,7 @@ def look_at(
         origins=origins,
         inventory=Inventory(holdings, plan.num_layers, leaving=departing),
         speeds=speeds,
+        resting=tuple(sorted(set(resting))),
     )
 
 

@@ -53,7 +53,9 @@ class _Pending:
 class Crew:
     """Mutable: all that the sweep gear knows of workers. Times only go forward."""
 
-    def __init__(self, profile: Profile, *, num_samples: int, costs: RecoveryCosts) -> None:
+    def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: RecoveryCosts) -> None:
+        self.max_steps = most_steps
+        """Nobody trains any further."""
         self._profile = profile
         self._num_samples = num_samples
         self._costs = costs
@@ -113,6 +115,11 @@ class Crew:
         """The plan in force; None before the first, and after all state was lost."""
         return self._plan
 
+    @property
+    def has_finished(self) -> bool:
+        """All steps are committed, and the plan in force has nothing more to do."""
+        return self._plan is not None and self._pending is None and self._applied >= self.max_steps
+
     def speaker(self, absent: Container[str]) -> Place | None:
         """A worker of the plan in force that can tell of commits: its node is none of these."""
         return next((place for places in self._teams.values() for place in places if place.node not in absent), None)
@@ -121,8 +128,12 @@ class Crew:
 
     @property
     def next_s(self) -> float:
-        """When the order under way is next at a moment that matters; infinity without one."""
-        return self._pending.adopt_s if self._pending is not None else inf
+        """When an order under way is carried out, or the last step committed; infinity where nothing leads there."""
+        if self._pending is not None:
+            return self._pending.adopt_s
+        if self._plan is None or self._stopped_s is not None or self.has_finished:
+            return inf
+        return self._began_s + (self.max_steps - self._applied) * self._step_s
 
     def advance(self, now_s: float) -> Iterator[Stretch]:
         """Let time pass up to `now_s`: yield the steps committed since the last call, at most two stretches."""
@@ -140,7 +151,7 @@ class Crew:
         if self._plan is None:
             return
         until_s = now_s if self._stopped_s is None else min(now_s, self._stopped_s)
-        number = int((until_s - self._began_s) / self._step_s + _NEARLY)
+        number = min(self.max_steps - self._applied, int((until_s - self._began_s) / self._step_s + _NEARLY))
         if number > 0:
             end_s = self._began_s + number * self._step_s
             yield self._commit(number, min(end_s, now_s), self._step_s)

@@ -39,7 +39,8 @@ class RunLog:
         self._checkpoint_read_s = checkpoint_read_s
         self._past_generations = 0
         self._generation = 0
-        self._past_steps = 0
+        self.past_steps = 0
+        """Steps that the coordinator at hand does not count, for it was started from their checkpoint."""
         self._step = 0
         """The newest of those that are not lost."""
         self._saved_step = 0
@@ -68,7 +69,7 @@ class RunLog:
 
     def record_steps(self, entry: StepDone, first_step: int) -> None:
         """Write one entry for many steps; those that had been committed before are told apart from the others."""
-        first, last = self._past_steps + (first_step or entry.record.step), self._past_steps + entry.record.step
+        first, last = self.past_steps + (first_step or entry.record.step), self.past_steps + entry.record.step
         for start, stop in ((first, min(last, self.newest_step)), (max(first, self.newest_step + 1), last)):
             if start <= stop:
                 end_s = entry.t_s - (last - stop) * entry.record.duration_s
@@ -83,14 +84,14 @@ class RunLog:
         saved_s = stretch.end_s // self._checkpoint_interval_s * self._checkpoint_interval_s
         since = int((stretch.end_s - saved_s) / stretch.step_s) + 1
         if since <= stretch.last_step - stretch.first_step + 1:
-            self._saved_step = self._past_steps + stretch.last_step - since
+            self._saved_step = self.past_steps + stretch.last_step - since
 
     def lose_all(self, now_s: float, reason: str) -> None:
         """All state is lost but the newest checkpoint's; until another coordinator has a plan, there is none."""
         self._past_generations += self._generation + 1
         self._generation = 0
         self._steps_lost = self._step - self._saved_step
-        self._past_steps = self._step = self._saved_step
+        self.past_steps = self._step = self._saved_step
         self._ended_s = now_s
         self.entries.append(
             PlanAdopted(

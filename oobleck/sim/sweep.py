@@ -46,6 +46,7 @@ from oobleck.control.messages import (
     AgentMessage,
     AgentStopped,
     Fence,
+    Finished,
     Heartbeat,
     Hello,
     Order,
@@ -81,6 +82,8 @@ from .trace import (
 __all__ = ["sweep"]
 
 _PYTHON = "3.11.0"
+_NO_LIMIT = 2**62
+"""Steps of a job that goes on for as long as its trace does."""
 _SOON_S = 0.1
 """How long a node waits that comes while the job is being started."""
 
@@ -111,7 +114,12 @@ class _Sweep:
         self._job = settings.job(most_steps(trace, settings))
         self._fewest = min(settings.planner().templates(max(count for _, count in trace.counts)))
         self._profile_json = profile_to_json(settings.profile)
-        self._crew = Crew(settings.profile, num_samples=settings.global_batch_size, costs=settings.costs)
+        self._crew = Crew(
+            settings.profile,
+            num_samples=settings.global_batch_size,
+            most_steps=settings.max_steps or _NO_LIMIT,
+            costs=settings.costs,
+        )
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
         self._now_s = 0.0
@@ -131,6 +139,10 @@ class _Sweep:
         """Nodes with a worker that is to be started again."""
         self._order: Order | None = None
         self._fence = 0
+        self._is_over = False
+        """All steps of the job are committed."""
+        self._scales_s = inf
+        """When the coordinator is next asked how many nodes should train."""
 
     def play(self, report: Callable[[float], None]) -> None:
         self.log.record(
@@ -149,10 +161,25 @@ class _Sweep:
             self._move_to(next_s)
             while self._queue and self._queue[0][0] <= self._now_s:
                 heapq.heappop(self._queue)[2]()
+            if self._crew.has_finished:
+                self._finish()
+            if self._is_over:
+                return
             report(self._now_s)
         self._move_to(self._trace.duration_s)
         reason = f"the trace ends after {self.log.newest_step} steps"
         self.log.record(JobEnded(t_s=self._trace.duration_s, exit_code=0, reason=reason))
+
+    def _finish(self) -> None:
+        """The workers say that they train no further; once the master has heard all of them, the run is over."""
+        coordinator, plan = self._coordinator, self._crew.plan
+        if coordinator is None or plan is None or coordinator.phase is not Phase.TRAINING:
+            return
+        if self._now_s < self._blind_until_s:
+            self._at(self._blind_until_s, lambda: None)  # it is asked again then
+        elif all(map(self._is_well, plan.nodes)):
+            for place in plan.places:
+                self._say(place, Finished(device=place.device, applied=self._crew.max_steps))
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -229,6 +256,9 @@ class _Sweep:
                     self._worker_restarts(node)
                 case Send(node=node, message=StopAgent(reason="drained")):
                     self._say(Place(node=node, device=0), AgentStopped(reason="drained"))
+                case End(exit_code=0):
+                    self._is_over = True
+                    return
                 case End(reason=reason):
                     self._give_up(reason)
                     return
@@ -240,6 +270,7 @@ class _Sweep:
             self._when_seen(self._now_s + self._costs.fence_s, lambda: self._answer(fence))
         if ordered is not None:
             self._take_order(ordered)
+        self._scale_later()
 
     def _take_order(self, order: Order) -> None:
         self._order = order
@@ -276,6 +307,25 @@ class _Sweep:
 
         self._when_seen(coordinator.next_deadline(), tick)
 
+    def _scale_later(self) -> None:
+        """Let the coordinator look at how many nodes should train, when it wants to."""
+        coordinator = self._coordinator
+        if coordinator is None or coordinator.scales_s >= self._scales_s:
+            return
+        due_s = self._scales_s = max(self._now_s, coordinator.scales_s)
+
+        def look() -> None:
+            if self._scales_s == due_s:
+                self._scales_s = inf
+            if self._coordinator is not coordinator or self._now_s < coordinator.scales_s:
+                self._scale_later()
+            elif self._members.keys().isdisjoint(self._silent):
+                self._carry_out(coordinator.handle_deadline(self._now_s))
+            else:  # it would find a hang, which is only a loss that nobody has noticed yet
+                self._when_seen(self._now_s + self._costs.lease_s, look)
+
+        self._when_seen(due_s, look)
+
     def _resume(self, order: Order) -> None:
         """All have adopted the plan: say so."""
         resumed = self._crew.resumed
@@ -297,7 +347,11 @@ class _Sweep:
         if self._coordinator is not None or len(nodes) < self._fewest:
             return
         self._members = {node: self._lives[node] for node in nodes}
-        self._coordinator = Coordinator(self._job, tuple(map(self._spec, nodes)), started_at="", python_version=_PYTHON)
+        job = self._job
+        if self._settings.max_steps is not None:
+            self._crew.max_steps = self._settings.max_steps - self.log.past_steps
+            job = replace(job, max_steps=self._crew.max_steps)
+        self._coordinator = Coordinator(job, tuple(map(self._spec, nodes)), started_at="", python_version=_PYTHON)
         self._coordinator.start(self._now_s)
         read_s = self._costs.checkpoint_read_s if self.log.newest_step else 0.0
         coordinator = self._coordinator
@@ -325,7 +379,7 @@ class _Sweep:
 
     def _give_up(self, reason: str) -> None:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
-        self._coordinator, self._order, self._fence = None, None, 0
+        self._coordinator, self._order, self._fence, self._scales_s = None, None, 0, inf
         self._crew.disband()
         self.log.lose_all(self._now_s, reason)
         self._start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from oobleck.control.planning import planner_for
-from oobleck.job import ControlSpec, DataSpec, JobSpec
+from oobleck.job import ControlSpec, DataSpec, JobSpec, ScalingSpec
 from oobleck.planner import Planner, Profile
 
 from .costs import RecoveryCosts
@@ -33,6 +33,9 @@ class SweepSettings:
     costs: RecoveryCosts = field(default_factory=RecoveryCosts)
     checkpoint_interval_s: float = 1800.0
     """From one checkpoint to the next; they are written while training goes on."""
+    scaling: ScalingSpec = field(default_factory=ScalingSpec)
+    max_steps: int | None = None
+    """The job ends after so many; None: with the trace."""
     tag: str = "sim"
     seed: int = 0
 
@@ -45,6 +48,7 @@ class SweepSettings:
         return JobSpec(
             tag=self.tag,
             data=DataSpec(sequence_length=max(2, self.profile.sequence_length)),
+            scaling=self.scaling,
             control=ControlSpec() if is_timed else ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
             max_steps=max_steps,
             global_batch_size=self.global_batch_size,
@@ -62,10 +66,12 @@ class SweepSettings:
 
 
 def most_steps(trace: Trace, settings: SweepSettings) -> int:
-    """Return how many steps fit into the trace with as many nodes as there ever are, and no failure.
+    """Return the job's steps; without a limit, how many fit into the trace with all its nodes, and no failure.
 
     Raises PlanningError where they do not hold the model.
     """
     most = trace.nodes[: max(count for _, count in trace.counts)]
     plan = settings.planner().initial_plan(most).plan
+    if settings.max_steps is not None:
+        return settings.max_steps
     return int(trace.duration_s / Pace(settings.profile).step_s(plan, {})) + 1

@@ -152,7 +152,7 @@ def _pipelines_title(snapshot: RunSnapshot) -> str:
 def _nodes_title(snapshot: RunSnapshot) -> str:
     counts = {state: sum(node.state is state for node in snapshot.nodes) for state in NodeState}
     listed = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
-    return f"Nodes ({listed})"
+    return f"Nodes ({listed})" + (f": {one_line(snapshot.scaling)}" if snapshot.scaling else "")
 
 
 def _heard(node: NodeView) -> str:

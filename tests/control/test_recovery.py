@@ -26,7 +26,7 @@ def at(node: str) -> Place:
     return Place(node=node, device=0)
 
 
-def record(step: int, generation: int = 1) -> CommitRecord:
+def record(step: int, generation: int = 1, *, duration_s: float = 1.0) -> CommitRecord:
     return CommitRecord(
         step=step,
         generation=generation,
@@ -36,7 +36,7 @@ def record(step: int, generation: int = 1) -> CommitRecord:
         num_samples=1,
         samples_repeated=0,
         samples_missing=0,
-        duration_s=1.0,
+        duration_s=duration_s,
     )
 
 

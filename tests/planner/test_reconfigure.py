@@ -360,3 +360,30 @@ def test_a_node_that_leaves_shares_the_reading_with_the_other_holders() -> None:
     moved = {item.layer for item in decision.transfers}.intersection(held)
     assert moved
     assert {item.layer for item in decision.transfers if item.source.node == leaver} == moved
+
+
+@settings(deadline=None)
+@given(profile=profiles(min_layers=2), count=st.integers(2, 7), data=st.data())
+def test_a_resting_node_is_a_spare_that_layers_are_read_from(profile: Profile, count: int, data: st.DataObject) -> None:
+    planner = Planner(profile, PlannerSettings(num_microbatches=8))
+    try:
+        plan = planner.initial_plan(nodes(count)).plan
+    except PlanningError:
+        assume(False)
+    resting = data.draw(st.sets(st.sampled_from(nodes(count)), min_size=1), label="resting")
+    lost = data.draw(st.sets(st.sampled_from(nodes(count)), max_size=1), label="lost") - resting
+    living = [node for node in nodes(count) if node not in lost]
+    try:
+        decision = planner.reconfigure(plan, lost=lost, resting=resting)
+    except PlanningError:
+        assert len(living) - len(resting) < min(planner.templates(count))
+        return
+    except Unrecoverable:
+        assert lost_layers(plan, lost)
+        return
+    check(decision, living, held_by(plan, lost), planner)
+    assert resting <= set(decision.plan.spares)
+    again = planner.reconfigure(decision.plan, resting=resting)
+    assert again.plan == decision.plan, "who rests goes on resting, and nobody moves for it"
+    back = planner.reconfigure(decision.plan)
+    assert back.predicted_step_s <= decision.predicted_step_s * (1 + 1e-6)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.journal import NodeLost, WorkerDown
+from oobleck.job import ScalingSpec
 from oobleck.sim.cluster_gear import ClusterRun, run_cluster
 from oobleck.sim.trace import (
     AgentCrashed,
@@ -53,6 +54,8 @@ SHAPES = (
     replace(PLAIN, num_pipelines=2),
     replace(PLAIN, link_latency_s=0.2),
     replace(PLAIN, layers_per_device=2, link_latency_s=0.2),
+    replace(PLAIN, scaling=ScalingSpec(policy="efficient", hysteresis_s=2.0)),
+    replace(PLAIN, max_steps=1000, scaling=ScalingSpec(policy="deadline", deadline_s=3000.0, hysteresis_s=1.0)),
 )
 ALL = (Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, Noticed, MasterCrashed, Partitioned, Healed)
 NODES = (Lost, Joined, WorkerCrashed, AgentCrashed)

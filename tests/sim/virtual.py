@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from oobleck.job import ControlSpec, JobSpec
+from oobleck.job import ControlSpec, JobSpec, ScalingSpec
 from oobleck.planner import Profile
 from oobleck.sim.cluster_gear import ClusterRun, run_cluster
 from oobleck.sim.tempo import Delays
@@ -36,6 +36,7 @@ class Setting:
     link_latency_s: float = Delays().link_latency_s
     """Long ones have more under way when something ends."""
     has_profile: bool = True
+    scaling: ScalingSpec = field(default_factory=ScalingSpec)
     slowness: float = 1.0
     """How many times as long steps take: long ones are quicker to simulate."""
 
@@ -61,7 +62,7 @@ class Setting:
             start_timeout_s=30.0,
             orphan_timeout_s=20.0,
         )
-        return replace(self.shape.job, control=control)
+        return replace(self.shape.job, control=control, scaling=self.scaling)
 
     @property
     def profile(self) -> Profile:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from oobleck.control.manifest import Shard
-from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, OptimizerSpec
+from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, OptimizerSpec, ScalingSpec
 from oobleck.planner import Pipeline, PipelineTemplate, Place, StageTemplate
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -140,6 +140,24 @@ def _checkpoint_specs() -> st.SearchStrategy[CheckpointSpec]:
     )
 
 
+def _scaling_specs() -> st.SearchStrategy[ScalingSpec]:
+    seconds = st.floats(min_value=0)
+    return st.one_of(
+        built(
+            ScalingSpec,
+            policy=st.sampled_from(["all", "efficient"]),
+            deadline_s=st.none(),
+            hysteresis_s=seconds,
+        ),
+        built(
+            ScalingSpec,
+            policy=st.just("deadline"),
+            deadline_s=st.floats(min_value=0, exclude_min=True),
+            hysteresis_s=seconds,
+        ),
+    )
+
+
 def _shards() -> st.SearchStrategy[Shard]:
     return built(Shard, file=TEXT.filter(lambda name: "/" not in name and name not in ("", ".", "..")))
 
@@ -176,6 +194,7 @@ _HELPED: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {
     OptimizerSpec: _optimizer_specs,
     ControlSpec: _control_specs,
     CheckpointSpec: _checkpoint_specs,
+    ScalingSpec: _scaling_specs,
     Shard: _shards,
     JobSpec: job_specs,
 }
