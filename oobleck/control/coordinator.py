@@ -376,7 +376,9 @@ class Coordinator:
         else:
             member.meet(event.hello, address=event.address, now_s=self._outbox.now_s)
             for device in sorted({*range(member.spec.num_devices)} - {*member.ready} - {*event.hello.workers}):
-                self._outbox.send(node, StartWorker(device=device))
+                self._start_again(member, device)
+            for device in sorted(member.ending.intersection(event.hello.workers)):
+                self._outbox.send(node, KillWorker(device=device))  # said before, and lost perhaps
 
     def _unreachable(self, node: str, cause: Cause, evidence: str) -> None:
         """A connection failed, or could not be made."""
@@ -447,7 +449,8 @@ class Coordinator:
         member.last_heard_s = max(member.last_heard_s, self._outbox.now_s)
         try:
             _check_device(member, message)
-            self._understand(member, message)
+            if not _is_of_worker_that_ends(member, message):
+                self._understand(member, message)
         except PeerError as error:
             self._node_failed(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
         except ConfigError as error:
@@ -540,6 +543,7 @@ class Coordinator:
         member.move_to(NodeState.LEFT)
         self._outbox.record(NodeLeft(t_s=self._outbox.now_s, node=node))
         self._outbox.command(Disconnect(node=node))
+        self._reconfiguration.note_left(node)
 
     def _worker_ready(self, member: Member, message: WorkerReady) -> None:
         known = member.ready.get(message.device)
@@ -567,11 +571,15 @@ class Coordinator:
         known = member.ready.get(message.device)
         if member.is_dismissed or (known is not None and known.pid != message.pid):
             return
+        if member.gone.get(message.device) == message.pid:
+            if message.device in member.ending:
+                self._start_again(member, message.device)
+            return  # else said again to a new master
         place = Place(node=member.spec.name, device=message.device)
         if message.traceback is not None:
             self._ending.note_traceback(place, message.traceback)
         evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
-        is_stable = member.spec.num_devices == 1 and member.restarts < _MAX_RESTARTS and not member.is_draining
+        is_stable = member.restarts < _MAX_RESTARTS and not member.is_draining
         if not self._beginning.is_over or not is_stable:
             is_user_error = message.user_error is not None
             self._node_failed(member.spec.name, Cause.WORKER_EXITED, evidence, is_user_error=is_user_error)
@@ -587,16 +595,31 @@ class Coordinator:
             self._outbox.send(place.node, KillWorker(device=place.device))
 
     def _restart_worker(self, member: Member, place: Place, message: WorkerExited) -> None:
-        """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing."""
+        """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.
+
+        The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
+        pipeline alone; and the survivors may go on without what they have done.
+        """
         now_s = self._outbox.now_s
         trained = member.is_ready
-        member.note_restart(place.device)
+        also = tuple(device for device in member.taken_along if device != place.device)
+        member.note_restart(place.device, message.pid, also=also)
         self._reconfiguration.forget_pace(place.node)
-        self._outbox.record(WorkerDown(t_s=now_s, node=place.node, device=place.device, reason=message.reason))
-        self._outbox.send(place.node, StartWorker(device=place.device))
+        self._outbox.record(
+            WorkerDown(
+                t_s=now_s, node=place.node, device=place.device, pid=message.pid, reason=message.reason, also=also
+            )
+        )
+        for device in also:
+            self._outbox.send(place.node, KillWorker(device=device))
+        self._start_again(member, place.device)
         self._saving.worker_lost(place.node)
         if trained:
             self._reconfiguration.begin([place.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
+
+    def _start_again(self, member: Member, device: int) -> None:
+        member.ending.discard(device)
+        self._outbox.send(member.spec.name, StartWorker(device=device))
 
     def _pass_on(self, origin: str, message: StorePut) -> None:
         for node in message.nodes:
@@ -676,6 +699,28 @@ class Coordinator:
 
     def _notice(self, level: str, text: str) -> None:
         self._outbox.record(Notice(t_s=self._outbox.now_s, level=level, text=text))
+
+
+def _is_of_worker_that_ends(member: Member, message: AgentMessage) -> bool:
+    """Whether these are words of a worker that was told to end: what it does has no part in the run any more."""
+    match message:
+        case (
+            StepCommitted(device=device)
+            | Evaluating(device=device)
+            | EvaluationDone(device=device)
+            | Status(device=device)
+            | Resumed(device=device)
+            | Pace(device=device)
+            | LayersMoving(device=device)
+            | PeerFailed(device=device)
+            | Finished(device=device)
+            | ReplicaDigests(device=device)
+            | RestoreFailed(device=device)
+            | WorkerReady(device=device)
+        ):
+            return device in member.ending
+        case _:
+            return False
 
 
 def _check_device(member: Member, message: AgentMessage) -> None:

@@ -156,14 +156,19 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDown:
-    """A worker ended by itself; its node stays, and starts it again."""
+    """A worker ended by itself; its node stays, and starts it again, with the node's other workers."""
 
     t_s: float
     node: str
     device: int
+    pid: int
     reason: str
+    also: tuple[int, ...] = ()
+    """Devices whose workers are ended for that."""
 
     def describe(self) -> str:
+        if self.also:
+            return f"a worker of {self.node} ended ({self.reason}); the node's workers are started again"
         return f"the worker of {self.node} ended ({self.reason}); it is started again"
 
 

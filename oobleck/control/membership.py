@@ -59,7 +59,11 @@ class Member:
     is_dismissed: bool = False
     """Drained, and told to end."""
     restarts: int = 0
-    """How often its worker was started again."""
+    """How often its workers were started again."""
+    gone: dict[int, int] = field(default_factory=dict)
+    """By device, until another worker is ready there: the process id of the one whose end was taken in."""
+    ending: set[int] = field(default_factory=set)
+    """Devices whose worker was told to end, to be started again once it has."""
     is_banned: bool = False
     """The user wants it gone: nobody tries to get it back."""
     places: tuple[Place, ...] = field(init=False)
@@ -83,14 +87,25 @@ class Member:
     def note_ready(self, worker: WorkerUp, *, generation: int) -> None:
         """Note a worker that became ready in `generation`; the last one makes the node ready."""
         self.ready[worker.device] = worker
+        self.gone.pop(worker.device, None)
         if len(self.ready) == self.spec.num_devices:
             self.move_to(NodeState.READY)
             self.ready_since = generation
 
-    def note_restart(self, device: int) -> None:
-        """A worker has ended, and is started again: until then the node is not ready."""
+    @property
+    def taken_along(self) -> tuple[int, ...]:
+        """Devices whose workers end with any other one: those that train, for a plan has all of a node or nothing."""
+        return tuple(sorted(self.ready)) if self.is_ready else ()
+
+    def note_restart(self, device: int, pid: int, *, also: Iterable[int] = ()) -> None:
+        """A worker has ended, and is started again, and so are those of `also`: until then the node is not ready."""
         self.restarts += 1
         self.ready.pop(device, None)
+        self.ending.discard(device)
+        self.gone[device] = pid
+        for other in also:
+            self.gone[other] = self.ready.pop(other).pid
+            self.ending.add(other)
         if self.is_ready:
             self.move_to(NodeState.CONNECTED)
 

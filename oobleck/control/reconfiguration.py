@@ -196,6 +196,12 @@ class Reconfiguration:
             self._account.awaited.difference_update(places)
             self._decide_when_answered()
 
+    def note_left(self, node: str) -> None:
+        """A drained node is gone: a master that took over since may have asked it where it stands."""
+        if self.is_fencing and self._account is not None:
+            self._account.awaited = {place for place in self._account.awaited if place.node != node}
+            self._decide_when_answered()
+
     def suspect(self, message: PeerFailed) -> None:
         """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
         if not self.is_fencing and message.generation == self.generations.current:

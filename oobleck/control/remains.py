@@ -155,8 +155,8 @@ def _move(
             member.move_to(NodeState.CONNECTED)
         case WorkerUp():
             member.note_ready(entry, generation=generation)
-        case WorkerDown(device=device):
-            member.note_restart(device)
+        case WorkerDown(device=device, pid=pid, also=also):
+            member.note_restart(device, pid, also=also)
         case NodeLost():
             member.move_to(NodeState.LOST)
         case NodeLeft():

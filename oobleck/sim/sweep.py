@@ -49,6 +49,7 @@ from oobleck.control.messages import (
     Finished,
     Heartbeat,
     Hello,
+    KillWorker,
     Order,
     StartWorker,
     StepCommitted,
@@ -135,8 +136,8 @@ class _Sweep:
         self._blind_until_s = 0.0
         """Until then there is no master."""
         self._coordinator: Coordinator | None = None
-        self._crashed: set[str] = set()
-        """Nodes with a worker that is to be started again."""
+        self._crashed: set[Place] = set()
+        """Workers that have ended, and may be started again."""
         self._order: Order | None = None
         self._fence = 0
         self._is_over = False
@@ -251,9 +252,11 @@ class _Sweep:
                     ordered = order  # the same for all, but for the device
                 case Disconnect(node=node):
                     self._members.pop(node, None)
-                case Send(node=node, message=StartWorker()) if node in self._crashed:
-                    self._crashed.discard(node)
-                    self._worker_restarts(node)
+                case Send(node=node, message=StartWorker(device=device)) if Place(node, device) in self._crashed:
+                    self._crashed.discard(Place(node, device))
+                    self._worker_restarts(Place(node, device))
+                case Send(node=node, message=KillWorker(device=device)):
+                    self._end_worker(Place(node, device))
                 case Send(node=node, message=StopAgent(reason="drained")):
                     self._say(Place(node=node, device=0), AgentStopped(reason="drained"))
                 case End(exit_code=0):
@@ -489,17 +492,20 @@ class _Sweep:
         if self._is_well(node) and self.log.is_planned and device < self._settings.devices_per_node:
             if self._crew.is_training(node):
                 self._crew.stop(self._now_s)
-            self._crashed.add(node)
-            self._say(Place(node=node, device=device), WorkerExited(device=device, pid=1, signal=9))
+            self._end_worker(Place(node, device))
             if node not in self._members:
                 self._join(node)  # given up; whoever runs the job takes it back
 
-    def _worker_restarts(self, node: str) -> None:
-        life = self._lives[node]
+    def _end_worker(self, place: Place) -> None:
+        self._crashed.add(place)
+        self._say(place, WorkerExited(device=place.device, pid=1, signal=9))
+
+    def _worker_restarts(self, place: Place) -> None:
+        life = self._lives[place.node]
 
         def ready() -> None:
-            if self._members.get(node) == life and self._is_well(node):
-                self._say(Place(node=node, device=0), _ready(0))
+            if self._members.get(place.node) == life and self._is_well(place.node):
+                self._say(place, _ready(place.device))
 
         self._when_seen(self._now_s + self._costs.worker_start_s, ready)
 

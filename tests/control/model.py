@@ -39,6 +39,7 @@ from oobleck.control.messages import (
     Configure,
     Heartbeat,
     Hello,
+    KillWorker,
     Order,
     StartWorker,
     StopAgent,
@@ -312,6 +313,9 @@ class World:
                 node.up.append(AgentStopped(reason=reason))
                 self._end_workers(node)
                 node.is_dead = True
+            case KillWorker(device=device):
+                if device in node.workers:
+                    self._crash(Place(node=node.spec.name, device=device))
             case StorePut():
                 for worker in node.workers.values():
                     worker.take(message)

@@ -49,6 +49,7 @@ from oobleck.control.messages import (
     Pace,
     PeerFailed,
     StartWorker,
+    StepCommitted,
     StopAgent,
     StorePut,
     WorkerExited,
@@ -539,7 +540,7 @@ def test_a_worker_that_comes_back_takes_part_again():
 def test_a_worker_that_dies_again_before_it_is_ready_is_started_again():
     bench = training()
     bench.say("n2", CRASH)
-    commands = bench.say("n2", CRASH)
+    commands = bench.say("n2", WorkerExited(device=0, pid=9, signal=9))
     assert Send(node="n2", message=StartWorker(device=0)) in commands
     assert len(bench.journal(RecoveryStarted)) == 1
 
@@ -577,10 +578,64 @@ def test_an_error_that_training_got_over_is_not_blamed_for_the_end():
     assert bench.ended.reason == "all nodes are lost"
 
 
-def test_a_node_of_several_workers_is_lost_with_one_of_them():
-    bench = training(Shape(num_nodes=2, devices=2))
+def pairs_of_devices() -> Bench:
+    """Two nodes of two devices each, in training."""
+    return training(Shape(num_nodes=2, devices=2))
+
+
+def test_workers_of_one_node_end_together_and_are_started_again():
+    bench = pairs_of_devices()
+    bench.commit("n0", 1)
+    commands = bench.say("n1", CRASH)
+    assert Send(node="n1", message=StartWorker(device=0)) in commands
+    assert Send(node="n1", message=KillWorker(device=1)) in commands
+    (down,) = bench.journal(WorkerDown)
+    assert (down.device, down.also) == (0, (1,))
+    assert bench.journal(RecoveryStarted)[-1].cause is Cause.WORKER_EXITED
+    killed = bench.say("n1", WorkerExited(device=1, pid=8, signal=9))
+    assert killed == [Send(node="n1", message=StartWorker(device=1))], "it ended for the other: that is no new failure"
+    bench.say("n1", ready(0, pid=20))
+    assert len(bench.journal(RecoveryStarted)) == 1, "one of two"
+    bench.say("n1", ready(1, pid=21))
+    assert len(bench.journal(RecoveryStarted)) == 2, "the node joins again"
+    assert not bench.journal(NodeLost)
+
+
+def test_what_a_worker_says_that_was_told_to_end_counts_for_nothing():
+    bench = pairs_of_devices()
+    bench.commit("n0", 1)
+    bench.say("n1", CRASH)
+    steps = len(bench.journal(StepDone))
+    bench.say("n1", StepCommitted(device=1, record=record(2)), ready(1))
+    assert len(bench.journal(StepDone)) == steps
+    assert bench.coordinator.phase is Phase.FENCING
+    bench.say("n1", ready(0, pid=20))
+    assert len(bench.journal(RecoveryStarted)) == 1, "its other worker has still to come back"
+
+
+def test_workers_that_all_end_by_themselves_are_one_failure():
+    bench = pairs_of_devices()
+    for _ in range(3):
+        for device in range(2):
+            bench.say("n1", WorkerExited(device=device, pid=8, signal=11))
+        bench.say("n1", ready(0), ready(1))
+    assert len(bench.journal(WorkerDown)) == 3
+    assert not bench.journal(NodeLost)
     bench.say("n1", CRASH)
     assert bench.journal(NodeLost)[0].node == "n1"
+
+
+def test_a_master_that_takes_over_ends_the_workers_that_were_to_end():
+    bench = pairs_of_devices()
+    bench.commit("n0", 1)
+    bench.say("n1", CRASH)
+    succeed(bench, "n0")
+    commands = bench.up("n1", generation=1, workers=(1,))
+    assert Send(node="n1", message=StartWorker(device=0)) in commands
+    assert Send(node="n1", message=KillWorker(device=1)) in commands
+    told_again = bench.say("n1", CRASH)
+    assert not [message for message in bench.messages(told_again) if isinstance(message, StartWorker)], "once is enough"
+    assert Send(node="n1", message=StartWorker(device=1)) in bench.say("n1", WorkerExited(device=1, pid=8, signal=9))
 
 
 def test_a_new_node_trains_as_soon_as_it_is_ready():
@@ -652,6 +707,23 @@ def test_a_loss_after_a_node_was_dismissed_does_not_wait_for_it():
     bench.answer("n0", adopted=2, layers=(0, 1, 2, 3))
     bench.wait(0.01)
     assert bench.orders[-1].plan.nodes == ("n0",)
+
+
+def test_a_drained_node_may_leave_while_a_new_master_asks_where_all_stand():
+    bench = training()
+    bench.commit("n0", 1)
+    bench.feed(DrainRequested(node="n2"))
+    answer_all(bench, "n0", "n1", "n2", applied=1, last_record=record(1))
+    bench.resume("n0", "n1")
+    succeed(bench, "n0", "n1", "n2")
+    assert bench.coordinator.phase is Phase.FENCING
+    for node in ("n0", "n1"):
+        bench.answer(node, applied=1, last_record=record(1), adopted=2, layers=(0, 1, 2, 3))
+    bench.wait(0.01)
+    assert bench.coordinator.phase is Phase.FENCING
+    bench.say("n2", AgentStopped(reason="drained"))
+    bench.wait(0.01)
+    assert bench.coordinator.phase is Phase.TRAINING
 
 
 def test_a_draining_node_whose_worker_dies_is_lost():

@@ -33,7 +33,7 @@ def lost(t_s: float, node: str, cause: Cause = Cause.CONNECTION_LOST, evidence: 
 
 
 def down(t_s: float, node: str, reason: str = "killed by signal 9"):
-    return WorkerDown(t_s=t_s, node=node, device=0, reason=reason)
+    return WorkerDown(t_s=t_s, node=node, device=0, pid=8, reason=reason)
 
 
 def recovering(t_s: float, generation: int, *nodes: str, cause: Cause = Cause.CONNECTION_LOST):

@@ -20,7 +20,7 @@ SPEC = NodeSpec(name="n9", host="n9")
         (NodeAdded(t_s=1.0, node=SPEC), "n9 is added"),
         (NodeLeft(t_s=1.0, node="n9"), "n9 has left"),
         (
-            WorkerDown(t_s=1.0, node="n9", device=0, reason="killed by signal 9"),
+            WorkerDown(t_s=1.0, node="n9", device=0, pid=8, reason="killed by signal 9"),
             "the worker of n9 ended (killed by signal 9); it is started again",
         ),
         (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=Cause.JOINED), "taking in n9"),
@@ -56,7 +56,7 @@ def test_the_view_follows_nodes_that_come_and_go():
         (NodeAdded(t_s=1.0, node=SPEC), NodeState.CONNECTING),
         (NodeConnected(t_s=2.0, node="n9", agent_pid=1), NodeState.CONNECTED),
         (WorkerUp(t_s=3.0, node="n9", device=0, pid=2, data_digest="d"), NodeState.READY),
-        (WorkerDown(t_s=4.0, node="n9", device=0, reason="exit code 1"), NodeState.CONNECTED),
+        (WorkerDown(t_s=4.0, node="n9", device=0, pid=8, reason="exit code 1"), NodeState.CONNECTED),
         (NodeLeft(t_s=5.0, node="n9"), NodeState.ENDED),
     ]
     view.apply(job_started(("n0",)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from oobleck.checkpoint import CheckpointDirectory
 from oobleck.cli.job_file import load_job
 from oobleck.job import JobSpec
 
-from .harness import LLAMA, Runner
+from .harness import LLAMA, Runner, worker_pids
 from .reference import each_reference_loss
 from .test_checkpoints import first_step_of, kill_everything, steps_of
 from .test_losses import KILL_STEP, TOLERANCE, assert_nothing_lost, largest_gap
@@ -31,6 +33,7 @@ def _path(runner: Runner) -> Path:
         head = head.replace(before, after)
     path = runner.job_file(head)
     text = path.read_text(encoding="utf-8").replace("data: {", "data: {validation_split: 0.1, ")
+    text = text.replace("max_steps: 24", "max_steps: 40")
     path.write_text(text + SHARED, encoding="utf-8")
     return path
 
@@ -65,7 +68,7 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
     assert_nothing_lost(outcome, len(reference[0]))
     assert largest_gap(outcome.losses, reference[0]) < TOLERANCE
     _assert_evaluated(runner, reference[1])
-    assert {4, 12, 16, 20, 24} <= _evaluated(runner).keys()
+    assert {4, *range(12, 41, 4)} <= _evaluated(runner).keys()
     devices = [
         len(stage["devices"]) for pipeline in outcome.summary["plan"]["pipelines"] for stage in pipeline["stages"]
     ]
@@ -75,7 +78,10 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
 def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
     runner: Runner, path: Path, tmp_path: Path, reference: tuple[list[float], list[float]]
 ) -> None:
-    """Everything is killed twice: once the same devices go on from memory, then others, one a stage, from disk."""
+    """Everything is killed twice: once the same devices go on from memory, then others, one a stage, from disk.
+
+    Between, one of the workers that share a stage is killed: both are started again from their peers.
+    """
     directory = CheckpointDirectory(tmp_path / "checkpoints")
     checkpoint = f"checkpoint={{enabled: true, save_steps: 5, directory: {directory.path}}}"
     options = ("--job", str(path), "--set", checkpoint)
@@ -86,12 +92,21 @@ def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
             (each["record"]["step"], each["record"]["loss"]) for each in journal if each["@type"] == "StepDone"
         )
 
-    for saved in (5, 15):
-        with runner.up(*options, "--tp", "2", nodes=("--local", "2")) as up:
-            up.wait_for(f"checkpoint of step {saved}")
-            kill_everything(runner)
-        take_in(runner.journal())
+    with runner.up(*options, "--tp", "2", nodes=("--local", "2")) as up:
+        up.wait_for("checkpoint of step 5")
+        kill_everything(runner)
+    take_in(runner.journal())
+    with runner.up(*options, "--tp", "2", nodes=("--local", "2")) as up:
+        up.wait_for_step(6)
+        os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
+        up.wait_for("the node's workers are started again")
+        up.wait_for("checkpoint of step 30")
+        kill_everything(runner)
+    take_in(runner.journal())
     assert first_step_of(runner) >= 6, "the second run has gone on"
+    recoveries = [entry["action"] for entry in runner.journal() if entry["@type"] == "RecoveryDone"]
+    assert recoveries[-1] == "restart_worker", recoveries
+    assert not [entry for entry in runner.journal() if entry["@type"] == "NodeLost"]
     newest, *_ = steps_of(directory)
     shutil.rmtree(runner.memory)
     outcome = runner.run(*options, nodes=("--local", "2"))
