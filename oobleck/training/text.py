@@ -10,10 +10,11 @@ import os
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
+
+from .dataset_rows import read_rows
 
 __all__ = ["read_documents"]
 
@@ -47,7 +48,7 @@ def read_documents(data: DataSpec) -> list[str]:
 
 def _contents(data: DataSpec) -> Iterator[bytes]:
     if data.dataset_path is not None:
-        yield from _rows(data, data.dataset_path)
+        yield from read_rows(data, data.dataset_path)
         return
     for path in _files(data):
         try:
@@ -71,32 +72,6 @@ def _lines(path: Path, content: bytes, column: str) -> Iterator[bytes]:
         if not isinstance(value, Mapping) or not isinstance(value.get(column), str):
             raise ConfigError(f"{path}:{number}: has no text under {column!r}; name its key by data.text_column")
         yield value[column].encode(errors="replace")
-
-
-def _rows(data: DataSpec, path: str) -> Iterator[bytes]:
-    """Yield the text of a Hugging Face dataset's rows."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            "data.dataset_path: Hugging Face datasets are not installed here: pip install 'oobleck[datasets]'"
-        ) from error
-    directory = Path(path).expanduser()
-    try:
-        if (directory / "state.json").exists() or (directory / "dataset_dict.json").exists():
-            loaded: Any = datasets.load_from_disk(str(directory))
-            rows = loaded[data.dataset_split] if hasattr(loaded, "keys") else loaded
-        else:
-            rows = datasets.load_dataset(path, data.dataset_name, split=data.dataset_split)
-    # What it raises is the affair of many loaders.
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"data.dataset_path: {path} cannot be loaded: {type(error).__name__}: {reason}") from error
-    if data.text_column not in rows.column_names:
-        columns = ", ".join(rows.column_names)
-        raise ConfigError(f"data.text_column: {path} has no column {data.text_column!r}; it has {columns}")
-    for row in rows.select_columns([data.text_column]):
-        yield str(row[data.text_column]).encode(errors="replace")
 
 
 def _files(data: DataSpec) -> Iterator[Path]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
 import subprocess
@@ -166,22 +165,6 @@ def test_json_lines_are_documents(tmp_path: Path):
     path.write_text('{"text": "good"}\n{bad')
     with pytest.raises(ConfigError, match=r"text\.jsonl:2: not JSON"):
         read_documents(DataSpec(paths=(str(path),)))
-
-
-def test_a_dataset_is_read_by_its_column(tmp_path: Path):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"body": ["one", "two"]}).save_to_disk(tmp_path / "saved")
-    data = DataSpec(dataset_path=str(tmp_path / "saved"), text_column="body")
-    assert read_documents(data) == ["one", "two"]
-    with pytest.raises(ConfigError, match=r"has no column 'text'; it has body"):
-        read_documents(replace(data, text_column="text"))
-
-
-def test_without_the_package_a_dataset_says_what_to_install():
-    if importlib.util.find_spec("datasets") is not None:
-        pytest.skip("it is installed here")
-    with pytest.raises(ConfigError, match=r"pip install 'oobleck\[datasets\]'"):
-        read_documents(DataSpec(dataset_path="wikitext", dataset_name="wikitext-2-raw-v1"))
 
 
 def test_token_files_are_mapped_and_cut_into_samples(tmp_path: Path):
