@@ -285,6 +285,9 @@ class JobSpec:
     num_pipelines: int | None = None
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
     schedule: Literal["1f1b", "gpipe", "zero-bubble"] = "1f1b"
+    reductions_per_step: int | Literal["auto"] = "auto"
+    """How often a step's gradients are reduced, so that a failure costs a part of a step at most: a long step several
+    times, by default. Each but the last keeps the sums so far in memory of their own."""
     tensor_parallel: int = 1
     """Devices of a node that share each stage, by the model's own plan."""
     device_memory_bytes: int | None = None
@@ -326,6 +329,12 @@ class JobSpec:
             "false where devices share stages (tensor_parallel) or backward passes are split (zero-bubble)",
         )
         _require(self.fault_threshold >= 0, "fault_threshold", self.fault_threshold, "0 or more")
+        _require(
+            self.reductions_per_step == "auto" or self.reductions_per_step >= 1,
+            "reductions_per_step",
+            self.reductions_per_step,
+            "auto, or at least 1",
+        )
         for name in ("eval_steps", "max_eval_samples"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1, or left out")

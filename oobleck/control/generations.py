@@ -1,25 +1,33 @@
-"""The generations of a run: the plan that was ordered in each, and what was dealt of the step in flight."""
+"""The generations of a run: the plan that was ordered in each, and what was dealt and banked of the step in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.planner import Decision, ExecutionPlan, Place
 
 from .journal import PlanAdopted
-from .messages import Order, Restore, Segment, Status
-from .recovery import Verdict, broken_pipelines, deal_microbatches, rests_of
+from .messages import NOTHING, Banked, BankRecord, Order, Restore, Segment, Status
+from .recovery import NOTHING_BANKED, BankId, Verdict, broken_pipelines, deal_microbatches, rests_of
+from .sections import banked_after, shares_of
 
 __all__ = ["Generations"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Ordered:
-    """A plan that was ordered, and the groups that link its pipelines."""
+    """A plan that was ordered, the groups that link its pipelines, and the step that it came into force in."""
 
     plan: ExecutionPlan
     pipeline_generations: tuple[int, ...]
+    boundary: int
+    banked: Banked
+    num_sections: int
+
+    def banked_before(self, step: int) -> Banked:
+        """What of a step was banked before this plan."""
+        return self.banked if step == self.boundary + 1 else NOTHING
 
 
 class Generations:
@@ -42,7 +50,9 @@ class Generations:
     def restore(self, entry: PlanAdopted) -> None:
         """Note a plan that the journal of a master before knows to be ordered."""
         self.current = entry.generation
-        self._ordered[entry.generation] = _Ordered(entry.plan, entry.pipeline_generations)
+        self._ordered[entry.generation] = _Ordered(
+            entry.plan, entry.pipeline_generations, entry.boundary, entry.banked, entry.num_sections
+        )
         if entry.finish is None or entry.finished_under is None:
             self._forgot = entry.generation
         else:
@@ -73,6 +83,36 @@ class Generations:
         """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
         return self.newest if verdict.adopted is None else verdict.adopted
 
+    def bank_of(self, generation: int, step: int, number: int) -> BankId:
+        """What is banked of a step after so many of its sections under the plan of a generation."""
+        if number:
+            return generation, number
+        before = self._ordered[generation].banked_before(step) if generation in self._ordered else NOTHING
+        return before.generation, before.number
+
+    def banked(self, verdict: Verdict) -> Banked:
+        """What a verdict finds to be banked of the step in flight."""
+        generation, number = verdict.bank
+        if verdict.bank == NOTHING_BANKED:
+            return NOTHING
+        for ordered in self._ordered.values():
+            if (ordered.banked.generation, ordered.banked.number) == verdict.bank:
+                return ordered.banked
+        assert verdict.banked is not None
+        ordered = self._ordered[generation]
+        before = ordered.banked_before(verdict.applied + 1).microbatches
+        return Banked(
+            microbatches=banked_after(ordered.plan, before, ordered.num_sections, number),
+            loss=verdict.banked.loss,
+            generation=generation,
+            number=number,
+        )
+
+    def shares(self, generation: int, step: int) -> tuple[Sequence[int], ...]:
+        """The microbatches of a step that each pipeline takes under the plan of a generation."""
+        ordered = self._ordered[generation]
+        return shares_of(ordered.plan, ordered.banked_before(step).microbatches)
+
     def step_to_finish(self, verdict: Verdict, statuses: Mapping[Place, Status], lost: Collection[str]) -> int | None:
         """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
 
@@ -91,7 +131,14 @@ class Generations:
         step = verdict.applied + 1
         if self._segments_for != (verdict.adopted, step):
             self._segments_for, self._segments = (verdict.adopted, step), ()
-        dealt = deal_microbatches(plan, lost, self._segments, next_segment=self._next_segment)
+        dealt = deal_microbatches(
+            plan,
+            lost,
+            self._segments,
+            next_segment=self._next_segment,
+            shares=self.shares(verdict.adopted, step),
+            banked=self.banked(verdict).microbatches,
+        )
         if dealt is None:
             return None
         self._segments = dealt
@@ -103,7 +150,8 @@ class Generations:
     ) -> dict[int, tuple[int, int]]:
         """Return what the whole pipelines have left of the step that `step_to_finish` dealt last; see `rests_of`."""
         _, step = self._segments_for
-        return rests_of(self._ordered[generation].plan, lost, self._segments, statuses, step=step)
+        shares = self.shares(generation, step)
+        return rests_of(self._ordered[generation].plan, lost, self._segments, statuses, step=step, shares=shares)
 
     def order(
         self,
@@ -114,18 +162,26 @@ class Generations:
         lost: Collection[str],
         restore: Restore | None,
         is_from_scratch: bool,
+        num_sections: int,
     ) -> Order:
         """Note the current generation's plan; return its order, for device 0 of any node.
 
         `lost` are the nodes that have no part any more in the plan under which the step is finished; `restore` is the
         checkpoint of the step that the verdict takes for applied. A run that `is_from_scratch` began with the model's
-        initial values, not with a checkpoint.
+        initial values, not with a checkpoint. Steps are cut into `num_sections` under the plan.
         """
         old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
         gone = frozenset(lost)
         absent = tuple(node for node in old.plan.nodes if node in gone) if old is not None else ()
-        initial = verdict.applied == 0 and finish is None and is_from_scratch
-        ordered = _Ordered(decision.plan, self._pipeline_generations(decision.plan, old, gone))
+        initial = verdict.applied == 0 and verdict.bank == NOTHING_BANKED and finish is None and is_from_scratch
+        banked = self.banked(verdict)
+        ordered = _Ordered(
+            decision.plan,
+            self._pipeline_generations(decision.plan, old, gone),
+            verdict.applied if finish is None else finish,
+            banked if finish is None else NOTHING,
+            num_sections,
+        )
         self._ordered[self.current] = ordered
         if finish is None:
             self._forgot = self.current
@@ -133,12 +189,15 @@ class Generations:
             device=0,
             generation=self.current,
             catch_up=verdict.catch_up,
+            catch_up_bank=_record(verdict, banked) if verdict.is_bank_behind else None,
             finish=finish,
             segments=() if finish is None else self._segments,
             lost=absent,
             plan=decision.plan,
             pipeline_generations=ordered.pipeline_generations,
-            boundary=verdict.applied if finish is None else finish,
+            boundary=ordered.boundary,
+            banked=ordered.banked,
+            num_sections=num_sections,
             initial=initial,
             restore=restore,
             transfers=() if initial else decision.transfers,
@@ -154,3 +213,7 @@ class Generations:
                 if lost.isdisjoint(pipeline.nodes)
             }
         return tuple(kept.get(pipeline.places, self.current) for pipeline in plan.pipelines)
+
+
+def _record(verdict: Verdict, banked: Banked) -> BankRecord:
+    return BankRecord(step=verdict.applied + 1, generation=banked.generation, number=banked.number, loss=banked.loss)

@@ -13,7 +13,7 @@ from enum import StrEnum
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Place
 
-from .messages import CommitRecord, Doorbell, Segment
+from .messages import NOTHING, Banked, CommitRecord, Doorbell, Segment
 
 __all__ = [
     "Action",
@@ -222,8 +222,14 @@ class PlanAdopted:
     """Predicted step time of the best plan for the nodes held; None where the plan is that one."""
     pipeline_generations: tuple[int, ...] = ()
     """For each pipeline, the generation in which its group is formed."""
+    boundary: int = 0
+    """Steps applied when the plan takes effect."""
+    banked: Banked = NOTHING
+    """What of the step after is banked then."""
+    num_sections: int = 1
+    """Into how many sections a step is cut."""
     finish: int | None = None
-    """The step in flight, to be finished first; None when it is forgotten."""
+    """The step in flight, to be finished first; None when what is not banked of it is forgotten."""
     finished_under: int | None = None
     """The generation of the plan under which that step is finished."""
     restored: str | None = None

@@ -29,9 +29,12 @@ from .saving_messages import (
 )
 
 __all__ = [
+    "NOTHING",
     "PROTOCOL_VERSION",
     "AgentMessage",
     "AgentStopped",
+    "BankRecord",
+    "Banked",
     "CheckpointCommitted",
     "CheckpointsFound",
     "CommitCheckpoint",
@@ -214,6 +217,19 @@ class CommitRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BankRecord:
+    """What is known of a section of a step once its gradients are banked: equal on every rank."""
+
+    step: int
+    generation: int
+    """Of the plan under which it was run."""
+    number: int
+    """Sections of the step that are banked under that plan, this one included."""
+    loss: float
+    """The part of the step's loss that all its banked microbatches make."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted:
     """A worker has applied a step. The first stage of each pipeline says so: the record survives f failures."""
 
@@ -260,6 +276,10 @@ class Status:
     """Microbatches of the step in flight that this worker has taken backward."""
     broken: bool
     """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
+    banked: BankRecord | None = None
+    """The newest section of the step in flight that it has banked under the plan that it has adopted."""
+    bank_reduced: int | None = None
+    """The number of the section after, if this worker holds its fully reduced gradients and has not banked them."""
     waits_for: tuple[Place, ...] = ()
     """The workers whose part it waits for; none while it computes. This and what follows only on request."""
     unreachable: tuple[Place, ...] = ()
@@ -437,19 +457,38 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Banked:
+    """What of a step is banked when a plan comes into force in the middle of it."""
+
+    microbatches: tuple[int, ...] = ()
+    """Sorted."""
+    loss: float = 0.0
+    """The part of the step's loss that these make."""
+    generation: int = 0
+    """Of the plan under which the newest of them were run; 0 where nothing is banked."""
+    number: int = 0
+    """Sections of the step that were banked under that plan."""
+
+
+NOTHING = Banked()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """Resolve what is in flight; then adopt the plan and train on.
 
-    Resolving takes two moves, either of which may be nothing to do: `catch_up`, then `finish`.
+    Resolving takes two moves, either of which may be nothing to do: `catch_up` or `catch_up_bank`, then `finish`.
     """
 
     device: int
     generation: int
     catch_up: CommitRecord | None = None
     """A step that some survivor has applied: whoever has not applies it too, from its reduced gradients."""
+    catch_up_bank: BankRecord | None = None
+    """A section that some survivor has banked: whoever has not banks it too, from its reduced gradients."""
     finish: int | None = None
     """The step to finish under the old plan: the whole pipelines complete it and the segments, all survivors
-    reduce, commit and apply it. None: whatever is in flight is forgotten, to be run again."""
+    reduce, commit and apply it. None: what is in flight and not banked is forgotten, to be run again."""
     segments: tuple[Segment, ...] = ()
     """All extra segments of the step to finish so far."""
     lost: tuple[str, ...] = ()
@@ -459,6 +498,10 @@ class Order:
     """For each pipeline of the plan, the generation in which the group that links its stages is formed."""
     boundary: int
     """Steps applied when the plan takes effect."""
+    banked: Banked = NOTHING
+    """What of the step after the boundary is banked then. The sums travel with the layers that change hands."""
+    num_sections: int = 1
+    """Into how many sections a step is cut under this plan."""
     initial: bool = False
     """The job's first order: layers take their initial values."""
     restore: Restore | None = None

@@ -28,10 +28,11 @@ from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
 from .paces import Paces
 from .progress import Progress
-from .recovery import Verdict, broken_pipelines, judge, microbatches_redone
+from .recovery import NOTHING_BANKED, Verdict, broken_pipelines, judge, microbatches_redone
 from .restoring import Candidate, Restoring
 from .saving import Saving
 from .scaling import Scaling, with_resting
+from .sections import sections_wanted, shares_of
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
@@ -366,7 +367,9 @@ class Reconfiguration:
         for _, record in sorted(records.items()):
             self._progress.commit(record)
         self.generations.forget_before(min([said.adopted for said in statuses.values() if said.adopted], default=0))
-        verdict = self._confirm(judge(statuses, self._progress.last_record, self.generations.plans), statuses)
+        generations = self.generations
+        found = judge(statuses, self._progress.last_record, generations.plans, generations.bank_of)
+        verdict = self._confirm(found, statuses)
         in_force = self.generations.in_force(verdict)
         base = self.generations.plans[in_force]
         absent = frozenset(self.lost_for(in_force))
@@ -383,7 +386,13 @@ class Reconfiguration:
         lost = absent.intersection(base.nodes)
         redone = 0
         if verdict.adopted is not None:
-            redone = microbatches_redone(base, base.nodes if finish is None else lost, statuses)
+            redone = microbatches_redone(
+                base,
+                base.nodes if finish is None else lost,
+                statuses,
+                shares=generations.shares(in_force, verdict.applied + 1),
+                banked=generations.banked(verdict).microbatches,
+            )
         self._account.steps_lost += max(0, self._progress.last_step - verdict.applied)
         self._account.microbatches_redone += redone
         self._order(decision, verdict, finish=finish)
@@ -393,9 +402,9 @@ class Reconfiguration:
     ) -> tuple[Decision, int | None]:
         """Find a plan for those who stay, and the step in flight if it is finished before.
 
-        It is where that can be, unless a pipeline is broken and all survivors run all of the step again, with the same
-        samples, in clearly less time than the whole pipelines take for what is left of it. Raises PlanningError or
-        Unrecoverable.
+        It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
+        banked, with the same samples, in clearly less time than the whole pipelines take for what is left of it. Raises
+        PlanningError or Unrecoverable.
         """
         finish = self.generations.step_to_finish(verdict, statuses, lost)
         decision = self._replan_from(verdict, statuses, base, finish=finish, lost=lost)
@@ -404,11 +413,21 @@ class Reconfiguration:
         assert verdict.adopted is not None
         rests = self.generations.rests(verdict.adopted, statuses, lost)
         finish_s = self._plans().rest_s(base, rests, slow=self._slow())
-        if finish_s <= decision.predicted_step_s + _WORTH_FORGETTING_S:
+        banked = self.generations.banked(verdict).microbatches
+        again_s = self._rest_s(decision, banked)
+        if finish_s <= again_s + _WORTH_FORGETTING_S:
             return decision, finish
         decision = self._replan_from(verdict, statuses, base, finish=None, lost=lost)
-        again = f"step {finish} is run again, in {decision.predicted_step_s:.1f} s: finishing it takes {finish_s:.1f} s"
-        return replace(decision, reason=f"{decision.reason}; {again}"), None
+        what = f"{len(banked)} of {base.num_microbatches} microbatches of step {finish} are banked, the others are"
+        again = f"{what if banked else f'step {finish} is'} run again, in {again_s:.1f} s"
+        return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
+
+    def _rest_s(self, decision: Decision, banked: Collection[int]) -> float:
+        """Seconds of a step under a new plan, when these microbatches are banked."""
+        if not banked:
+            return decision.predicted_step_s
+        rests = {index: (len(share), 0) for index, share in enumerate(shares_of(decision.plan, banked))}
+        return self._plans().rest_s(decision.plan, rests, slow=self._slow())
 
     def _replan_from(
         self,
@@ -427,7 +446,16 @@ class Reconfiguration:
         """What a worker holds from before a checkpoint was gone back to is of a past that never was."""
         if status.adopted >= self._restored_generation:
             return status
-        return replace(status, applied=0, last_record=None, reduced=None, adopted=0, layers=())
+        return replace(
+            status,
+            applied=0,
+            last_record=None,
+            reduced=None,
+            adopted=0,
+            layers=(),
+            banked=None,
+            bank_reduced=None,
+        )
 
     def _fall_back(self, base: ExecutionPlan, error: Unrecoverable, *, lost: frozenset[str]) -> None:
         """A layer has no living copy: go back to the newest checkpoint, once workers have told what they can read."""
@@ -537,7 +565,13 @@ class Reconfiguration:
         lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
         restore = None if candidate is None else candidate.restore
         order = self.generations.order(
-            decision, verdict, finish=finish, lost=lost, restore=restore, is_from_scratch=not self._restored_generation
+            decision,
+            verdict,
+            finish=finish,
+            lost=lost,
+            restore=restore,
+            is_from_scratch=not self._restored_generation,
+            num_sections=sections_wanted(self._job, decision.plan, decision.predicted_step_s),
         )
         places = tuple(place for member in self._members.ready for place in member.places)
         self._outbox.send_all(places, order)
@@ -572,6 +606,9 @@ class Reconfiguration:
                 num_layers=decision.plan.num_layers,
                 redundant=decision.redundant,
                 pipeline_generations=order.pipeline_generations,
+                boundary=order.boundary,
+                banked=order.banked,
+                num_sections=order.num_sections,
                 finish=order.finish,
                 finished_under=None if order.finish is None else verdict.adopted,
                 restored=None if order.restore is None else order.restore.name,
@@ -605,7 +642,7 @@ def _held(
             for place, layers in verdict.held.items()
             for mine in (planned.get(place, _NOTHING),)
         }
-    if verdict.applied == 0 and is_from_scratch:
+    if verdict.applied == 0 and verdict.bank == NOTHING_BANKED and is_from_scratch:
         # Nothing is trained yet: everybody can make the initial values of any layer.
         return {place: frozenset(range(base.num_layers)) for place in statuses}
     return dict(verdict.held)

@@ -11,20 +11,26 @@ The dead may have told of a step that no survivor has applied: it is committed a
 was left out of the plan in force, but has not come to hear of it, still holds the layers of the plan before; it
 took no part in what was committed since, which its lack of reduced gradients tells.
 
-Until the first step under a plan is committed, workers keep what they sent away for it. A worker that has still
-to apply that step keeps those layers at the version before, so they do not count.
+Until the first step under a plan is committed, or the first section of one is banked, workers keep what they sent
+away for it. A worker that has still to do that keeps those layers at the version before, so they do not count.
+
+Sections follow the same rule: what some survivor has banked counts, and the others who hold its reduced gradients bank
+it too. What nobody who lives has banked does not count, since nothing was made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.planner import ExecutionPlan, Place
 
-from .messages import CommitRecord, Segment, Status
+from .messages import BankRecord, CommitRecord, Segment, Status
+from .sections import apportion, shares_of
 
 __all__ = [
+    "NOTHING_BANKED",
+    "BankId",
     "Verdict",
     "broken_pipelines",
     "deal_microbatches",
@@ -34,6 +40,18 @@ __all__ = [
     "rests_of",
     "uncovered",
 ]
+
+
+BankId = tuple[int, int]
+"""What is banked of a step: the generation of the plan under which the newest section of it was run, and its number."""
+
+NOTHING_BANKED: BankId = (0, 0)
+
+
+def _as_it_is(generation: int, step: int, number: int) -> BankId:
+    """What a worker has banked of a step, where no plan came into force in the middle of one."""
+    del step
+    return (generation, number) if number else NOTHING_BANKED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +65,25 @@ class Verdict:
     adopted: int | None
     """The generation whose plan all who hold layers have in force; None when they differ."""
     held: Mapping[Place, frozenset[int]]
-    """The layers that each survivor holds whole, at the version of `applied`."""
+    """The layers that each survivor holds whole, at the version of `applied`, with what is banked of the next step."""
+    bank: BankId = NOTHING_BANKED
+    """What is banked of the step after."""
+    banked: BankRecord | None = None
+    """What those say of it who have banked it; None where that was before the plan that they have adopted."""
+    is_bank_behind: bool = False
+    """Some survivor has still to bank it."""
 
 
 def judge(
-    statuses: Mapping[Place, Status], committed: CommitRecord | None, plans: Mapping[int, ExecutionPlan]
+    statuses: Mapping[Place, Status],
+    committed: CommitRecord | None,
+    plans: Mapping[int, ExecutionPlan],
+    bank_of: Callable[[int, int, int], BankId] = _as_it_is,
 ) -> Verdict:
     """Read the survivors' answers; O(workers).
 
-    `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation.
+    `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation; `bank_of`
+    says what is banked of a step after so many of its sections under the plan of a generation.
     Spares and newcomers hold no layers: they count for nothing here.
     """
     holders = {place: status for place, status in statuses.items() if status.layers}
@@ -64,6 +92,15 @@ def judge(
     applied = max([newest.step if newest else 0, *(status.applied for status in holders.values())])
     behind = {place for place, status in holders.items() if status.reduced == applied}
     current = {place: status for place, status in holders.items() if status.applied == applied or place in behind}
+    banks = {place: _bank(status, applied, bank_of) for place, status in current.items()}
+    bank = max(banks.values(), default=NOTHING_BANKED)
+    bank_behind = {
+        place
+        for place, status in current.items()
+        if status.bank_reduced is not None and (status.adopted, status.bank_reduced) == bank
+    }
+    current = {place: status for place, status in current.items() if banks[place] == bank or place in bank_behind}
+    said = (status.banked for place, status in current.items() if banks[place] == bank)
     # Workers that hold the same share one set, so that thousands of them cost little.
     layers = {held: frozenset(held) for held in {status.layers for status in current.values()}}
     generations = {status.adopted for status in current.values()}
@@ -74,11 +111,21 @@ def judge(
         adopted=generations.pop() if len(generations) == 1 else None,
         held={
             place: layers[status.layers] & planned_layers(plans[status.adopted], place)
-            if place in behind
+            if place in behind or place in bank_behind
             else layers[status.layers]
             for place, status in current.items()
         },
+        bank=bank,
+        banked=next((record for record in said if record is not None), None),
+        is_bank_behind=bool(bank_behind),
     )
+
+
+def _bank(status: Status, applied: int, bank_of: Callable[[int, int, int], BankId]) -> BankId:
+    """What a worker has banked of the step after `applied`."""
+    if status.applied < applied:
+        return NOTHING_BANKED  # it has still to apply that step, which all others have to do before they bank
+    return bank_of(status.adopted, applied + 1, 0 if status.banked is None else status.banked.number)
 
 
 def planned_layers(plan: ExecutionPlan, place: Place) -> frozenset[int]:
@@ -93,10 +140,18 @@ def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, .
 
 
 def deal_microbatches(
-    plan: ExecutionPlan, lost: Collection[str], segments: Sequence[Segment], *, next_segment: int
+    plan: ExecutionPlan,
+    lost: Collection[str],
+    segments: Sequence[Segment],
+    *,
+    next_segment: int,
+    shares: Sequence[Sequence[int]] | None = None,
+    banked: Collection[int] = (),
 ) -> tuple[Segment, ...] | None:
     """Deal what broken pipelines leave of a step among the whole ones, on top of the segments dealt before.
 
+    `shares` are the microbatches that each pipeline takes of it (the planned ones, by default), of which those `banked`
+    are done for good.
     Returns all segments of the step, or None when no pipeline is whole. Segments are never taken back from a
     whole pipeline; those of a pipeline that broke since are dealt again. Whole pipelines take shares in
     proportion to their planned ones, which are in proportion to their speeds; the largest remainder rounds.
@@ -106,11 +161,12 @@ def deal_microbatches(
     if not whole:
         return None
     kept = tuple(segment for segment in segments if segment.pipeline in whole)
-    done = {microbatch for segment in kept for microbatch in segment.microbatches}
-    left = [microbatch for index in broken for microbatch in plan.microbatches_of(index) if microbatch not in done]
-    shares = _apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
+    done = {microbatch for segment in kept for microbatch in segment.microbatches}.union(banked)
+    own = shares_of(plan) if shares is None else shares
+    left = [microbatch for index in broken for microbatch in own[index] if microbatch not in done]
+    counts = apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
     dealt: list[Segment] = []
-    for index, share in zip(whole, shares, strict=True):
+    for index, share in zip(whole, counts, strict=True):
         if share:
             dealt.append(Segment(segment=next_segment + len(dealt), pipeline=index, microbatches=tuple(left[:share])))
             left = left[share:]
@@ -124,11 +180,13 @@ def rests_of(
     statuses: Mapping[Place, Status],
     *,
     step: int,
+    shares: Sequence[Sequence[int]] | None = None,
 ) -> dict[int, tuple[int, int]]:
     """Return what whole pipelines have left of a step: (of their own microbatches, of segments), by pipeline.
 
-    A pipeline is as far as the worker in it that has taken the fewest microbatches backward; one that has still to
-    apply the step before has taken none.
+    `shares` are the microbatches that each pipeline takes of it: the planned ones, by default. A pipeline is as far as
+    the worker in it that has taken the fewest microbatches backward; one that has still to apply the step before has
+    taken none.
     """
     broken = broken_pipelines(plan, lost)
     rests = {}
@@ -137,18 +195,29 @@ def rests_of(
             said = [statuses[place] for place in pipeline.places]
             done = min(each.microbatches_done if each.applied == step - 1 else 0 for each in said)
             more = sum(len(segment.microbatches) for segment in segments if segment.pipeline == index)
-            beyond = max(0, done - pipeline.num_microbatches)
-            rests[index] = (max(0, pipeline.num_microbatches - done), max(0, more - beyond))
+            own = pipeline.num_microbatches if shares is None else len(shares[index])
+            rests[index] = (max(0, own - done), max(0, more - max(0, done - own)))
     return rests
 
 
-def microbatches_redone(plan: ExecutionPlan, lost: Collection[str], statuses: Mapping[Place, Status]) -> int:
-    """How many microbatches the broken pipelines had begun to take backward, as far as survivors know."""
+def microbatches_redone(
+    plan: ExecutionPlan,
+    lost: Collection[str],
+    statuses: Mapping[Place, Status],
+    *,
+    shares: Sequence[Sequence[int]] | None = None,
+    banked: Collection[int] = (),
+) -> int:
+    """How many microbatches the broken pipelines had begun to take backward, as far as survivors know.
+
+    Of their `shares` in the step (the planned ones, by default), those `banked` are not done again.
+    """
     total = 0
     for index in broken_pipelines(plan, lost):
         pipeline = plan.pipelines[index]
         known = [statuses[place].microbatches_done for place in pipeline.places if place in statuses]
-        total += max(known, default=0)
+        own = plan.microbatches_of(index) if shares is None else shares[index]
+        total += max(0, max(known, default=0) - sum(microbatch in banked for microbatch in own))
     return total
 
 
@@ -159,13 +228,3 @@ def uncovered(began_s: float, ended_s: float, intervals: Sequence[tuple[float, f
         total_s += max(0.0, min(start_s, ended_s) - began_s)
         began_s = max(began_s, stop_s)
     return total_s + max(0.0, ended_s - began_s)
-
-
-def _apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Split `total` in proportion to `weights`, by largest remainders; ties go to the earlier."""
-    weight = sum(weights)
-    shares = [total * each // weight for each in weights]
-    by_remainder = sorted(range(len(weights)), key=lambda index: (-(total * weights[index] % weight), index))
-    for index in by_remainder[: total - sum(shares)]:
-        shares[index] += 1
-    return shares

@@ -1,8 +1,9 @@
 """Where a worker stands: the state that its two threads share, and the moments that decide a commit.
 
 The control thread answers fences from it; the training thread moves it on. Three moments matter: `note_reduced`
-(the worker joins the commit), `begin_apply` (the step counts) and `adopt` (the plan is in force). Each is passed
-before a fence, and then the answer says so, or not at all. So what a worker answers stays true until its next
+(the worker joins the commit), `begin_apply` (the step counts) and `adopt` (the plan is in force); and two like the
+first for sections of a step, `note_bank_reduced` and `bank`. Each is passed before a fence, and then the answer says
+so, or not at all. So what a worker answers stays true until its next
 order, and the coordinator's view of all answers is never half of a step.
 """
 
@@ -13,7 +14,7 @@ from contextlib import AbstractContextManager
 
 from oobleck.planner import ExecutionPlan, Place
 
-from .messages import CommitRecord, Fence, Order, Status
+from .messages import BankRecord, CommitRecord, Fence, Order, Status
 
 __all__ = ["Interrupted", "PeerLost", "Standing"]
 
@@ -48,6 +49,8 @@ class Standing:
         self._applied = 0
         self._last_record: CommitRecord | None = None
         self._reduced: int | None = None
+        self._banked: BankRecord | None = None
+        self._bank_reduced: int | None = None
         self._microbatches_done = 0
         self._broken = False
 
@@ -76,6 +79,8 @@ class Standing:
                 layers=tuple(sorted({*self._layers, *self._kept})),
                 microbatches_done=self._microbatches_done,
                 broken=self._broken,
+                banked=self._banked,
+                bank_reduced=self._bank_reduced,
             )
         self._announce()
         return status
@@ -135,9 +140,10 @@ class Standing:
             return order
 
     def begin_step(self) -> None:
-        """Note that nothing is done of the step in flight."""
+        """Note that nothing is done of the step in flight but what is banked."""
         with self._lock:
             self._reduced = None
+            self._bank_reduced = None
             self._microbatches_done = 0
             self._broken = False
 
@@ -161,6 +167,25 @@ class Standing:
             self._check_fence()
             self._reduced = step
 
+    def note_bank_reduced(self, number: int) -> None:
+        """Note that the fully reduced gradients of a section are here; like `note_reduced`.
+
+        Raises Interrupted when a fence came first.
+        """
+        with self._lock:
+            self._check_fence()
+            self._bank_reduced = number
+
+    def bank(self, record: BankRecord) -> None:
+        """Pass the point of no return of a section: no failure of others takes it any more.
+
+        What was kept for others is behind from here on, and all have adopted the plan. Raises Interrupted when a fence
+        came first.
+        """
+        with self._lock:
+            self._check_fence()
+            self._bank(record)
+
     def begin_apply(self, record: CommitRecord) -> None:
         """Pass the point of no return of a commit: the caller applies the step next, and nothing stops it.
 
@@ -182,6 +207,15 @@ class Standing:
             self._move_to(record)
             return True
 
+    def catch_up_bank(self, record: BankRecord) -> bool:
+        """Like `bank`, by order: some worker has banked the section. False for one that has nothing to bank."""
+        with self._lock:
+            if self._bank_reduced != record.number or self._adopted != record.generation:
+                return False
+            assert record.step == self._applied + 1, (record.step, self._applied)
+            self._bank(record)
+            return True
+
     def adopt(self, order: Order, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
         """Put the order's plan in force: from here on nothing stops the caller from taking the layers.
 
@@ -198,6 +232,8 @@ class Standing:
             self._layers = layers
             self._kept = kept
             self._reduced = None
+            self._banked = None
+            self._bank_reduced = None
             self._microbatches_done = 0
             self._pipeline_lost = False
 
@@ -210,4 +246,11 @@ class Standing:
         self._kept = ()
         self._last_record = record
         self._reduced = None
+        self._banked = None
+        self._bank_reduced = None
         self._microbatches_done = 0
+
+    def _bank(self, record: BankRecord) -> None:
+        self._banked = record
+        self._bank_reduced = None
+        self._kept = ()

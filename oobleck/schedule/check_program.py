@@ -47,6 +47,9 @@ def check_program(schedule: Schedule, stage: int, max_in_flight: int | None) -> 
         if microbatch >= schedule.num_microbatches or chunk >= schedule.num_chunks:
             counts = f"{schedule.num_microbatches} microbatches and {schedule.num_chunks} chunks"
             raise _error(stage, index, instruction, f"is outside of the schedule's {counts}")
+        if instruction.op is Op.BANK:
+            _check_bank(stage, index, instruction, seen)
+            continue
         rule = rules[chunk].get(instruction.op)
         if rule is None:
             raise _error(stage, index, instruction, "has no place here: the chain of virtual stages has none for it")
@@ -61,6 +64,17 @@ def check_program(schedule: Schedule, stage: int, max_in_flight: int | None) -> 
             reason = f"{held} activations in flight; the bound is {max_in_flight}"
             raise _error(stage, index, instruction, reason)
     _check_completeness(stage, program, rules, seen)
+
+
+def _check_bank(stage: int, index: int, instruction: Instruction, seen: list[list[int]]) -> None:
+    """A bank holds the microbatches up to its own whole, and nothing of any other."""
+    assert instruction.microbatch is not None
+    for done_of in seen:
+        for microbatch, done in enumerate(done_of):
+            if microbatch <= instruction.microbatch and done & _BOTH_PARTS != _BOTH_PARTS:
+                raise _error(stage, index, instruction, f"comes before the backward pass of microbatch {microbatch}")
+            if microbatch > instruction.microbatch and done & _BOTH_PARTS:
+                raise _error(stage, index, instruction, f"comes after a backward pass of microbatch {microbatch}")
 
 
 def _check_tail(schedule: Schedule, stage: int) -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from oobleck.control.messages import (
+    BankRecord,
     CommitRecord,
     Fence,
     Finished,
@@ -28,20 +29,22 @@ from oobleck.control.messages import (
     WorkerBound,
     WorkerMessage,
 )
+from oobleck.control.sections import num_sections_of, shares_of
 from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, Place
+from oobleck.schedule import section_stops
 
+from .bank import Bank, Moves
 from .fabric import Contribution, Fabric, GroupKey, Violation, Wait
 from .tempo import ProgramTimes, Tempo
 
 __all__ = ["INITIAL", "Lane", "Moves", "Version", "VirtualWorker", "Work"]
 
-Moves = Generator[Wait, None, None]
-
-
 _BUSY_TIMES = 16
 """As many stretches of computation are remembered as a real worker remembers."""
+_STOP = -1
+"""What a commit's contribution contains, beside microbatches, of a worker that is to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,13 @@ class Version:
     """Of the commit of that step."""
     digest: int
     """Equal for equal histories."""
+    banked: tuple[int, ...] = ()
+    """The microbatches whose gradients are banked beside it, sorted."""
+
+    def with_bank(self, microbatches: Sequence[int], record: BankRecord) -> Version:
+        """The version after one more section of the step in flight."""
+        digest = hash((self.digest, record.step, record.generation, record.number))
+        return Version(self.step, self.generation, digest, tuple(sorted((*self.banked, *microbatches))))
 
     def then(self, record: CommitRecord) -> Version:
         """The version after one more step."""
@@ -64,7 +74,7 @@ INITIAL = Version(0, 0, 0)
 
 @dataclass(slots=True)
 class Work:
-    """What a worker has done of a step."""
+    """What a worker has done of a step, and has not put into a section."""
 
     step: int
     microbatches: list[int] = field(default_factory=list)
@@ -130,6 +140,14 @@ class VirtualWorker:
         self._lane: Lane | None = None
         self._buckets: tuple[tuple[GroupKey, tuple[int, ...]], ...] = ()
         self._commit_key: GroupKey | None = None
+        self._order: Order | None = None
+        """The one whose plan is in force."""
+        self._bank = Bank(
+            self.standing,
+            fabric,
+            post=self._post,
+            is_last=lambda: self._lane is not None and self._lane.stage == len(self._lane.places) - 1,
+        )
         self._work: Work | None = None
         self._base_done = False
         self._segments_done: set[int] = set()
@@ -208,6 +226,11 @@ class VirtualWorker:
         yield from _pause("took an order")
         if order.catch_up is not None and self.standing.catch_up(order.catch_up):
             yield from self._apply(order.catch_up)
+        if order.catch_up_bank is not None:
+            self._bank.catch_up(order.catch_up_bank, self._fold)
+        given_back = self._bank.give_back()
+        if self._work is not None:
+            self._work.microbatches += given_back
         if order.finish is None:
             self._forget_step()
         elif self.standing.applied == order.finish - 1:
@@ -221,20 +244,25 @@ class VirtualWorker:
         assert self._commit_key is not None
         stop = False
         while self.standing.applied < self._job.max_steps and not stop:
-            yield from self._compute(self._plan, self._lane, self.standing.applied + 1)
+            yield from self._compute(self._plan, self._lane, self.standing.applied + 1, banks=True)
             stop = yield from self._end_step(self._buckets, self._commit_key)
         return True
 
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def _compute(self, plan: ExecutionPlan, lane: Lane, step: int) -> Generator[Wait, None, Work]:
+    def _compute(
+        self, plan: ExecutionPlan, lane: Lane, step: int, *, banks: bool = False
+    ) -> Generator[Wait, None, Work]:
         work = self._work
         if work is None or work.step != step:
             work = self._begin_step(step)
         if not self._base_done:
             located = plan.locate(self.place)
             assert located is not None
-            yield from self._execute(work, lane, plan.microbatches_of(located[0]))
+            assert self._order is not None
+            before = self._order.banked.microbatches if step == self._order.boundary + 1 else ()
+            number = num_sections_of(plan, before, self._order.num_sections) if banks else 1
+            yield from self._execute(work, lane, shares_of(plan, before)[located[0]], number)
             self._base_done = True
         return work
 
@@ -243,8 +271,11 @@ class VirtualWorker:
         self._work = Work(step)
         return self._work
 
-    def _execute(self, work: Work, lane: Lane, microbatches: Sequence[int]) -> Moves:
-        """Run this stage's program for some microbatches; it ends when the schedule's timeline says."""
+    def _execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
+        """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
+
+        At the end of each section but the last, what is done is to be banked.
+        """
         if self.standing.is_broken:
             raise PeerLost("a program of this step failed half-way before")
         if lane.key in self._spoiled:
@@ -252,16 +283,16 @@ class VirtualWorker:
         self._say_resumed()
         times = self._tempo.program(lane.pipeline, lane.stage, len(microbatches))
         self._running = running = _Running(self._clock(), times)
-        stopped = self.standing.is_pipeline_stopped
         try:
-            yield Wait(
-                f"a program of {len(microbatches)} microbatches of step {work.step}",
-                lambda: not stopped(),
-                stopped,
-                lambda: self._fabric.lacks_a_member(lane.key),
-                touches_network=len(lane.places) > 1,
-                takes_s=times.end_s,
-            )
+            done, began_s = 0, 0.0
+            for stop in section_stops(len(microbatches), num_sections):
+                is_last = stop == len(microbatches)
+                ends_s = times.end_s if is_last else times.backward_ends_s[stop - 1]
+                yield from self._run_section(work, lane, ends_s - began_s)
+                work.microbatches += microbatches[done:stop]
+                done, began_s = stop, ends_s
+                if not is_last:
+                    yield from self._begin_bank(work)
         except (Interrupted, PeerLost) as error:
             self._spoiled.add(lane.key)
             self._end_program()
@@ -269,8 +300,54 @@ class VirtualWorker:
                 self.standing.note_broken()
             raise
         self._end_program()
-        work.microbatches += microbatches
         self._busy_in_step.append((running.began_s, self._clock()))
+
+    def _run_section(self, work: Work, lane: Lane, takes_s: float) -> Moves:
+        """Compute for a while; with a section on its way, look after it now and then."""
+        stopped = self.standing.is_pipeline_stopped
+        parts = 3 if self._bank.is_busy else 1
+        for part in range(parts):
+            yield Wait(
+                f"a program of step {work.step}",
+                lambda: not stopped(),
+                stopped,
+                lambda: self._fabric.lacks_a_member(lane.key),
+                touches_network=len(lane.places) > 1,
+                takes_s=takes_s / parts,
+            )
+            if part < parts - 1:
+                yield from self._look_after_bank()
+
+    def _look_after_bank(self) -> Moves:
+        if self._bank.is_busy:
+            assert self._commit_key is not None
+            yield from self._bank.look(self._commit_key, self._fold)
+
+    def _begin_bank(self, work: Work) -> Moves:
+        """Have what is done banked beside what follows; nothing is banked any more once that has failed."""
+        assert self._commit_key is not None
+        try:
+            yield from self._bank.settle(self._commit_key, self._fold)
+        except PeerLost:
+            return
+        except Interrupted:
+            if self.standing.is_pipeline_stopped():
+                raise
+            return
+        yield from _pause("about to post a section")
+        if not self.standing.is_fenced():
+            mine, work.microbatches = tuple(work.microbatches), []
+            self._bank.begin(work.step, mine, self._buckets, self._digests)
+
+    def _fold(self, summed: Mapping[int, tuple[int, ...]], record: BankRecord) -> None:
+        """Put a section's sums to those of the layers."""
+        newer: dict[tuple[int, tuple[int, ...]], Version] = {}
+        for layer, version in self.layers.items():
+            key = version.digest, summed[layer]
+            if key not in newer:
+                newer[key] = version.with_bank(summed[layer], record)
+            self.layers[layer] = newer[key]
+        self.kept = {}
 
     def _end_program(self) -> None:
         self._note_microbatches()
@@ -304,6 +381,7 @@ class VirtualWorker:
     ) -> Generator[Wait, None, bool]:
         work = self._work
         assert work is not None
+        yield from self._bank.settle(key, self._fold)
         mine = tuple(work.microbatches)
         posted = [
             (bucket, layers, self._post(bucket, Contribution(work.step, mine, self._digests(layers))))
@@ -315,14 +393,19 @@ class VirtualWorker:
         takes_s = self._tempo.reduce_s(self._plan)
         for bucket, layers, sequence in posted:
             summed = yield from self._sum(bucket, sequence, work.step, takes_s=takes_s)
-            self._reduced.update(dict.fromkeys(layers, self._whole if summed == self._whole else summed))
+            self._reduced.update(dict.fromkeys(layers, summed))
             takes_s = 0.0  # those of the first one cover all
         yield from _pause("reduced")
         self.standing.note_reduced(work.step)
         yield from _pause("about to commit")
-        sequence = self._post(key, Contribution(work.step, (int(self.standing.is_stop_wanted),)))
-        stops = yield from self._sum(key, sequence, work.step)
+        wish = (_STOP,) if self.standing.is_stop_wanted else ()
+        knows_losses = self._lane is not None and self._lane.stage == len(self._lane.places) - 1
+        sequence = self._post(key, Contribution(work.step, (*wish, *(mine if knows_losses else ()))))
+        said = yield from self._sum(key, sequence, work.step)
         yield from _pause("agreed to commit")
+        loss = self._bank.loss + sum(each != _STOP for each in said)
+        if loss != self._job.num_microbatches:
+            raise Violation(f"step {work.step}: {self.place} knows the losses of {loss} microbatches")
         record = CommitRecord(
             step=work.step,
             generation=key.generation,
@@ -336,7 +419,7 @@ class VirtualWorker:
         )
         self.standing.begin_apply(record)
         yield from self._apply(record)
-        return any(stops)
+        return _STOP in said
 
     def _digests(self, layers: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.layers[layer].digest for layer in layers)
@@ -366,15 +449,17 @@ class VirtualWorker:
         yield from _pause("applying")
         newer: dict[int, Version] = {}
         for layer, version in self.layers.items():
-            if self._reduced[layer] is not self._whole:
-                summed = self._reduced[layer]
-                raise Violation(f"step {record.step}: layer {layer} on {self.place} sums microbatches {summed}")
+            summed = self._reduced[layer]
+            if summed != self._whole and tuple(sorted((*version.banked, *summed))) != self._whole:
+                what = f"{summed} beside {version.banked}" if version.banked else f"{summed}"
+                raise Violation(f"step {record.step}: layer {layer} on {self.place} sums microbatches {what}")
             if version.digest not in newer:
                 newer[version.digest] = version.then(record)
             self.layers[layer] = newer[version.digest]
         self._step_ended_s = self._clock()
         self._busy_s.extend(self._busy_in_step)
         self.kept = {}
+        self._bank.end_step()
         self._forget_step()
         if self._lane is not None and self._lane.stage == 0:
             self._say(StepCommitted(device=self.place.device, record=record))
@@ -434,6 +519,11 @@ class VirtualWorker:
         self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_key, lane
         self._take_layers(wanted, received, initial=order.initial)
         self.kept = kept
+        self._order = order
+        self._bank.adopt(order.generation, order.banked)
+        for layer, version in self.layers.items():
+            if version.banked != order.banked.microbatches:
+                raise Violation(f"{self.place} adopts layer {layer} with {version.banked} banked, not {order.banked}")
         self._groups &= set(keys)
         self._resumed_generation = order.generation
 

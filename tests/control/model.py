@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from oobleck import __version__
 from oobleck.control.coordinator import Coordinator, Phase
@@ -37,6 +37,7 @@ from oobleck.control.messages import (
     AgentMessage,
     AgentStopped,
     Configure,
+    Fence,
     Heartbeat,
     Hello,
     KillWorker,
@@ -49,6 +50,7 @@ from oobleck.control.messages import (
     WorkerStarted,
 )
 from oobleck.control.remains import read_remains
+from oobleck.control.sections import banked_after
 from oobleck.job import ControlSpec, JobSpec, NodeSpec
 from oobleck.planner import (
     DeviceProfile,
@@ -84,6 +86,8 @@ class Shape:
     max_steps: int = 3
     fault_threshold: int = 1
     num_pipelines: int | None = None
+    reductions: int = 1
+    """How often gradients are reduced in a step."""
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
@@ -100,6 +104,7 @@ class Shape:
             microbatch_size=1,
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
+            reductions_per_step=self.reductions,
         )
 
     @property
@@ -476,7 +481,7 @@ class World:
         if not isinstance(message, Order):
             return
         first = self._orders.setdefault(message.generation, message)
-        if (first.plan, first.transfers, first.boundary) != (message.plan, message.transfers, message.boundary):
+        if replace(first, device=0) != replace(message, device=0):
             raise Violation(f"generation {message.generation} orders different things")
         for item in message.transfers:
             if self.nodes[item.source.node].is_dropped or self.nodes[item.target.node].is_dropped:
@@ -485,13 +490,14 @@ class World:
     def _check(self, move: str) -> None:
         workers = self._workers()
         copied: set[int] = set()
-        versions: dict[int, Version] = {}
+        versions: dict[tuple[int, tuple[int, ...]], Version] = {}
         for worker in workers.values():
             for layer, version in (worker.kept | worker.layers).items():
                 copied.add(layer)
-                if versions.setdefault(version.step, version) != version:
-                    raise Violation(f"layer {layer} on {worker.place} is {version}, elsewhere {versions[version.step]}")
-        self._versions |= versions
+                known = versions.setdefault((version.step, version.banked), version)
+                if known != version:
+                    raise Violation(f"layer {layer} on {worker.place} is {version}, elsewhere {known}")
+        self._versions |= {step: version for (step, _), version in versions.items()}
         if self._copied - copied and move.startswith("work") and max(self._versions, default=0):
             raise Violation(f"{move} drops the last living copy of layers {sorted(self._copied - copied)}")
         self._copied = frozenset(copied)
@@ -506,9 +512,23 @@ class World:
             for layer, version in (worker.kept | worker.layers).items():
                 if worker.is_settled and version.step != worker.standing.applied:
                     raise Violation(f"{worker.place} claims layer {layer} at {worker.standing.applied}: {version}")
+                if worker.is_settled and layer in worker.layers:
+                    self._check_bank(worker, version)
                 is_settled = worker.standing.adopted == newest and worker.is_settled
                 if layer in worker.layers and version.step < longest - 1 and is_settled:
                     raise Violation(f"layer {layer} on {worker.place} is {longest - version.step} steps behind")
+
+    def _check_bank(self, worker: SteppedWorker, version: Version) -> None:
+        """Hold a worker to what it would answer of the sections that it has banked."""
+        status = worker.standing.answer(Fence(device=0, generation=0, lost=()))
+        order = self._orders.get(status.adopted)
+        if order is None:
+            return
+        before = order.banked.microbatches if status.applied == order.boundary else ()
+        number = 0 if status.banked is None else status.banked.number
+        claimed = banked_after(order.plan, before, order.num_sections, number)
+        if version.banked != claimed:
+            raise Violation(f"{worker.place} claims to have banked {claimed}: {version}")
 
     def check_end(self) -> None:
         """What must hold when the run is over."""

@@ -27,9 +27,13 @@ class SteppedWorker(VirtualWorker):
     ) -> None:
         super().__init__(place, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0)
 
-    def _execute(self, work: Work, lane: Lane, microbatches: Sequence[int]) -> Moves:
+    def _execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
         schedule = compile_schedule(
-            ScheduleKind.ONE_F_ONE_B, num_stages=len(lane.places), num_microbatches=len(microbatches), commits=False
+            ScheduleKind.ONE_F_ONE_B,
+            num_stages=len(lane.places),
+            num_microbatches=len(microbatches),
+            num_sections=num_sections,
+            commits=False,
         )
         if self.standing.is_broken:
             raise PeerLost("a program of this step failed half-way before")
@@ -37,7 +41,11 @@ class SteppedWorker(VirtualWorker):
         try:
             for instruction in schedule.programs[lane.stage]:
                 assert instruction.microbatch is not None
-                yield from self._instruct(instruction, microbatches[instruction.microbatch], work, lane)
+                if instruction.op is Op.BANK:
+                    yield from self._begin_bank(work)
+                else:
+                    yield from self._instruct(instruction, microbatches[instruction.microbatch], work, lane)
+                    yield from self._look_after_bank()
         except PeerLost:
             self._spoiled.add(lane.key)
             self.standing.note_broken()

@@ -21,6 +21,10 @@ SHAPES = (
     Shape(num_nodes=6, layers_per_device=3, num_layers=6, num_microbatches=6),
     Shape(num_nodes=4, num_pipelines=2),
     Shape(num_nodes=3, num_pipelines=3),
+    Shape(reductions=2),
+    Shape(num_nodes=5, layers_per_device=2, num_microbatches=6, reductions=3),
+    Shape(num_nodes=5, layers_per_device=2, num_microbatches=12, layer_s=3.0, reductions=4),
+    Shape(num_nodes=6, layers_per_device=3, num_layers=6, num_microbatches=9, layer_s=3.0, reductions=3),
 )
 
 

@@ -175,6 +175,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
             fault_threshold=st.integers(0, 99),
+            reductions_per_step=st.just("auto") | st.integers(1, 99),
             schedule=st.just(schedule),
             compile=st.booleans() if degree == 1 and schedule != "zero-bubble" else st.just(False),
             tensor_parallel=st.just(degree),

@@ -1,0 +1,83 @@
+"""Sections of a step: which microbatches are banked at the end of each, and who takes those that are left.
+
+A long step may reduce its gradients several times. At the end of each section but the last, all owners of a
+parameter get the sum of its gradients so far: they are banked, and no failure can take them any more. A plan that
+comes into force in the middle of a step deals out anew what is not banked.
+
+Everything here follows from a plan, what was banked before it, and the number of sections in a whole step; so all
+workers and the coordinator agree without talking. Pure functions; no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan
+from oobleck.schedule import BANKING_KINDS, ScheduleKind, section_stops
+
+__all__ = ["apportion", "banked_after", "num_sections_of", "sections_wanted", "shares_of"]
+
+_SECTION_S = 8.0
+"""How long a section should take: long beside a reduction, and what a failure costs is about half of it."""
+_MOST_SECTIONS = 32
+
+
+def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float) -> int:
+    """Into how many sections a whole step is cut under a plan whose steps take `step_s` seconds.
+
+    One, where gradients have no second owner that could keep them, or are never those of a section.
+    """
+    fewest = min(pipeline.num_microbatches for pipeline in plan.pipelines)
+    if len(plan.pipelines) == 1 or ScheduleKind(job.schedule) not in BANKING_KINDS:
+        return 1
+    if job.reductions_per_step == "auto":
+        return max(1, min(int(step_s / _SECTION_S), fewest, _MOST_SECTIONS))
+    return max(1, min(job.reductions_per_step, fewest))
+
+
+def shares_of(plan: ExecutionPlan, banked: Collection[int] = ()) -> tuple[Sequence[int], ...]:
+    """The microbatches of a step that each pipeline takes, when these are banked before.
+
+    With some banked, the others are dealt in proportion to the planned numbers.
+    """
+    if not banked:
+        return tuple(plan.microbatches_of(index) for index in range(len(plan.pipelines)))
+    gone = frozenset(banked)
+    left = [microbatch for microbatch in range(plan.num_microbatches) if microbatch not in gone]
+    counts = apportion(len(left), [pipeline.num_microbatches for pipeline in plan.pipelines])
+    return tuple(tuple(left[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0)))
+
+
+def num_sections_of(plan: ExecutionPlan, banked: Collection[int], num_sections: int) -> int:
+    """Into how many sections the rest of a step is cut, if a whole one is cut into `num_sections`.
+
+    Sections are of like length, and every pipeline has a microbatch in each.
+    """
+    if num_sections == 1:
+        return 1
+    left = plan.num_microbatches - len(banked)
+    fewest = min(map(len, shares_of(plan, banked)))
+    return max(1, min(round(num_sections * left / plan.num_microbatches), fewest))
+
+
+def banked_after(plan: ExecutionPlan, banked: tuple[int, ...], num_sections: int, number: int) -> tuple[int, ...]:
+    """The microbatches that are banked after `number` sections under a plan, sorted; `banked` were before it."""
+    if not number:
+        return banked
+    sections = num_sections_of(plan, banked, num_sections)
+    assert number < sections, f"section {number} of {sections} ends with the step"
+    shares = shares_of(plan, banked)
+    added = (microbatch for share in shares for microbatch in share[: section_stops(len(share), sections)[number - 1]])
+    return tuple(sorted((*banked, *added)))
+
+
+def apportion(total: int, weights: Sequence[int]) -> list[int]:
+    """Split `total` in proportion to `weights`, by largest remainders; ties go to the earlier."""
+    weight = sum(weights)
+    shares = [total * each // weight for each in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda index: (-(total * weights[index] % weight), index))
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
+    return shares
