@@ -128,8 +128,12 @@ class Bank:
 
     def settle(self, commit_key: GroupKey, fold: Callable[[Mapping[int, tuple[int, ...]], BankRecord], None]) -> Moves:
         """Wait for the section on its way. Raises Interrupted or PeerLost."""
-        while self.is_busy:
-            yield self._arrival(commit_key)
+        while self._pending is not None and not self._pending.has_failed:
+            try:
+                yield self._arrival(commit_key)
+            except PeerLost:
+                self._pending.has_failed = True
+                raise
             if self._standing.is_fenced():
                 raise Interrupted
             yield from self.look(commit_key, fold)
