@@ -10,13 +10,16 @@ steps are committed, when the step in flight is finished, when a plan is adopted
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from oobleck.control.messages import CommitRecord, Order, Resumed, Status
+from oobleck.control.messages import NOTHING, Banked, BankRecord, CommitRecord, Order, Resumed, Status
+from oobleck.control.sections import num_sections_of, shares_of
 from oobleck.planner import ExecutionPlan, Pipeline, Place, Profile
+from oobleck.schedule import section_stops
 
 from .costs import RecoveryCosts
 from .pace import Pace
@@ -69,6 +72,13 @@ class Crew:
         self._began_s = 0.0
         """When the step in flight was begun."""
         self._step_s = inf
+        self._banked: Banked = NOTHING
+        """What of the step in flight was banked before the plan in force; only the first step under a plan has any."""
+        self._num_sections = 1
+        self._rest_s = inf
+        """What that step takes under the plan."""
+        self._number = 0
+        """Sections of the step in flight that are banked since, when a fence was answered last."""
         self._factors: dict[str, float] = {}
         self._stopped_s: float | None = None
         """Since then nothing can be committed."""
@@ -86,9 +96,10 @@ class Crew:
             self._factors[node] = factor
         if self._plan is not None and self._pending is None:
             until_s = now_s if self._stopped_s is None else self._stopped_s
-            done = (until_s - self._began_s) / self._step_s
+            done = (until_s - self._began_s) / self._this_s
             self._step_s = self._pace.step_s(self._plan, self._factors)
-            self._began_s = until_s - done * self._step_s
+            self._rest_s = self._rest_of_step_s(self._plan)
+            self._began_s = until_s - done * self._this_s
 
     def forget(self, node: str) -> None:
         """A node is gone: who comes back in its name is as fast as any."""
@@ -151,6 +162,12 @@ class Crew:
         if self._plan is None:
             return
         until_s = now_s if self._stopped_s is None else min(now_s, self._stopped_s)
+        if self._banked.microbatches and until_s >= self._began_s + self._rest_s * (1 - _NEARLY):
+            end_s, step_s = self._began_s + self._rest_s, self._rest_s
+            yield self._commit(1, min(end_s, now_s), step_s)
+            self._began_s = end_s
+        if self._banked.microbatches:
+            return
         number = min(self.max_steps - self._applied, int((until_s - self._began_s) / self._step_s + _NEARLY))
         if number > 0:
             end_s = self._began_s + number * self._step_s
@@ -160,6 +177,7 @@ class Crew:
     def _commit(self, number: int, end_s: float, step_s: float) -> Stretch:
         first = self._applied + 1
         self._applied += number
+        self._banked, self._number = NOTHING, 0
         self._last_record = CommitRecord(
             step=self._applied,
             generation=self._adopted,
@@ -186,21 +204,66 @@ class Crew:
         `silent` are nodes that answer nothing, `idle` workers that have no part in the plan in force.
         """
         self.stop(now_s)
-        if self._pending is not None:
+        if self._pending is None:
+            self._number = self._sections_banked()
+        else:
             if self._applied == self._pending.order.boundary:
                 self._began_s = now_s  # nothing of the next step was computed while layers were exchanged
             self._pending = None
         answers: list[tuple[tuple[Place, ...], Status]] = []
-        done = max(0.0, min(1.0, (now_s - self._began_s) / self._step_s)) if self._plan is not None else 0.0
+        done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self._plan is not None else 0.0
+        banked = self._bank_record()
         for (layers, num_microbatches), places in self._teams.items():
             heard = tuple(place for place in places if place.node not in silent) if silent else places
             if heard:
-                answers.append((heard, self._status(generation, layers, int(done * num_microbatches))))
+                answers.append((heard, self._status(generation, layers, int(done * num_microbatches), banked)))
         if idle:
-            answers.append((tuple(idle), self._status(generation, (), 0)))
+            answers.append((tuple(idle), self._status(generation, (), 0, None)))
         return answers
 
-    def _status(self, generation: int, layers: tuple[int, ...], microbatches_done: int) -> Status:
+    @property
+    def _this_s(self) -> float:
+        """What the step in flight takes in all under the plan in force."""
+        return self._rest_s if self._banked.microbatches else self._step_s
+
+    def _rest_of_step_s(self, plan: ExecutionPlan) -> float:
+        shares = shares_of(plan, self._banked.microbatches)
+        ends_s = (
+            self._pace.compute_s(pipeline, len(share), self._factors)
+            for pipeline, share in zip(plan.pipelines, shares, strict=True)
+        )
+        return max(ends_s) + self._pace.reduce_s(plan)
+
+    def _sections_banked(self) -> int:
+        """How many sections were banked of the step in flight before all stopped.
+
+        One is when the last pipeline has taken the last microbatch of it backward, and the sums were made.
+        """
+        plan = self._plan
+        if plan is None or self._num_sections == 1:
+            return 0
+        assert self._stopped_s is not None
+        shares = shares_of(plan, self._banked.microbatches)
+        number = num_sections_of(plan, self._banked.microbatches, self._num_sections)
+        stops = [section_stops(len(share), number) for share in shares]
+        ends_s = [
+            max(
+                self._pace.compute_s(pipeline, stop[section], self._factors)
+                for pipeline, stop in zip(plan.pipelines, stops, strict=True)
+            )
+            + self._pace.reduce_s(plan)
+            for section in range(number - 1)
+        ]
+        return bisect_right(ends_s, self._stopped_s - self._began_s)
+
+    def _bank_record(self) -> BankRecord | None:
+        if not self._number:
+            return None
+        return BankRecord(step=self._applied + 1, generation=self._adopted, number=self._number, loss=0.0)
+
+    def _status(
+        self, generation: int, layers: tuple[int, ...], microbatches_done: int, banked: BankRecord | None
+    ) -> Status:
         return Status(
             device=0,
             generation=generation,
@@ -211,6 +274,7 @@ class Crew:
             layers=layers,
             microbatches_done=microbatches_done,
             broken=False,
+            banked=banked,
         )
 
     def take_order(self, order: Order, now_s: float, *, transfer_s: float) -> None:
@@ -228,16 +292,18 @@ class Crew:
         for segment in order.segments:
             extra[segment.pipeline] += len(segment.microbatches)
         lost = frozenset(order.lost)
+        shares = shares_of(self._plan, self._banked.microbatches)
         ends: dict[tuple[int, int, int], float] = {}
         for index, pipeline in enumerate(self._plan.pipelines):
             if lost.isdisjoint(pipeline.nodes):
-                kind = (id(pipeline.template), pipeline.num_microbatches, extra[index])
+                own = len(shares[index])
+                kind = (id(pipeline.template), own, extra[index])
                 if kind not in ends or self._factors:
-                    ends[kind] = max(ends.get(kind, 0.0), self._end_of(pipeline, extra[index], now_s))
+                    ends[kind] = max(ends.get(kind, 0.0), self._end_of(pipeline, own, extra[index], now_s))
         return max(ends.values()) + self._pace.reduce_s(self._plan)
 
-    def _end_of(self, pipeline: Pipeline, extra: int, now_s: float) -> float:
-        own_s = self._began_s + self._pace.compute_s(pipeline, pipeline.num_microbatches, self._factors)
+    def _end_of(self, pipeline: Pipeline, own: int, extra: int, now_s: float) -> float:
+        own_s = self._began_s + self._pace.compute_s(pipeline, own, self._factors)
         return max(own_s, now_s) + self._pace.compute_s(pipeline, extra, self._factors) if extra else own_s
 
     def _adopt(self, pending: _Pending) -> None:
@@ -245,7 +311,9 @@ class Crew:
         self._pending, self._stopped_s = None, None
         self._plan, self._adopted, self._applied = order.plan, order.generation, order.boundary
         self._teams = _teams(order.plan)
+        self._banked, self._num_sections, self._number = order.banked, order.num_sections, 0
         self._step_s = self._pace.step_s(order.plan, self._factors)
+        self._rest_s = self._rest_of_step_s(order.plan)
         self._began_s = pending.adopt_s
         self._resumed = Resumed(
             device=0,
@@ -266,6 +334,7 @@ class Crew:
         """All state is lost: what comes next starts from a checkpoint."""
         self._plan, self._teams, self._pending, self._stopped_s = None, {}, None, None
         self._adopted, self._last_record, self._step_s = 0, None, inf
+        self._banked, self._number = NOTHING, 0
 
 
 _Answers = list[tuple[tuple[Place, ...], Status]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from oobleck.control.planning import planner_for
 from oobleck.job import ControlSpec, DataSpec, JobSpec, ScalingSpec
@@ -30,6 +31,7 @@ class SweepSettings:
     devices_per_node: int = 1
     fault_threshold: int = 1
     num_pipelines: int | None = None
+    reductions_per_step: int | Literal["auto"] = "auto"
     costs: RecoveryCosts = field(default_factory=RecoveryCosts)
     checkpoint_interval_s: float = 1800.0
     """From one checkpoint to the next; they are written while training goes on."""
@@ -56,6 +58,7 @@ class SweepSettings:
             seed=self.seed,
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
+            reductions_per_step=self.reductions_per_step,
             device_memory_bytes=self.profile.device.memory_bytes,
             torch_threads=1,
         )
