@@ -92,6 +92,10 @@ def sim(
         int | None,
         typer.Option("--steps", metavar="N", min=1, help="Of policy oobleck: the job ends after N steps."),
     ] = None,
+    reductions: Annotated[
+        str,
+        typer.Option("--reductions-per-step", metavar="R", help="How often gradients are reduced in a step, or auto."),
+    ] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Of what is drawn in the cluster gear.")] = 0,
     gear: Annotated[
         str, typer.Option("--gear", help="sweep: from event to event; cluster: master and agents on virtual nodes.")
@@ -143,6 +147,7 @@ def sim(
         devices_per_node=devices_per_node,
         fault_threshold=fault_threshold,
         num_pipelines=pipelines,
+        reductions=reductions,
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )
@@ -174,6 +179,7 @@ def _settings(
     devices_per_node: int,
     fault_threshold: int,
     num_pipelines: int | None,
+    reductions: str,
     checkpoint_interval_s: float,
     seed: int,
 ) -> SweepSettings:
@@ -185,12 +191,15 @@ def _settings(
         )
     if checkpoint_interval_s <= 0:
         raise UsageError("--checkpoint-interval is 0; it must be longer")
+    if reductions != "auto" and not (reductions.isdecimal() and int(reductions)):
+        raise UsageError(f"--reductions-per-step is {reductions!r}; it must be auto or a number of 1 or more")
     return SweepSettings(
         profile=profile,
         global_batch_size=global_batch,
         devices_per_node=devices_per_node,
         fault_threshold=fault_threshold,
         num_pipelines=num_pipelines,
+        reductions_per_step="auto" if reductions == "auto" else int(reductions),
         checkpoint_interval_s=checkpoint_interval_s,
         seed=seed,
     )

@@ -426,7 +426,7 @@ class Reconfiguration:
         """Seconds of a step under a new plan, when these microbatches are banked."""
         if not banked:
             return decision.predicted_step_s
-        rests = {index: (len(share), 0) for index, share in enumerate(shares_of(decision.plan, banked))}
+        rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, banked))}
         return self._plans().rest_s(decision.plan, rests, slow=self._slow())
 
     def _replan_from(

@@ -67,8 +67,10 @@ def check_program(schedule: Schedule, stage: int, max_in_flight: int | None) -> 
 
 
 def _check_bank(stage: int, index: int, instruction: Instruction, seen: list[list[int]]) -> None:
-    """A bank holds the microbatches up to its own whole, and nothing of any other."""
+    """A bank holds the microbatches up to its own whole, and nothing of any other; the last are the step's own."""
     assert instruction.microbatch is not None
+    if instruction.microbatch >= len(seen[0]) - 1:
+        raise _error(stage, index, instruction, "banks nothing that the end of the step does not reduce")
     for done_of in seen:
         for microbatch, done in enumerate(done_of):
             if microbatch <= instruction.microbatch and done & _BOTH_PARTS != _BOTH_PARTS:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.messages import CommitRecord, Segment, Status
+from oobleck.control.messages import BankRecord, CommitRecord, Segment, Status
 from oobleck.control.recovery import (
     broken_pipelines,
     deal_microbatches,
@@ -88,6 +88,55 @@ def test_layers_kept_for_others_do_not_count_with_a_worker_that_has_to_catch_up(
     assert verdict.held == {at("a"): frozenset(kept), at("c"): {0, 1, 2, 3}}
 
 
+def banked(number: int, generation: int = 1) -> BankRecord:
+    return BankRecord(step=4, generation=generation, number=number, loss=0.5)
+
+
+def test_what_a_survivor_has_banked_counts_and_those_who_can_bank_it_too():
+    statuses = {at("a"): status(banked=banked(2)), at("b"): status(banked=banked(1), bank_reduced=2)}
+    verdict = judge(statuses, record(3), {1: PLAN})
+    assert (verdict.bank, verdict.banked, verdict.is_bank_behind) == ((1, 2), banked(2), True)
+    assert set(verdict.held) == {at("a"), at("b")}
+
+
+def test_a_section_that_only_the_dead_have_banked_does_not_count():
+    statuses = {at("a"): status(banked=banked(1), bank_reduced=2), at("b"): status(banked=banked(1), bank_reduced=2)}
+    verdict = judge(statuses, record(3), {1: PLAN})
+    assert (verdict.bank, verdict.is_bank_behind) == ((1, 1), False)
+
+
+def test_who_missed_a_section_holds_nothing():
+    statuses = {at("a"): status(banked=banked(2)), at("b"): status(banked=banked(1))}
+    assert set(judge(statuses, record(3), {1: PLAN}).held) == {at("a")}
+
+
+def test_what_was_banked_before_a_plan_is_the_same_for_those_who_have_adopted_it_and_those_who_have_not():
+    statuses = {at("a"): status(adopted=2), at("b"): status(banked=banked(3)), at("c"): status(banked=banked(2))}
+
+    def bank_of(generation: int, step: int, number: int) -> tuple[int, int]:
+        assert step == 4
+        return (generation, number) if number else (1, 3)
+
+    verdict = judge(statuses, record(3), {1: PLAN, 2: PLAN}, bank_of)
+    assert verdict.bank == (1, 3)
+    assert set(verdict.held) == {at("a"), at("b")}
+    assert verdict.adopted is None
+
+
+def test_nothing_is_banked_of_a_step_that_somebody_has_still_to_begin():
+    statuses = {at("a"): status(4), at("b"): status(3, reduced=4, banked=banked(2))}
+    verdict = judge(statuses, record(3), {1: PLAN})
+    assert (verdict.applied, verdict.bank) == (4, (0, 0))
+    assert set(verdict.held) == {at("a"), at("b")}
+
+
+def test_layers_kept_for_others_do_not_count_with_a_worker_that_has_to_bank():
+    kept = (0, 1, 2, 3, 4, 5)
+    statuses = {at("a"): status(layers=kept, banked=banked(1)), at("c"): status(layers=kept, bank_reduced=1)}
+    verdict = judge(statuses, record(3), {1: PLAN})
+    assert verdict.held == {at("a"): frozenset(kept), at("c"): {0, 1, 2, 3}}
+
+
 def test_spares_and_newcomers_count_for_nothing():
     statuses = {at("a"): status(3), at("s"): status(0, layers=(), adopted=0)}
     verdict = judge(statuses, None, {1: PLAN})
@@ -140,6 +189,13 @@ def test_segments_of_a_pipeline_that_broke_since_are_dealt_again_and_others_are_
 
 
 NODES = ("a", "b", "c", "d", "e", "f")
+
+
+def test_what_is_banked_is_not_dealt_again():
+    shares = ((2, 3, 4), (5, 6, 7), (8, 9, 10, 11))
+    dealt = deal_microbatches(PLAN, ["c"], (), next_segment=0, shares=shares, banked=(0, 1, 2, 5, 8))
+    assert dealt is not None
+    assert [each.microbatches for each in dealt] == [(6,), (7,)]
 
 
 @given(losses=st.lists(st.lists(st.sampled_from(NODES), max_size=2), max_size=4), microbatches=st.integers(3, 20))
@@ -205,6 +261,13 @@ def test_what_is_left_is_what_was_given_without_what_is_done(done, lost, microba
 def test_what_broken_pipelines_had_done_is_what_their_furthest_survivor_knows():
     statuses = {at("c"): status(microbatches_done=3), at("a"): status(microbatches_done=4)}
     assert microbatches_redone(PLAN, ["d", "e", "f"], statuses) == 3
+
+
+def test_what_broken_pipelines_had_banked_is_not_done_again():
+    statuses = {at("c"): status(microbatches_done=3)}
+    shares = ((0, 1), (2, 3, 4, 5), (6, 7))
+    assert microbatches_redone(PLAN, ["d"], statuses, shares=shares, banked=(0, 2, 3)) == 1
+    assert microbatches_redone(PLAN, ["d"], statuses, shares=shares, banked=(2, 3, 4, 5)) == 0
 
 
 @pytest.mark.parametrize(

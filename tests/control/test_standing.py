@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from oobleck.control.messages import CommitRecord, Fence, Order, Status
+from oobleck.control.messages import BankRecord, CommitRecord, Fence, Order, Status
 from oobleck.control.standing import Interrupted, Standing
 from oobleck.planner import ExecutionPlan, Place
 from tests.control.journals import plan
@@ -212,3 +212,72 @@ def test_waits_hear_of_fences_and_orders_and_a_stop_is_remembered(worker: Worker
     assert not worker.standing.is_stop_wanted
     worker.standing.want_stop()
     assert worker.standing.is_stop_wanted
+
+
+def bank_record(number: int, *, step: int = 1, generation: int = 1) -> BankRecord:
+    return BankRecord(step=step, generation=generation, number=number, loss=0.5)
+
+
+def test_a_section_is_banked_before_the_fence_or_not_at_all(worker: Worker):
+    worker.standing.note_bank_reduced(1)
+    worker.standing.bank(bank_record(1))
+    assert worker.fence(2).banked == bank_record(1)
+    late = Worker()
+    late.adopt(1)
+    late.standing.note_bank_reduced(1)
+    status = late.fence(2)
+    assert (status.banked, status.bank_reduced) == (None, 1)
+    with pytest.raises(Interrupted):
+        late.standing.bank(bank_record(1))
+
+
+def test_sums_of_a_section_that_come_after_the_fence_are_not_here(worker: Worker):
+    assert worker.fence(2).bank_reduced is None
+    with pytest.raises(Interrupted):
+        worker.standing.note_bank_reduced(1)
+
+
+def test_a_section_that_a_peer_has_banked_is_banked_by_order_once(worker: Worker):
+    worker.standing.note_bank_reduced(1)
+    worker.fence(2)
+    assert worker.standing.catch_up_bank(bank_record(1))
+    assert not worker.standing.catch_up_bank(bank_record(1))
+    assert worker.fence(3).banked == bank_record(1)
+
+
+def test_a_section_of_another_plan_is_not_the_one_that_is_reduced_here(worker: Worker):
+    worker.standing.note_bank_reduced(1)
+    worker.fence(2)
+    assert not worker.standing.catch_up_bank(bank_record(1, generation=3))
+    assert not worker.standing.catch_up_bank(bank_record(2))
+
+
+def test_layers_kept_for_others_are_behind_once_a_section_is_banked():
+    worker = Worker()
+    worker.adopt(1, kept=(5,))
+    worker.standing.note_bank_reduced(1)
+    assert worker.fence(1).layers == (0, 1, 5)
+    worker.standing.bank(bank_record(1))
+    assert worker.fence(1).layers == (0, 1)
+
+
+@pytest.mark.parametrize("ends", ["apply", "adopt"])
+def test_a_step_or_a_plan_begins_with_nothing_banked_under_it(worker: Worker, ends: str):
+    worker.standing.note_bank_reduced(1)
+    worker.standing.bank(bank_record(1))
+    worker.standing.note_bank_reduced(2)
+    if ends == "apply":
+        worker.reduce_and_apply(1)
+    else:
+        worker.adopt(2)
+    status = worker.fence(3)
+    assert (status.banked, status.bank_reduced) == (None, None)
+
+
+def test_what_is_forgotten_of_a_step_is_not_what_is_banked_of_it(worker: Worker):
+    worker.standing.note_bank_reduced(1)
+    worker.standing.bank(bank_record(1))
+    worker.standing.note_bank_reduced(2)
+    worker.standing.begin_step()
+    status = worker.fence(2)
+    assert (status.banked, status.bank_reduced) == (bank_record(1), None)

@@ -31,6 +31,8 @@ class Worker:
         self.input_gradients: dict[tuple[int | None, int], int] = {}
         self.pending_weights: dict[tuple[int | None, int], tuple[int, int]] = {}
         self.weight_gradients: dict[int, int] = {}
+        self.banked: dict[int | None, dict[int, int]] = {}
+        """Gradients as they were at each bank, by the microbatch up to which it goes."""
         self.held = 0
         self.finished: list[Op] = []
 
@@ -59,6 +61,8 @@ class Worker:
                     self._accumulate(key)
             case Op.BACKWARD_WEIGHT:
                 self._accumulate(key)
+            case Op.BANK:
+                self.banked[instruction.microbatch] = dict(self.weight_gradients)
             case tail:
                 self.finished.append(tail)
 
@@ -138,16 +142,28 @@ def _run(worker: Worker, instruction: Instruction, links: dict[tuple[int, int, b
 
 
 def _compare(schedule: Schedule, workers: list[Worker]) -> None:
-    depth = schedule.num_stages * schedule.num_chunks
-    expected = [0] * depth
-    for microbatch in range(schedule.num_microbatches):
-        value = 100 + microbatch
-        for virtual in range(depth):
-            expected[virtual] += value * (100 + microbatch) * SLOPE ** (depth - 1 - virtual)
-            value = SLOPE * value + virtual + 1
+    expected = _gradients(schedule, schedule.num_microbatches)
     for worker in workers:
         found = [worker.weight_gradients.get(chunk, 0) for chunk in range(schedule.num_chunks)]
         if found != expected[worker.stage :: schedule.num_stages]:
             raise Broken(f"stage {worker.stage} has wrong gradients")
+        if worker.banked.keys() != workers[0].banked.keys():
+            raise Broken(f"stage {worker.stage} banks other microbatches than stage 0")
+        for microbatch, banked in worker.banked.items():
+            assert microbatch is not None
+            if banked.get(0, 0) != _gradients(schedule, microbatch + 1)[worker.stage]:
+                raise Broken(f"stage {worker.stage} banks wrong gradients")
         if worker.held or worker.finished != workers[0].finished:
             raise Broken(f"stage {worker.stage} ends with {worker.held} activations after {worker.finished}")
+
+
+def _gradients(schedule: Schedule, num_microbatches: int) -> list[int]:
+    """The sums of the first microbatches' gradients, by virtual stage."""
+    depth = schedule.num_stages * schedule.num_chunks
+    expected = [0] * depth
+    for microbatch in range(num_microbatches):
+        value = 100 + microbatch
+        for virtual in range(depth):
+            expected[virtual] += value * (100 + microbatch) * SLOPE ** (depth - 1 - virtual)
+            value = SLOPE * value + virtual + 1
+    return expected

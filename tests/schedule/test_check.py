@@ -46,6 +46,7 @@ def is_accepted(schedule: Schedule) -> bool:
 def test_a_dropped_instruction_is_caught_and_its_stage_named(place):
     schedule, stage, index = place
     program = list(schedule.programs[stage])
+    assume(program[index].op is not Op.BANK or schedule.num_stages > 1)  # alone, it is a step with fewer sections
     del program[index]
     with pytest.raises(ScheduleError) as caught:
         check_schedule(with_program(schedule, stage, program))
@@ -111,7 +112,9 @@ def test_a_swap_of_what_depends_on_each_other_is_caught(place, data):
     assume(later)
     other = data.draw(st.sampled_from(later))
     # Loading and receiving do not depend on each other, nor do the gradients of input and weights.
-    assume({first.op, program[other].op} not in ({Op.LOAD, Op.RECV_F}, {Op.SEND_B, Op.BACKWARD_WEIGHT}))
+    # The input's gradient may be sent before the others are banked or after.
+    free = ({Op.LOAD, Op.RECV_F}, {Op.SEND_B, Op.BACKWARD_WEIGHT}, {Op.SEND_B, Op.BANK})
+    assume({first.op, program[other].op} not in free)
     program[index], program[other] = program[other], program[index]
     assert not is_accepted(with_program(schedule, stage, program))
 
@@ -172,6 +175,32 @@ def test_a_stage_without_a_tail_among_stages_that_commit_is_caught():
         check_schedule(with_program(schedule, 1, list(schedule.programs[1][:-3])))
     with pytest.raises(ScheduleError, match=r"stage 1, instruction 0: a program that commits ends with"):
         check_schedule(with_program(schedule, 1, []))
+
+
+BANKED = """\
+1f1b stages=2 microbatches=2 chunks=1
+0: load:0 forward:0 send_f:0 load:1 forward:1 send_f:1 recv_b:0 backward:0 bank:0 recv_b:1 backward:1
+1: load:0 recv_f:0 forward:0 backward:0 send_b:0 bank:0 load:1 recv_f:1 forward:1 backward:1 send_b:1
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("backward:0 bank:0", "bank:0 backward:0", "(bank:0): comes before the backward pass of microbatch 0"),
+        ("bank:0 recv_b:1 backward:1", "recv_b:1 backward:1 bank:0", "comes after a backward pass of microbatch 1"),
+        ("bank:0 recv_b", "bank:1 recv_b", "(bank:1): banks nothing that the end of the step does not reduce"),
+        ("bank:0 recv_b", "recv_b", "stage 0, instruction 10: bank:0 is missing, which other stages have"),
+        ("bank:0 load:1", "bank:0 bank:0 load:1", "stage 1, instruction 12: bank:0 is twice"),
+    ],
+)
+def test_a_bank_of_other_microbatches_than_it_says_is_caught(old, new, message):
+    assert is_accepted(parse_schedule(BANKED))
+    text = BANKED.replace(old, new, 1)
+    assert text != BANKED
+    with pytest.raises(ScheduleError) as caught:
+        check_schedule(parse_schedule(text))
+    assert message in str(caught.value)
 
 
 def test_a_bound_on_activations_names_the_forward_pass_that_breaks_it():

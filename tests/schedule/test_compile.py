@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.schedule import Op, ScheduleError, ScheduleKind, check_schedule, compile_schedule, peak_in_flight
+from oobleck.schedule import (
+    Op,
+    ScheduleError,
+    ScheduleKind,
+    check_schedule,
+    compile_schedule,
+    peak_in_flight,
+    section_stops,
+)
 from tests.schedule.executor import execute
 from tests.schedule.strategies import schedules
 
@@ -126,3 +135,27 @@ def _best_of_three(kind: ScheduleKind, **numbers: int) -> float:
         compile_schedule(kind, **numbers)
         times.append(time.process_time() - start)
     return min(times)
+
+
+@given(num_microbatches=st.integers(1, 40), data=st.data())
+def test_sections_are_of_like_length_and_none_is_empty(num_microbatches, data):
+    stops = section_stops(num_microbatches, data.draw(st.integers(1, num_microbatches)))
+    lengths = [stop - start for start, stop in pairwise((0, *stops))]
+    assert stops[-1] == num_microbatches
+    assert max(lengths) - min(lengths) <= 1
+    assert min(lengths) >= 1
+
+
+def test_every_stage_banks_at_the_end_of_each_section_but_the_last():
+    schedule = compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=3, num_microbatches=8, num_sections=3)
+    for program in schedule.programs:
+        assert [instruction.microbatch for instruction in program if instruction.op is Op.BANK] == [1, 4]
+
+
+def test_sections_that_a_schedule_cannot_have_are_refused():
+    with pytest.raises(ScheduleError, match="zero-bubble takes 1"):
+        compile_schedule(ScheduleKind.ZERO_BUBBLE, num_stages=2, num_microbatches=8, num_sections=2)
+    with pytest.raises(ScheduleError, match="num_sections is 9 with 8 microbatches; each needs one"):
+        compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=2, num_microbatches=8, num_sections=9)
+    with pytest.raises(ScheduleError, match="num_sections is 0"):
+        compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=2, num_microbatches=8, num_sections=0)

@@ -30,6 +30,7 @@ class Setting:
     num_layers: int = 4
     fault_threshold: int = 1
     num_pipelines: int | None = None
+    reductions: int = 1
     duration_s: float = 40.0
     max_steps: int = 1_000_000
     heartbeat_interval_s: float = 0.5
@@ -51,6 +52,7 @@ class Setting:
             max_steps=self.max_steps,
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
+            reductions=self.reductions,
         )
 
     @property
