@@ -29,6 +29,7 @@ RESTARTS = "tests/control/test_commit.py::test_workers_that_end_and_come_back_br
 FORGOTTEN = (
     "tests/control/test_coordinator.py::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
 )
+SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 UNHEARD = "tests/sim/test_promises.py::test_what_a_killed_master_had_not_heard_is_told_to_the_next"
 
@@ -74,9 +75,41 @@ MUTATIONS = (
         name="commit_without_agreement",
         what="a step is committed without the all-reduce over everybody",
         file="oobleck/sim/worker.py",
-        old="        stops = yield from self._sum(key, sequence, work.step)",
-        new="        stops = (int(self.standing.is_stop_wanted),)",
+        old="        said = yield from self._sum(key, sequence, work.step)",
+        new="        said = (*wish, *range(self._job.num_microbatches - int(self._bank.loss)))",
         caught_by=KILLS,
+    ),
+    Mutation(
+        name="unfenced_bank",
+        what="a section of a step is banked after an answer said that it is not",
+        file="oobleck/control/standing.py",
+        old="            self._check_fence()\n            self._bank(record)",
+        new="            self._bank(record)",
+        caught_by=SECTIONS,
+    ),
+    Mutation(
+        name="bank_left_behind",
+        what="who holds the sums of a section that others have banked is not told to bank it",
+        file="oobleck/control/generations.py",
+        old="_record(verdict, banked) if verdict.is_bank_behind else None",
+        new="None",
+        caught_by=SECTIONS,
+    ),
+    Mutation(
+        name="banked_twice",
+        what="what is banked of a step is dealt out again with a plan in the middle of it",
+        file="oobleck/control/sections.py",
+        old="    gone = frozenset(banked)\n",
+        new="    gone = frozenset(())\n",
+        caught_by=SECTIONS,
+    ),
+    Mutation(
+        name="behind_but_trusted",
+        what="layers are read from workers that missed a section which others have banked",
+        file="oobleck/control/recovery.py",
+        old="for place, status in current.items() if banks[place] == bank or place in bank_behind}",
+        new="for place, status in current.items()}",
+        caught_by="tests/control/test_recovery.py::test_who_missed_a_section_holds_nothing",
     ),
     Mutation(
         name="unfenced_reduction",

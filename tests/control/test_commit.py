@@ -22,6 +22,9 @@ SHAPES = (
     Shape(num_nodes=4, num_pipelines=2),
     Shape(num_nodes=3, num_pipelines=3),
     Shape(reductions=2),
+)
+IN_SECTIONS = (
+    Shape(reductions=2),
     Shape(num_nodes=5, layers_per_device=2, num_microbatches=6, reductions=3),
     Shape(num_nodes=5, layers_per_device=2, num_microbatches=12, layer_s=3.0, reductions=4),
     Shape(num_nodes=6, layers_per_device=3, num_layers=6, num_microbatches=9, layer_s=3.0, reductions=3),
@@ -31,14 +34,16 @@ SHAPES = (
 ALL_KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
 
 
-def scenarios(kinds: tuple[str, ...], max_faults: int = 3, is_timely: bool = False) -> st.SearchStrategy[Scenario]:
+def scenarios(
+    kinds: tuple[str, ...], max_faults: int = 3, is_timely: bool = False, shapes: tuple[Shape, ...] = SHAPES
+) -> st.SearchStrategy[Scenario]:
     after = st.one_of(st.integers(0, 20), st.integers(0, 250), st.integers(0, 900))
     faults = st.builds(
         Fault, after=after, kind=st.sampled_from(kinds), target=st.integers(0, 9), last_words=st.integers(0, 3)
     )
     return st.builds(
         Scenario,
-        shape=st.sampled_from(SHAPES),
+        shape=st.sampled_from(shapes),
         faults=st.lists(faults, max_size=max_faults).map(tuple),
         seed=st.integers(0, 2**32),
         calm=st.sampled_from((0, 50, 300)),
@@ -47,7 +52,7 @@ def scenarios(kinds: tuple[str, ...], max_faults: int = 3, is_timely: bool = Fal
 
 
 def test_an_undisturbed_run_commits_every_step_in_turn():
-    for shape in SHAPES:
+    for shape in (*SHAPES, *IN_SECTIONS):
         world = play(Scenario(shape, faults=(), seed=0, calm=0))
         assert world.ended is not None
         assert world.ended.exit_code == 0
@@ -68,6 +73,12 @@ def test_workers_that_end_and_come_back_break_no_promise(scenario: Scenario):
 @examples(300)
 @given(scenario=scenarios(KINDS))
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
+    play(scenario)
+
+
+@examples(200)
+@given(scenario=scenarios(KINDS, max_faults=4, shapes=IN_SECTIONS))
+def test_sections_of_a_step_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
