@@ -489,11 +489,12 @@ class World:
 
     def _check(self, move: str) -> None:
         workers = self._workers()
-        copied: set[int] = set()
+        # A node that is cut off goes on, and may hold what others let go because it does.
+        living = (worker for node in self.nodes.values() if not node.is_dead for worker in node.workers.values())
+        copied = {layer for worker in living for layer in (*worker.kept, *worker.layers)}
         versions: dict[tuple[int, tuple[int, ...]], Version] = {}
         for worker in workers.values():
             for layer, version in (worker.kept | worker.layers).items():
-                copied.add(layer)
                 known = versions.setdefault((version.step, version.banked), version)
                 if known != version:
                     raise Violation(f"layer {layer} on {worker.place} is {version}, elsewhere {known}")

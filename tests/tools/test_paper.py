@@ -7,7 +7,10 @@ from types import ModuleType
 
 import pytest
 
+from oobleck.sim.policies.ideal import share_of_ideal
 from oobleck.sim.policies.stop_and_go import play
+from oobleck.sim.policies.throughput import Plans
+from oobleck.sim.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data" / "traces" / "oobleck-sosp23"
@@ -42,6 +45,15 @@ def test_no_rule_beats_the_ideal(paper: ModuleType) -> None:
             assert play(trace, paper.original_rules("Oobleck", model)).samples_per_s <= best
             for step in paper.Step:
                 assert play(trace, paper.our_rules(model, step)).samples_per_s <= best * (1 + 1e-9)
+
+
+def test_at_one_failure_in_ten_minutes_all_models_keep_97_percent_of_the_ideal(paper: ModuleType) -> None:
+    trace = paper.read_traces(DATA)["10m"]
+    for model in paper.MODELS:
+        settings = paper.our_settings(model)
+        assert share_of_ideal(sweep(trace, settings), trace, Plans(settings)) >= 0.97, model
+        by_rules = play(trace, paper.our_rules(model)).samples_per_s / paper.ideal(model, trace)
+        assert by_rules >= 0.97, model
 
 
 def test_the_page_is_what_the_program_writes(paper: ModuleType) -> None:
