@@ -179,7 +179,7 @@ MUTATIONS = (
         name="needless_repetition",
         what="a step is run again although finishing it is quicker",
         file="oobleck/control/reconfiguration.py",
-        old="if finish_s <= decision.predicted_step_s + _WORTH_FORGETTING_S:",
+        old="if finish_s <= again_s + _WORTH_FORGETTING_S:",
         new="if finish_s <= 0:",
         caught_by=(
             "tests/control/test_coordinator.py::test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time"

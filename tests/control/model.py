@@ -489,9 +489,7 @@ class World:
 
     def _check(self, move: str) -> None:
         workers = self._workers()
-        # A node that is cut off goes on, and may hold what others let go because it does.
-        living = (worker for node in self.nodes.values() if not node.is_dead for worker in node.workers.values())
-        copied = {layer for worker in living for layer in (*worker.kept, *worker.layers)}
+        copied = {layer for worker in workers.values() for layer in (*worker.kept, *worker.layers)}
         versions: dict[tuple[int, tuple[int, ...]], Version] = {}
         for worker in workers.values():
             for layer, version in (worker.kept | worker.layers).items():
@@ -499,7 +497,9 @@ class World:
                 if known != version:
                     raise Violation(f"layer {layer} on {worker.place} is {version}, elsewhere {known}")
         self._versions |= {step: version for (step, _), version in versions.items()}
-        if self._copied - copied and move.startswith("work") and max(self._versions, default=0):
+        # Without redundancy, whoever is to take a layer may die in the moment in which all others let it go.
+        is_redundant = next((old.redundant for old in reversed(self.journal) if isinstance(old, PlanAdopted)), False)
+        if self._copied - copied and move.startswith("work") and max(self._versions, default=0) and is_redundant:
             raise Violation(f"{move} drops the last living copy of layers {sorted(self._copied - copied)}")
         self._copied = frozenset(copied)
         if move.startswith("work"):
