@@ -213,7 +213,7 @@ MUTATIONS = (
         name="no_restart",
         what="a worker that ended is not started again",
         file="oobleck/control/coordinator.py",
-        old="        self._outbox.send(place.node, StartWorker(device=place.device))\n",
+        old="        self._outbox.send(member.spec.name, StartWorker(device=device))\n",
         new="",
         caught_by="tests/sim/test_cluster_gear.py::test_a_crashed_worker_is_started_again_in_its_place",
     ),
