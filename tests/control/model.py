@@ -552,8 +552,11 @@ class World:
             raise Violation(f"all layers live, yet: {self.ended.reason}")
 
     def _current_copies(self) -> set[int]:
-        """The layers of which a living worker has the newest version, or what makes it."""
-        workers = self._workers().values()
+        """The layers of which a living worker has the newest version, or what makes it.
+
+        One that is about to let layers go says so already.
+        """
+        workers = [worker for worker in self._workers().values() if worker.wait.what != "adopting"]
         newest = max((version.step for worker in workers for version in worker.layers.values()), default=0)
         return {
             layer
