@@ -131,37 +131,35 @@ class Runner:
         self._count += 1
         summary = self.directory / f"summary{self._count}.json"
         command = [sys.executable, "-m", "oobleck", "up", *nodes, "--base-dir", str(self.base_dir), "--plain"]
-        process = subprocess.Popen(
-            [*within, *command, "--summary", str(summary), *options],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env=self.environment,
-        )
-        warming = threading.Thread(target=self._keep_warm, args=(process,))
-        warming.start()
-        try:
-            yield Up(process, summary)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-                for left in self.processes():  # the next run is not to take over what goes on without its master
-                    left.kill()
-                shutil.rmtree(self.memory, ignore_errors=True)
-            elif process.returncode in (ExitCode.FAILED, ExitCode.RESUMABLE, ExitCode.CONFIG):
-                shutil.rmtree(self.memory, ignore_errors=True)  # kept by lost nodes for a next run, on purpose
-            assert process.stdout is not None
-            process.stdout.close()
-            warming.join()
+        with self._started([*within, *command, "--summary", str(summary), *options]) as process:
+            try:
+                yield Up(process, summary)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+                    for left in self.processes():  # the next run is not to take over what goes on without its master
+                        left.kill()
+                    shutil.rmtree(self.memory, ignore_errors=True)
+                elif process.returncode in (ExitCode.FAILED, ExitCode.RESUMABLE, ExitCode.CONFIG):
+                    shutil.rmtree(self.memory, ignore_errors=True)  # kept by lost nodes for a next run, on purpose
 
     @contextmanager
     def background(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         """Start an `oobleck` command that is itself a run, or starts one; nothing of it is left running."""
+        with self._started([sys.executable, "-m", "oobleck", *arguments]) as process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+
+    @contextmanager
+    def _started(self, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+        """Start a command that is a run, whose fork server is kept for the next. Who calls this ends it."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "oobleck", *arguments],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -174,9 +172,6 @@ class Runner:
         try:
             yield process
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
             assert process.stdout is not None
             process.stdout.close()
             warming.join()

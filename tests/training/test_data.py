@@ -259,6 +259,18 @@ def test_a_tokenizer_from_a_file_is_taken_with_its_own_special_tokens(spec: Data
         prepare_dataset(replace(spec, tokenizer=str(tmp_path / "none")), cache_dir=tmp_path)
 
 
+def test_a_torn_tokenizer_is_named_with_what_is_wrong(spec: DataSpec, tmp_path: Path):
+    torn = tmp_path / "tokenizer.json"
+    torn.write_text('{"version": "1.0", "model": {"type": "BPE"')
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*tokenizer\.json is no tokenizer: .*EOF"):
+        prepare_dataset(replace(spec, tokenizer=str(torn)), cache_dir=tmp_path / "cache")
+
+
+def test_a_script_whose_data_fails_is_told_so_with_its_error():
+    with pytest.raises(ConfigError, match=r"the script's data: KeyError: 'train'"):
+        ScriptSamples(lambda: {}["train"], sequence_length=2, vocab_size=10)
+
+
 def test_what_a_script_makes_is_checked():
     def source(value: Any) -> ScriptSamples:
         return ScriptSamples(lambda: value, sequence_length=2, vocab_size=10)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Scalar
@@ -91,6 +91,20 @@ def test_models_that_are_no_chain_of_blocks_are_refused_with_the_reason():
         _from_spec("roformer", roformer)
     with pytest.raises(ConfigError, match=r"exactly one list of 12 transformer blocks and has 0"):
         _from_spec("openai-gpt", {})
+
+
+def test_a_model_that_looks_into_its_blocks_is_refused_with_its_error():
+    def look(module: torch.nn.Module, _: object) -> None:
+        assert module.h[0].mlp.c_fc.weight.shape[1]
+
+    def factory() -> GPT2LMHeadModel:
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 24}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        model.transformer.register_forward_pre_hook(look)
+        return model
+
+    with pytest.raises(ConfigError, match=r"it does not run without its blocks \(.*mlp"):
+        ModelStructure.from_factory(factory, vocab_size=96, sequence_length=24)
 
 
 def test_no_special_token_lies_outside_of_the_vocabulary():
