@@ -1,6 +1,6 @@
 """The SOSP'23 paper's figures on failures, again: five models, seven traces, three systems, and ours.
 
-    python tools/paper.py --traces DIR [--output docs/paper.md]
+    python tools/paper.py --traces DIR [--output docs/paper.md] [--picture docs/images/paper.svg]
 
 The paper's results under failures are simulated: throughputs measured for each number of nodes, played through a
 trace. The same inputs are played here, first under the original's rules, to see that this simulator agrees with
@@ -20,6 +20,8 @@ from enum import StrEnum
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+
+from bars import bars_svg
 
 from oobleck.planner import estimate_profile
 from oobleck.planner.devices import device_sheet
@@ -171,7 +173,13 @@ _PREFACE = """\
 
 The results of the SOSP'23 paper under failures are simulated: throughputs measured for 15 to 30 nodes with one A40
 each, played through traces. `6h` to `10m` lose one node an interval, from 30 to 15; GCP and P3 are spot instances. The
-same inputs are played here, by `python tools/paper.py --traces DIR --output docs/paper.md`.
+same inputs are played here, by
+
+```
+python tools/paper.py --traces DIR --output docs/paper.md --picture docs/images/paper.svg
+```
+
+![Share of the zero-overhead ideal that three systems keep at one failure in ten minutes](images/paper.svg)
 
 """
 _FINDINGS = (
@@ -302,9 +310,10 @@ def _rules(name: str, model: str, measured: Measured, **options: object) -> Rule
     )
 
 
-def ideal(model: str, trace: Trace) -> float:
+def ideal(model: str, trace: Trace, measured: Measured | None = None) -> float:
     """Samples/s without any overhead: the table's throughput for the nodes that are there, at every moment."""
-    rates = dict(zip(range(_MOST, _FEWEST - 1, -1), OOBLECK[model].rates, strict=True))
+    table = OOBLECK[model] if measured is None else measured
+    rates = dict(zip(range(_MOST, _FEWEST - 1, -1), table.rates, strict=True))
     counts = [*trace.counts, (trace.duration_s, 0)]
     samples = sum(
         rates.get(min(_MOST, count), 0.0) * (until_s - since_s) for (since_s, count), (until_s, _) in pairwise(counts)
@@ -357,6 +366,19 @@ def report(traces: Mapping[str, Trace]) -> str:
     return "\n".join([*lines, ""])
 
 
+def picture(trace: Trace) -> str:
+    """What systems keep of their ideal through the trace of 10 minutes, as an SVG picture."""
+    ours = [share_of_ideal(sweep(trace, our_settings(model)), trace, Plans(our_settings(model))) for model in MODELS]
+    at = TRACES.index("10m")
+    shares = {
+        f"{name}, as published": [PUBLISHED[name][model][at] / ideal(model, trace, table[model]) for model in MODELS]
+        for name, table in (("Varuna", VARUNA), ("Oobleck", OOBLECK))
+    }
+    shares["this Oobleck"] = ours
+    title = "What is left of training at one failure in ten minutes, from 30 nodes down to 15"
+    return bars_svg(shares, MODELS, title=title, axis="share of the system's own ideal")
+
+
 def _share(rules: Rules, model: str, trace: Trace) -> float:
     """Return what a system reaches of the ideal."""
     return play(trace, rules).samples_per_s / ideal(model, trace)
@@ -374,8 +396,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help="directory of the artifact's traces")
     parser.add_argument("--output", type=Path, help="write the page there; by default, it is printed")
+    parser.add_argument("--picture", type=Path, help="write the picture there")
     given = parser.parse_args()
-    text = page(read_traces(given.traces))
+    traces = read_traces(given.traces)
+    if given.picture is not None:
+        given.picture.write_text(picture(traces["10m"]))
+    text = page(traces)
     if given.output is None:
         print(text)
     else:
