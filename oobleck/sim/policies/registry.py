@@ -54,7 +54,7 @@ class PolicySettings:
 def _oobleck(trace: Trace, settings: PolicySettings) -> Outcome:
     journal = sweep(trace, settings.job, report=settings.report)
     return outcome_of_journal(
-        journal, policy="oobleck", about="Oobleck: the real coordinator and planner; whole pipelines finish the step"
+        journal, policy="oobleck", about="Oobleck: the real coordinator and planner; no committed step is lost"
     )
 
 
