@@ -284,7 +284,8 @@ class JobSpec:
     """f: the number of simultaneous node failures that never cost state."""
     num_pipelines: int | None = None
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
-    schedule: Literal["1f1b", "gpipe", "zero-bubble"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zero-bubble", "auto"] = "1f1b"
+    """`auto` has every plan choose for each of its pipelines: zero-bubble where that saves time, else 1f1b."""
     reductions_per_step: int | Literal["auto"] = "auto"
     """How often a step's gradients are reduced, so that a failure costs a part of a step at most: a long step several
     times, by default. Each but the last keeps the sums so far in memory of their own."""
@@ -320,7 +321,7 @@ class JobSpec:
             self.tensor_parallel == 1 or self.schedule != "zero-bubble",
             "schedule",
             self.schedule,
-            "1f1b or gpipe where devices share stages (tensor_parallel)",
+            "1f1b, gpipe or auto where devices share stages (tensor_parallel)",
         )
         _require(
             not self.compile or (self.tensor_parallel == 1 and self.schedule != "zero-bubble"),
@@ -351,6 +352,12 @@ class JobSpec:
     def text(self) -> DataSpec:
         """The data, with the tokenizer of the model's directory where no other is named."""
         return self.data if self.data.tokenizer else replace(self.data, tokenizer=self.model.path)
+
+    @property
+    def may_split_backward(self) -> bool:
+        """Whether backward passes may be taken in two parts."""
+        is_whole = self.tensor_parallel > 1 or self.compile
+        return self.schedule == "zero-bubble" or (self.schedule == "auto" and not is_whole)
 
     @property
     def num_microbatches(self) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from oobleck.control.planning import planner_for
+from oobleck.control.planning import fixed_schedule, planner_for
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import LayerProfile, Profile, profile_from_json
@@ -22,7 +22,6 @@ from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.shapes import shape_from_config
 from oobleck.runtime.model_outline import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.run_dir import RunDirectory
-from oobleck.schedule import ScheduleKind
 
 from .make_report import make_report, show_report
 
@@ -51,7 +50,7 @@ def dry_run(job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_d
         planner_for(job, profile, devices_per_node=devices_per_node),
         names,
         global_batch_size=job.global_batch_size,
-        kind=ScheduleKind(job.schedule),
+        kind=fixed_schedule(job),
     )
     if not as_json:
         source = f"measured before ({measured[0]})" if measured else "an estimate; the run itself measures first"

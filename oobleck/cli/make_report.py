@@ -26,14 +26,15 @@ def make_report(
     names: Sequence[str],
     *,
     global_batch_size: int,
-    kind: ScheduleKind,
+    kind: ScheduleKind | None,
     lost: tuple[str, ...] = (),
     utilisation: tuple[float, float] | None = None,
 ) -> PlanReport:
     """Plan for the nodes named, and decide what losses would lead to.
 
-    `lost` are the nodes whose loss is asked about, `utilisation` is (operations of one step, peak operations a second
-    of one device) where they are known. Raises PlanningError where there is no plan.
+    Without a `kind`, pipelines choose between 1F1B and zero-bubble. `lost` are the nodes whose loss is asked about,
+    `utilisation` is (operations of one step, peak operations a second of one device) where they are known. Raises
+    PlanningError where there is no plan.
     """
     profile, settings = planner.profile, planner.settings
     decision = planner.initial_plan(names)
@@ -59,7 +60,7 @@ def make_report(
     )
 
 
-def _after(planner: Planner, decision: Decision, kind: ScheduleKind, lost: tuple[str, ...]) -> AfterLosing:
+def _after(planner: Planner, decision: Decision, kind: ScheduleKind | None, lost: tuple[str, ...]) -> AfterLosing:
     after = planner.reconfigure(decision.plan, lost=lost)
     return AfterLosing(lost=lost, decision=after, forecast=forecast(planner.profile, after.plan, kind=kind))
 

@@ -59,7 +59,9 @@ def plan(
     pipelines: Annotated[
         int | None, typer.Option("--pipelines", metavar="P", help="Ask the planner for exactly P pipelines.")
     ] = None,
-    schedule: Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b or zero-bubble.")] = "1f1b",
+    schedule: Annotated[
+        str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto: the quicker of the last two.")
+    ] = "1f1b",
     after_losing: Annotated[
         str | None, typer.Option("--after-losing", metavar="NODES", help="Show what follows the loss: node3,node7.")
     ] = None,
@@ -139,11 +141,14 @@ def _planner(
     return Planner(profile, settings)
 
 
-def _kind(name: str) -> ScheduleKind:
+def _kind(name: str) -> ScheduleKind | None:
     from oobleck.schedule import ScheduleKind
 
     # Templates have no chunks, which interleaving would need.
-    known = {kind.value: kind for kind in ScheduleKind if kind is not ScheduleKind.INTERLEAVED}
+    known: dict[str, ScheduleKind | None] = {
+        kind.value: kind for kind in ScheduleKind if kind is not ScheduleKind.INTERLEAVED
+    }
+    known["auto"] = None
     if name not in known:
         raise UsageError(f"--schedule is {name!r}; it must be one of {', '.join(known)}")
     return known[name]

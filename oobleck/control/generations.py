@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.planner import Decision, ExecutionPlan, Place
+from oobleck.schedule import ScheduleKind
 
 from .journal import PlanAdopted
 from .messages import NOTHING, Banked, BankRecord, Order, Restore, Segment, Status
@@ -158,6 +159,7 @@ class Generations:
         decision: Decision,
         verdict: Verdict,
         *,
+        schedules: tuple[ScheduleKind, ...],
         finish: int | None,
         lost: Collection[str],
         restore: Restore | None,
@@ -198,6 +200,7 @@ class Generations:
             boundary=ordered.boundary,
             banked=ordered.banked,
             num_sections=num_sections,
+            schedules=schedules,
             initial=initial,
             restore=restore,
             transfers=() if initial else decision.transfers,

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Place
+from oobleck.schedule import ScheduleKind
 
 from .messages import NOTHING, Banked, CommitRecord, Doorbell, Segment
 
@@ -228,6 +229,8 @@ class PlanAdopted:
     """What of the step after is banked then."""
     num_sections: int = 1
     """Into how many sections a step is cut."""
+    schedules: tuple[ScheduleKind, ...] = ()
+    """For each pipeline, in which order its stages work."""
     finish: int | None = None
     """The step in flight, to be finished first; None when what is not banked of it is forgotten."""
     finished_under: int | None = None

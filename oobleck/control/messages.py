@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, LayerTransfer, Place
+from oobleck.schedule import ScheduleKind
 
 from .saving_messages import (
     CheckpointCommitted,
@@ -496,6 +497,8 @@ class Order:
     plan: ExecutionPlan
     pipeline_generations: tuple[int, ...]
     """For each pipeline of the plan, the generation in which the group that links its stages is formed."""
+    schedules: tuple[ScheduleKind, ...]
+    """For each pipeline of the plan, in which order its stages work."""
     boundary: int
     """Steps applied when the plan takes effect."""
     banked: Banked = NOTHING

@@ -38,6 +38,7 @@ def profile_key(
         "dtype": job.dtype,
         "activation_checkpointing": job.activation_checkpointing,
         **({"compile": True} if job.compile else {}),
+        **({"split": True} if job.may_split_backward else {}),
         "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],
         "device": [job.device, *device],
         "versions": [__version__, *versions],

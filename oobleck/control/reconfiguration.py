@@ -11,13 +11,14 @@ A part of the coordinator's machine, with its rules; raises RunOver where there 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan, Place, Profile
+from oobleck.schedule import ScheduleKind
 
 from .account import RecoveryAccount
 from .generations import Generations
@@ -27,6 +28,7 @@ from .membership import Membership
 from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
 from .paces import Paces
+from .planning import schedules_for
 from .progress import Progress
 from .recovery import NOTHING_BANKED, Verdict, broken_pipelines, judge, microbatches_redone
 from .restoring import Candidate, Restoring
@@ -564,9 +566,11 @@ class Reconfiguration:
         """Send everyone the orders of a new generation, and train."""
         lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
         restore = None if candidate is None else candidate.restore
+        schedules = schedules_for(self._job, self._plans().profile, decision.plan)
         order = self.generations.order(
             decision,
             verdict,
+            schedules=schedules,
             finish=finish,
             lost=lost,
             restore=restore,
@@ -601,7 +605,7 @@ class Reconfiguration:
                 generation=self.generations.current,
                 plan=decision.plan,
                 action=Action(decision.action),
-                reason=decision.reason,
+                reason=self._with_schedules(decision.reason, order.schedules),
                 predicted_step_s=decision.predicted_step_s,
                 num_layers=decision.plan.num_layers,
                 redundant=decision.redundant,
@@ -609,6 +613,7 @@ class Reconfiguration:
                 boundary=order.boundary,
                 banked=order.banked,
                 num_sections=order.num_sections,
+                schedules=order.schedules,
                 finish=order.finish,
                 finished_under=None if order.finish is None else verdict.adopted,
                 restored=None if order.restore is None else order.restore.name,
@@ -620,6 +625,14 @@ class Reconfiguration:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
             self._outbox.record(Notice(t_s=now_s, level="warning", text=text))
+
+    def _with_schedules(self, reason: str, schedules: Sequence[ScheduleKind]) -> str:
+        """A plan's reason, with the schedules of its pipelines where it chose them."""
+        num_split = sum(kind is ScheduleKind.ZERO_BUBBLE for kind in schedules)
+        if self._job.schedule != "auto" or not num_split:
+            return reason
+        which = "" if num_split == len(schedules) else f" in {num_split} of {len(schedules)} pipelines"
+        return f"{reason}; the zero-bubble schedule{which}"
 
     def _our_time(self, place: Place, theirs_s: float) -> float:
         return theirs_s + self._members[place.node].clock_offset_s

@@ -13,7 +13,15 @@ from .decision import Decision
 from .devices import KNOWN_DEVICES, DeviceSheet, device_sheet, device_sheet_from_json
 from .estimate import estimate_profile
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Place, Stage, StageTemplate
-from .profile import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_from_json, profile_to_json
+from .profile import (
+    DeviceProfile,
+    LayerProfile,
+    NetworkProfile,
+    Profile,
+    SplitBackward,
+    profile_from_json,
+    profile_to_json,
+)
 from .settings import PlannerSettings
 from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
 from .transfers import LayerTransfer
@@ -39,6 +47,7 @@ __all__ = [
     "Planner",
     "PlannerSettings",
     "Profile",
+    "SplitBackward",
     "Stage",
     "StageTemplate",
     "TensorParallelPlanner",

@@ -20,16 +20,34 @@ __all__ = [
     "LayerProfile",
     "NetworkProfile",
     "Profile",
+    "SplitBackward",
     "profile_from_json",
     "profile_to_json",
 ]
 
 PROFILE_VERSION = 1
 
+_SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes")
+
 
 def _check_number(where: str, value: float, *, positive: bool = False) -> None:
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         raise ConfigError(f"{where} is {value!r}; it must be finite and {'above 0' if positive else 'at least 0'}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitBackward:
+    """One layer and one microbatch on one device where the backward pass is taken in two parts."""
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    kept_bytes: int
+    """Of activations and gradients, between the two parts."""
+
+    def __post_init__(self) -> None:
+        for field_name in _SPLIT_KEYS:
+            _check_number(f"split: {field_name}", getattr(self, field_name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +63,8 @@ class LayerProfile:
     """Kept from the forward to the backward pass of one microbatch."""
     output_bytes: int
     """Sent on to the next layer; its gradient of the same size comes back."""
+    split: SplitBackward | None = None
+    """None where it was not measured."""
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
@@ -145,6 +165,7 @@ def profile_to_json(profile: Profile) -> str:
                 "optimizer_bytes": layer.optimizer_bytes,
                 "activation_bytes": layer.activation_bytes,
                 "output_bytes": layer.output_bytes,
+                **_split_table(layer.split),
             }
             for layer in profile.layers
         ],
@@ -210,7 +231,7 @@ def _read_layer(value: object, index: int) -> LayerProfile:
     table = JsonTable(value, f"layer {index}")
     if isinstance(name := table.items.get("name"), str):
         table.where = f"layer {index} ({name})"
-    table.check_keys(_LAYER_KEYS)
+    table.check_keys(_LAYER_KEYS, optional=("split",))
     return LayerProfile(
         name=table.text("name"),
         forward_s=_read_seconds(table.table("forward_s")),
@@ -219,6 +240,21 @@ def _read_layer(value: object, index: int) -> LayerProfile:
         optimizer_bytes=table.integer("optimizer_bytes"),
         activation_bytes=table.integer("activation_bytes"),
         output_bytes=table.integer("output_bytes"),
+        split=_read_split(table.table("split")) if "split" in table.items else None,
+    )
+
+
+def _split_table(split: SplitBackward | None) -> dict[str, dict[str, float]]:
+    return {} if split is None else {"split": {key: getattr(split, key) for key in _SPLIT_KEYS}}
+
+
+def _read_split(table: JsonTable) -> SplitBackward:
+    table.check_keys(_SPLIT_KEYS)
+    return SplitBackward(
+        forward_s=table.number("forward_s"),
+        backward_input_s=table.number("backward_input_s"),
+        backward_weight_s=table.number("backward_weight_s"),
+        kept_bytes=table.integer("kept_bytes"),
     )
 
 

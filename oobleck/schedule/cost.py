@@ -33,7 +33,7 @@ class StageCost:
     activation_bytes: int = 0
     """Kept of a microbatch from its forward pass to the end of its backward pass."""
     weight_activation_bytes: int | None = None
-    """What of that BACKWARD_INPUT must leave for BACKWARD_WEIGHT; None means all of it."""
+    """What BACKWARD_INPUT must leave for BACKWARD_WEIGHT: some of that, and gradients; None means as much as that."""
     static_bytes: int = 0
     """Held during the whole step: weights, gradients, optimizer state."""
 
@@ -45,11 +45,6 @@ class StageCost:
         if self.backward_weight_s is not None and self.backward_weight_s > self.backward_s:
             raise ScheduleError(
                 f"backward_weight_s is {self.backward_weight_s}; it is a part of backward_s ({self.backward_s})"
-            )
-        if self.weight_activation_bytes is not None and self.weight_activation_bytes > self.activation_bytes:
-            raise ScheduleError(
-                f"weight_activation_bytes is {self.weight_activation_bytes}; "
-                f"it is a part of activation_bytes ({self.activation_bytes})"
             )
 
     @property

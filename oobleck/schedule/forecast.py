@@ -6,16 +6,15 @@ cost model, and numpy with it, along.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from oobleck.planner import ExecutionPlan, PipelineTemplate, Profile, StageTemplate
-from oobleck.planner.costs import GRADIENT_COPIES, cut_seconds
 from oobleck.planner.sizes import reduction_s
 
+from .choice import choose_schedule
 from .compile import compile_schedule
-from .cost import StageCost
+from .costs_of_stages import stage_costs
 from .schedule import ScheduleKind
 from .timeline import Timeline, timeline
 
@@ -67,10 +66,10 @@ def forecast(
     profile: Profile,
     plan: ExecutionPlan,
     *,
-    kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
+    kind: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B,
     reserved_memory_bytes: int = 0,
 ) -> Forecast:
-    """Evaluate every kind of pipeline of a plan event by event.
+    """Evaluate every kind of pipeline of a plan event by event; without a `kind`, under the schedule that it chooses.
 
     Gradients are reduced once all are there, at the rate that the planner assumes; nothing of it overlaps
     with the backward pass. O(instructions of the distinct pipelines).
@@ -88,10 +87,7 @@ def forecast(
             PipelineForecast(
                 pipelines=tuple(indices),
                 template=template,
-                timeline=timeline(
-                    compile_schedule(kind, num_stages=template.num_stages, num_microbatches=num_microbatches),
-                    stage_costs(profile, template, reduce_s=reduce_s),
-                ),
+                timeline=_timeline(profile, template, num_microbatches, kind, reduce_s, reserved_memory_bytes),
                 available_bytes=tuple(stage.num_devices * per_device for stage in template.stages),
             )
             for template, ((_, num_microbatches), indices) in zip(templates, groups.items(), strict=True)
@@ -100,41 +96,27 @@ def forecast(
     )
 
 
-def stage_costs(profile: Profile, template: PipelineTemplate, *, reduce_s: float = 0.0) -> tuple[StageCost, ...]:
-    """Say what each stage of a template costs; `reduce_s` is the same for all of them.
-
-    These are the planner's own costs, told apart: its seconds of a stage are forward, backward and both sends.
-    """
-    stages = template.stages
-    costs = []
-    for index, stage in enumerate(stages):
-        layers = [profile.layers[layer] for layer in stage.layers]
-        costs.append(
-            StageCost(
-                forward_s=sum(layer.forward_s[stage.num_devices] for layer in layers),
-                backward_s=sum(layer.backward_s[stage.num_devices] for layer in layers),
-                send_forward_s=_send_s(profile, stages, index, index + 1),
-                send_backward_s=_send_s(profile, stages, index, index - 1),
-                reduce_s=reduce_s,
-                activation_bytes=sum(layer.activation_bytes for layer in layers),
-                static_bytes=sum((1 + GRADIENT_COPIES) * layer.param_bytes + layer.optimizer_bytes for layer in layers),
-            )
-        )
-    return tuple(costs)
-
-
-def _send_s(profile: Profile, stages: Sequence[StageTemplate], source: int, target: int) -> float:
-    """Seconds of a message between neighbours: hidden states one way, as many bytes of gradients the other."""
-    if not 0 <= target < len(stages):
-        return 0.0
-    layer = profile.layers[stages[min(source, target)].stop_layer - 1]
-    same_node = stages[source].node_index == stages[target].node_index
-    return cut_seconds(profile.network, layer.output_bytes, same_node=same_node)
-
-
 def _param_bytes(profile: Profile, template: PipelineTemplate) -> list[int]:
     """For each node, the bytes of the parameters of all its stages."""
     nodes = [0] * template.num_nodes
     for stage in template.stages:
         nodes[stage.node_index] += sum(profile.layers[layer].param_bytes for layer in stage.layers)
     return nodes
+
+
+def _timeline(
+    profile: Profile,
+    template: PipelineTemplate,
+    num_microbatches: int,
+    kind: ScheduleKind | None,
+    reduce_s: float,
+    reserved_memory_bytes: int,
+) -> Timeline:
+    if kind is None:
+        return choose_schedule(
+            profile, template, num_microbatches, reduce_s=reduce_s, reserved_memory_bytes=reserved_memory_bytes
+        ).timeline
+    return timeline(
+        compile_schedule(kind, num_stages=template.num_stages, num_microbatches=num_microbatches),
+        stage_costs(profile, template, reduce_s=reduce_s, splits=kind is ScheduleKind.ZERO_BUBBLE),
+    )

@@ -66,6 +66,7 @@ _BUSY_TIMES = 16
 class _PlaceInPlan:
     """What a plan gives one worker to do."""
 
+    pipeline: int
     layers: range
     stage: int
     num_stages: int
@@ -82,6 +83,7 @@ class _PlaceInPlan:
             return None
         pipeline = plan.pipelines[located[0]]
         return cls(
+            pipeline=located[0],
             layers=pipeline.stages[located[1]].layers,
             stage=located[1],
             num_stages=len(pipeline.stages),
@@ -145,8 +147,9 @@ class Engine:
             if validation is not None and job.eval_steps
             else None
         )
-        self._schedule = ScheduleKind(job.schedule)
-        self._put_off = self._put_off_weights() if self._schedule is ScheduleKind.ZERO_BUBBLE else None
+        self._schedule = ScheduleKind.ONE_F_ONE_B
+        """Of the plan in force."""
+        self._put_off = self._put_off_weights() if job.may_split_backward else None
         self._plan: ExecutionPlan | None = None
         self._lane: Lane | None = None
         self._reducer: GradientReducer | None = None
@@ -277,11 +280,15 @@ class Engine:
             located = plan.locate(self._place)
             assert located is not None
             # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-            overlaps = reducer is not None and self._put_off is None
+            overlaps = reducer is not None and not self._splits(lane)
             around_last = reducer.overlapping() if reducer is not None and overlaps else nullcontext()
             self._execute(work, lane, plan.microbatches_of(located[0]), around_last)
             self._base_done = True
         return work
+
+    def _splits(self, lane: Lane) -> bool:
+        """Whether this stage takes its backward passes in two parts: the first of a pipeline never does."""
+        return self._schedule is ScheduleKind.ZERO_BUBBLE and not lane.is_first
 
     def _begin_step(self, step: int) -> StepWork:
         self._forget_step()
@@ -313,6 +320,8 @@ class Engine:
             # under the order's generation; what was computed cannot be continued.
             raise PeerLost("a program of this step failed half-way before")
         self._say_resumed()
+        if self._put_off is not None:
+            self._put_off.engage(is_on=self._splits(lane))
         began_s, waited_s = time.monotonic(), self._signals.waited_s
         try:
             execute(
@@ -324,7 +333,7 @@ class Engine:
                 lane=lane,
                 on_backward=self._standing.note_microbatch,
                 around_last=around_last,
-                put_off=self._put_off,
+                put_off=self._put_off if self._splits(lane) else None,
                 signals=self._signals,
                 interrupted=self._standing.is_pipeline_stopped,
             )
@@ -544,6 +553,7 @@ class Engine:
                 degree=self._share.degree,
             )
             self._stage_sums = self._groups[place.stage_key] if self._share.degree > 1 else None
+            self._schedule = order.schedules[place.pipeline]
         self._groups.keep_only(keys)
         self._resumed_generation = order.generation
 

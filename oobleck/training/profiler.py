@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from oobleck.job import JobSpec
-from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile
+from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
 
 from .batches import Batch
 from .models import MicrobatchKey, ModelStructure, StageModel
 from .optimizer import Optimizer
 from .precision import Precision
+from .weight_gradients import WeightGradients
 
 __all__ = ["ASSUMED_NETWORK", "device_name", "measure_profile", "profile_of_job"]
 
@@ -41,6 +42,7 @@ class _Cost:
     forward_s: float
     backward_s: float
     activation_bytes: int
+    split: SplitBackward | None
 
 
 def measure_profile(
@@ -53,12 +55,14 @@ def measure_profile(
     autocast: torch.dtype | None = None,
     activation_checkpointing: bool = False,
     compiles: bool = False,
+    splits: bool = False,
     state_tensors: int = 2,
     network: NetworkProfile = ASSUMED_NETWORK,
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: the quickest of five runs after two to warm up.
 
-    `state_tensors` is how many tensors of its own size an optimizer keeps for a parameter.
+    With `splits`, backward passes in two parts are measured as well. `state_tensors` is how many tensors of its own
+    size an optimizer keeps for a parameter.
 
     Blocks that are alike in class, shapes and kind of attention are measured once. Memory in use at any time:
     one layer with its gradients and activations. Leaves the device's generator in another state.
@@ -77,7 +81,7 @@ def measure_profile(
     for layer, name in enumerate(structure.layer_names):
         kind = structure.layer_kind(layer)
         if kind not in measured:
-            measured[kind] = _measure(stage, layer, batch)
+            measured[kind] = _measure(stage, layer, batch, splits=splits)
         cost = measured[kind]
         elements = sum(structure.shapes[parameter].numel() for parameter in structure.layer_parameters(layer))
         is_last = layer == structure.num_layers - 1
@@ -91,6 +95,7 @@ def measure_profile(
                 optimizer_bytes=elements * dtype.itemsize * state_tensors,
                 activation_bytes=cost.activation_bytes,
                 output_bytes=0 if is_last else hidden_elements * dtype.itemsize,
+                split=cost.split,
             )
         )
     return Profile(
@@ -118,6 +123,7 @@ def profile_of_job(
         autocast=precision.autocast,
         activation_checkpointing=job.activation_checkpointing,
         compiles=job.compile,
+        splits=job.may_split_backward,
         state_tensors=optimizer.layout(device).num_tensors,
     )
 
@@ -129,18 +135,50 @@ def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> 
     return Batch(input_ids=ids, labels=ids)
 
 
-def _measure(stage: StageModel, layer: int, batch: Batch) -> _Cost:
+def _measure(stage: StageModel, layer: int, batch: Batch, *, splits: bool) -> _Cost:
     stage.adopt(layer, layer + 1, {})
     stage.initialize([layer], seed=0)
     activation_bytes = _activation_bytes(stage, batch)
     # Gradients stay between runs: adding to them is a part of every backward pass but a step's first.
     times = [_run(stage, batch) for _ in range(_NUM_WARMUPS + _NUM_RUNS)][_NUM_WARMUPS:]
+    split = _measure_split(stage, layer, batch) if splits else None
     stage.adopt(0, 0, {})
     return _Cost(
         # What else the machine does only ever adds to these: other workers start while one measures.
         forward_s=min(forward for forward, _ in times),
         backward_s=min(backward for _, backward in times),
         activation_bytes=activation_bytes,
+        split=split,
+    )
+
+
+def _measure_split(stage: StageModel, layer: int, batch: Batch) -> SplitBackward:
+    """Measure a layer whose weights' gradients are put off."""
+    put_off = WeightGradients()
+    for module in stage.modules_of(layer):
+        put_off.put_off(module)
+    put_off.engage(is_on=True)
+    runs = [_run_split(stage, batch, put_off) for _ in range(_NUM_WARMUPS + _NUM_RUNS)][_NUM_WARMUPS:]
+    put_off.engage(is_on=False)
+    return SplitBackward(
+        forward_s=min(run.forward_s for run in runs),
+        backward_input_s=min(run.backward_input_s for run in runs),
+        backward_weight_s=min(run.backward_weight_s for run in runs),
+        kept_bytes=max(run.kept_bytes for run in runs),
+    )
+
+
+def _run_split(stage: StageModel, batch: Batch, put_off: WeightGradients) -> SplitBackward:
+    put_off.begin(0)
+    forward_s, backward_input_s = _run(stage, batch)
+    kept_bytes = put_off.kept_bytes
+    start_s = _now_s(stage.device)
+    put_off.finish(0)
+    return SplitBackward(
+        forward_s=forward_s,
+        backward_input_s=backward_input_s,
+        backward_weight_s=_now_s(stage.device) - start_s,
+        kept_bytes=kept_bytes,
     )
 
 

@@ -36,14 +36,32 @@ class WeightGradients:
     """What linear layers owe their weights. Used by one thread, and by autograd on its behalf."""
 
     def __init__(self) -> None:
+        self._layers: list[Any] = []
+        self._is_on = False
         self._owed: dict[int, list[_Owed]] = {}
         self._current: list[_Owed] = []
 
     def put_off(self, module: nn.Module) -> None:
-        """Have the linear layers within a module put off their weights' gradients from now on."""
-        for layer in module.modules():
-            if type(layer) in (nn.Linear, Conv1D):
+        """Have the linear layers within a module put off their weights' gradients while that is on."""
+        assert not self._is_on
+        self._layers += [layer for layer in module.modules() if type(layer) in (nn.Linear, Conv1D)]
+
+    def engage(self, *, is_on: bool) -> None:
+        """Turn it on or off, between two steps; off, the layers are as they were."""
+        if is_on == self._is_on:
+            return
+        self._is_on = is_on
+        for layer in self._layers:
+            if is_on:
                 layer.forward = partial(_forward, layer, self._note)
+            else:
+                del layer.forward
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that wait for `finish`; what several layers keep counts once."""
+        kept = (tensor.untyped_storage() for owed in self._owed.values() for each in owed for tensor in each[3:])
+        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def begin(self, microbatch: int) -> None:
         """Say which microbatch is taken backward next."""

@@ -9,6 +9,7 @@ import pytest
 from oobleck.control.messages import BankRecord, CommitRecord, Fence, Order, Status
 from oobleck.control.standing import Interrupted, Standing
 from oobleck.planner import ExecutionPlan, Place
+from oobleck.schedule import ScheduleKind
 from tests.control.journals import plan
 
 PLACE = Place(node="a", device=0)
@@ -30,7 +31,13 @@ def record(step: int) -> CommitRecord:
 
 
 def order(generation: int, layout: ExecutionPlan = PLAN, **fields) -> Order:
-    defaults = {"device": 0, "plan": layout, "pipeline_generations": (generation,) * len(layout.pipelines)}
+    count = len(layout.pipelines)
+    defaults = {
+        "device": 0,
+        "plan": layout,
+        "pipeline_generations": (generation,) * count,
+        "schedules": (ScheduleKind.ONE_F_ONE_B,) * count,
+    }
     return Order(generation=generation, **(defaults | {"boundary": 0} | fields))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile
+from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
 
 ROOMY_BYTES = 10**12
 
@@ -20,6 +20,7 @@ def make_layer(
     output_bytes: int = 0,
     device_counts: Sequence[int] = (1,),
     sharing: float = 0.6,
+    split: SplitBackward | None = None,
 ) -> LayerProfile:
     """A layer that takes `seconds` forward and backward on one device, `sharing` of it on twice as many."""
     times = {count: seconds * sharing ** (count.bit_length() - 1) for count in device_counts}
@@ -31,6 +32,7 @@ def make_layer(
         optimizer_bytes=2 * param_bytes,
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
+        split=split,
     )
 
 
@@ -66,6 +68,14 @@ def profiles(
 ) -> Profile:
     """Uneven layers, real communication, and memory from scarce to plenty."""
     sharing = draw(st.sampled_from((0.5, 0.6, 0.9)))
+    splits = st.builds(
+        SplitBackward,
+        forward_s=st.integers(1, 4),
+        backward_input_s=st.integers(1, 4),
+        backward_weight_s=st.integers(0, 4),
+        kept_bytes=st.integers(0, 9),
+    )
+    are_split = draw(st.booleans())
     layers = [
         make_layer(
             draw(st.integers(1, 9)),
@@ -75,6 +85,7 @@ def profiles(
             output_bytes=draw(st.sampled_from((0, 10, 100, 300))),
             device_counts=device_counts,
             sharing=sharing,
+            split=draw(splits) if are_split else None,
         )
         for index in range(draw(st.integers(min_layers, max_layers)))
     ]

@@ -33,6 +33,7 @@ from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
 from oobleck.runtime.agent_dir import AgentDir
 from oobleck.runtime.checkpoint_store import NodeCheckpoints
+from oobleck.schedule import ScheduleKind
 from tests.control.journals import plan
 from tests.control.test_recovery import record, status
 from tests.roles.virtual import CONTROL, GREETING, Link, VirtualHost, configure, make_agent
@@ -149,7 +150,14 @@ async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
         for _ in range(2):
             await hear(link, WorkerStarted)
         layout = plan(("n0", "n1"))
-        order = Order(device=1, generation=4, plan=layout, pipeline_generations=(4,), boundary=0)
+        order = Order(
+            device=1,
+            generation=4,
+            plan=layout,
+            pipeline_generations=(4,),
+            schedules=(ScheduleKind.ONE_F_ONE_B,),
+            boundary=0,
+        )
         fence = Fence(device=1, generation=4, lost=())
         await link.master.send([fence, order, FinishStep(device=1), FinishStep(device=7)])
         other = await desk.host.worker(1)
@@ -163,7 +171,14 @@ async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
         await hear(link, WorkerStarted)
-        order = Order(device=0, generation=4, plan=plan(("n0", "n1")), pipeline_generations=(4,), boundary=0)
+        order = Order(
+            device=0,
+            generation=4,
+            plan=plan(("n0", "n1")),
+            pipeline_generations=(4,),
+            schedules=(ScheduleKind.ONE_F_ONE_B,),
+            boundary=0,
+        )
         await link.master.send([order])
         await (await desk.host.worker()).hears(Order)
         link.cut()

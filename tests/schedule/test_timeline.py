@@ -250,7 +250,6 @@ def test_each_virtual_stage_needs_a_cost():
         ({"load_s": float("inf")}, "load_s is inf"),
         ({"static_bytes": -5}, "static_bytes is -5"),
         ({"backward_weight_s": 3}, r"backward_weight_s is 3; it is a part of backward_s \(2\)"),
-        ({"weight_activation_bytes": 3}, r"weight_activation_bytes is 3; it is a part of activation_bytes \(0\)"),
     ],
 )
 def test_an_impossible_cost_is_named(cost, message):

@@ -92,3 +92,30 @@ def test_ten_million_parameters_take_seconds_and_add_up_to_the_step():
     predicted = sum(layer.forward_s[1] + layer.backward_s[1] for layer in profile.layers)
     # Loose, since the machine may be busy with something else in either measurement.
     assert predicted == pytest.approx(sorted(times)[3], rel=0.5)
+
+
+def test_backward_passes_in_two_parts_are_measured_where_that_is_asked_for():
+    structure = structure_of("llama")
+    plain = _profile(structure)
+    assert {layer.split for layer in plain.layers} == {None}
+    split = measure_profile(
+        structure,
+        microbatch_size=2,
+        dtype=torch.float32,
+        device="cpu",
+        device_memory_bytes=1 << 30,
+        splits=True,
+    )
+    assert profile_from_json(profile_to_json(split)) == split
+    tokens, hidden = 2 * structure.sequence_length, structure.hidden_size
+    for layer in split.layers[1:-1]:
+        assert layer.split is not None
+        assert min(layer.split.forward_s, layer.split.backward_input_s, layer.split.backward_weight_s) > 0
+        # Inputs: of the attention's three (one tensor), its last, the feed-forward's two (one tensor), its last.
+        inputs = 3 * hidden + structure.config.intermediate_size
+        heads, groups = structure.config.num_attention_heads, structure.config.num_key_value_heads
+        outputs = (heads + 2 * groups) * structure.config.head_dim + 2 * structure.config.intermediate_size + 2 * hidden
+        assert layer.split.kept_bytes == pytest.approx(4 * tokens * (inputs + outputs), rel=0.15)
+    embedding = split.layers[0].split
+    assert embedding is not None
+    assert embedding.kept_bytes == 0, "it has no linear layer"

@@ -35,6 +35,7 @@ def test_gradients_are_those_of_an_undivided_backward_pass(family: str) -> None:
     for layer in stage.layers:
         for module in stage.modules_of(layer):
             put_off.put_off(module)
+    put_off.engage(is_on=True)
     found = gradients(stage, put_off)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -47,6 +48,7 @@ def test_weights_of_linear_layers_wait_and_others_do_not() -> None:
     for layer in stage.layers:
         for module in stage.modules_of(layer):
             put_off.put_off(module)
+    put_off.engage(is_on=True)
     loss = stage.forward(random_batch(0), None, num_items=100, key=MicrobatchKey(seed=0, step=1, microbatch=0))
     put_off.begin(0)
     loss.backward()
@@ -61,6 +63,7 @@ def test_under_autocast_gradients_have_the_type_of_their_weights() -> None:
     layer = torch.nn.Linear(8, 4)
     put_off = WeightGradients()
     put_off.put_off(layer)
+    put_off.engage(is_on=True)
     inputs = torch.randn(5, 8, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = layer(inputs)
@@ -72,3 +75,18 @@ def test_under_autocast_gradients_have_the_type_of_their_weights() -> None:
     assert layer.weight.grad.dtype == inputs.grad.dtype == torch.float32
     expected = 2 * output.float().t() @ inputs
     torch.testing.assert_close(layer.weight.grad, expected.detach(), rtol=0.05, atol=0.05)
+
+
+def test_turned_off_layers_are_as_they_were() -> None:
+    stage = whole_stage(structure_of("gpt2"), dtype=torch.float64)
+    expected = gradients(whole_stage(structure_of("gpt2"), dtype=torch.float64), None)
+    put_off = WeightGradients()
+    for layer in stage.layers:
+        for module in stage.modules_of(layer):
+            put_off.put_off(module)
+    for is_on in (True, True, False, False):
+        put_off.engage(is_on=is_on)
+    leaves = [module for module in stage.modules_of(1)[0].modules() if not list(module.children())]
+    assert not any("forward" in vars(module) for module in leaves)
+    found = gradients(stage, None)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

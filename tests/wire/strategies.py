@@ -166,7 +166,7 @@ def _shards() -> st.SearchStrategy[Shard]:
 def job_specs(draw: st.DrawFn) -> JobSpec:
     microbatch_size, num_microbatches = draw(st.integers(1, 99)), draw(st.integers(1, 99))
     degree = draw(st.sampled_from([1, 1, 2, 8]))
-    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"] if degree == 1 else ["1f1b", "gpipe"]))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "auto", *(["zero-bubble"] if degree == 1 else [])]))
     return draw(
         built(
             JobSpec,
@@ -179,7 +179,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             schedule=st.just(schedule),
             compile=st.booleans() if degree == 1 and schedule != "zero-bubble" else st.just(False),
             tensor_parallel=st.just(degree),
-            eval_steps=st.none() | st.integers(1, 2**40) if degree == 1 else st.none(),
+            eval_steps=st.none() | st.integers(1, 2**40),
             max_eval_samples=st.none() | st.integers(1, 2**40),
             initial_loss_scale=st.integers(-40, 40).map(lambda exponent: 2.0**exponent),
             num_pipelines=st.none() | st.integers(1, num_microbatches),

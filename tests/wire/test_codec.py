@@ -23,6 +23,7 @@ from oobleck.control.journal import JobStarted, JournalEntry, NodeLost, PlanAdop
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec, ModelSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
+from oobleck.schedule import ScheduleKind
 from oobleck.wire import (
     MAX_FRAME_BYTES,
     AgentMessage,
@@ -90,6 +91,7 @@ ORDER = Order(
     segments=(Segment(segment=1, pipeline=0, microbatches=(3, 4)),),
     plan=PLAN,
     pipeline_generations=(1,),
+    schedules=(ScheduleKind.ZERO_BUBBLE,),
     boundary=7,
 )
 CONFIGURE = Configure(

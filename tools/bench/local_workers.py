@@ -16,6 +16,7 @@ from pathlib import Path
 
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place, Profile, profile_from_json
+from oobleck.schedule import ScheduleKind
 from oobleck.training.worker import run_worker
 from oobleck.wire import (
     CommitRecord,
@@ -107,7 +108,7 @@ class LocalWorkers:
                 if isinstance(message, Profiled):
                     return profile_from_json(message.profile_json, source="measured profile")
 
-    def train(self, plan: ExecutionPlan) -> Trained:
+    def train(self, plan: ExecutionPlan, kind: ScheduleKind) -> Trained:
         """Train from the initial values to the job's last step."""
         for place in self._places:
             order = Order(
@@ -115,6 +116,7 @@ class LocalWorkers:
                 generation=1,
                 plan=plan,
                 pipeline_generations=(1,) * len(plan.pipelines),
+                schedules=(kind,) * len(plan.pipelines),
                 boundary=0,
                 initial=True,
             )

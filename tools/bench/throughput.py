@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -46,6 +46,7 @@ from oobleck.planner import (
     StageTemplate,
 )
 from oobleck.schedule import ScheduleKind
+from oobleck.schedule.choice import choose_schedule
 from oobleck.schedule.forecast import forecast
 from tools.bench.local_workers import LocalWorkers, fork_context
 from tools.bench.pipelining_job import StepTimes, train_alone, train_pipelined
@@ -100,7 +101,7 @@ def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn
     plans = {"same cut": setting.hand_cut, "bubbles": setting.hand_cut, "own plan": _own_plan(setting, profile)}
     ways: dict[str, Callable[[], Turn]] = {
         "torch": partial(_torch_turn, setting),
-        **{way: partial(_oobleck_turn, _scheduled(setting, way), plan) for way, plan in plans.items()},
+        **{way: partial(_oobleck_turn, setting, _schedule_of(way), plan) for way, plan in plans.items()},
         "alone": partial(_alone_turn, setting),
     }
     turns: dict[str, list[Turn]] = {way: [] for way in ways}
@@ -114,10 +115,6 @@ def _schedule_of(way: str) -> ScheduleKind:
     return ScheduleKind.ZERO_BUBBLE if way == "bubbles" else ScheduleKind.ONE_F_ONE_B
 
 
-def _scheduled(setting: Setting, way: str) -> Setting:
-    return replace(setting, job=replace(setting.job, schedule=_schedule_of(way).value))
-
-
 def _own_plan(setting: Setting, profile: Profile) -> ExecutionPlan:
     settings = PlannerSettings(num_microbatches=setting.job.num_microbatches, fault_threshold=0)
     return Planner(profile, settings).initial_plan(_NODES).plan
@@ -128,9 +125,9 @@ def _workers(setting: Setting, places: tuple[Place, ...]) -> LocalWorkers:
     return LocalWorkers(setting.job, places, context=setting.context, cache_dir=cache_dir, threads=1)
 
 
-def _oobleck_turn(setting: Setting, plan: ExecutionPlan) -> Turn:
+def _oobleck_turn(setting: Setting, kind: ScheduleKind, plan: ExecutionPlan) -> Turn:
     with _workers(setting, plan.places) as workers:
-        trained = workers.train(plan)
+        trained = workers.train(plan, kind)
     shares = []
     for pipeline in plan.pipelines:
         spent = [trained.finished[place] for place in pipeline.places]
@@ -199,6 +196,18 @@ def _print_bubbles(profile: Profile, turns: dict[str, list[Turn]], plans: dict[s
         )
 
 
+def _print_choice(profile: Profile, turns: dict[str, list[Turn]], plan: ExecutionPlan) -> None:
+    """What `schedule: auto` takes for the hand-made cut, what it expects of that, and what it came to."""
+    (pipeline,) = plan.pipelines
+    choice = choose_schedule(profile, pipeline.template, pipeline.num_microbatches)
+    ratios = [bubbles.step_s / plain.step_s for bubbles, plain in zip(turns["bubbles"], turns["same cut"], strict=True)]
+    expected = forecast(profile, plan, kind=ScheduleKind.ZERO_BUBBLE).step_s / forecast(profile, plan).step_s
+    print(
+        f"auto takes {choice.kind.value} for this cut: zero-bubble was to take {expected:.3f} of 1f1b's time, "
+        f"and took {statistics.median(ratios):.3f} ({' '.join(f'{ratio:.3f}' for ratio in ratios)})"
+    )
+
+
 def _check_losses(turns: dict[str, list[Turn]]) -> None:
     expected = turns["alone"][0].losses
     for way, measured in turns.items():
@@ -220,6 +229,7 @@ def _setting(arguments: argparse.Namespace, directory: Path) -> Setting:
         global_batch_size=arguments.microbatches * arguments.microbatch_size,
         microbatch_size=arguments.microbatch_size,
         fault_threshold=0,
+        schedule="auto",  # so that both kinds are measured, and either is run
     )
     return Setting(job=job, num_blocks=arguments.blocks, warm_up=3, directory=directory, context=fork_context())
 
@@ -241,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _check_losses(turns)
     _print_table(turns, setting.job.global_batch_size * setting.job.data.sequence_length)
     _print_bubbles(profile, turns, plans)
+    _print_choice(profile, turns, plans["bubbles"])
 
 
 if __name__ == "__main__":

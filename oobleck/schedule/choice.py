@@ -1,0 +1,70 @@
+"""Which schedule a pipeline runs, where that is left open: 1F1B, or the zero-bubble kind where it saves time.
+
+The timeline decides, with the costs of a backward pass in two parts as they were measured. Like `forecast`, this is
+apart from the package's own names, since it brings the planner's cost model along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oobleck.planner import PipelineTemplate, Profile
+
+from .compile import compile_schedule
+from .costs_of_stages import stage_costs
+from .schedule import ScheduleKind
+from .timeline import Timeline, timeline
+
+__all__ = ["LEAST_GAIN", "Choice", "choose_schedule"]
+
+LEAST_GAIN = 0.01
+"""A zero-bubble schedule has to save this share of a step: times are measured, and it holds more activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A pipeline's schedule, on the timeline."""
+
+    timeline: Timeline
+    """Of the schedule that was chosen."""
+    saved: float
+    """The share of 1F1B's step that it saves at least; 0 for 1F1B itself."""
+
+    @property
+    def kind(self) -> ScheduleKind:
+        return self.timeline.schedule.kind
+
+
+def choose_schedule(
+    profile: Profile,
+    template: PipelineTemplate,
+    num_microbatches: int,
+    *,
+    reduce_s: float = 0.0,
+    reserved_memory_bytes: int = 0,
+) -> Choice:
+    """Choose between 1F1B and zero-bubble for one pipeline by their timelines.
+
+    1F1B reduces gradients while the last backward pass runs, and is taken to hide all of it (`reduce_s`); zero-bubble
+    is not, and must fit the memory of every stage's devices at its fullest. O(instructions).
+    """
+    plain = _evaluate(profile, template, num_microbatches, ScheduleKind.ONE_F_ONE_B, reduce_s)
+    if template.num_stages == 1 or not num_microbatches:
+        return Choice(timeline=plain, saved=0.0)
+    split = _evaluate(profile, template, num_microbatches, ScheduleKind.ZERO_BUBBLE, reduce_s)
+    saved = 1 - split.makespan_s / (plain.makespan_s - reduce_s)
+    available = profile.device.memory_bytes - reserved_memory_bytes
+    fits = all(
+        peak <= stage.num_devices * available
+        for peak, stage in zip(split.peak_memory_bytes, template.stages, strict=True)
+    )
+    return Choice(timeline=split, saved=saved) if fits and saved >= LEAST_GAIN else Choice(timeline=plain, saved=0.0)
+
+
+def _evaluate(
+    profile: Profile, template: PipelineTemplate, num_microbatches: int, kind: ScheduleKind, reduce_s: float
+) -> Timeline:
+    return timeline(
+        compile_schedule(kind, num_stages=template.num_stages, num_microbatches=num_microbatches),
+        stage_costs(profile, template, reduce_s=reduce_s, splits=kind is ScheduleKind.ZERO_BUBBLE),
+    )

@@ -1,0 +1,73 @@
+"""What each stage of a planned pipeline costs, from a profile: where the planner's costs become a timeline's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NotRequired, TypedDict
+
+from oobleck.planner import LayerProfile, PipelineTemplate, Profile, StageTemplate
+from oobleck.planner.costs import GRADIENT_COPIES, cut_seconds
+
+from .cost import StageCost
+
+__all__ = ["stage_costs"]
+
+
+class _Passes(TypedDict):
+    """Some of a `StageCost`."""
+
+    forward_s: float
+    backward_s: float
+    backward_weight_s: NotRequired[float]
+    weight_activation_bytes: NotRequired[int]
+
+
+def stage_costs(
+    profile: Profile, template: PipelineTemplate, *, reduce_s: float = 0.0, splits: bool = False
+) -> tuple[StageCost, ...]:
+    """Say what each stage of a template costs; `reduce_s` is the same for all of them.
+
+    These are the planner's own costs, told apart: its seconds of a stage are forward, backward and both sends. With
+    `splits`, stages after the first take the backward pass in two parts, at the costs that the profile has measured
+    for that; where it has none, at those of the whole pass, half in each part.
+    """
+    stages = template.stages
+    costs = []
+    for index, stage in enumerate(stages):
+        layers = [profile.layers[layer] for layer in stage.layers]
+        costs.append(
+            StageCost(
+                **_passes(layers, stage.num_devices, splits=splits and index > 0),
+                send_forward_s=_send_s(profile, stages, index, index + 1),
+                send_backward_s=_send_s(profile, stages, index, index - 1),
+                reduce_s=reduce_s,
+                activation_bytes=sum(layer.activation_bytes for layer in layers),
+                static_bytes=sum((1 + GRADIENT_COPIES) * layer.param_bytes + layer.optimizer_bytes for layer in layers),
+            )
+        )
+    return tuple(costs)
+
+
+def _send_s(profile: Profile, stages: Sequence[StageTemplate], source: int, target: int) -> float:
+    """Seconds of a message between neighbours: hidden states one way, as many bytes of gradients the other."""
+    if not 0 <= target < len(stages):
+        return 0.0
+    layer = profile.layers[stages[min(source, target)].stop_layer - 1]
+    same_node = stages[source].node_index == stages[target].node_index
+    return cut_seconds(profile.network, layer.output_bytes, same_node=same_node)
+
+
+def _passes(layers: Sequence[LayerProfile], num_devices: int, *, splits: bool) -> _Passes:
+    """What the forward and the backward pass of a stage take."""
+    parts = [layer.split for layer in layers if layer.split is not None]
+    if not splits or num_devices != 1 or len(parts) < len(layers):
+        return {
+            "forward_s": sum(layer.forward_s[num_devices] for layer in layers),
+            "backward_s": sum(layer.backward_s[num_devices] for layer in layers),
+        }
+    return {
+        "forward_s": sum(part.forward_s for part in parts),
+        "backward_s": sum(part.backward_input_s + part.backward_weight_s for part in parts),
+        "backward_weight_s": sum(part.backward_weight_s for part in parts),
+        "weight_activation_bytes": sum(part.kept_bytes for part in parts),
+    }
