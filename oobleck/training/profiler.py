@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,45 +139,52 @@ def _measure(stage: StageModel, layer: int, batch: Batch, *, splits: bool) -> _C
     stage.adopt(layer, layer + 1, {})
     stage.initialize([layer], seed=0)
     activation_bytes = _activation_bytes(stage, batch)
-    # Gradients stay between runs: adding to them is a part of every backward pass but a step's first.
-    times = [_run(stage, batch) for _ in range(_NUM_WARMUPS + _NUM_RUNS)][_NUM_WARMUPS:]
-    split = _measure_split(stage, layer, batch) if splits else None
+    put_off = WeightGradients()
+    for module in stage.modules_of(layer):
+        put_off.put_off(module)
+    # Gradients stay between runs: adding to them is a part of every backward pass but a step's first. Both ways take
+    # turns, so that neither is measured while the machine has more to do than during the other.
+    times: list[tuple[float, float]] = []
+    parts: list[SplitBackward] = []
+    for number in range(_NUM_WARMUPS + _NUM_RUNS):
+        whole = _run(stage, batch)
+        part = _run_split(stage, batch, put_off) if splits else None
+        if number >= _NUM_WARMUPS:
+            times.append(whole)
+            parts += [] if part is None else [part]
     stage.adopt(0, 0, {})
     return _Cost(
         # What else the machine does only ever adds to these: other workers start while one measures.
         forward_s=min(forward for forward, _ in times),
         backward_s=min(backward for _, backward in times),
         activation_bytes=activation_bytes,
-        split=split,
+        split=_quickest(parts) if parts else None,
     )
 
 
-def _measure_split(stage: StageModel, layer: int, batch: Batch) -> SplitBackward:
-    """Measure a layer whose weights' gradients are put off."""
-    put_off = WeightGradients()
-    for module in stage.modules_of(layer):
-        put_off.put_off(module)
-    put_off.engage(is_on=True)
-    runs = [_run_split(stage, batch, put_off) for _ in range(_NUM_WARMUPS + _NUM_RUNS)][_NUM_WARMUPS:]
-    put_off.engage(is_on=False)
+def _quickest(parts: Sequence[SplitBackward]) -> SplitBackward:
     return SplitBackward(
-        forward_s=min(run.forward_s for run in runs),
-        backward_input_s=min(run.backward_input_s for run in runs),
-        backward_weight_s=min(run.backward_weight_s for run in runs),
-        kept_bytes=max(run.kept_bytes for run in runs),
+        forward_s=min(part.forward_s for part in parts),
+        backward_input_s=min(part.backward_input_s for part in parts),
+        backward_weight_s=min(part.backward_weight_s for part in parts),
+        kept_bytes=max(part.kept_bytes for part in parts),
     )
 
 
 def _run_split(stage: StageModel, batch: Batch, put_off: WeightGradients) -> SplitBackward:
+    """Run once with the weights' gradients put off."""
+    put_off.engage(is_on=True)
     put_off.begin(0)
     forward_s, backward_input_s = _run(stage, batch)
     kept_bytes = put_off.kept_bytes
     start_s = _now_s(stage.device)
     put_off.finish(0)
+    backward_weight_s = _now_s(stage.device) - start_s
+    put_off.engage(is_on=False)
     return SplitBackward(
         forward_s=forward_s,
         backward_input_s=backward_input_s,
-        backward_weight_s=_now_s(stage.device) - start_s,
+        backward_weight_s=backward_weight_s,
         kept_bytes=kept_bytes,
     )
 

@@ -85,6 +85,7 @@ def _plan(profile: Profile, decision: Decision, forecast: Forecast) -> Json:
 def _pipeline(each: PipelineForecast) -> Json:
     found = each.timeline
     return {
+        "schedule": found.schedule.kind.value,
         "step_s": found.makespan_s,
         "bubble_share": found.bubble_share,
         "stages": [

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from oobleck.planner import Decision, PipelineTemplate, Profile
 from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_s
+from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import Forecast, PipelineForecast
 
 from .timeline import timeline_lines
@@ -197,8 +198,11 @@ def _name(each: PipelineForecast) -> str:
 
 
 def _pipelines(title: str, forecast: Forecast) -> Table:
-    table = _table(title, ("pipelines", "nodes", "stages", "microbatches", "step", "bubble"))
-    for each in forecast.pipelines:
+    names = [each.timeline.schedule.kind.value for each in forecast.pipelines]
+    shows_schedules = set(names) != {ScheduleKind.ONE_F_ONE_B.value}
+    columns = ("pipelines", "nodes", "stages", "microbatches", "step", "bubble")
+    table = _table(title, (*columns, "schedule") if shows_schedules else columns)
+    for name, each in zip(names, forecast.pipelines, strict=True):
         numbers = (
             each.template.num_nodes,
             each.template.num_stages,
@@ -209,6 +213,7 @@ def _pipelines(title: str, forecast: Forecast) -> Table:
             *map(str, numbers),
             seconds_text(each.timeline.makespan_s),
             percent_text(each.timeline.bubble_share),
+            *([name] if shows_schedules else []),
         )
     if forecast.plan.spares:
         table.add_row("spares", str(len(forecast.plan.spares)), "", "", "", "", style="dim")

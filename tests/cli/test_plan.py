@@ -313,3 +313,17 @@ def test_a_bad_profile_is_refused_by_layer_and_field(tmp_path, capsys):
     path.write_text(profile_to_json(huge))
     assert run("--profile", path, "--nodes", 2, "--global-batch", 4) == ExitCode.CONFIG
     assert "layer 0 (layer0) fits on no number of nodes" in capsys.readouterr().err
+
+
+def test_schedules_that_plans_choose_are_shown(capsys):
+    options = ["--model", "gpt3-2.7b", "--device", "A40", "--nodes", "8", "--global-batch", "64", "--microbatch", "1"]
+    assert main(["plan", *options, "--schedule", "auto"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["plan", *options, "--schedule", "auto", "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["plan"]
+    assert main(["plan", *options, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)["plan"]
+    kinds = {pipeline["schedule"] for pipeline in chosen["pipelines"]}
+    assert kinds == {"zero-bubble"}
+    assert "zero-bubble" in shown
+    assert chosen["step_s"] < plain["step_s"]
