@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan, Place, Profile
-from oobleck.schedule import ScheduleKind
+from oobleck.schedule import BANKING_KINDS, ScheduleKind
 
 from .account import RecoveryAccount
 from .generations import Generations
@@ -567,6 +567,7 @@ class Reconfiguration:
         lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
         restore = None if candidate is None else candidate.restore
         schedules = schedules_for(self._job, self._plans().profile, decision.plan)
+        sections = sections_wanted(self._job, decision.plan, decision.predicted_step_s)
         order = self.generations.order(
             decision,
             verdict,
@@ -575,7 +576,7 @@ class Reconfiguration:
             lost=lost,
             restore=restore,
             is_from_scratch=not self._restored_generation,
-            num_sections=sections_wanted(self._job, decision.plan, decision.predicted_step_s),
+            num_sections=sections if all(kind in BANKING_KINDS for kind in schedules) else 1,
         )
         places = tuple(place for member in self._members.ready for place in member.places)
         self._outbox.send_all(places, order)

@@ -59,3 +59,11 @@ def test_workers_are_told_with_their_orders_and_readers_of_the_journal_too() -> 
     (adopted,) = bench.journal(PlanAdopted)
     assert adopted.schedules == (SPLIT, SPLIT)
     assert adopted.reason.endswith("; the zero-bubble schedule")
+
+
+def test_steps_whose_backward_passes_are_split_are_not_cut_into_sections() -> None:
+    """Their gradients are never those of a part of the microbatches."""
+    for schedule, is_cut in (("1f1b", True), ("auto", False)):
+        bench = Bench(PAIRS, job=replace(PAIRS.job, schedule=schedule, reductions_per_step=2))
+        bench.prepare()
+        assert {order.num_sections > 1 for order in bench.orders} == {is_cut}
