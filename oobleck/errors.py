@@ -69,6 +69,10 @@ class NodeUnreachable(ResourceLost):
         self.reason = reason
 
 
+class NodeUnfit(NodeUnreachable):
+    """A node that can be reached, and was found faulty."""
+
+
 class WorkersUnavailable(ResourceLost):
     """A node on which no worker process can be started."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from oobleck.control.check_report import CheckedNode, CheckReport
+from oobleck.control.diagnosis import LEFT_OUT_WORDS
 from oobleck.control.events import Remark
 from oobleck.control.node_check import Health
 from oobleck.job import NodeSpec
@@ -41,6 +42,6 @@ def _remarks(report: CheckReport, left_out: set[str]) -> Iterator[Remark]:
         node, verdict = checked.verdict.node, checked.verdict
         if node in left_out:
             way_back = f"once it is repaired, `oobleck add {node}` lets it in"
-            yield Remark(level="warning", text=f"{node} is faulty and left out: {verdict.reason}; {way_back}")
+            yield Remark(level="warning", text=f"{node}{LEFT_OUT_WORDS}{verdict.reason}; {way_back}")
         elif verdict.health is not Health.HEALTHY:
             yield Remark(level="warning", text=f"{node} is {verdict.health}: {verdict.reason}")

@@ -15,7 +15,10 @@ from .journal import Notice
 from .messages import ReplicaDigests
 from .outbox import Outbox
 
-__all__ = ["Comparing", "odd_ones"]
+__all__ = ["DIFFERS_WORDS", "Comparing", "odd_ones"]
+
+DIFFERS_WORDS = " differs from that on "
+"""How copies of a layer that differ are told in the journal, between those who are wrong and the others."""
 
 _MOST_IN_A_ROW = 3
 """Checks that fail one after the other, before machines are taken to compute differently by nature."""
@@ -76,7 +79,7 @@ class Comparing:
 
     def _say(self, layer: int, odd: list[Place], trusted: list[Place], *, is_sure: bool) -> None:
         theirs, ours = (", ".join(map(str, places)) for places in (odd, trusted))
-        text = f"after step {self._key[1]} layer {layer} on {theirs} differs from that on {ours}"
+        text = f"after step {self._key[1]} layer {layer} on {theirs}{DIFFERS_WORDS}{ours}"
         verdict = (
             f"{theirs} computed or kept it wrongly, and takes it from the others"
             if is_sure

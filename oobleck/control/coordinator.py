@@ -384,6 +384,8 @@ class Coordinator:
         """A connection failed, or could not be made."""
         if node in self._rejoining:
             self._rejoining.note_failed(node, self._outbox.now_s)
+            if cause is Cause.UNFIT:
+                self._notice("warning", f"{node}: {evidence}")
         else:
             self._node_failed(node, cause, evidence)
 
@@ -397,24 +399,34 @@ class Coordinator:
         member.move_to(NodeState.LOST)
         self._reconfiguration.forget_pace(node)
         self._outbox.command(Disconnect(node=node))
-        self._outbox.record(NodeLost(t_s=now_s, node=node, cause=cause, evidence=evidence))
-        if not self._beginning.is_over:
+        is_over = self._beginning.is_over
+        may_come_back = is_over and cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
+        is_tried_again = may_come_back and self._rejoining.note_lost(member.spec, now_s)
+        self._outbox.record(
+            NodeLost(
+                t_s=now_s,
+                node=node,
+                cause=cause,
+                evidence=evidence,
+                is_requested=member.is_banned,
+                is_tried_again=is_tried_again and self._job.control.rejoin_after_s > 0,
+            )
+        )
+        if not is_over:
             self._beginning.node_failed(node, evidence, is_user_error=is_user_error)
             return
         self._saving.node_lost(node)
-        if cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining:
-            self._try_again_later(member)
+        if may_come_back and not is_tried_again:
+            self._tell_quarantine(node)
         if trained:  # else it had no part in any plan
             self._reconfiguration.begin([node], cause, detect_s=silent_s)
 
-    def _try_again_later(self, member: Member) -> None:
-        node = member.spec.name
-        if not self._rejoining.note_lost(member.spec, self._outbox.now_s):
-            self._notice(
-                "warning",
-                f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
-                f"test it with `oobleck check`, then `oobleck add {node}` lets it back",
-            )
+    def _tell_quarantine(self, node: str) -> None:
+        self._notice(
+            "warning",
+            f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
+            f"test it with `oobleck check`, then `oobleck add {node}` lets it back",
+        )
 
     def _add(self, spec: NodeSpec) -> None:
         """Take another node in. Training goes on; it joins once its workers are ready."""

@@ -10,7 +10,9 @@ caused; the others are told after it. Pure.
     nobody lost             a collective that failed, a hang                      yes
     a hang explained        the worker that all wait for, the node that is cut    no
     loss                    not a number, or infinite                             no
+    a repair                copies of a layer that differ                         no
     notice, master          a termination that is announced; another master       no
+    notice                  a node that its check finds faulty                    no
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from .comparing import DIFFERS_WORDS
 from .journal import (
     Action,
     Cause,
@@ -38,11 +41,23 @@ from .journal import (
     WorkerDown,
 )
 
-__all__ = ["TERMINATION_WORDS", "Diagnosis", "Failure", "Finding", "Incident", "diagnose", "failure_of_exit"]
+__all__ = [
+    "LEFT_OUT_WORDS",
+    "TERMINATION_WORDS",
+    "Diagnosis",
+    "Failure",
+    "Finding",
+    "Incident",
+    "diagnose",
+    "failure_of_exit",
+]
 
 TERMINATION_WORDS = " is to be terminated: "
 """How the notice of a termination is told in the journal, between the node and the reason."""
 
+LEFT_OUT_WORDS = " is faulty and left out: "
+"""How the verdict of the check before a run is told, between the node and the reason."""
+_UNFIT = re.compile(rf"(\S+)(?:{LEFT_OUT_WORDS}|: it is not taken in again: )(.*)", re.DOTALL)
 _BELONGS_TOGETHER_S = 2.0
 """Findings that follow each other this closely are one incident, if no recovery says more."""
 _REPEATED_WITHIN_S = 600.0
@@ -65,6 +80,7 @@ class Failure(StrEnum):
     CUT_OFF = "cut_off"
     PEER = "peer"
     BAD_LOSS = "bad_loss"
+    CORRUPTION = "corruption"
     UNFIT_NODE = "unfit_node"
     TERMINATION = "termination"
     MASTER_LOST = "master_lost"
@@ -86,6 +102,7 @@ _SUBJECT = {
     Failure.CUT_OFF: "a node does not reach its peers",
     Failure.PEER: "a collective failed",
     Failure.BAD_LOSS: "the loss is not a number",
+    Failure.CORRUPTION: "a copy of a layer differed",
     Failure.UNFIT_NODE: "a node cannot take part",
     Failure.TERMINATION: "a node is about to be taken away",
     Failure.MASTER_LOST: "the master was lost",
@@ -100,14 +117,15 @@ _ADVICE = {
     Failure.KILLED: "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
     Failure.CRASHED: "A crash in native code: look for a core dump, and compare driver and torch versions.",
     Failure.EXITED: "See the end of the agent's log on that node.",
-    Failure.CONTACT_LOST: "See whether the machine is up and SSH answers; it is tried again by itself.",
-    Failure.FROZEN: "See whether the machine swaps, or was suspended; it is tried again by itself.",
+    Failure.CONTACT_LOST: "See whether the machine is up and SSH answers.",
+    Failure.FROZEN: "See whether the machine swaps, or was suspended.",
     Failure.HANG: "See the stacks in the agents' logs; a hang that comes back is a bug in the training code.",
     Failure.STUCK: "See where its training thread was; a hang that comes back is a bug in the training code.",
     Failure.CUT_OFF: "See the network between it and the others: `oobleck check` names the link or the node.",
     Failure.PEER: "Nothing to do unless it comes back; then check the network with `oobleck check`.",
     Failure.BAD_LOSS: "Lower the learning rate, or begin again from before that step.",
-    Failure.UNFIT_NODE: "Do what the evidence says, then `oobleck add` the node.",
+    Failure.CORRUPTION: "If it comes back, test the machine's memory: the copy was replaced, the cause was not.",
+    Failure.UNFIT_NODE: "Do what the evidence says.",
     Failure.TERMINATION: "Nothing to do: the node hands its state over before it goes.",
     Failure.MASTER_LOST: "Nothing to do: training went on meanwhile.",
     Failure.REQUESTED: "Nothing to do.",
@@ -125,6 +143,8 @@ class Finding:
     node: str | None
     """None where it is the whole run's."""
     evidence: str
+    is_tried_again: bool | None = None
+    """Whether the lost node is, without anybody asking for it; None where none was lost."""
 
     @property
     def is_caused_by_peer(self) -> bool:
@@ -170,7 +190,16 @@ class Incident:
                 f"check`; `oobleck drain {self.root.node}` takes it out if it is still in, `oobleck add` lets it back. "
                 f"{_ADVICE[self.root.failure]}"
             )
-        return _ADVICE[self.root.failure]
+        return f"{_ADVICE[self.root.failure]}{self._way_back}"
+
+    @property
+    def _way_back(self) -> str:
+        """How a node that the run goes on without comes back, as a sentence."""
+        if self.is_fatal or self.root.is_tried_again is None:
+            return ""
+        if self.root.is_tried_again:
+            return " The node is tried again by itself."
+        return f" The node is not tried again: `oobleck add {self.root.node}` lets it back."
 
 
 def diagnose(entries: Iterable[JournalEntry]) -> tuple[Incident, ...]:
@@ -231,6 +260,8 @@ class Diagnosis:
         self._open: _Draft | None = None
         self._has_planned = False
         self._has_bad_loss = False
+        self._differing = ""
+        """What was last said of copies that differ."""
         self._recent: deque[tuple[float, str]] = deque()  # (when, node) of roots, of the last ten minutes
 
     @property
@@ -265,6 +296,13 @@ class Diagnosis:
             case Notice() if TERMINATION_WORDS in entry.text:
                 node, _, reason = entry.text.partition(TERMINATION_WORDS)
                 self._find(entry.t_s, Failure.TERMINATION, node, reason)
+            case Notice() if DIFFERS_WORDS in entry.text:
+                self._differing = entry.text
+            case Notice() if (found := _UNFIT.fullmatch(entry.text)) is not None:
+                self._find(
+                    entry.t_s, Failure.UNFIT_NODE, found[1], found[2], is_tried_again=LEFT_OUT_WORDS not in entry.text
+                )
+                self._act(f"the run goes on without {found[1]}")
             case JobEnded():
                 self._end(entry)
             case _:
@@ -279,15 +317,24 @@ class Diagnosis:
                 failure = failure_of_exit(entry.evidence)
             case Cause.LEASE_EXPIRED:
                 failure, began_s = Failure.FROZEN, entry.t_s - _silence_s(entry.evidence)
+            case _ if entry.is_requested:
+                failure = Failure.REQUESTED
             case Cause.USER:
                 failure = Failure.REQUESTED
-            case Cause.UNREACHABLE:
+            case Cause.UNREACHABLE | Cause.UNFIT:
                 failure = Failure.UNFIT_NODE
             case Cause.CUT_OFF:
                 failure = Failure.CUT_OFF
             case _:
                 pass
-        self._find(began_s, failure, entry.node, entry.evidence, noticed_s=entry.t_s)
+        self._find(
+            began_s,
+            failure,
+            entry.node,
+            entry.evidence,
+            noticed_s=entry.t_s,
+            is_tried_again=entry.is_tried_again if self._has_planned else None,
+        )
         assert self._open is not None
         self._open.lost.append(entry.node)
         if self._has_planned:
@@ -304,6 +351,9 @@ class Diagnosis:
                 self._find(entry.t_s, Failure.PEER, None, "a collective failed, and no node was lost")
             case Cause.HANG:
                 self._find(entry.t_s, Failure.HANG, None, "no step was committed for many times as long as one takes")
+            case Cause.CORRUPTION:
+                for node in entry.nodes:
+                    self._find(entry.t_s, Failure.CORRUPTION, node, self._differing)
             case _:
                 pass
         if self._open is not None:
@@ -359,7 +409,14 @@ class Diagnosis:
     # --- putting incidents together ------------------------------------------------------------------------------
 
     def _find(
-        self, t_s: float, failure: Failure, node: str | None, evidence: str, *, noticed_s: float | None = None
+        self,
+        t_s: float,
+        failure: Failure,
+        node: str | None,
+        evidence: str,
+        *,
+        noticed_s: float | None = None,
+        is_tried_again: bool | None = None,
     ) -> None:
         noticed_s = t_s if noticed_s is None else noticed_s
         self._settle(noticed_s)
@@ -367,7 +424,9 @@ class Diagnosis:
             self._open = _Draft(number=len(self._drafts) + 1)
             self._drafts.append(self._open)
         self._open.noticed_s = noticed_s
-        self._open.findings.append(Finding(t_s=max(0.0, t_s), failure=failure, node=node, evidence=evidence))
+        self._open.findings.append(
+            Finding(t_s=max(0.0, t_s), failure=failure, node=node, evidence=evidence, is_tried_again=is_tried_again)
+        )
 
     def _act(self, action: str) -> None:
         if self._open is not None and action not in self._open.actions:

@@ -72,6 +72,8 @@ class Cause(StrEnum):
     CORRUPTION = "corruption"
     """Nothing was lost: copies of a layer differed, and are made equal again."""
     UNREACHABLE = "unreachable"
+    UNFIT = "unfit"
+    """A node that can be reached, and was found faulty."""
 
 
 class Action(StrEnum):
@@ -201,6 +203,10 @@ class NodeLost:
     node: str
     cause: Cause
     evidence: str
+    is_requested: bool = False
+    """The user had it killed."""
+    is_tried_again: bool = False
+    """Without anybody asking for it."""
 
     def describe(self) -> str:
         return f"{self.node} lost: {self.evidence}"

@@ -110,6 +110,8 @@ class Reconfiguration:
         self._account: RecoveryAccount | None = None
         self._is_explaining = False
         """All are asked what they wait for."""
+        self._is_unexplained = False
+        """Nobody could tell what they wait for: the groups themselves are not to be trusted."""
         self.accused = Accused()
         """Whom the survivors' answers name; the coordinator deals with them."""
         self._paces: Paces | None = None
@@ -183,6 +185,7 @@ class Reconfiguration:
             )
         )
         self.accused = Accused()
+        self._is_unexplained = False
         self._count_regrouping(cause)
         self._fence()
 
@@ -340,6 +343,7 @@ class Reconfiguration:
             if self.accused:
                 self.deadline_s = self._outbox.now_s + self._job.control.lease_s
                 return
+            self._is_unexplained = True
         self._decide(statuses)
 
     def _accuse(self, statuses: dict[Place, Status]) -> None:
@@ -405,10 +409,11 @@ class Reconfiguration:
         """Find a plan for those who stay, and the step in flight if it is finished before.
 
         It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
-        banked, with the same samples, in clearly less time than the whole pipelines take for what is left of it. Raises
-        PlanningError or Unrecoverable.
+        banked, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
+        after a hang that nobody explains, for it would be finished by the groups that hang. Raises PlanningError or
+        Unrecoverable.
         """
-        finish = self.generations.step_to_finish(verdict, statuses, lost)
+        finish = None if self._is_unexplained else self.generations.step_to_finish(verdict, statuses, lost)
         decision = self._replan_from(verdict, statuses, base, finish=finish, lost=lost)
         if finish is None or not broken_pipelines(base, lost):
             return decision, finish

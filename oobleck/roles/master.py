@@ -28,7 +28,7 @@ from oobleck.control.events import (
 )
 from oobleck.control.journal import Cause, JournalEntry
 from oobleck.control.messages import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
-from oobleck.errors import NodeUnreachable, PeerError
+from oobleck.errors import NodeUnfit, NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 
 from .ports import AgentConnection, Cluster, Journal, ProfileCache
@@ -204,6 +204,8 @@ class _Tunnel:
                 finally:
                     with trio.CancelScope(shield=True), trio.move_on_after(1):
                         await connection.aclose()
+        except NodeUnfit as error:
+            self._fail(Cause.UNFIT, error.reason)
         except NodeUnreachable as error:
             self._fail(Cause.UNREACHABLE, error.reason)
         finally:

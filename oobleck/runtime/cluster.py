@@ -17,7 +17,7 @@ import trio
 from oobleck import __version__
 from oobleck.control.messages import AgentMessage, MasterMessage
 from oobleck.control.node_check import Health
-from oobleck.errors import NodeUnreachable
+from oobleck.errors import NodeUnfit, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.wire import FrameDecoder
@@ -115,7 +115,7 @@ class SSHCluster:
                 raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
 
     async def _check_if_returning(self, node: NodeSpec) -> None:
-        """Test a node alone that the run goes on without. Raises NodeUnreachable with its fault."""
+        """Test a node alone that the run goes on without. Raises NodeUnfit with its fault."""
         if not self._checks_returning or node.name not in self._let_go:
             return
         report = await check_nodes(
@@ -123,7 +123,7 @@ class SSHCluster:
         )
         verdict = report.nodes[0].verdict
         if verdict.health is Health.FAULTY:
-            raise NodeUnreachable(node.name, f"it is not taken in again: {verdict.reason}")
+            raise NodeUnfit(node.name, f"it is not taken in again: {verdict.reason}")
         self._let_go.discard(node.name)
 
     async def is_alive(self, node: NodeSpec) -> bool:

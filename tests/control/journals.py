@@ -122,7 +122,13 @@ def run_with_a_loss(
     for step in range(1, steps + 1):
         now_s += 0.5
         if step == lost_at + 1:
-            yield NodeLost(t_s=now_s - 0.3, node=victim, cause=Cause.CONNECTION_LOST, evidence="connection closed")
+            yield NodeLost(
+                t_s=now_s - 0.3,
+                node=victim,
+                cause=Cause.CONNECTION_LOST,
+                evidence="connection closed",
+                is_tried_again=True,
+            )
             yield RecoveryStarted(t_s=now_s - 0.3, generation=2, nodes=(victim,), cause=Cause.CONNECTION_LOST)
             survivors = rows[1][:-1]
             after = plan(rows[0], *rows[2:], microbatches=8 * num_pipelines, spares=survivors)

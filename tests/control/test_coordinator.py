@@ -15,6 +15,7 @@ from oobleck.control.events import (
     Disconnect,
     DrainRequested,
     KillRequested,
+    NodeFailed,
     ProfileFound,
     Record,
     Send,
@@ -874,6 +875,9 @@ def test_a_hang_that_nobody_can_explain_is_a_regrouping():
     told(bench, "n0", "n1", "n2")
     assert bench.journal(HangExplained)[0].describe() == "nobody can tell who holds the others up"
     assert bench.coordinator.phase is Phase.TRAINING
+    order = bench.orders[-1]
+    assert order.finish is None
+    assert set(order.pipeline_generations) == {order.generation}, "no group that hangs is kept"
 
 
 # --- lost nodes are tried again ------------------------------------------------------------------------------
@@ -890,6 +894,7 @@ def patient(**control) -> Bench:
 def test_a_lost_node_is_tried_again_and_joins_anew():
     bench = patient()
     bench.fail("n2")
+    assert [(entry.is_requested, entry.is_tried_again) for entry in bench.journal(NodeLost)] == [(False, True)]
     answer_all(bench, "n0", "n1")
     bench.commands.clear()
     bench.beat_until(bench.now_s + 10.1, "n0", "n1")
@@ -915,10 +920,41 @@ def test_a_node_that_stays_away_is_tried_ever_less_and_nobody_is_told():
     assert Connect(node=bench.nodes[2]) in bench.commands
 
 
+def test_a_node_that_is_found_faulty_before_it_comes_back_is_told_and_tried_later():
+    bench = patient()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    bench.beat_until(bench.now_s + 10.1, "n0", "n1")
+    bench.commands.clear()
+    evidence = "it is not taken in again: no memory"
+    bench.feed(NodeFailed(node="n2", cause=Cause.UNFIT, evidence=evidence))
+    assert [(entry.level, entry.text) for entry in bench.journal(Notice)] == [("warning", f"n2: {evidence}")]
+    bench.beat_until(bench.now_s + 21.0, "n0", "n1")
+    assert Connect(node=bench.nodes[2]) in bench.commands
+
+
+def test_the_third_loss_in_ten_minutes_is_no_promise_to_try_again():
+    bench = patient()
+    for number in range(3):
+        bench.fail("n2")
+        answer_all(bench, "n0", "n1")
+        bench.resume("n0", "n1")
+        bench.beat_until(bench.now_s + 10.1, "n0", "n1")
+        bench.up("n2", pid=99 + number)
+        bench.say("n2", ready(pid=200 + number))
+        answer_all(bench, "n0", "n1", "n2")
+        bench.resume("n0", "n1", "n2")
+        if len(bench.journal(NodeLost)) == 3:
+            break
+    assert [entry.is_tried_again for entry in bench.journal(NodeLost)] == [True, True, False]
+    assert "is not tried again" in bench.journal(Notice)[-1].text
+
+
 def test_a_node_that_the_user_kills_is_not_tried_again():
     bench = patient()
     bench.feed(KillRequested(node="n2"))
     bench.fail("n2")
+    assert [(entry.is_requested, entry.is_tried_again) for entry in bench.journal(NodeLost)] == [(True, False)]
     answer_all(bench, "n0", "n1")
     bench.commands.clear()
     bench.beat_until(bench.now_s + 60.0, "n0", "n1")

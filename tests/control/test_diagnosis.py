@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.diagnosis import TERMINATION_WORDS, Failure, Incident, diagnose, failure_of_exit
+from oobleck.control.diagnosis import (
+    LEFT_OUT_WORDS,
+    TERMINATION_WORDS,
+    Failure,
+    Incident,
+    diagnose,
+    failure_of_exit,
+)
 from oobleck.control.journal import (
     Action,
     Cause,
@@ -198,6 +206,44 @@ def test_an_error_that_ends_the_job_is_fatal_and_keeps_its_traceback():
 @pytest.mark.parametrize("exit_code", [0, 130, 143])
 def test_a_run_that_ends_as_asked_has_not_failed(exit_code):
     assert diagnose([START, JobEnded(t_s=9.0, exit_code=exit_code, reason="stopped")]) == ()
+
+
+@pytest.mark.parametrize(
+    ("is_tried_again", "words"), [(True, "is tried again by itself"), (False, "`oobleck add c` lets it back")]
+)
+def test_what_there_is_to_do_for_a_lost_node_is_true(is_tried_again, words):
+    entry = replace(lost(9.0, "c"), is_tried_again=is_tried_again)
+    assert words in only(entry, recovering(9.0, 2, "c"), recovered(9.1, 2, "c")).advice
+
+
+def test_a_node_that_was_killed_on_request_is_nobodys_fault():
+    entry = replace(lost(9.0, "c"), is_requested=True)
+    incident = only(entry, recovering(9.0, 2, "c"), recovered(9.1, 2, "c"))
+    assert incident.root.failure is Failure.REQUESTED
+    assert incident.advice == "Nothing to do. The node is not tried again: `oobleck add c` lets it back."
+
+
+@pytest.mark.parametrize(
+    ("text", "is_tried_again"),
+    [(f"c{LEFT_OUT_WORDS}no memory; once it is repaired", False), ("c: it is not taken in again: no memory", True)],
+)
+def test_a_node_that_its_check_finds_faulty_is_told_with_the_fault(text, is_tried_again):
+    incident = only(Notice(t_s=9.0, level="warning", text=text))
+    assert (incident.root.failure, incident.root.node) == (Failure.UNFIT_NODE, "c")
+    assert incident.root.evidence.startswith("no memory")
+    assert ("is tried again by itself" in incident.advice) is is_tried_again
+
+
+def test_a_copy_that_differs_is_told_with_who_said_so():
+    differs = "after step 5 layer 2 on c:0 differs from that on a:0, b:0: c:0 computed or kept it wrongly"
+    incident = only(
+        Notice(t_s=9.0, level="warning", text=differs),
+        recovering(9.0, 2, "c", cause=Cause.CORRUPTION),
+        recovered(9.1, 2, "c"),
+    )
+    assert (incident.root.failure, incident.root.node) == (Failure.CORRUPTION, "c")
+    assert incident.root.evidence == differs
+    assert incident.ended_s == 9.1
 
 
 def test_a_node_at_fault_three_times_in_ten_minutes_is_to_be_taken_out():

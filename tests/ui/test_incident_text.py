@@ -15,7 +15,7 @@ def test_the_story_of_a_loss_is_told_whole():
         "    done    the run goes on without node3",
         "            pipeline 1 cannot go on alone; its microbatches go to the others",
         "    cost    0.050 s without progress, no step lost, 4 microbatches done again, 28.0 MB copied, node3 gone",
-        "    to do   See whether the machine is up and SSH answers; it is tried again by itself.",
+        "    to do   See whether the machine is up and SSH answers. The node is tried again by itself.",
     )
 
 

@@ -477,7 +477,10 @@ def ended_at(t_s: bytes) -> bytes:
         (ended_at(b'{"@float": "1"}'), "expected float, got a map of 1"),
         (ended_at(b'{"@float": "nan", "x": 1}'), "expected float, got a map of 2"),
         (
-            b'{"@type": "NodeLost", "t_s": 1, "node": "n", "cause": "boredom", "evidence": ""}',
+            (
+                b'{"@type": "NodeLost", "t_s": 1, "node": "n", "cause": "boredom", "evidence": "", '
+                b'"is_requested": false, "is_tried_again": false}'
+            ),
             r"NodeLost\.cause: expected one of connection_lost, .*, got 'boredom'",
         ),
     ],
