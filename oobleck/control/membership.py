@@ -6,7 +6,8 @@ CONNECTING -> CONNECTED -> READY -> LOST | LEFT
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -68,6 +69,8 @@ class Member:
     """The user wants it gone: nobody tries to get it back."""
     places: tuple[Place, ...] = field(init=False)
     """Its workers."""
+    when_moved: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Called after each change of the state."""
 
     @property
     def is_ready(self) -> bool:
@@ -119,13 +122,20 @@ class Member:
         if state not in _ALLOWED[self.state]:
             raise PeerError(f"{self.spec.name} cannot become {state} while it is {self.state}")
         self.state = state
+        self.when_moved()
 
 
 class Membership:
     """All nodes of the job, in the hostfile's order."""
 
     def __init__(self, nodes: tuple[NodeSpec, ...]) -> None:
-        self._members = {spec.name: Member(spec) for spec in nodes}
+        self._members: dict[str, Member] = {}
+        self._in_state: dict[tuple[NodeState, ...], tuple[Member, ...]] = {}
+        """What `in_state` has answered since any of them changed its state."""
+        self._on_host: defaultdict[str, list[Member]] = defaultdict(list)
+        """The nodes of each machine once somebody has asked, for thousands ask when a run begins."""
+        for spec in nodes:
+            self._take(spec)
 
     def __getitem__(self, node: str) -> Member:
         return self._members[node]
@@ -138,11 +148,27 @@ class Membership:
         known = self._members.get(spec.name)
         if known is not None and known.state not in (NodeState.LOST, NodeState.LEFT):
             raise UsageError(f"{spec.name} is in the job already ({known.state})")
-        self._members[spec.name] = member = Member(spec)
+        return self._take(spec)
+
+    def _take(self, spec: NodeSpec) -> Member:
+        self._members[spec.name] = member = Member(spec, when_moved=self._in_state.clear)
+        self._in_state.clear()
+        self._on_host.clear()
         return member
 
+    def _near(self, member: Member) -> Sequence[Member]:
+        """Return the nodes of a node's machine, itself included."""
+        if not self._on_host:
+            for each in self._members.values():
+                self._on_host[each.spec.host].append(each)
+        return self._on_host[member.spec.host]
+
     def in_state(self, *states: NodeState) -> tuple[Member, ...]:
-        return tuple(member for member in self._members.values() if member.state in states)
+        known = self._in_state.get(states)
+        if known is None:
+            known = tuple(member for member in self._members.values() if member.state in states)
+            self._in_state[states] = known
+        return known
 
     @property
     def all(self) -> tuple[Member, ...]:
@@ -191,9 +217,9 @@ class Membership:
 
     def sharing_device(self, member: Member) -> int:
         """How many workers at most compute on one of a node's devices, over all nodes of its machine."""
-        near = [other.spec for other in self._members.values() if other.spec.host == member.spec.host]
-        return max(sum(spec.devices.count(device) for spec in near) for device in member.spec.devices)
+        near = self._near(member)
+        return max(sum(each.spec.devices.count(device) for each in near) for device in member.spec.devices)
 
     def sharing_host(self, member: Member) -> int:
         """How many workers the machine of a node runs, over all of its nodes."""
-        return sum(other.spec.num_devices for other in self._members.values() if other.spec.host == member.spec.host)
+        return sum(each.spec.num_devices for each in self._near(member))

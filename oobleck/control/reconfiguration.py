@@ -296,7 +296,7 @@ class Reconfiguration:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
         recovery, self._account = self._account, None
         if recovery is not None:
-            done = recovery.close(self._outbox.now_s, self.generations.current, self._our_time)
+            done = recovery.close(self._outbox.now_s, self.generations.current, self._offset_s)
             self._scaling.recovery_done(done)
             self._outbox.record(done)
 
@@ -446,7 +446,7 @@ class Reconfiguration:
         lost: frozenset[str],
     ) -> Decision:
         held = _held(verdict, statuses, base, finish=finish, is_from_scratch=not self._restored_generation)
-        held = {place: layers - self._distrusted.get(place, _NOTHING) for place, layers in held.items()}
+        held |= {place: held[place] - layers for place, layers in self._distrusted.items() if place in held}
         return self._replan(base, held, lost=lost)
 
     def _since_restored(self, status: Status) -> Status:
@@ -640,8 +640,8 @@ class Reconfiguration:
         which = "" if num_split == len(schedules) else f" in {num_split} of {len(schedules)} pipelines"
         return f"{reason}; the zero-bubble schedule{which}"
 
-    def _our_time(self, place: Place, theirs_s: float) -> float:
-        return theirs_s + self._members[place.node].clock_offset_s
+    def _offset_s(self, place: Place) -> float:
+        return self._members[place.node].clock_offset_s
 
 
 def _held(

@@ -144,7 +144,7 @@ class Catalog:
         return Pipeline(template=template, nodes=nodes, num_microbatches=count)
 
     def _timing(self, size: int, nodes: Sequence[str], speeds: Mapping[str, float]) -> Timing:
-        if not any(node in speeds for node in nodes):
+        if not speeds or not any(node in speeds for node in nodes):
             return self._options[size].timing
         return self.costs.timing(self._templates[size], [speeds.get(node, 1.0) for node in nodes])
 

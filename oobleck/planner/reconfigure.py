@@ -206,14 +206,14 @@ def _place(catalog: Catalog, world: World, proposal: _Proposal, nodes: Sequence[
     """Weigh a move whose pipelines have the given nodes."""
     move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
-    used = {node for chosen in nodes for node in chosen}
+    holdings, used = world.holdings, {node for chosen in nodes for node in chosen}
     idle = tuple(node for node in (*world.free, *sorted(world.origins), *world.resting) if node not in used)
     plan, step_s = catalog.build_plan(pipelines, idle, world.speeds, before=world.plan)
     arrivals = tuple(
         (node, needed)
         for size, chosen in pipelines
         for node, needed in zip(chosen, catalog.needed(size), strict=True)
-        if world.holdings[node] != needed
+        if holdings[node] is not needed and holdings[node] != needed
     )
     transition_s = _transition_s(catalog, world, arrivals)
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
@@ -243,13 +243,13 @@ def _assign_nodes(catalog: Catalog, world: World, intact: frozenset[int], propos
 
 def _intact(catalog: Catalog, world: World) -> frozenset[int]:
     """Return the old pipelines that are as their template wants them: all alive, and holding what they need."""
-    sizes = catalog.options(world.num_nodes)
+    sizes, origins, holdings = catalog.options(world.num_nodes), world.origins, world.holdings
     return frozenset(
         index
         for index, pipeline in enumerate(world.plan.pipelines)
         if len(pipeline.nodes) in sizes
         and all(
-            world.origins.get(node) == index and world.holdings[node] == needed
+            origins.get(node) == index and holdings[node] == needed
             for node, needed in zip(pipeline.nodes, catalog.needed(len(pipeline.nodes)), strict=True)
         )
     )

@@ -94,6 +94,8 @@ def _told(
     devices_per_node: int,
 ) -> dict[str, Holding]:
     """Return holdings as `held` says; equal ones share their objects with the expected."""
+    if not holdings:
+        return {}
     nobody: Holding = (_NOTHING,) * devices_per_node
     told = dict.fromkeys(holdings, nobody)
     for (node, device), layers in held.items():

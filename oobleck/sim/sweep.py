@@ -333,8 +333,9 @@ class _Sweep:
         """All have adopted the plan: say so."""
         resumed = self._crew.resumed
         num_bytes = moved_bytes(self._settings.profile, order.transfers)
+        well = self._members.keys() - self._silent.keys()
         everybody = (place for pipeline in order.plan.pipelines for place in pipeline.places)
-        places = tuple(place for place in everybody if self._is_well(place.node))
+        places = tuple(place for place in everybody if place.node in well)
         # The account sums up what each worker received: one of them says all of it.
         self._feed(AllSaid(places=places[:1], message=replace(resumed, received_bytes=num_bytes)))
         self._feed(AllSaid(places=places[1:], message=resumed))
