@@ -58,6 +58,8 @@ _UNREAD_LIMIT = 10_000
 _WORKER_LAST_WORDS_S = 2.0
 """How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
 _GREETING_S = 10.0
+_UNTIL_TOLD_S = 0.1
+"""How often an agent looks whether it has been told how often to say a heartbeat."""
 _FIRST_CONTACT_S = 60.0
 """How long a new agent waits for its master."""
 _LEAVE_S = 5.0
@@ -149,12 +151,12 @@ class Agent:
             await self._greet(connection)
             async with trio.open_nursery() as talk:
                 talk.start_soon(self._speak, connection)
-                talk.start_soon(self._beat)
-                while self._stop_reason is None:
-                    # A master answers heartbeats. One whose machine lost its power never closes the connection.
-                    with trio.fail_after(self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S):
-                        message = await connection.receive()
-                    self._obey(message, nursery)
+                # A master answers heartbeats. One whose machine lost its power never closes the connection.
+                with trio.fail_after(_FIRST_CONTACT_S) as patience:
+                    while self._stop_reason is None:
+                        self._obey(await connection.receive(), nursery)
+                        patience_s = self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
+                        patience.deadline = trio.current_time() + patience_s
                 with trio.move_on_after(_LEAVE_S):
                     await self._take_leave()
                 talk.cancel_scope.cancel()
@@ -185,16 +187,20 @@ class Agent:
         await self._letters.all_said()
 
     async def _speak(self, connection: MasterConnection) -> None:
+        """Say what there is to say at once, and a heartbeat every so often."""
         self._letters.repeat_unheard()
+        beats_s = trio.current_time()
         while True:
-            await connection.send(await self._letters.next())
-            self._letters.note_sent()
-
-    async def _beat(self) -> None:
-        while True:
-            if self._duty is not None:
-                self._letters.beat()
-            await trio.sleep(self._duty.interval_s if self._duty else 0.1)
+            with trio.move_on_at(beats_s):
+                await self._letters.wait()
+            now_s = trio.current_time()
+            if now_s >= beats_s:
+                beats_s = now_s + (self._duty.interval_s if self._duty else _UNTIL_TOLD_S)
+                if self._duty is not None:
+                    self._letters.beat()
+            if said := self._letters.take():
+                await connection.send(said)
+                self._letters.note_sent()
 
     async def _watch_for_notice(
         self, await_notice: Callable[[ControlSpec], Awaitable[str]], control: ControlSpec

@@ -23,15 +23,16 @@ class Letters:
         self._unheard: deque[AgentMessage] = deque(maxlen=limit)
         """Said, heartbeats among them, and not known to be heard."""
         self._sequence = 0
-        self._added = trio.Event()
-        self._sent = trio.Event()
-        """Set once nothing is left to be said."""
+        self._is_sent = False
+        """What was taken last is on its way."""
+        self._added, self._sent = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
+        """Who waits for messages to be said, or for all to be."""
 
     def add(self, message: AgentMessage) -> None:
         """Have a message said."""
         self._unsaid.append(message)
-        self._sent = trio.Event()
-        self._added.set()
+        self._is_sent = False
+        self._added.unpark_all()
 
     def beat(self) -> None:
         """Have a heartbeat said: its answer tells that all before it was heard."""
@@ -50,24 +51,27 @@ class Letters:
         self._unheard.clear()
         self._unsaid.clear()
         self._unsaid.extend(waiting)
-        self._added.set()
+        self._added.unpark_all()
 
-    async def next(self) -> list[AgentMessage]:
-        """Wait for messages; returns all that there are. They count as said."""
+    async def wait(self) -> None:
+        """Wait until there is something to be said."""
         while not self._unsaid:
-            self._added = trio.Event()
-            await self._added.wait()
+            await self._added.park()
+
+    def take(self) -> list[AgentMessage]:
+        """Return all that there is to be said. It counts as said."""
         said = list(self._unsaid)
         self._unsaid.clear()
         self._unheard.extend(said)
         return said
 
     def note_sent(self) -> None:
-        """What `next` returned is on its way."""
+        """What `take` returned is on its way."""
         if not self._unsaid:
-            self._sent.set()
+            self._is_sent = True
+            self._sent.unpark_all()
 
     async def all_said(self) -> None:
         """Wait until everything is on its way to a master."""
-        while self._unsaid or not self._sent.is_set():
-            await self._sent.wait()
+        while self._unsaid or not self._is_sent:
+            await self._sent.park()

@@ -73,24 +73,25 @@ class _Pipe:
     @property
     def is_due(self) -> bool:
         """Whether `receive` returns, or raises, without waiting."""
-        due_s = None if self.is_held else self._next_s()
-        return not self._has_receiver or (due_s is not None and due_s <= trio.current_time())
-
-    def _next_s(self) -> float | None:
-        """When the next thing arrives at the receiver: bytes, the end, or the news that the link broke."""
-        moments = [self._flying[0][0] if self._flying else self._ends_s, self._breaks_s]
-        return min((moment for moment in moments if moment is not None), default=None)
+        if not self._has_receiver or self.is_held:
+            return not self._has_receiver
+        # Bytes, the end, or the news that the link broke.
+        due_s = self._flying[0][0] if self._flying else self._ends_s
+        if self._breaks_s is not None and (due_s is None or self._breaks_s < due_s):
+            due_s = self._breaks_s
+        return due_s is not None and due_s <= trio.current_time()
 
     def _take(self, max_bytes: int | None) -> bytes:
-        if self._breaks_s is not None and self._breaks_s <= trio.current_time():
+        now_s = trio.current_time()
+        if self._breaks_s is not None and self._breaks_s <= now_s:
             raise trio.BrokenResourceError("the connection is lost")
         if not self._flying:
             return b""
         arrived = bytearray()
-        while self._flying and self._flying[0][0] <= trio.current_time():
+        while self._flying and self._flying[0][0] <= now_s:
             arrived += self._flying.popleft()[1]
         if max_bytes is not None and len(arrived) > max_bytes:
-            self._flying.appendleft((trio.current_time(), bytes(arrived[max_bytes:])))
+            self._flying.appendleft((now_s, bytes(arrived[max_bytes:])))
             del arrived[max_bytes:]
         self._flying_bytes -= len(arrived)
         self._senders.unpark_all()

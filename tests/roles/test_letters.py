@@ -18,20 +18,20 @@ async def test_what_no_answered_heartbeat_follows_is_said_again():
     letters.beat()
     letters.add(word(2))
     letters.beat()
-    assert await letters.next() == [word(1), Heartbeat(sequence=0), word(2), Heartbeat(sequence=1)]
+    assert letters.take() == [word(1), Heartbeat(sequence=0), word(2), Heartbeat(sequence=1)]
     letters.heard(0)
     letters.add(word(3))
     letters.repeat_unheard()
-    assert await letters.next() == [word(2), word(3)]
+    assert letters.take() == [word(2), word(3)]
 
 
 async def test_an_answer_that_nobody_waits_for_forgets_nothing():
     letters = Letters(limit=100)
     letters.add(word(1))
-    await letters.next()
+    letters.take()
     letters.heard(7)
     letters.repeat_unheard()
-    assert await letters.next() == [word(1)]
+    assert letters.take() == [word(1)]
 
 
 async def test_who_waits_is_woken_by_the_next_word(autojump_clock):
@@ -39,7 +39,8 @@ async def test_who_waits_is_woken_by_the_next_word(autojump_clock):
     heard = []
 
     async def listen() -> None:
-        heard.extend(await letters.next())
+        await letters.wait()
+        heard.extend(letters.take())
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(listen)
@@ -52,13 +53,13 @@ async def test_the_oldest_words_are_dropped_when_a_master_is_away_for_long():
     letters = Letters(limit=3)
     for number in range(5):
         letters.add(word(number))
-    assert await letters.next() == [word(2), word(3), word(4)]
+    assert letters.take() == [word(2), word(3), word(4)]
 
 
 async def test_keys_of_a_rendezvous_are_repeated_too():
     letters = Letters(limit=3)
     put = StorePut(key="k", value=b"v", nodes=("n1",))
     letters.add(put)
-    await letters.next()
+    letters.take()
     letters.repeat_unheard()
-    assert await letters.next() == [put]
+    assert letters.take() == [put]
