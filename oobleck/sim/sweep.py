@@ -10,7 +10,6 @@ that are there hold the model.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
@@ -61,7 +60,9 @@ from oobleck.job import NodeSpec
 from oobleck.planner import Place, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 
+from .agenda import Agenda
 from .crew import Crew, Stretch
+from .presence import Presence
 from .run_log import RunLog
 from .sweep_settings import SweepSettings, most_steps
 from .trace import (
@@ -121,20 +122,8 @@ class _Sweep:
             most_steps=settings.max_steps or _NO_LIMIT,
             costs=settings.costs,
         )
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._sequence = 0
-        self._now_s = 0.0
-        self._here = set(trace.start)
-        self._lives = dict.fromkeys(trace.nodes, 0)
-        """How often each node came: what was meant for an earlier life of it is dropped."""
-        self._members: dict[str, int] = {}
-        """The nodes that the coordinator counts on, and in which of their lives."""
-        self._silent: dict[str, int] = {}
-        """Nodes that are gone, frozen or cut off, and are not known to be; each silence has a number."""
-        self._frozen: set[str] = set()
-        self._cut: set[str] = set()
-        self._blind_until_s = 0.0
-        """Until then there is no master."""
+        self._agenda = Agenda()
+        self._nodes = Presence(trace.nodes, trace.start)
         self._coordinator: Coordinator | None = None
         self._crashed: set[Place] = set()
         """Workers that have ended, and may be started again."""
@@ -156,17 +145,16 @@ class _Sweep:
             )
         )
         for event in self._trace.events:
-            self._at(event.t_s, lambda event=event: self._happen(event))  # type: ignore[misc]
+            self._agenda.at(event.t_s, lambda event=event: self._happen(event))  # type: ignore[misc]
         self._start()
-        while (next_s := min(self._queue[0][0] if self._queue else inf, self._crew.next_s)) <= self._trace.duration_s:
+        while (next_s := min(self._agenda.next_s, self._crew.next_s)) <= self._trace.duration_s:
             self._move_to(next_s)
-            while self._queue and self._queue[0][0] <= self._now_s:
-                heapq.heappop(self._queue)[2]()
+            self._agenda.do_due()
             if self._crew.has_finished:
                 self._finish()
             if self._is_over:
                 return
-            report(self._now_s)
+            report(self._agenda.now_s)
         self._move_to(self._trace.duration_s)
         reason = f"the trace ends after {self.log.newest_step} steps"
         self.log.record(JobEnded(t_s=self._trace.duration_s, exit_code=0, reason=reason))
@@ -176,35 +164,20 @@ class _Sweep:
         coordinator, plan = self._coordinator, self._crew.plan
         if coordinator is None or plan is None or coordinator.phase is not Phase.TRAINING:
             return
-        if self._now_s < self._blind_until_s:
-            self._at(self._blind_until_s, lambda: None)  # it is asked again then
-        elif all(map(self._is_well, plan.nodes)):
+        if self._agenda.is_blind:
+            self._agenda.at(self._agenda.blind_until_s, lambda: None)  # it is asked again then
+        elif all(map(self._nodes.is_well, plan.nodes)):
             for place in plan.places:
                 self._say(place, Finished(device=place.device, applied=self._crew.max_steps))
 
     # --- time -------------------------------------------------------------------------------------------------
-
-    def _at(self, t_s: float, action: Callable[[], None]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._queue, (max(t_s, self._now_s), self._sequence, action))
-
-    def _when_seen(self, t_s: float, action: Callable[[], None]) -> None:
-        """Do something that a master has to be there for."""
-
-        def act() -> None:
-            if self._now_s < self._blind_until_s:
-                self._when_seen(self._blind_until_s, action)
-            else:
-                action()
-
-        self._at(t_s, act)
 
     def _move_to(self, t_s: float) -> None:
         """Let time pass: commit the steps that fit, and adopt a plan whose time has come."""
         order = self._order if self._crew.next_s <= t_s else None
         for stretch in self._crew.advance(t_s):
             self._committed(stretch)
-        self._now_s = t_s
+        self._agenda.now_s = t_s
         if order is not None:
             self._order = None
             self._resume(order)
@@ -213,26 +186,18 @@ class _Sweep:
     def _committed(self, stretch: Stretch) -> None:
         self.log.save(stretch)
         record = self._crew.last_record
-        place = self._crew.speaker(self._absent())
+        place = self._crew.speaker(self._nodes.absent)
         assert record is not None
         if place is not None and self._coordinator is not None:
-            self._now_s = max(self._now_s, stretch.end_s)
+            self._agenda.now_s = max(self._agenda.now_s, stretch.end_s)
             message = StepCommitted(device=place.device, record=record)
             self._feed(Said(node=place.node, message=message), from_step=stretch.first_step)
-
-    def _absent(self) -> set[str]:
-        """Nodes that the coordinator does not listen to."""
-        return set(self._trace.nodes) - (self._members.keys() - self._silent.keys())
-
-    def _is_well(self, node: str) -> bool:
-        """Tell whether a node takes part: the coordinator hears what it says."""
-        return node in self._members and node not in self._silent
 
     # --- the coordinator's side ---------------------------------------------------------------------------------
 
     def _feed(self, event: Event, *, from_step: int = 0) -> None:
         if self._coordinator is not None:
-            self._carry_out(self._coordinator.handle(self._now_s, event), from_step=from_step)
+            self._carry_out(self._coordinator.handle(self._agenda.now_s, event), from_step=from_step)
 
     def _say(self, place: Place, message: AgentMessage) -> None:
         self._feed(Said(node=place.node, message=message))
@@ -251,7 +216,7 @@ class _Sweep:
                 case SendAll(message=Order() as order):
                     ordered = order  # the same for all, but for the device
                 case Disconnect(node=node):
-                    self._members.pop(node, None)
+                    self._nodes.members.pop(node, None)
                 case Send(node=node, message=StartWorker(device=device)) if Place(node, device) in self._crashed:
                     self._crashed.discard(Place(node, device))
                     self._worker_restarts(Place(node, device))
@@ -270,7 +235,7 @@ class _Sweep:
         if fence:
             self._fence = fence
             self._order = None
-            self._when_seen(self._now_s + self._costs.fence_s, lambda: self._answer(fence))
+            self._agenda.when_seen(self._agenda.now_s + self._costs.fence_s, lambda: self._answer(fence))
         if ordered is not None:
             self._take_order(ordered)
         self._scale_later()
@@ -278,7 +243,7 @@ class _Sweep:
     def _take_order(self, order: Order) -> None:
         self._order = order
         seconds = transfer_s(self._settings.profile, order.transfers)
-        self._crew.take_order(order, self._now_s + self._costs.decide_s, transfer_s=seconds)
+        self._crew.take_order(order, self._agenda.now_s + self._costs.decide_s, transfer_s=seconds)
 
     def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
         """Have the workers answer a fence: all who can, or those of some nodes."""
@@ -286,13 +251,13 @@ class _Sweep:
             return
         plan = self._crew.plan
         at_work = frozenset(plan.nodes) if plan is not None else frozenset()
-        well = self._members.keys() - self._silent.keys()
+        well = self._nodes.well
         idle = [
             Place(node=node, device=device)
             for node in sorted(well - at_work)
             for device in range(self._settings.devices_per_node)
         ]
-        answers = self._crew.answers(generation, self._now_s, at_work - well, idle)
+        answers = self._crew.answers(generation, self._agenda.now_s, at_work - well, idle)
         for places, status in answers:
             speakers = places if only is None else tuple(place for place in places if place.node in only)
             self._feed(AllSaid(places=speakers, message=status))
@@ -306,34 +271,34 @@ class _Sweep:
 
         def tick() -> None:
             if self._coordinator is coordinator:
-                self._carry_out(coordinator.handle_deadline(self._now_s))
+                self._carry_out(coordinator.handle_deadline(self._agenda.now_s))
 
-        self._when_seen(coordinator.next_deadline(), tick)
+        self._agenda.when_seen(coordinator.next_deadline(), tick)
 
     def _scale_later(self) -> None:
         """Let the coordinator look at how many nodes should train, when it wants to."""
         coordinator = self._coordinator
         if coordinator is None or coordinator.scales_s >= self._scales_s:
             return
-        due_s = self._scales_s = max(self._now_s, coordinator.scales_s)
+        due_s = self._scales_s = max(self._agenda.now_s, coordinator.scales_s)
 
         def look() -> None:
             if self._scales_s == due_s:
                 self._scales_s = inf
-            if self._coordinator is not coordinator or self._now_s < coordinator.scales_s:
+            if self._coordinator is not coordinator or self._agenda.now_s < coordinator.scales_s:
                 self._scale_later()
-            elif self._members.keys().isdisjoint(self._silent):
-                self._carry_out(coordinator.handle_deadline(self._now_s))
+            elif self._nodes.members.keys().isdisjoint(self._nodes.silent):
+                self._carry_out(coordinator.handle_deadline(self._agenda.now_s))
             else:  # it would find a hang, which is only a loss that nobody has noticed yet
-                self._when_seen(self._now_s + self._costs.lease_s, look)
+                self._agenda.when_seen(self._agenda.now_s + self._costs.lease_s, look)
 
-        self._when_seen(due_s, look)
+        self._agenda.when_seen(due_s, look)
 
     def _resume(self, order: Order) -> None:
         """All have adopted the plan: say so."""
         resumed = self._crew.resumed
         num_bytes = moved_bytes(self._settings.profile, order.transfers)
-        well = self._members.keys() - self._silent.keys()
+        well = self._nodes.well
         everybody = (place for pipeline in order.plan.pipelines for place in pipeline.places)
         places = tuple(place for place in everybody if place.node in well)
         # The account sums up what each worker received: one of them says all of it.
@@ -347,16 +312,16 @@ class _Sweep:
 
     def _start(self) -> None:
         """Start the job, or start it again, if the nodes that are there hold the model."""
-        nodes = [node for node in self._trace.nodes if node in self._here and node not in self._silent]
+        nodes = self._nodes.startable
         if self._coordinator is not None or len(nodes) < self._fewest:
             return
-        self._members = {node: self._lives[node] for node in nodes}
+        self._nodes.members = {node: self._nodes.lives[node] for node in nodes}
         job = self._job
         if self._settings.max_steps is not None:
             self._crew.max_steps = self._settings.max_steps - self.log.past_steps
             job = replace(job, max_steps=self._crew.max_steps)
         self._coordinator = Coordinator(job, tuple(map(self._spec, nodes)), started_at="", python_version=_PYTHON)
-        self._coordinator.start(self._now_s)
+        self._coordinator.start(self._agenda.now_s)
         read_s = self._costs.checkpoint_read_s if self.log.newest_step else 0.0
         coordinator = self._coordinator
 
@@ -368,16 +333,16 @@ class _Sweep:
                 self._feed(ProfileFound(profile_json=self._profile_json))
             self._tick_later()
 
-        self._when_seen(self._now_s + self._costs.node_start_s + read_s, come_up)
+        self._agenda.when_seen(self._agenda.now_s + self._costs.node_start_s + read_s, come_up)
 
     def _come_up(self, node: str) -> None:
         """A node's agent answers, and its workers are ready."""
-        if node not in self._members:
+        if node not in self._nodes.members:
             return
-        if not self._is_well(node):
+        if not self._nodes.is_well(node):
             self._fail(node, Cause.UNREACHABLE, "it is gone")
             return
-        self._feed(NodeUp(node=node, hello=_hello(node, self._now_s), address=node))
+        self._feed(NodeUp(node=node, hello=_hello(node, self._agenda.now_s), address=node))
         for device in range(self._settings.devices_per_node):
             self._say(Place(node=node, device=device), _ready(device))
 
@@ -385,7 +350,7 @@ class _Sweep:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
         self._coordinator, self._order, self._fence, self._scales_s = None, None, 0, inf
         self._crew.disband()
-        self.log.lose_all(self._now_s, reason)
+        self.log.lose_all(self._agenda.now_s, reason)
         self._start()
 
     # --- what the trace says ----------------------------------------------------------------------------------------
@@ -395,62 +360,58 @@ class _Sweep:
             case Lost(node=node) | AgentCrashed(node=node):
                 self._lose(node)
             case Joined(node=node):
-                self._here.add(node)
-                self._lives[node] += 1
+                self._nodes.come(node)
                 self._join(node)
             case Frozen(node=node):
-                self._frozen.add(node)
+                self._nodes.frozen.add(node)
                 self._fall_silent(node)
             case Thawed(node=node):
-                self._frozen.discard(node)
+                self._nodes.frozen.discard(node)
                 self._be_heard([node])
             case Slowed(node=node, factor=factor):
-                self._crew.set_factor(node, factor, self._now_s)
+                self._crew.set_factor(node, factor, self._agenda.now_s)
             case WorkerCrashed(node=node, device=device):
                 self._crash(node, device)
             case MasterCrashed(down_s=down_s):
-                self._blind_until_s = max(self._blind_until_s, self._now_s + down_s)
+                self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
             case Partitioned(nodes=nodes):
-                for node in sorted(self._here.intersection(nodes) - self._cut):
-                    self._cut.add(node)
+                for node in sorted(self._nodes.here.intersection(nodes) - self._nodes.cut):
+                    self._nodes.cut.add(node)
                     self._fall_silent(node)
             case Healed():
-                self._cut, healed = set(), sorted(self._cut)
+                self._nodes.cut, healed = set(), sorted(self._nodes.cut)
                 self._be_heard(healed)
             case Noticed(node=node):
-                self._when_seen(self._now_s, lambda: self._drain(node))
+                self._agenda.when_seen(self._agenda.now_s, lambda: self._drain(node))
             case _:
                 assert_never(event)
 
     def _lose(self, node: str) -> None:
-        self._here.discard(node)
-        self._frozen.discard(node)
-        self._cut.discard(node)
+        self._nodes.go(node)
         self._crew.forget(node)
         self._go_silent(node, self._costs.detect_s, Cause.CONNECTION_LOST, "its connection was lost")
 
     def _fall_silent(self, node: str) -> None:
-        if node not in self._silent:
+        if node not in self._nodes.silent:
             self._go_silent(node, self._costs.lease_s, Cause.LEASE_EXPIRED, "not heard of")
 
     def _go_silent(self, node: str, notice_s: float, cause: Cause, evidence: str) -> None:
         """A node stops; whoever waits for it stops with it; the coordinator notices after a while."""
-        if node in self._members and self._now_s >= self._blind_until_s:
+        if node in self._nodes.members and not self._agenda.is_blind:
             self._feed(Said(node=node, message=Heartbeat(sequence=0)))  # its last
-        self._sequence += 1
-        number = self._silent[node] = self._sequence
+        number = self._nodes.silent[node] = self._agenda.number()
         if self._crew.is_training(node):
-            self._crew.stop(self._now_s)
+            self._crew.stop(self._agenda.now_s)
 
         def notice() -> None:
-            if self._silent.get(node) == number:
-                del self._silent[node]
+            if self._nodes.silent.get(node) == number:
+                del self._nodes.silent[node]
                 self._fail(node, cause, evidence)
 
-        self._when_seen(self._now_s + notice_s, notice)
+        self._agenda.when_seen(self._agenda.now_s + notice_s, notice)
 
     def _fail(self, node: str, cause: Cause, evidence: str) -> None:
-        if node in self._members:
+        if node in self._nodes.members:
             self._feed(NodeFailed(node=node, cause=cause, evidence=evidence))
             if not self.log.is_planned:
                 self._tick_later()
@@ -458,43 +419,43 @@ class _Sweep:
     def _be_heard(self, nodes: Iterable[str]) -> None:
         """Nodes that were frozen or cut off are well again: they go on, or join anew if they were given up."""
         for node in nodes:
-            if node in self._frozen or node in self._cut:
+            if node in self._nodes.frozen or node in self._nodes.cut:
                 continue
-            self._silent.pop(node, None)
-            if self._is_well(node):
+            self._nodes.silent.pop(node, None)
+            if self._nodes.is_well(node):
                 self._answer(self._fence, only={node})
             else:
                 self._join(node)
         is_fenced = self._coordinator is not None and self._coordinator.phase is Phase.FENCING
-        if self._order is None and not is_fenced and not any(map(self._crew.is_training, self._silent)):
-            self._crew.go_on(self._now_s)
+        if self._order is None and not is_fenced and not any(map(self._crew.is_training, self._nodes.silent)):
+            self._crew.go_on(self._agenda.now_s)
 
     def _join(self, node: str) -> None:
-        life = self._lives[node]
+        life = self._nodes.lives[node]
 
         def join() -> None:
-            if node not in self._here or node in self._silent or life != self._lives[node]:
+            if node not in self._nodes.here or node in self._nodes.silent or life != self._nodes.lives[node]:
                 return
             if self._coordinator is None:
                 self._start()
-            elif self._members.get(node) == life:
+            elif self._nodes.members.get(node) == life:
                 return
-            elif not self.log.is_planned:
-                self._when_seen(self._now_s + self._costs.node_start_s + _SOON_S, join)  # the job is about to start
+            elif not self.log.is_planned:  # the job is about to start
+                self._agenda.when_seen(self._agenda.now_s + self._costs.node_start_s + _SOON_S, join)
             else:
                 self._fail(node, Cause.CONNECTION_LOST, "its agent was lost")
-                self._members[node] = life
+                self._nodes.members[node] = life
                 self._feed(AddRequested(spec=self._spec(node)))
                 self._come_up(node)
 
-        self._when_seen(self._now_s + self._costs.node_start_s, join)
+        self._agenda.when_seen(self._agenda.now_s + self._costs.node_start_s, join)
 
     def _crash(self, node: str, device: int) -> None:
-        if self._is_well(node) and self.log.is_planned and device < self._settings.devices_per_node:
+        if self._nodes.is_well(node) and self.log.is_planned and device < self._settings.devices_per_node:
             if self._crew.is_training(node):
-                self._crew.stop(self._now_s)
+                self._crew.stop(self._agenda.now_s)
             self._end_worker(Place(node, device))
-            if node not in self._members:
+            if node not in self._nodes.members:
                 self._join(node)  # given up; whoever runs the job takes it back
 
     def _end_worker(self, place: Place) -> None:
@@ -502,16 +463,16 @@ class _Sweep:
         self._say(place, WorkerExited(device=place.device, pid=1, signal=9))
 
     def _worker_restarts(self, place: Place) -> None:
-        life = self._lives[place.node]
+        life = self._nodes.lives[place.node]
 
         def ready() -> None:
-            if self._members.get(place.node) == life and self._is_well(place.node):
+            if self._nodes.members.get(place.node) == life and self._nodes.is_well(place.node):
                 self._say(place, _ready(place.device))
 
-        self._when_seen(self._now_s + self._costs.worker_start_s, ready)
+        self._agenda.when_seen(self._agenda.now_s + self._costs.worker_start_s, ready)
 
     def _drain(self, node: str) -> None:
-        if self._is_well(node) and self.log.is_planned:
+        if self._nodes.is_well(node) and self.log.is_planned:
             self._feed(DrainRequested(node=node))
 
 

@@ -262,6 +262,13 @@ def oobleck(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def incidents(runner: Runner) -> list[dict[str, Any]]:
+    """What `oobleck events` tells of the newest run."""
+    done = oobleck("events", TAG, "--json", "--base-dir", str(runner.base_dir))
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def worker_pids(runner: Runner) -> dict[str, int]:
     """The process id of each node's worker, by the newest journal."""
     lines = (runner.base_dir / TAG / "journal.jsonl").read_text().splitlines()

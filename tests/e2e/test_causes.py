@@ -19,8 +19,8 @@ from tests.openssh import needs_openssh, serve_openssh
 
 from .connections import break_connections, silence_connections
 from .elastic import nodes_of
-from .harness import TAG, Runner, oobleck, worker_pids
-from .test_events import agent_pid, incidents, newest
+from .harness import TAG, Runner, incidents, oobleck, worker_pids
+from .test_events import agent_pid, newest
 
 _SICK = """#!/bin/sh
 for node in $(ls {directory}); do

@@ -12,7 +12,7 @@ from oobleck.cli.job_file import load_job
 from oobleck.training.data import Dataset, open_source
 from oobleck.training.models import ModelStructure, StageModel
 
-from .harness import Runner, oobleck, worker_pids
+from .harness import Runner, incidents, oobleck, worker_pids
 
 LAYER = 2
 FROZEN = ("--set", "optimizer.learning_rate=1e-300", "--set", "optimizer.weight_decay=0")
@@ -67,6 +67,9 @@ def test_a_flipped_bit_is_found_named_and_repaired(runner: Runner) -> None:
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
     assert outcome.output.count("differs") == 1, "once repaired, copies are equal again"
+    (incident,) = incidents(runner)
+    assert (incident["root"]["failure"], incident["root"]["node"]) == ("corruption", "node1")
+    assert "node1:0 computed or kept it wrongly" in incident["root"]["evidence"]
     (recovery,) = outcome.summary["recoveries"]
     assert (recovery["cause"], recovery["nodes"]) == ("corruption", ["node1"])
     assert recovery["bytes_moved"] > 0

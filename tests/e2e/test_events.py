@@ -14,17 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from .harness import TAG, Runner, Up, oobleck, worker_pids
+from .harness import TAG, Runner, Up, incidents, oobleck, worker_pids
 
 pytestmark = pytest.mark.slow
 
 ENDLESS = "--steps", "5000"
-
-
-def incidents(runner: Runner) -> list[dict[str, Any]]:
-    done = oobleck("events", TAG, "--json", "--base-dir", str(runner.base_dir))
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def newest(runner: Runner, failure: str, node: str | None, *, timeout_s: float = 40.0) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .harness import TAG, Runner, worker_pids
+from .harness import TAG, Runner, incidents, worker_pids
 from .test_losses import assert_nothing_lost
 
-STEPS = 40
+STEPS = 300
+"""Enough for the trap to be set while steps take ten milliseconds."""
 
 SCRIPT = """
 import os, time
@@ -72,6 +73,9 @@ def test_a_hang_is_explained_and_its_culprit_starts_again(runner: Runner, tmp_pa
     assert [place["node"] for place in explained["stuck"]] == [culprit]
     (stack,) = (text for place, text in explained["stacks"] if place["node"] == culprit)
     assert "time.sleep(1)" in stack
+    (incident,) = incidents(runner)
+    assert (incident["root"]["failure"], incident["root"]["node"]) == ("stuck", culprit)
+    assert "time.sleep(1)" in incident["root"]["evidence"]
     after = worker_pids(runner)
     assert {node for node in after if after[node] != before[node]} == {culprit}
     assert runner.left_over() == []

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from oobleck.cli.job_file import load_job
 
-from .harness import Runner, oobleck, started_at, worker_pids
+from .harness import Runner, incidents, oobleck, started_at, worker_pids
 from .reference import reference_losses
 
 TOLERANCE = 1e-9
@@ -44,6 +44,7 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
             outcome = second.finish()
     assert outcome.exit_code == 0, outcome.output
     assert len(entries(runner, "MasterResumed")) == 1
+    assert [incident["root"]["failure"] for incident in incidents(runner)] == ["master_lost"]
     assert outcome.summary["steps_committed"] == STEPS
     assert outcome.summary["steps_lost"] == outcome.summary["samples_repeated"] == 0
     assert outcome.summary["recoveries"] == []

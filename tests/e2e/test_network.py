@@ -10,7 +10,7 @@ import pytest
 from tests.network import MASTER, Network, needs_networks, serve_network
 
 from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, nodes_of, recoveries
-from .harness import Runner, processes_with, started_at, worker_pids
+from .harness import Runner, incidents, processes_with, started_at, worker_pids
 
 pytestmark = [needs_networks, pytest.mark.slow]
 
@@ -76,4 +76,6 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
         "joined",
     ]
     assert nodes_of(outcome) == list(NODES)
+    found = [(incident["root"]["failure"], incident["root"]["node"]) for incident in incidents(runner)]
+    assert found == [("frozen", "gamma"), ("frozen", "beta"), ("cut_off", "gamma")]
     assert not any(processes_with(f"TMPDIR={network.temporary / node}") for node in NODES)
