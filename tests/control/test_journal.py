@@ -23,6 +23,10 @@ SPEC = NodeSpec(name="n9", host="n9")
             WorkerDown(t_s=1.0, node="n9", device=0, pid=8, reason="killed by signal 9"),
             "the worker of n9 ended (killed by signal 9); it is started again",
         ),
+        (
+            WorkerDown(t_s=1.0, node="n9", device=0, pid=8, reason="exit code 1", also=(1,)),
+            "a worker of n9 ended (exit code 1); the node's workers are started again",
+        ),
         (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=Cause.JOINED), "taking in n9"),
         (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=Cause.DRAINED), "letting n9 go"),
         (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=Cause.HANG), "recovering from the loss of n9"),

@@ -67,3 +67,14 @@ def test_steps_whose_backward_passes_are_split_are_not_cut_into_sections() -> No
         bench = Bench(PAIRS, job=replace(PAIRS.job, schedule=schedule, reductions_per_step=2))
         bench.prepare()
         assert {order.num_sections > 1 for order in bench.orders} == {is_cut}
+
+
+def test_a_plan_of_which_some_pipelines_are_of_one_stage_says_how_many_split() -> None:
+    shape = Shape(num_nodes=3, layers_per_device=4, num_pipelines=2)
+    bench = Bench(shape, job=replace(shape.job, schedule="auto"))
+    bench.prepare()
+    (adopted,) = bench.journal(PlanAdopted)
+    stages = [len(pipeline.stages) for pipeline in adopted.plan.pipelines]
+    assert sorted(stages) == [1, 2]
+    assert [kind is SPLIT for kind in adopted.schedules] == [count == 2 for count in stages]
+    assert adopted.reason.endswith("; the zero-bubble schedule in 1 of 2 pipelines")
