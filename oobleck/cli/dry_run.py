@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from oobleck.control.planning import fixed_schedule, planner_for
+from oobleck.control.scaling import first_target
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import LayerProfile, Profile, profile_from_json
@@ -46,15 +47,20 @@ def dry_run(job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_d
     outline = outline_of(job)
     measured = next(_fitting(directory.profile, job, outline), None)
     profile = measured[1] if measured else _estimate(job, outline, num_local=num_local)
+    planner = planner_for(job, profile, devices_per_node=devices_per_node)
+    target = first_target(job, planner, len(names))
     report = make_report(
-        planner_for(job, profile, devices_per_node=devices_per_node),
-        names,
+        planner,
+        names[: target.num_nodes],
         global_batch_size=job.global_batch_size,
         kind=fixed_schedule(job),
     )
     if not as_json:
         source = f"measured before ({measured[0]})" if measured else "an estimate; the run itself measures first"
         Console().print(f"dry run of {job.tag}: nothing is started. Times: {source}\n", markup=False, highlight=False)
+        if target.num_nodes < len(names):
+            said = f"{target.num_nodes} of {len(names)} nodes are to train ({job.scaling.policy}): {target.reason}\n"
+            Console().print(said, markup=False, highlight=False, soft_wrap=True)
     show_report(report, as_json=as_json)
 
 

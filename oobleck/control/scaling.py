@@ -30,7 +30,7 @@ from .scaling_policy import ScalingState, ScalingTarget, decide
 if TYPE_CHECKING:
     from oobleck.planner import Planner
 
-__all__ = ["Scaling", "with_resting"]
+__all__ = ["Scaling", "first_target", "with_resting"]
 
 _LOOKS_EVERY_S = (1.0, 60.0)
 """At most and at least so often; between them, as often as a change takes to settle."""
@@ -81,11 +81,8 @@ class Scaling:
         Nothing is measured yet, so that a deadline is begun with all nodes.
         """
         self.look_later()
-        match self._spec.policy:
-            case "efficient":
-                self._set(decide(self._state(planner, len(nodes))), len(nodes))
-            case "deadline":
-                self._set(ScalingTarget(num_nodes=len(nodes), reason="no step has been timed yet"), len(nodes))
+        if self._spec.policy != "all":
+            self._set(first_target(self._job, planner, len(nodes)), len(nodes))
         return tuple(nodes[self._limit(len(nodes)) :])
 
     def restore(self, target: int | None) -> None:
@@ -224,6 +221,28 @@ class Scaling:
             text = f"the deadline cannot be met on any number of these nodes: {wanted.reason}"
             self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=text))
         self._is_late = wanted.is_late
+
+
+def first_target(job: JobSpec, planner: Planner, num_nodes: int) -> ScalingTarget:
+    """Return on how many nodes a job begins that nothing has been measured of. Raises PlanningError.
+
+    A deadline is begun with all nodes.
+    """
+    if job.scaling.policy == "deadline":
+        return ScalingTarget(num_nodes=num_nodes, reason="no step has been timed yet")
+    return decide(
+        ScalingState(
+            spec=job.scaling,
+            num_available=num_nodes,
+            num_used=num_nodes,
+            fewest=planner.fewest_nodes(num_nodes),
+            step_s=planner.step_s,
+            steps_left=job.max_steps,
+            elapsed_s=0.0,
+            horizon_s=_PRIOR_HORIZON_S,
+            change_s=0.0,
+        )
+    )
 
 
 def with_resting(decision: Decision, resting: Sequence[str]) -> Decision:

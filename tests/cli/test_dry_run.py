@@ -138,3 +138,16 @@ def test_nodes_with_different_numbers_of_devices_are_refused(tmp_path, capsys):
     hostfile.write_text("red slots=2\nblue\n")
     assert dry_run(tmp_path, hostfile) == ExitCode.CONFIG
     assert "red has 2, blue has 1" in capsys.readouterr().err
+
+
+def test_nodes_that_would_rest_are_left_out_and_told(tmp_path, capsys):
+    given = ("--local", 12, "--scaling", "efficient")
+    assert dry_run(tmp_path, *given) == ExitCode.DONE
+    told = capsys.readouterr().out
+    assert " of 12 nodes are to train (efficient): each gives" in told
+    assert dry_run(tmp_path, *given, "--json") == ExitCode.DONE
+    used = json.loads(capsys.readouterr().out)["nodes"]
+    assert 2 <= used < 12
+    assert f"{used} of 12 nodes" in told
+    assert dry_run(tmp_path, "--local", 12, "--json") == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["nodes"] == 12
