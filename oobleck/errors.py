@@ -10,7 +10,8 @@
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
         ├── WorkersUnavailable no worker process can be started on a node
         ├── Unrecoverable     a layer has no living copy
-        └── CorruptCheckpoint bytes that were saved cannot be read, or are not those that were saved
+        ├── CorruptCheckpoint bytes that were saved cannot be read, or are not those that were saved
+        └── ShardUnreadable   a record of the data cannot be read where it was found
 
 Bugs of our own are assertions, not members of this tree.
 """
@@ -25,6 +26,7 @@ __all__ = [
     "PeerError",
     "PlanningError",
     "ResourceLost",
+    "ShardUnreadable",
     "Unrecoverable",
     "UsageError",
     "UserError",
@@ -88,3 +90,17 @@ class Unrecoverable(ResourceLost):
 
 class CorruptCheckpoint(ResourceLost):
     """Saved bytes that are missing, cut off, or not what was saved; the message names the file."""
+
+
+class ShardUnreadable(ResourceLost):
+    """A shard of the data that cannot be read; others may be."""
+
+    def __init__(self, problem: str, *, shard: int = 0, position: int = 0) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.shard = shard
+        self.position = position
+
+    def of(self, shard: int, position: int) -> ShardUnreadable:
+        """The same of a shard and a position in it."""
+        return ShardUnreadable(self.problem, shard=shard, position=position)

@@ -75,6 +75,15 @@ class DataSpec:
     """A tokenizer.json, or a directory with one; None: that of `model.path`, or else one is trained on the text."""
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # noqa: S105  no password
     """Of .bin files, which are nothing but tokens in the byte order of Intel's processors."""
+    shards: tuple[str, ...] = ()
+    """In place of `paths`: files, patterns of file names, or streams (redis://HOST:PORT/KEY), of any lengths, that are
+    handed out to steps as they are read. A record is a sample: a row of tokens (.bin, .npy), or a line of text."""
+    follow: bool = False
+    """Shards grow: whoever has read all of them waits for more, until a file NAME.end lies beside a file."""
+    epochs: int = 1
+    """How often shards are read; training ends then, if `max_steps` has not come before."""
+    shards_at_once: int | None = None
+    """How many shards are read side by side; None: one, or all of those that grow."""
     sequence_length: int = 64
     vocab_size: int = 4096
     """Size of the BPE tokenizer that is trained on the text; of tokens in files, one more than the largest can be."""
@@ -89,6 +98,18 @@ class DataSpec:
         _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
         _require(self.vocab_size >= 257, "data.vocab_size", self.vocab_size, "at least 257 (256 bytes and an end)")
         _require(self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1")
+        _require(self.epochs >= 1, "data.epochs", self.epochs, "at least 1")
+        _require(
+            self.shards_at_once is None or 1 <= self.shards_at_once <= 64,
+            "data.shards_at_once",
+            self.shards_at_once,
+            "between 1 and 64, or left out",
+        )
+        if self.shards:
+            others = bool(self.paths or self.dataset_path)
+            _require(not others, "data.shards", list(self.shards), "left out where paths or dataset_path are given")
+            split = self.validation_split
+            _require(not split, "data.validation_split", split, "0 where the data is in shards")
         _require(0 <= self.validation_split < 1, "data.validation_split", self.validation_split, "at least 0, under 1")
         _require(0 < self.mlm_probability < 1, "data.mlm_probability", self.mlm_probability, "between 0 and 1")
         _require(

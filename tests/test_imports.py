@@ -52,6 +52,7 @@ FLOORS_OF = {
     "tokenizers": {"training"},
     "safetensors": {"training"},
     "datasets": {"training"},
+    "redis": {"training"},
     "trio": {"roles", "runtime", "sim", "ui", "cli"},
     "asyncssh": {"runtime"},
     "trio_asyncio": {"runtime"},

@@ -20,6 +20,7 @@ from .preparation import Preparation
 from .reconfiguration import Reconfiguration
 from .restoring import Candidate, Restoring
 from .saving import Saving
+from .sharding import Sharding
 from .startup_failures import StartupFailures
 
 __all__ = ["Beginning"]
@@ -42,6 +43,7 @@ class Beginning:
         saving: Saving,
         restoring: Restoring,
         reconfiguration: Reconfiguration,
+        sharding: Sharding,
         outbox: Outbox,
         *,
         resume: str,
@@ -54,6 +56,7 @@ class Beginning:
         self._saving = saving
         self._restoring = restoring
         self._reconfiguration = reconfiguration
+        self._sharding = sharding
         self._outbox = outbox
         self._resume = resume
         self._failures = StartupFailures(len(nodes))
@@ -117,8 +120,19 @@ class Beginning:
                 text = f"the run before has committed all its {candidate.step} steps: this one starts anew"
                 self._notice("info", f"{text}; give more steps, or --resume PATH, to go on from it")
                 return None
+            if candidate is not None and self._sharding.has_read_all(candidate.position):
+                text = f"the run before has read all data in {candidate.step} steps: this one starts anew"
+                self._notice("info", f"{text}; give more data.epochs to go on from it")
+                return None
         elif self._resume != "never" and candidate is None:
             raise RunOver(_BAD_CONFIGURATION, f"--resume {self._resume}: there is no checkpoint that can be used")
+        misfit = None if candidate is None else self._sharding.misfit(candidate.position)
+        if candidate is not None and misfit is not None:
+            text = f"the checkpoint of step {candidate.step} cannot be gone on from: {misfit}"
+            raise RunOver(_BAD_CONFIGURATION, f"{text}; --resume never starts anew")
+        if candidate is not None and candidate.position is None and self._sharding.is_on:
+            text = f"the checkpoint of step {candidate.step} knows no place in the shards"
+            self._notice("warning", f"{text}: they are read from their beginning")
         return candidate
 
     def _notice(self, level: str, text: str) -> None:

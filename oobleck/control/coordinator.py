@@ -82,6 +82,7 @@ from .messages import (
     Pace,
     PeerFailed,
     Profiled,
+    RecordsFailed,
     ReplicaDigests,
     RestoreFailed,
     Resumed,
@@ -92,6 +93,7 @@ from .messages import (
     StepCommitted,
     StopAgent,
     StorePut,
+    Surveyed,
     WorkerExited,
     WorkerReady,
     WorkerStarted,
@@ -106,6 +108,7 @@ from .remains import Remains
 from .restoring import Restoring
 from .saving import Saving
 from .scaling import Scaling
+from .sharding import Sharding
 
 __all__ = ["Coordinator", "Phase"]
 
@@ -154,6 +157,7 @@ class Coordinator:
         self._saving = Saving(job, self._members, self._outbox, run=run)
         self._restoring = Restoring(self._outbox, run=run, directory=None if resume in ("auto", "never") else resume)
         self._scaling = Scaling(job, self._members, self._progress, self._outbox)
+        self._sharding = Sharding(job, self._progress, self._outbox, places=self._training_places)
         self._reconfiguration = Reconfiguration(
             job,
             self._members,
@@ -161,6 +165,7 @@ class Coordinator:
             self._saving,
             self._restoring,
             self._scaling,
+            self._sharding,
             self._outbox,
             make_planner=partial(planner_for, job, devices_per_node=nodes[0].num_devices),
         )
@@ -172,10 +177,13 @@ class Coordinator:
             self._saving,
             self._restoring,
             self._reconfiguration,
+            self._sharding,
             self._outbox,
             resume=resume,
         )
-        self._ending = Ending(job, self._members, self._progress, self._saving, self._reconfiguration, self._outbox)
+        self._ending = Ending(
+            job, self._members, self._progress, self._saving, self._reconfiguration, self._sharding, self._outbox
+        )
         self._comparing = Comparing(self._outbox, degree=job.tensor_parallel)
         self._rejoining = Rejoining(first_wait_s=job.control.rejoin_after_s)
         self._has_ended = False
@@ -212,6 +220,7 @@ class Coordinator:
             return []
         try:
             self._take_in(event)
+            self._go_on_with_shards()
             self._ending.follow_up()
         except RunOver as over:
             self._end(over)
@@ -231,6 +240,7 @@ class Coordinator:
                 self._saving.due_s,
                 self._scaling.due_s,
                 self._ending.due_s,
+                self._sharding.due_s if self.phase is Phase.TRAINING else math.inf,
                 *(member.last_heard_s + lease_s for member in self._members.living),
             ]
         )
@@ -250,6 +260,7 @@ class Coordinator:
             self._forgive_lateness(now_s)
         try:
             self._act_on_time(now_s)
+            self._go_on_with_shards()
             self._ending.follow_up()
         except RunOver as over:
             self._end(over)
@@ -314,6 +325,8 @@ class Coordinator:
             self._saving.handle_deadline()
         if now_s >= self._scaling.due_s:
             self._reconfiguration.scale()
+        if self.phase is Phase.TRAINING and self._sharding.takes_regrouping():
+            self._reconfiguration.begin([], Cause.DATA_UNREADABLE, detect_s=0.0)
         self._outbox.command(*(Connect(node=spec) for spec in self._rejoining.take_due(now_s)))
 
     # --- nodes come and go -----------------------------------------------------------------------------------
@@ -339,6 +352,7 @@ class Coordinator:
         self._saving.know(remains.saved, ())
         self._scaling.restore(remains.target)
         self._saving.plan_adopted(remains.generations.plan, boundary=self._progress.last_step, redundant=True)
+        self._sharding.restore(remains.shards)
         self._beginning.is_over = True
         self._progress.expect(self._job.control.start_timeout_s)
         for member in self._members.living:
@@ -375,6 +389,7 @@ class Coordinator:
             )
         else:
             member.meet(event.hello, address=event.address, now_s=self._outbox.now_s)
+            self._sharding.tell(place for place in self._training_places() if place.node == node)
             for device in sorted({*range(member.spec.num_devices)} - {*member.ready} - {*event.hello.workers}):
                 self._start_again(member, device)
             for device in sorted(member.ending.intersection(event.hello.workers)):
@@ -416,6 +431,7 @@ class Coordinator:
             self._beginning.node_failed(node, evidence, is_user_error=is_user_error)
             return
         self._saving.node_lost(node)
+        self._sharding.lost(node)
         if may_come_back and not is_tried_again:
             self._tell_quarantine(node)
         if trained:  # else it had no part in any plan
@@ -515,6 +531,10 @@ class Coordinator:
                 self._compare(Place(node=node, device=message.device), message)
             case RestoreFailed():
                 self._restore_failed(node, message)
+            case Surveyed():
+                self._sharding.surveyed(Place(node=node, device=message.device), message)
+            case RecordsFailed():
+                self._sharding.failed(self._reconfiguration.generations.current, message)
             case WorkerStarted():
                 pass
             case WorkerReady():
@@ -573,6 +593,7 @@ class Coordinator:
         )
         self._outbox.record(entry)
         self._outbox.command(*self._preparation.note_ready(member, message))
+        self._sharding.know(message.shards)
         member.note_ready(entry, generation=self._reconfiguration.generations.current)
         if not self._beginning.is_over:
             self._beginning.train_when_prepared()
@@ -626,6 +647,7 @@ class Coordinator:
             self._outbox.send(place.node, KillWorker(device=device))
         self._start_again(member, place.device)
         self._saving.worker_lost(place.node)
+        self._sharding.lost(place.node)
         if trained:
             self._reconfiguration.begin([place.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
 
@@ -651,8 +673,19 @@ class Coordinator:
             return
         self._saving.step_done(record)
         self._scaling.step_done(record, generation=self._reconfiguration.generations.newest)
+        self._sharding.committed(record.step)
         if self.phase is Phase.TRAINING:
             self._progress.expect(HANG_FLOOR_S)
+
+    def _training_places(self) -> list[Place]:
+        """The workers of the newest plan that can be spoken to."""
+        plan = self._reconfiguration.generations.plan
+        return [place for place in plan.places if self._members[place.node].is_ready]
+
+    def _go_on_with_shards(self) -> None:
+        if self.phase is Phase.TRAINING:
+            generation = self._reconfiguration.generations.current
+            self._sharding.go_on(generation, save=self._saving.is_behind)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
@@ -758,6 +791,8 @@ def _check_device(member: Member, message: AgentMessage) -> None:
             | CheckpointsFound(device=device)
             | RestoreFailed(device=device)
             | ReplicaDigests(device=device)
+            | Surveyed(device=device)
+            | RecordsFailed(device=device)
         ) if device not in range(member.spec.num_devices):
             raise PeerError(f"speaks for device {device}; it has {member.spec.num_devices}")
         case _:

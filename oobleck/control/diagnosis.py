@@ -37,6 +37,7 @@ from .journal import (
     PlanAdopted,
     RecoveryDone,
     RecoveryStarted,
+    ShardQuarantined,
     StepDone,
     WorkerDown,
 )
@@ -112,7 +113,7 @@ _SUBJECT = {
 
 _ADVICE = {
     Failure.USER_EXCEPTION: "Read the traceback in the agent's log; the same code will fail again.",
-    Failure.DATA_ERROR: "Correct data.paths, or the files it names; they must be the same on every node.",
+    Failure.DATA_ERROR: "Correct data.paths or data.shards, or what they name; it must be the same on every node.",
     Failure.OUT_OF_MEMORY: "Make microbatch_size smaller, or turn activation_checkpointing on.",
     Failure.KILLED: "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
     Failure.CRASHED: "A crash in native code: look for a core dump, and compare driver and torch versions.",
@@ -288,6 +289,9 @@ class Diagnosis:
                 self._end_recovery(entry)
             case StepDone():
                 self._look_at_loss(entry)
+            case ShardQuarantined():
+                self._find(entry.t_s, Failure.DATA_ERROR, None, f"{entry.shard}: {entry.problem}")
+                self._act(f"the run goes on without {entry.shard}, from record position {entry.position} on")
             case MasterResumed():
                 self._settle()
                 self._find(entry.t_s - entry.away_s, Failure.MASTER_LOST, None, entry.describe())
@@ -349,6 +353,8 @@ class Diagnosis:
         match entry.cause:
             case Cause.PEER_FAILED:
                 self._find(entry.t_s, Failure.PEER, None, "a collective failed, and no node was lost")
+            case Cause.DATA_UNREADABLE:
+                self._find(entry.t_s, Failure.DATA_ERROR, None, "a record of the step in flight could not be read")
             case Cause.HANG:
                 self._find(entry.t_s, Failure.HANG, None, "no step was committed for many times as long as one takes")
             case Cause.CORRUPTION:
@@ -459,7 +465,7 @@ _NO_FAILURES = frozenset({0, 130, 143})
 
 _MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|Cannot allocate memory", re.I)
 _PEERS = re.compile(r"PeerLost|Connection closed by peer|gloo|nccl|Connection reset by peer", re.I)
-_DATA = re.compile(r"\bdata\.(paths|sequence_length|vocab_size|max_bytes)\b|text file|tokenizer", re.I)
+_DATA = re.compile(r"\bdata\.(paths|shards|sequence_length|vocab_size|max_bytes)\b|text file|tokenizer", re.I)
 _SIGNAL = re.compile(r"killed by signal (\d+)")
 _EXIT = re.compile(r"exit code (-?\d+|None)")
 _SILENCE = re.compile(r"for ([\d.]+) s")

@@ -14,6 +14,7 @@ from .outbox import Outbox, RunOver
 from .progress import Progress
 from .reconfiguration import Reconfiguration
 from .saving import Saving
+from .sharding import Sharding
 
 __all__ = ["Ending"]
 
@@ -32,6 +33,7 @@ class Ending:
         progress: Progress,
         saving: Saving,
         reconfiguration: Reconfiguration,
+        sharding: Sharding,
         outbox: Outbox,
     ) -> None:
         self._job = job
@@ -39,6 +41,7 @@ class Ending:
         self._progress = progress
         self._saving = saving
         self._reconfiguration = reconfiguration
+        self._sharding = sharding
         self._outbox = outbox
         self._tracebacks: dict[Place, tuple[int, str]] = {}
         """By worker: the exception that ended it, and the newest step that was committed by then."""
@@ -58,6 +61,7 @@ class Ending:
     def stop(self, event: StopRequested) -> None:
         """Have training end with the step in flight."""
         self._stop = event
+        self._sharding.stop()
         self._asked_to_finish = 0
 
     def worker_finished(self, place: Place) -> None:
@@ -67,7 +71,10 @@ class Ending:
         if not self._finished.issuperset((generations.current, each) for each in generations.plan.places):
             return
         steps = f"{self._progress.last_step} steps are committed"
-        if self._progress.last_step >= self._job.max_steps:
+        by_data = self._sharding.outcome(steps, can_resume=self._saving.is_enabled)
+        if by_data is not None and self._stop is None:
+            self._over = by_data
+        elif self._progress.last_step >= self._job.max_steps:
             self._over = RunOver(0, f"all {steps}")
         elif self._stop is None:  # it was the master before who was asked to stop
             self._over = RunOver(0, f"stopped; {steps}")

@@ -13,7 +13,7 @@ from oobleck.job import NodeSpec
 from oobleck.planner import Place
 
 from .journal import Cause, JournalEntry
-from .messages import AgentMessage, Fence, Hello, MasterMessage, Order, Resumed, Status
+from .messages import AgentMessage, Fence, Hello, MasterMessage, Order, RecordsOver, Resumed, Status, StepRecords
 
 __all__ = [
     "AddRequested",
@@ -153,7 +153,7 @@ class SendAll:
     """Send the same to many workers, to each for its own device."""
 
     places: tuple[Place, ...]
-    message: Fence | Order
+    message: Fence | Order | StepRecords | RecordsOver
 
     def each(self) -> Iterator[Send]:
         """What is sent to each of them."""

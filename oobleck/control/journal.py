@@ -14,12 +14,15 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import ScheduleKind
 
+from .data_position import DataPosition
 from .messages import NOTHING, Banked, CommitRecord, Doorbell, Segment
+from .shard_messages import StepRecords
 
 __all__ = [
     "Action",
     "Cause",
     "CheckpointSaved",
+    "DataPlaced",
     "Evaluated",
     "HangExplained",
     "JobEnded",
@@ -34,9 +37,12 @@ __all__ = [
     "Notice",
     "PlanAdopted",
     "ProfileKnown",
+    "RecordsDealt",
     "RecoveryDone",
     "RecoveryStarted",
     "ScalingDecided",
+    "ShardQuarantined",
+    "ShardsKnown",
     "StepDone",
     "StepsDone",
     "WorkerDown",
@@ -71,6 +77,8 @@ class Cause(StrEnum):
     """Nothing was lost but a checkpoint, while it was gone back to: the one before is taken."""
     CORRUPTION = "corruption"
     """Nothing was lost: copies of a layer differed, and are made equal again."""
+    DATA_UNREADABLE = "data_unreadable"
+    """Nothing was lost: a record of the step in flight could not be read, and the step is begun again."""
     UNREACHABLE = "unreachable"
     UNFIT = "unfit"
     """A node that can be reached, and was found faulty."""
@@ -430,6 +438,59 @@ class LayersArriving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardsKnown:
+    """The shards that the job's data is in, in the order in which they are numbered."""
+
+    t_s: float
+    names: tuple[str, ...]
+
+    def describe(self) -> str:
+        return f"the data is in {len(self.names)} shards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlaced:
+    """Steps take records from this position on; what was dealt to later steps before is taken back."""
+
+    t_s: float
+    generation: int
+    """Whose plan is the first to follow it."""
+    edition: int
+    step: int
+    """The last step that is committed by then."""
+    position: DataPosition
+
+    def describe(self) -> str:
+        return f"the data goes on at record {self.position.records}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsDealt:
+    """Which records a step takes; they are done once the step is."""
+
+    t_s: float
+    records: StepRecords
+
+    def describe(self) -> str:
+        return f"step {self.records.step} takes {self.records.num_records} records"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardQuarantined:
+    """A shard cannot be read: nothing more is taken of it."""
+
+    t_s: float
+    shard: str
+    """Its name."""
+    position: int
+    """Where reading failed."""
+    problem: str
+
+    def describe(self) -> str:
+        return f"{self.shard} is in quarantine, and the data not complete without it: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """Something worth telling; `level` is info, warning or error."""
 
@@ -473,6 +534,10 @@ JournalEntry = (
     | LayersArriving
     | RecoveryDone
     | CheckpointSaved
+    | ShardsKnown
+    | DataPlaced
+    | RecordsDealt
+    | ShardQuarantined
     | Notice
     | JobEnded
 )

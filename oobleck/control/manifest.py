@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from oobleck.errors import ConfigError
 
+from .data_position import DataPosition
+
 __all__ = ["MANIFEST_VERSION", "Manifest", "SavedState", "Shard", "checkpoint_name", "run_digest"]
 
 MANIFEST_VERSION = 1
@@ -28,6 +30,8 @@ class SavedState:
     """In which that step was committed."""
     saved_at: str
     """UTC, ISO 8601, by the machine's own clock."""
+    position: DataPosition | None = None
+    """Where in its shards the run is after that step; None where samples have numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,8 @@ class Shard:
 class Manifest:
     """A complete checkpoint: the model's state after a step, and what says how to go on from there.
 
-    The position in the data is a function of (seed, step, global batch size), so these are all that is kept of it.
+    The position in the data is a function of (seed, step, global batch size), so these are all that is kept of it;
+    where the data is in shards, it is `position`.
     """
 
     version: int
@@ -72,6 +77,8 @@ class Manifest:
     num_parts: int = 1
     """Of each layer: how many devices shared a stage."""
     shards: tuple[Shard, ...]
+    position: DataPosition | None = None
+    """Where in its shards the run is; None where samples have numbers."""
 
     @property
     def size_bytes(self) -> int:

@@ -28,6 +28,16 @@ from .saving_messages import (
     StateSaved,
     StoragePaths,
 )
+from .shard_messages import (
+    Found,
+    RecordRun,
+    RecordsFailed,
+    RecordsOver,
+    StepRecords,
+    Survey,
+    Surveyed,
+    Want,
+)
 
 __all__ = [
     "NOTHING",
@@ -48,6 +58,7 @@ __all__ = [
     "FindCheckpoints",
     "FinishStep",
     "Finished",
+    "Found",
     "FoundState",
     "Greeting",
     "Heartbeat",
@@ -62,6 +73,9 @@ __all__ = [
     "PeerFailed",
     "ProfileRequest",
     "Profiled",
+    "RecordRun",
+    "RecordsFailed",
+    "RecordsOver",
     "ReplicaDigests",
     "Restore",
     "RestoreFailed",
@@ -74,9 +88,13 @@ __all__ = [
     "StateSaved",
     "Status",
     "StepCommitted",
+    "StepRecords",
     "StopAgent",
     "StoragePaths",
     "StorePut",
+    "Survey",
+    "Surveyed",
+    "Want",
     "WorkerBound",
     "WorkerExited",
     "WorkerFailed",
@@ -163,6 +181,8 @@ class WorkerReady:
     """Of the weights that the model starts from; equal on all nodes too."""
     device_name: str = ""
     """What the worker computes on, as its maker calls it."""
+    shards: tuple[str, ...] = ()
+    """The shards that its data is in, by name; empty where samples have numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -511,6 +531,8 @@ class Order:
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
     """Everybody's, in one order: their messages are numbered by it."""
+    edition: int = 0
+    """Of the records that steps take once the plan is in force: see `StepRecords`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,6 +597,8 @@ AgentMessage = (
     | CheckpointsFound
     | RestoreFailed
     | ReplicaDigests
+    | Surveyed
+    | RecordsFailed
 )
 """What an agent says to the master, its workers' words included."""
 
@@ -593,6 +617,9 @@ MasterMessage = (
     | SaveState
     | FindCheckpoints
     | CommitCheckpoint
+    | Survey
+    | StepRecords
+    | RecordsOver
 )
 """What the master says to an agent and, through it, to workers."""
 
@@ -615,8 +642,22 @@ WorkerMessage = (
     | CheckpointsFound
     | RestoreFailed
     | ReplicaDigests
+    | Surveyed
+    | RecordsFailed
 )
 """What a worker says to its agent."""
 
-WorkerBound = SetUpWorker | ProfileRequest | Fence | Order | StorePut | FinishStep | SaveState | FindCheckpoints
+WorkerBound = (
+    SetUpWorker
+    | ProfileRequest
+    | Fence
+    | Order
+    | StorePut
+    | FinishStep
+    | SaveState
+    | FindCheckpoints
+    | Survey
+    | StepRecords
+    | RecordsOver
+)
 """What an agent says to a worker."""

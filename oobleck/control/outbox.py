@@ -6,7 +6,7 @@ from oobleck.planner import Place
 
 from .events import Command, Record, Send, SendAll
 from .journal import JournalEntry
-from .messages import Fence, MasterMessage, Order
+from .messages import Fence, MasterMessage, Order, RecordsOver, StepRecords
 
 __all__ = ["Outbox", "RunOver"]
 
@@ -33,7 +33,7 @@ class Outbox:
     def send(self, node: str, message: MasterMessage) -> None:
         self._commands.append(Send(node=node, message=message))
 
-    def send_all(self, places: tuple[Place, ...], message: Fence | Order) -> None:
+    def send_all(self, places: tuple[Place, ...], message: Fence | Order | StepRecords | RecordsOver) -> None:
         """Send a message to many workers, to each for its own device."""
         self._commands.append(SendAll(places=places, message=message))
 

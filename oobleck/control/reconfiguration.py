@@ -35,6 +35,7 @@ from .restoring import Candidate, Restoring
 from .saving import Saving
 from .scaling import Scaling, with_resting
 from .sections import sections_wanted, shares_of
+from .sharding import Sharding
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
@@ -84,6 +85,7 @@ class Reconfiguration:
         saving: Saving,
         restoring: Restoring,
         scaling: Scaling,
+        sharding: Sharding,
         outbox: Outbox,
         *,
         make_planner: Callable[[Profile], Planner],
@@ -95,6 +97,7 @@ class Reconfiguration:
         self._saving = saving
         self._restoring = restoring
         self._scaling = scaling
+        self._sharding = sharding
         self._distrusted: dict[Place, frozenset[int]] = {}
         """Layers that differ from their other copies, by holder, until they are replaced."""
         self._restored_generation = 0
@@ -414,6 +417,8 @@ class Reconfiguration:
         Unrecoverable.
         """
         finish = None if self._is_unexplained else self.generations.step_to_finish(verdict, statuses, lost)
+        if finish is not None and not self._sharding.can_finish(finish, verdict.adopted or 0):
+            finish = None  # nobody has begun it, or it is to be begun with other records
         decision = self._replan_from(verdict, statuses, base, finish=finish, lost=lost)
         if finish is None or not broken_pipelines(base, lost):
             return decision, finish
@@ -497,7 +502,9 @@ class Reconfiguration:
         self._progress.go_back(candidate.step, generation=self._restored_generation)
         verdict = Verdict(applied=candidate.step, catch_up=None, adopted=None, held=candidate.held)
         self._order(decision, verdict, finish=None, candidate=candidate)
-        if not candidate.is_on_disk:
+        if candidate.is_on_disk:
+            self._saving.note_saved(candidate.step)
+        else:
             self._saving.save_now()
 
     def _tell_problems(self) -> None:
@@ -583,8 +590,11 @@ class Reconfiguration:
             is_from_scratch=not self._restored_generation,
             num_sections=sections if all(kind in BANKING_KINDS for kind in schedules) else 1,
         )
+        position = None if candidate is None else candidate.position
+        order = replace(order, edition=self._sharding.follow(order, position=position))
         places = tuple(place for member in self._members.ready for place in member.places)
         self._outbox.send_all(places, order)
+        self._sharding.tell(place for place in places if place in order.plan.layers_at)
         self.is_fencing = False
         self.deadline_s = math.inf
         is_quick = self._progress.last_step > 0 and candidate is None

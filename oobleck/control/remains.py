@@ -16,6 +16,7 @@ from .generations import Generations
 from .journal import (
     Cause,
     CheckpointSaved,
+    DataPlaced,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -26,8 +27,11 @@ from .journal import (
     NodeLost,
     PlanAdopted,
     ProfileKnown,
+    RecordsDealt,
     RecoveryStarted,
     ScalingDecided,
+    ShardQuarantined,
+    ShardsKnown,
     StepDone,
     WorkerDown,
     WorkerUp,
@@ -35,6 +39,7 @@ from .journal import (
 from .membership import Member, Membership, NodeState
 from .messages import CommitRecord
 from .saving import KnownCheckpoint
+from .sharding import ShardRemains
 
 __all__ = ["Remains", "read_remains"]
 
@@ -56,6 +61,7 @@ class Remains:
     saved: list[KnownCheckpoint] = field(default_factory=list)
     target: int | None = None
     """On how many nodes the run is to train; None: all."""
+    shards: ShardRemains = field(default_factory=ShardRemains)
     last_s: float = 0.0
     """When the last entry was made."""
     interrupted: tuple[NodeSpec, ...] = ()
@@ -133,6 +139,8 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
             remains.target = num_nodes
         case StepDone(record=record):
             remains.records.append(record)
+        case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
+            remains.shards.note(entry)
         case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
             remains.generations.current = generation
             if cause is Cause.DRAINED:

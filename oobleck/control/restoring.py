@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from oobleck.planner import Place
 
+from .data_position import DataPosition
 from .messages import CheckpointsFound, FindCheckpoints, FoundState, Restore
 from .outbox import Outbox
 from .saving import KnownCheckpoint
@@ -27,6 +28,7 @@ class Candidate:
     step: int
     saved_at: str
     directory: str | None
+    position: DataPosition | None = None
     is_on_disk: bool = False
     held: dict[Place, frozenset[int]] = field(default_factory=dict)
     """The layers that each worker can read."""
@@ -145,5 +147,10 @@ class Restoring:
 
 def _candidate(state: FoundState) -> Candidate:
     return Candidate(
-        name=state.name, run=state.run, step=state.step, saved_at=state.saved_at, directory=state.directory
+        name=state.name,
+        run=state.run,
+        step=state.step,
+        saved_at=state.saved_at,
+        directory=state.directory,
+        position=state.position,
     )

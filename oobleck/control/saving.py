@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 
+from .data_position import DataPosition
 from .journal import CheckpointSaved, Notice
 from .manifest import MANIFEST_VERSION, Manifest, Shard
 from .membership import Membership
@@ -58,6 +59,7 @@ class _Save:
     generation: int
     began_s: float
     saved_at: str = ""
+    position: DataPosition | None = None
     savers: dict[Place, tuple[int, ...]] = field(default_factory=dict)
     """Whose shares are whole in memory, and which layers these are."""
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
@@ -114,6 +116,11 @@ class Saving:
         """Nothing is under way, and a save after the newest step has come to an end, good or bad."""
         return not self.is_enabled or (not self._saves and self._tried_step >= self._last_step)
 
+    @property
+    def is_behind(self) -> bool:
+        """The newest step is not saved, and no save of it is under way."""
+        return self.is_enabled and self._tried_step < self._last_step
+
     # --- what happens ----------------------------------------------------------------------------------------
 
     def begin(self, layer_names: Sequence[str]) -> None:
@@ -145,6 +152,10 @@ class Saving:
         self._last_step = record.step
         self._losses[record.step] = record.loss
         self._losses.pop(record.step - _LOSSES_KEPT, None)
+
+    def note_saved(self, step: int) -> None:
+        """The state is that of a checkpoint on disk: it needs no other one."""
+        self._tried_step = max(self._tried_step, step)
 
     def restored(self) -> None:
         """Count a failure that needed a checkpoint."""
@@ -201,6 +212,7 @@ class Saving:
             self._wanted = None
         save.savers[place] = message.layers
         save.saved_at = max(save.saved_at, state.saved_at)
+        save.position = state.position
         save.pause_s = max(save.pause_s, message.pause_s)
         save.copy_s = max(save.copy_s, message.copy_s)
         self._commit_when_written(save)
@@ -308,9 +320,10 @@ class Saving:
             loss=self._losses.get(save.step),
             seed=self._job.seed,
             global_batch_size=self._job.global_batch_size,
-            samples_seen=save.step * self._job.global_batch_size,
+            samples_seen=save.step * self._job.global_batch_size if save.position is None else save.position.records,
             data_digest=digests[0] if digests else "",
             layer_names=self._layer_names,
             num_parts=self._num_parts,
             shards=tuple(shard for _, shard in sorted(save.shards.items())),
+            position=save.position,
         )

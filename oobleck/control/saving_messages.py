@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .data_position import DataPosition
 from .manifest import Manifest, SavedState, Shard
 
 __all__ = [
@@ -133,6 +134,8 @@ class FoundState:
     in_memory: bool
     directory: str | None = None
     """Where it lies, when that is not the run's own."""
+    position: DataPosition | None = None
+    """Where in its shards the run is then; None where samples have numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

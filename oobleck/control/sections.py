@@ -27,12 +27,13 @@ _MOST_SECTIONS = 32
 def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float) -> int:
     """Into how many sections a whole step is cut under a plan whose steps take `step_s` seconds.
 
-    One, where gradients have no second owner that could keep them, or are never those of a section. Where plans choose
-    their schedules, it depends on those as well.
+    One, where gradients have no second owner that could keep them, or are never those of a section; and where the
+    data is in shards, for a step that is begun without a shard takes other records than what was banked of it. Where
+    plans choose their schedules, it depends on those as well.
     """
     never_banks = job.schedule != "auto" and ScheduleKind(job.schedule) not in BANKING_KINDS
     fewest = min(pipeline.num_microbatches for pipeline in plan.pipelines)
-    if len(plan.pipelines) == 1 or never_banks:
+    if len(plan.pipelines) == 1 or never_banks or job.data.shards:
         return 1
     if job.reductions_per_step == "auto":
         return max(1, min(int(step_s / _SECTION_S), fewest, _MOST_SECTIONS))

@@ -116,6 +116,8 @@ class RunSnapshot:
     events: tuple[EventLine, ...] = ()
     """The newest ones, oldest first."""
     exit_code: int | None = None
+    data: str | None = None
+    """How far the run is in its shards, where its data is in some."""
 
     def to_dict(self) -> dict[str, object]:
         """The snapshot as JSON-able values: what `oobleck status --json` prints."""

@@ -14,10 +14,12 @@ from typing import assert_never
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
+from .data_view import DataView
 from .goodput import TimeAccount
 from .journal import (
     Cause,
     CheckpointSaved,
+    DataPlaced,
     Evaluated,
     HangExplained,
     JobEnded,
@@ -32,9 +34,12 @@ from .journal import (
     Notice,
     PlanAdopted,
     ProfileKnown,
+    RecordsDealt,
     RecoveryDone,
     RecoveryStarted,
     ScalingDecided,
+    ShardQuarantined,
+    ShardsKnown,
     StepDone,
     StepsDone,
     WorkerDown,
@@ -76,6 +81,7 @@ class RunView:
         self._num_recoveries = 0
         self._events: deque[EventLine] = deque(maxlen=_RECENT_EVENTS)
         self._ended: JobEnded | None = None
+        self._data = DataView()
 
     @property
     def has_ended(self) -> bool:
@@ -88,7 +94,7 @@ class RunView:
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
         self._account.apply(entry)
-        if not isinstance(entry, StepDone | ProfileKnown):
+        if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
             self._events.append(EventLine(t_s=entry.t_s, level=level_of(entry), text=entry.describe()))
         match entry:
             case JobStarted():
@@ -131,6 +137,8 @@ class RunView:
                 | CheckpointSaved()
             ):
                 pass
+            case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
+                self._data.apply(entry)
             case JobEnded():
                 self._ended = entry
             case _:
@@ -163,6 +171,7 @@ class RunView:
             nodes=tuple(self._node_view(name, elapsed_s) for name in self._nodes),
             events=tuple(self._events),
             exit_code=self._ended.exit_code if self._ended else None,
+            data=self._data.at(self._step, has_ended=self._ended is not None),
         )
 
     def _state(self) -> RunState:
@@ -241,6 +250,8 @@ def level_of(entry: JournalEntry) -> str:
     match entry:
         case Notice():
             return entry.level
+        case ShardQuarantined():
+            return "error"
         case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
             return "warning"
         case RecoveryStarted():

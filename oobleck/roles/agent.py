@@ -28,14 +28,17 @@ from oobleck.control.messages import (
     MasterMessage,
     Order,
     ProfileRequest,
+    RecordsOver,
     SaveState,
     SetUpWorker,
     StartWorker,
     StateNotSaved,
     StateSaved,
+    StepRecords,
     StopAgent,
     StoragePaths,
     StorePut,
+    Survey,
     WorkerBound,
     WorkerExited,
     WorkerFailed,
@@ -241,6 +244,9 @@ class Agent:
                 | ProfileRequest(device=device)
                 | SaveState(device=device)
                 | FindCheckpoints(device=device)
+                | Survey(device=device)
+                | StepRecords(device=device)
+                | RecordsOver(device=device)
             ):
                 self._tell(device, message)
             case StorePut():

@@ -109,7 +109,7 @@ class ForkingWorkerHost:
         """Tokenise the text while the fork server still imports torch; the agent that started it does so."""
         await self._connected.wait()
         makes_data = job.script is not None and "data" in job.script.provides
-        if not self._has_started_server or makes_data:
+        if not self._has_started_server or makes_data or job.data.shards:
             return
         fields = json.dumps(asdict(job.text))
         await trio.run_process(

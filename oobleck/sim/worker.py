@@ -23,20 +23,28 @@ from oobleck.control.messages import (
     FinishStep,
     Order,
     PeerFailed,
+    RecordRun,
+    RecordsFailed,
+    RecordsOver,
     Resumed,
     StepCommitted,
+    StepRecords,
     StorePut,
+    Survey,
+    Surveyed,
     WorkerBound,
     WorkerMessage,
 )
 from oobleck.control.sections import num_sections_of, shares_of
 from oobleck.control.standing import Interrupted, PeerLost, Standing
+from oobleck.errors import ShardUnreadable
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, Place
 from oobleck.schedule import section_stops
 
 from .bank import Bank, Moves
 from .fabric import Contribution, Fabric, GroupKey, Violation, Wait
+from .shards import VirtualShards
 from .tempo import ProgramTimes, Tempo
 
 __all__ = ["INITIAL", "Lane", "Moves", "Version", "VirtualWorker", "Work"]
@@ -116,8 +124,12 @@ class VirtualWorker:
         tempo: Tempo,
         clock: Callable[[], float],
         announce: Callable[[], None] = lambda: None,
+        shards: VirtualShards | None = None,
     ) -> None:
-        """`clock` gives seconds; `announce` is called when a message changes what a wait may look for."""
+        """`clock` gives seconds; `announce` is called when a message changes what a wait may look for.
+
+        `shards` are those of the job where others than endless ones are wanted.
+        """
         self.place = place
         self.layers: dict[int, Version] = {}
         self.kept: dict[int, Version] = {}
@@ -125,7 +137,13 @@ class VirtualWorker:
         self.standing = Standing(place, announce, lock=nullcontext())
         self.is_stuck = False
         """The process is stopped: neither of its threads does anything, and nobody notices by its connection."""
+        self.taken: dict[int, tuple[RecordRun, ...]] = {}
+        """The records of the steps that it has applied."""
         self._job = job
+        self._shards = shards or VirtualShards.of(job)
+        self._edition = 0
+        self._told: dict[tuple[int, int], StepRecords] = {}
+        self._over: dict[int, RecordsOver] = {}
         self._fabric = fabric
         self._say = say
         self._tempo = tempo
@@ -180,6 +198,16 @@ class VirtualWorker:
                 self.standing.give_order(message)
             case FinishStep():
                 self.standing.want_stop()
+            case Survey(request=request, wants=wants):
+                found = tuple(self._shards.survey(want, items=self._job.data.sequence_length - 1) for want in wants)
+                self._say(Surveyed(device=self.place.device, request=request, found=found))
+            case StepRecords(edition=edition, step=step):
+                if self._told.setdefault((edition, step), message) != message:
+                    raise Violation(f"step {step} of edition {edition} is told to take other records")
+                self._announce()
+            case RecordsOver(edition=edition):
+                self._over[edition] = message
+                self._announce()
             case _:
                 raise Violation(f"{self.place} was told {message}")
 
@@ -221,6 +249,16 @@ class VirtualWorker:
             except PeerLost as error:
                 yield from _pause("report")
                 self._say(PeerFailed(device=self.place.device, generation=order.generation, detail=str(error)))
+            except ShardUnreadable as error:
+                yield from _pause("report")
+                failed = RecordsFailed(
+                    device=self.place.device,
+                    generation=order.generation,
+                    shard=error.shard,
+                    position=error.position,
+                    problem=error.problem,
+                )
+                self._say(failed)
 
     def _follow(self, order: Order) -> Moves:
         yield from _pause("took an order")
@@ -243,22 +281,42 @@ class VirtualWorker:
         assert self._plan is not None
         assert self._commit_key is not None
         stop = False
-        while self.standing.applied < self._job.max_steps and not stop:
+        while not stop and (yield from self._has_next()):
             yield from self._compute(self._plan, self._lane, self.standing.applied + 1, banks=True)
             stop = yield from self._end_step(self._buckets, self._commit_key)
         return True
 
     # --- a step ----------------------------------------------------------------------------------------------
 
+    def _has_next(self) -> Generator[Wait, None, bool]:
+        step = self.standing.applied
+        if not self._shards.names or step >= self._job.max_steps:
+            return step < self._job.max_steps
+        if (self._edition, step + 1) not in self._told:
+            self._say_resumed()
+            yield Wait(
+                f"the records of step {step + 1}",
+                lambda: (self._edition, step + 1) in self._told or self._is_over(step),
+                self.standing.is_fenced,
+            )
+        return (self._edition, step + 1) in self._told
+
+    def _is_over(self, step: int) -> bool:
+        return self._edition in self._over and self._over[self._edition].step == step
+
+    def _records_of(self, step: int) -> tuple[RecordRun, ...]:
+        return self._told[self._edition, step].runs if self._shards.names else ()
+
     def _compute(
         self, plan: ExecutionPlan, lane: Lane, step: int, *, banks: bool = False
     ) -> Generator[Wait, None, Work]:
         work = self._work
         if work is None or work.step != step:
-            work = self._begin_step(step)
+            work = yield from self._begin_step(step)
         if not self._base_done:
             located = plan.locate(self.place)
             assert located is not None
+            self._read(work)
             assert self._order is not None
             before = self._order.banked.microbatches if step == self._order.boundary + 1 else ()
             number = num_sections_of(plan, before, self._order.num_sections) if banks else 1
@@ -266,10 +324,22 @@ class VirtualWorker:
             self._base_done = True
         return work
 
-    def _begin_step(self, step: int) -> Work:
+    def _begin_step(self, step: int) -> Generator[Wait, None, Work]:
         self._forget_step()
+        if self._shards.names:
+            yield Wait(
+                f"the records of step {step}, to finish it",
+                lambda: (self._edition, step) in self._told,
+                self.standing.is_pipeline_stopped,
+            )
         self._work = Work(step)
         return self._work
+
+    def _read(self, work: Work) -> None:
+        problem = self._shards.problem_in(self._records_of(work.step))
+        if problem is not None:
+            self.standing.note_broken()
+            raise ShardUnreadable("spoiled", shard=problem[0], position=problem[1])
 
     def _execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
         """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
@@ -383,8 +453,9 @@ class VirtualWorker:
         assert work is not None
         yield from self._bank.settle(key, self._fold)
         mine = tuple(work.microbatches)
+        runs = self._records_of(work.step)
         posted = [
-            (bucket, layers, self._post(bucket, Contribution(work.step, mine, self._digests(layers))))
+            (bucket, layers, self._post(bucket, Contribution(work.step, mine, (*self._digests(layers), hash(runs)))))
             for bucket, layers in buckets
         ]
         yield from _pause("posted the reductions")
@@ -398,7 +469,8 @@ class VirtualWorker:
         yield from _pause("reduced")
         self.standing.note_reduced(work.step)
         yield from _pause("about to commit")
-        wish = (_STOP,) if self.standing.is_stop_wanted else ()
+        is_last = bool(runs) and self._told[self._edition, work.step].is_last
+        wish = (_STOP,) if self.standing.is_stop_wanted or is_last else ()
         knows_losses = self._lane is not None and self._lane.stage == len(self._lane.places) - 1
         sequence = self._post(key, Contribution(work.step, (*wish, *(mine if knows_losses else ()))))
         said = yield from self._sum(key, sequence, work.step)
@@ -456,6 +528,8 @@ class VirtualWorker:
             if version.digest not in newer:
                 newer[version.digest] = version.then(record)
             self.layers[layer] = newer[version.digest]
+        if self._shards.names:
+            self.taken[record.step] = self._records_of(record.step)
         self._step_ended_s = self._clock()
         self._busy_s.extend(self._busy_in_step)
         self.kept = {}
@@ -483,7 +557,7 @@ class VirtualWorker:
         pipeline = plan.pipelines[located[0]]
         buckets, key = self._reduction_keys(plan, order.generation, order.lost)
         if any(node in order.lost for node in pipeline.nodes):
-            self._begin_step(step)
+            yield from self._begin_step(step)
         else:
             work = yield from self._compute(plan, lane, step)
             for segment in order.segments:
@@ -516,6 +590,7 @@ class VirtualWorker:
         kept = self._states_to_keep(order, wanted)
         self.standing.adopt(order, wanted, tuple(kept))
         yield from _pause("adopting")
+        self._edition = order.edition
         self._plan, self._buckets, self._commit_key, self._lane = plan, buckets, commit_key, lane
         self._take_layers(wanted, received, initial=order.initial)
         self.kept = kept

@@ -124,6 +124,7 @@ class WorkerProcess:
             layer_names=tuple(layer.name for layer in profile.layers),
             parameters=sum(layer.param_bytes for layer in profile.layers) // 4,
             torch_version="virtual",
+            shards=self._setup.job.data.shards,
         )
 
     def _listen(self) -> None:

@@ -40,6 +40,8 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     made = _made_by_script(job)
     train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size)
+    if structure.task == "masked_lm" and job.data.shards:
+        raise ConfigError("data.shards: masked language models take no shards; name files by data.paths")
     if structure.task == "masked_lm":
         train = train.with_masking(probability=job.data.mlm_probability, seed=job.seed)
         if validation is not None:
@@ -66,6 +68,8 @@ def _made_by_script(job: JobSpec) -> _Made:
 def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Dataset | None]:
     if "data" not in made:
         return Dataset(open_source(job.text, cache_dir=cache_dir)).split(job.data.validation_split)
+    if job.data.shards:
+        raise ConfigError("data.shards: the script makes the data itself; leave one of the two out")
     sizes = {"sequence_length": job.data.sequence_length, "vocab_size": job.data.vocab_size}
     train, validation = Dataset(ScriptSamples(made["data"], **sizes)).split(job.data.validation_split)
     if "eval_data" in made:

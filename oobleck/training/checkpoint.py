@@ -34,6 +34,7 @@ from oobleck.checkpoint import (
     next_memory_file,
     read_layer_file,
 )
+from oobleck.control.data_position import DataPosition
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.wire import decode_json, encode_json
 
@@ -111,10 +112,12 @@ class FlashSaver:
             self._layout = layout
             self._tasks.put(lambda: self._make(layout))
 
-    def save(self, layers: LayerTensors, *, name: str, step: int, generation: int) -> None:
+    def save(
+        self, layers: LayerTensors, *, name: str, step: int, generation: int, position: DataPosition | None = None
+    ) -> None:
         """Begin to copy these layers, which `settle` ends. What came of it is reported later."""
         began_s = time.monotonic()
-        state = SavedState(name=name, step=step, generation=generation, saved_at=_now())
+        state = SavedState(name=name, step=step, generation=generation, saved_at=_now(), position=position)
         if not self._busy.acquire(blocking=False):
             self._give_up(state, "the save before is still being checked")
             return

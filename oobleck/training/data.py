@@ -18,10 +18,12 @@ import torch
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 
-from .batches import Batch
+from .batches import IGNORED_LABEL, Batch
 from .corpus import prepare_corpus
 from .masking import Masking
+from .records import Records
 from .sampling import permuted
+from .shard_source import ShardSource
 from .token_files import holds_tokens, open_token_files
 
 __all__ = ["Batch", "Dataset", "Source", "open_source", "prepare_dataset"]
@@ -75,6 +77,11 @@ class Dataset:
         return size + (self.masking is not None and self.masking.mask_id == size)
 
     @property
+    def records(self) -> Records | None:
+        """What tells which samples a step takes; None where that follows from their numbers."""
+        return self.source.records if isinstance(self.source, ShardSource) else None
+
+    @property
     def num_samples(self) -> int:
         return self.source.num_samples if self.part is None else len(self.part)
 
@@ -93,6 +100,9 @@ class Dataset:
         if self.part is not None:
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
         input_ids = torch.from_numpy(self.source.rows(numbers))
+        if (nothing := input_ids < 0).any():
+            labels = input_ids.masked_fill(nothing, IGNORED_LABEL)
+            return Batch(input_ids=input_ids.masked_fill(nothing, 0), labels=labels)
         if self.masking is not None:
             return self.masking.masked(input_ids, numbers, step)
         return Batch(input_ids=input_ids, labels=input_ids)
@@ -131,6 +141,8 @@ def open_source(data: DataSpec, *, cache_dir: Path) -> Source:
 
     Blocks. Raises ConfigError for what cannot be read, or is too short, and ResourceLost as `prepare_corpus` does.
     """
+    if data.shards:
+        return ShardSource(data)
     if holds_tokens(data):
         return open_token_files(data)
     return prepare_corpus(data, cache_dir=cache_dir)

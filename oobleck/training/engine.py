@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from oobleck.control.standing import PeerLost, Standing
+from oobleck.errors import ShardUnreadable
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.schedule import ScheduleKind, compile_schedule
@@ -129,6 +130,7 @@ class Engine:
         self._standing = standing
         self._saving = saving
         self._report = report
+        self._records = dataset.records
         self._precision = Precision.of(job.dtype)
         self._loss_scale: LossScale | None = LossScale(scale=job.initial_loss_scale)
         """None where others went on without this worker: it must be told before it takes part again."""
@@ -193,7 +195,7 @@ class Engine:
         assert self._commit_key is not None
         stop = False
         self._evaluate(self._plan, self._lane, self._commit_key)
-        while self._standing.applied < self._job.max_steps and not stop:
+        while not stop and self._has_next(self._plan):
             self._compute(self._plan, self._lane, self._standing.applied + 1, self._reducer)
             stop = self._end_step(self._reducer, self._commit_key)
             if not stop:
@@ -293,15 +295,45 @@ class Engine:
     def _begin_step(self, step: int) -> StepWork:
         self._forget_step()
         self._model.loss_scale = self._scale
-        samples = samples_of_step(self._job.seed, step, self._job.global_batch_size, self._dataset.num_samples)
+        samples, num_items = self._samples_of(step)
         self._work = StepWork(
             step=step,
             samples=samples,
             seed=self._job.seed,
             microbatch_size=self._job.microbatch_size,
-            items_per_sample=self._dataset.items_per_sample,
+            num_items=num_items,
         )
         return self._work
+
+    def _samples_of(self, step: int) -> tuple[Sequence[int], int]:
+        """Return the samples of a step, and the tokens they predict; of shards, once they are told."""
+        batch, records = self._job.global_batch_size, self._records
+        if records is None:
+            samples = samples_of_step(self._job.seed, step, batch, self._dataset.num_samples)
+            return samples, len(samples) * self._dataset.items_per_sample
+        self._signals.wait(lambda: records.is_told(step), self._standing.is_pipeline_stopped)
+        numbers, num_items = records.numbers_of(step, batch)
+        return numbers, max(1, num_items)
+
+    def _has_next(self, plan: ExecutionPlan) -> bool:
+        """Whether another step comes; where that is not known yet, wait. What is not saved at the end is, now."""
+        step, records = self._standing.applied, self._records
+        if records is None or step >= self._job.max_steps:
+            return step < self._job.max_steps
+        if not records.is_told(step + 1):
+            self._say_resumed()
+            self._signals.wait(
+                lambda: records.is_told(step + 1) or records.over_after(step) is not None, self._standing.is_fenced
+            )
+            self._step_ended_s = time.monotonic()  # the step takes from here on
+        if records.is_told(step + 1):
+            return True
+        over = records.over_after(step)
+        assert over is not None
+        if over.save and self._saving is not None:
+            self._saving.save(plan, (), step, over.generation, self._named_state, position=over.position)
+            self._settle()
+        return False
 
     def _execute(
         self,
@@ -337,7 +369,7 @@ class Engine:
                 signals=self._signals,
                 interrupted=self._standing.is_pipeline_stopped,
             )
-        except PeerLost:
+        except (PeerLost, ShardUnreadable):
             self._standing.note_broken()
             raise
         synchronize(self._model.device)  # what was launched is not computed yet, and times are of what is
@@ -371,7 +403,7 @@ class Engine:
             # The other devices of the stage have the same to tell.
             loss=work.loss if self._share.rank == 0 else 0.0,
             squared_grad_norm=squared_norm(reducer.buckets, reduced, self._place),
-            stop=self._standing.is_stop_wanted,
+            stop=self._standing.is_stop_wanted or (self._records is not None and self._records.is_last(work.step)),
             save=self._saving is not None and self._saving.is_wanted(work.step),
             counts=work.counts if self._share.rank == 0 else {},
             num_microbatches=self._job.num_microbatches,
@@ -388,7 +420,7 @@ class Engine:
             loss_scale=self._scale,
             is_skipped=self._precision.scales_loss and not math.isfinite(outcome.grad_norm),
             learning_rate=self._optimizer.learning_rate(work.step),
-            num_samples=sum(outcome.counts) * self._job.microbatch_size,
+            num_samples=work.num_samples,
             samples_repeated=outcome.repeated * self._job.microbatch_size,
             samples_missing=outcome.missing * self._job.microbatch_size,
             duration_s=time.monotonic() - self._step_ended_s,
@@ -405,7 +437,8 @@ class Engine:
             return
         assert self._plan is not None
         if is_wanted or record.step == self._job.max_steps:
-            self._saving.save(self._plan, lost, record, self._named_state)
+            position = None if self._records is None else self._records.position
+            self._saving.save(self._plan, lost, record.step, record.generation, self._named_state, position=position)
         elif not lost:
             self._saving.prepare(self._plan, self._named_state)
 
@@ -539,6 +572,8 @@ class Engine:
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | states
         kept = self._states_to_keep(order, layers)
         self._standing.adopt(order, tuple(layers), tuple(kept))
+        if self._records is not None:
+            self._records.follow(order.edition, step=order.boundary)
         self._kept = kept
         self._plan, self._commit_key, self._lane = plan, commit_group, None
         self._take_layers(layers, states, initial=order.initial)

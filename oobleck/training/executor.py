@@ -21,6 +21,7 @@ from .data import Batch, Dataset
 from .groups import Group
 from .inbox import Inbox
 from .models import MicrobatchKey, StageModel
+from .records import NO_SAMPLE
 from .signals import Signals
 from .staging import Pending
 from .weight_gradients import WeightGradients
@@ -65,8 +66,8 @@ class StepWork:
     """Indices of the step's samples, over all pipelines."""
     seed: int
     microbatch_size: int
-    items_per_sample: int
-    """Predicted tokens in one sample."""
+    num_items: int
+    """Predicted tokens in the step: what its loss is averaged over."""
     waited_s: float = 0.0
     """How long it waited for its neighbours."""
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -77,9 +78,9 @@ class StepWork:
     """Posted sends and what they read from."""
 
     @property
-    def num_items(self) -> int:
-        """Predicted tokens in the step: what its loss is averaged over."""
-        return len(self.samples) * self.items_per_sample
+    def num_samples(self) -> int:
+        """Samples in the step: the last one may have fewer than others."""
+        return sum(index != NO_SAMPLE for index in self.samples)
 
     @property
     def loss(self) -> float:

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from oobleck.checkpoint import CheckpointDirectory, Manifest, checkpoint_name
+from oobleck.control.data_position import DataPosition
 from oobleck.control.shares import shares_of
 from oobleck.errors import CorruptCheckpoint
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.wire import (
     CheckpointsFound,
-    CommitRecord,
     FindCheckpoints,
     FoundState,
     Restore,
@@ -107,20 +107,23 @@ class Saving:
         self,
         plan: ExecutionPlan,
         lost: Collection[str],
-        record: CommitRecord,
+        step: int,
+        generation: int,
         tensors_of: Callable[[int], Mapping[str, torch.Tensor]],
+        *,
+        position: DataPosition | None = None,
     ) -> None:
         """Save this worker's share of the state after a committed step, among the nodes that are not lost.
 
-        The state must not change until `settle` has returned.
+        The state must not change until `settle` has returned. `position` is where in its shards the run is.
         """
-        self._last_step, self._wanted = record.step, None
+        self._last_step, self._wanted = step, None
         layers: LayerTensors = {
             layer: part_to_save(self._part, tensors_of(layer)) for layer in self._take_share(plan, lost)
         }
         if layers:
-            name = checkpoint_name(self._run, step=record.step, generation=record.generation)
-            self._saver.save(layers, name=name, step=record.step, generation=record.generation)
+            name = checkpoint_name(self._run, step=step, generation=generation)
+            self._saver.save(layers, name=name, step=step, generation=generation, position=position)
 
     def settle(self) -> None:
         """Wait until what is being saved may be changed."""
@@ -169,7 +172,13 @@ class Saving:
             run = state.name.split(".")[1]
             found.append(
                 FoundState(
-                    name=state.name, run=run, step=state.step, saved_at=state.saved_at, layers=layers, in_memory=True
+                    name=state.name,
+                    run=run,
+                    step=state.step,
+                    saved_at=state.saved_at,
+                    layers=layers,
+                    in_memory=True,
+                    position=state.position,
                 )
             )
         self._look_into(self._checkpoints, None, found, problems)
@@ -219,6 +228,7 @@ class Saving:
                     layers=directory.layers_here(entry.manifest),
                     in_memory=False,
                     directory=told,
+                    position=entry.manifest.position,
                 )
             )
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch
 
 from oobleck.control.standing import Interrupted, PeerLost, Standing
-from oobleck.errors import CorruptCheckpoint, UserError
+from oobleck.errors import CorruptCheckpoint, ShardUnreadable, UserError
 from oobleck.planner import profile_to_json
 from oobleck.wire import (
     Fence,
@@ -34,10 +34,14 @@ from oobleck.wire import (
     PeerFailed,
     Profiled,
     ProfileRequest,
+    RecordsFailed,
+    RecordsOver,
     RestoreFailed,
     SaveState,
     SetUpWorker,
+    StepRecords,
     StorePut,
+    Survey,
     WorkerBound,
     WorkerFailed,
     WorkerReady,
@@ -54,6 +58,7 @@ from .profiler import device_name, profile_of_job
 from .rendezvous import Board
 from .saving import Saving
 from .signals import Signals
+from .surveyor import Surveyor
 from .tensor_parallel import share_of
 
 __all__ = ["run_worker"]
@@ -113,6 +118,13 @@ class _Worker:
         self._dataset = assembly.train
         self._structure = assembly.structure
         self._optimizer = assembly.optimizer
+        self._surveyor: Surveyor | None = None
+        self._shards: tuple[str, ...] = ()
+        self._records = self._dataset.records
+        if self._records is not None:
+            self._records.on_news(self._signals.announce)
+            self._surveyor = Surveyor(job.text, self._device, link.send)
+            self._shards = self._surveyor.names
         self._saving: Saving | None = None
         degree = job.tensor_parallel
         share = share_of(self._structure, rank=self._device % degree, degree=degree)
@@ -150,6 +162,7 @@ class _Worker:
                 device_name=device_name(self._computes_on),
                 doorbell=self._doorbell,
                 saves=self._saving is not None,
+                shards=self._shards,
             )
         )
         gc.freeze()
@@ -170,6 +183,15 @@ class _Worker:
                 continue
             except PeerLost as error:
                 self._link.send(PeerFailed(device=self._device, generation=order.generation, detail=str(error)))
+            except ShardUnreadable as error:
+                failed = RecordsFailed(
+                    device=self._device,
+                    generation=order.generation,
+                    shard=error.shard,
+                    position=error.position,
+                    problem=error.problem,
+                )
+                self._link.send(failed)
             except CorruptCheckpoint as error:
                 assert order.restore is not None
                 self._link.send(
@@ -203,6 +225,15 @@ class _Worker:
             case ProfileRequest():
                 self._profile_requests.put(message)
                 self._signals.announce()
+            case Survey():
+                if self._surveyor is not None:
+                    self._surveyor.ask(message)
+            case StepRecords():
+                if self._records is not None:
+                    self._records.put(message)
+            case RecordsOver():
+                if self._records is not None:
+                    self._records.end(message)
             case SetUpWorker():
                 raise AssertionError("a worker is set up once")
 

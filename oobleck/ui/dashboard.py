@@ -124,6 +124,7 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
         ("f", f"{snapshot.fault_threshold}" + ("" if snapshot.redundant else " not met")),
         ("elapsed", duration_text(snapshot.elapsed_s)),
         *((("remaining", duration_text(snapshot.remaining_s)),) if snapshot.exit_code is None else ()),
+        *((("data", one_line(snapshot.data)),) if snapshot.data is not None else ()),
     )
     lines = [Text(" ")]
     for label, value in values:

@@ -6,7 +6,7 @@ ones stay readable; the first step, the last, and the first after an event are a
 
 from __future__ import annotations
 
-from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, StepDone
+from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, RecordsDealt, StepDone
 from oobleck.control.view import level_of
 
 from .words import count_text, duration_text, one_line, seconds_text
@@ -29,6 +29,8 @@ class LineFormatter:
         """The lines that an entry is worth, none for a step that is left out."""
         if isinstance(entry, StepDone):
             return self._step(entry)
+        if isinstance(entry, RecordsDealt):
+            return ()
         if isinstance(entry, JobStarted):
             self._max_steps = entry.job.max_steps
         self._tell_next = True

@@ -8,7 +8,7 @@ The real Coordinator, Planner and Standing run; the training threads follow the 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from oobleck import __version__
@@ -42,6 +42,7 @@ from oobleck.control.messages import (
     Hello,
     KillWorker,
     Order,
+    RecordRun,
     StartWorker,
     StopAgent,
     StorePut,
@@ -51,7 +52,7 @@ from oobleck.control.messages import (
 )
 from oobleck.control.remains import read_remains
 from oobleck.control.sections import banked_after
-from oobleck.job import ControlSpec, JobSpec, NodeSpec
+from oobleck.job import ControlSpec, DataSpec, JobSpec, NodeSpec
 from oobleck.planner import (
     DeviceProfile,
     LayerProfile,
@@ -61,6 +62,7 @@ from oobleck.planner import (
     profile_to_json,
 )
 from oobleck.sim.fabric import Fabric, Violation
+from oobleck.sim.shards import VirtualShards
 from oobleck.sim.worker import Version
 
 from .model_worker import SteppedWorker
@@ -88,6 +90,11 @@ class Shape:
     num_pipelines: int | None = None
     reductions: int = 1
     """How often gradients are reduced in a step."""
+    shards: tuple[int, ...] = ()
+    """How many records each shard has; empty where the data is in no shards."""
+    follow: bool = False
+    epochs: int = 1
+    at_once: int | None = None
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
@@ -105,6 +112,12 @@ class Shape:
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions,
+            data=DataSpec(
+                shards=tuple(f"shard{number}" for number in range(len(self.shards))),
+                follow=self.follow,
+                epochs=self.epochs,
+                shards_at_once=self.at_once,
+            ),
         )
 
     @property
@@ -182,6 +195,10 @@ class World:
         self._copied: frozenset[int] = frozenset()
         self._versions: dict[int, Version] = {}
         """By step, as the living had it last: one that only the dead have applied is applied again."""
+        self.taken: dict[int, tuple[RecordRun, ...]] = {}
+        """The records of each step, as workers that applied it took them."""
+        self.shards = VirtualShards(self.job.data.shards, shape.shards)
+        self.shards.is_complete = not shape.follow
         self.nodes: dict[str, VirtualNode] = {}
         self._fabric = Fabric()
         self._pids = itertools.count(1)
@@ -215,7 +232,8 @@ class World:
     def make(self, move: str) -> None:
         """Let a move happen, or a fault.
 
-        Faults are kill, lose, cut, crash, freeze, hang, thaw, stick, blip, join, drain, stop and master.
+        Faults are kill, lose, cut, crash, freeze, hang, thaw, stick, blip, join, drain, stop, master and spoil; shards
+        grow, and are complete.
         """
         self.made.append(move)
         self.now_s += _MOVE_S
@@ -254,6 +272,14 @@ class World:
                 self._feed(StopRequested(now=False, exit_code=130, reason="interrupted"))
             case "master":
                 self._replace_master()
+            case "spoil":
+                shard, _, position = subject.partition(":")
+                self.shards.spoiled.setdefault(int(shard), int(position))
+            case "grow":
+                shard, _, count = subject.partition(":")
+                self.shards.lengths[int(shard)] = (self.shards.lengths[int(shard)] or 0) + int(count)
+            case "complete":
+                self.shards.is_complete = True
             case _:
                 raise AssertionError(move)
         self._check(move)
@@ -415,7 +441,7 @@ class World:
     def _start_worker(self, node: VirtualNode, device: int) -> None:
         place = Place(node=node.spec.name, device=device)
         node.workers[device] = SteppedWorker(
-            place, self.job, self._fabric, lambda message: self._say(place, message), self.shape.profile
+            place, self.job, self._fabric, lambda message: self._say(place, message), self.shape.profile, self.shards
         )
         node.pids[device] = pid = next(self._pids)
         self._say(place, WorkerStarted(device=device, pid=pid))
@@ -427,6 +453,7 @@ class World:
             layer_names=tuple(layer.name for layer in self.shape.profile.layers),
             parameters=1,
             torch_version="2.9",
+            shards=self.job.data.shards,
         )
         self._say(place, ready)
 
@@ -492,6 +519,10 @@ class World:
         copied = {layer for worker in workers.values() for layer in (*worker.kept, *worker.layers)}
         versions: dict[tuple[int, tuple[int, ...]], Version] = {}
         for worker in workers.values():
+            for step, runs in worker.taken.items():
+                if self.taken.setdefault(step, runs) != runs:
+                    raise Violation(f"step {step} takes {runs} on {worker.place}, elsewhere {self.taken[step]}")
+            worker.taken.clear()
             for layer, version in (worker.kept | worker.layers).items():
                 known = versions.setdefault((version.step, version.banked), version)
                 if known != version:
@@ -537,7 +568,8 @@ class World:
         done = [entry.record for entry in self.journal if isinstance(entry, StepDone)]
         steps = [record.step for record in done]
         was_stopped = self.ended.exit_code == 130 or self.ended.reason.startswith("stopped;")
-        if self.ended.exit_code == 0 and not was_stopped and steps != list(range(1, self.shape.max_steps + 1)):
+        num_steps = len(steps) if "all data" in self.ended.reason else self.shape.max_steps
+        if self.ended.exit_code == 0 and not was_stopped and steps != list(range(1, num_steps + 1)):
             raise Violation(f"the run ends well after steps {steps}")
         if was_stopped and steps != list(range(1, len(steps) + 1)):
             raise Violation(f"the run stops after steps {steps}")
@@ -548,8 +580,26 @@ class World:
                     f"step {record.step} is journaled as of generation {record.generation}, but applied in that of "
                     f"{version.generation}"
                 )
+        if self.shape.shards:
+            was_read = "all data is read" in self.ended.reason
+            self._check_data(steps, is_read=was_read or ("all data" in self.ended.reason and "stop" not in self.made))
         if "no living node holds" in self.ended.reason and len(self._current_copies()) == self.shape.num_layers:
             raise Violation(f"all layers live, yet: {self.ended.reason}")
+
+    def _check_data(self, steps: list[int], *, is_read: bool) -> None:
+        """Hold committed steps to their records: each once an epoch, and where the run says so, all."""
+        assert self.ended is not None
+        runs = [run for step in steps for run in self.taken[step]]
+        counts = Counter((run.shard, position) for run in runs for position in run.bounds[:-1])
+        all_records = {(shard, at) for shard, length in enumerate(self.shards.lengths) for at in range(length or 0)}
+        if not counts.keys() <= all_records or max(counts.values(), default=0) > self.shape.epochs:
+            raise Violation(f"records are taken more than {self.shape.epochs} times, or are none: {counts}")
+        if is_read:
+            readable = {(shard, at) for shard, at in all_records if at < self.shards.spoiled.get(shard, at + 1)}
+            incomplete = {shard for shard, _ in all_records - readable}
+            missing = {record for record in all_records if counts[record] < self.shape.epochs}
+            if not {shard for shard, _ in missing} <= incomplete or (missing and self.ended.exit_code == 0):
+                raise Violation(f"the run ends with {self.ended.reason}, without {sorted(missing)}")
 
     def _current_copies(self) -> set[int]:
         """The layers of which a living worker has the newest version, or what makes it.

@@ -13,6 +13,7 @@ from oobleck.job import JobSpec
 from oobleck.planner import Place, Profile
 from oobleck.schedule import Instruction, Op, ScheduleKind, compile_schedule
 from oobleck.sim.fabric import Fabric, Violation, Wait
+from oobleck.sim.shards import VirtualShards
 from oobleck.sim.tempo import Tempo
 from oobleck.sim.worker import Lane, Moves, VirtualWorker, Work
 
@@ -23,9 +24,15 @@ class SteppedWorker(VirtualWorker):
     """One worker process without a clock: whoever calls `step` decides how long everything takes."""
 
     def __init__(
-        self, place: Place, job: JobSpec, fabric: Fabric, say: Callable[[WorkerMessage], None], profile: Profile
+        self,
+        place: Place,
+        job: JobSpec,
+        fabric: Fabric,
+        say: Callable[[WorkerMessage], None],
+        profile: Profile,
+        shards: VirtualShards,
     ) -> None:
-        super().__init__(place, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0)
+        super().__init__(place, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0, shards=shards)
 
     def _execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
         schedule = compile_schedule(

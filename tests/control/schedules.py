@@ -136,6 +136,8 @@ def finish(world: World) -> None:
     for name, node in world.nodes.items():
         if node.is_frozen and not node.is_hung and world.ended is None:
             world.make(f"thaw {name}")
+    if world.ended is None:
+        world.make("complete")
     choose, idle = in_turn(), 0
     for _ in range(_LIMIT):
         moves = world.moves()
@@ -165,6 +167,11 @@ def _name(world: World, fault: Fault) -> str | None:
     match fault.kind:
         case "stop" | "join" | "master":
             return fault.kind
+        case "grow" if not world.shape.follow:
+            return None  # its end may have been told already
+        case "grow" | "spoil":
+            shard, number = fault.target % len(world.shape.shards), fault.target // len(world.shape.shards)
+            return f"{fault.kind} {shard}:{number}"
         case "crash" | "stick":
             place = places[fault.target % len(places)] if places else None
             return f"{fault.kind} {place}" if place else None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.sections import apportion, banked_after, num_sections_of, sections_wanted, shares_of
-from oobleck.job import JobSpec
+from oobleck.job import DataSpec, JobSpec
 from tests.control.journals import plan
 
 PAIRS = (("a", "b"), ("c", "d"), ("e",))
@@ -79,6 +79,8 @@ def test_a_short_step_is_one_section_and_a_long_one_many():
     assert sections_wanted(job(), layout, 7.9) == 1
     assert sections_wanted(job(), layout, 40.0) == 5
     assert sections_wanted(job(), layout, 4000.0) == 12, "no more than a pipeline has microbatches"
+    in_shards = replace(job(), data=DataSpec(shards=("a.bin",)))
+    assert sections_wanted(in_shards, layout, 4000.0) == 1, "the step may be begun anew with other records"
     assert sections_wanted(job(), plan(("a", "b"), ("c", "d"), microbatches=400), 4000.0) == 32
 
 

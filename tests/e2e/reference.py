@@ -7,18 +7,19 @@ ours, everything else is torch's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from oobleck.job import JobSpec
-from oobleck.training.assembly import assemble
+from oobleck.training.assembly import assemble, structure_of_job
+from oobleck.training.batches import IGNORED_LABEL, Batch
 from oobleck.training.data import Dataset
 from oobleck.training.models import MicrobatchKey, StageModel
 from oobleck.training.sampling import samples_of_step
 
-__all__ = ["each_reference_loss", "reference_losses"]
+__all__ = ["each_reference_loss", "losses_of_rows", "reference_losses"]
 
 
 def reference_losses(
@@ -77,6 +78,41 @@ def each_reference_loss(
             assert assembly.validation is not None
             evaluations.append(_evaluated(model, assembly.validation, job))
         yield total
+
+
+def losses_of_rows(job: JobSpec, batches: Sequence[torch.Tensor]) -> list[float]:
+    """Losses of steps that take these samples, [samples, length] each; the last may have fewer than others."""
+    torch.set_num_threads(1)
+    structure = structure_of_job(job)
+    model = StageModel(structure, dtype=getattr(torch, job.dtype), device="cpu")
+    model.adopt(0, structure.num_layers, {})
+    model.initialize(range(structure.num_layers), seed=job.seed)
+    optimizer = torch.optim.AdamW(
+        _parameter_groups(model.parameters, job.optimizer.weight_decay),
+        betas=(job.optimizer.adam_beta1, job.optimizer.adam_beta2),
+        eps=job.optimizer.adam_epsilon,
+    )
+    losses = []
+    for step, rows in enumerate(batches, 1):
+        num_items = rows.shape[0] * (rows.shape[1] - 1)
+        total = 0.0
+        for microbatch, some in enumerate(rows.split(job.microbatch_size)):
+            key = MicrobatchKey(seed=job.seed, step=step, microbatch=microbatch)
+            rest = job.microbatch_size - len(some)  # dropout is drawn for whole microbatches
+            nothing = torch.zeros(rest, rows.shape[1], dtype=torch.int64)
+            batch = Batch(
+                input_ids=torch.cat([some, nothing]), labels=torch.cat([some, torch.full_like(nothing, IGNORED_LABEL)])
+            )
+            loss = model.forward(batch, None, num_items=num_items, key=key)
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters.values(), job.optimizer.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = _learning_rate(job, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
 
 
 def _evaluated(model: StageModel, validation: Dataset, job: JobSpec) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,18 @@ def test_job_files(runner: Runner, name: str, size: str) -> None:
     options = ("--steps", "3", "--set", f"model.{size}=2", *TINY)
     outcome = runner.run("--job", str(EXAMPLES / name), *options, nodes=("--local", "2"))
     assert_nothing_lost(outcome, 3)
+
+
+def test_a_stream_is_trained_on_while_it_is_written(runner: Runner, tmp_path: Path) -> None:
+    """`stream.yaml`, on what `feed.py` writes meanwhile."""
+    file = tmp_path / "stream.bin"
+    feed = [sys.executable, str(EXAMPLES / "feed.py"), str(file), "--rows", "90", "--rows-per-second", "60"]
+    with subprocess.Popen(feed) as writing:
+        options = ("--set", f"data.shards=[{file}]", "--set", "model.n_layer=2", "--set", "model.n_embd=32", *TINY)
+        outcome = runner.run("--job", str(EXAMPLES / "stream.yaml"), *options, nodes=("--local", "2"))
+        assert writing.wait() == 0
+    assert_nothing_lost(outcome, 6)
+    assert outcome.summary["samples_committed"] == 90
 
 
 def test_llama_from_a_script_with_evaluation_and_callbacks(runner: Runner) -> None:

@@ -103,6 +103,9 @@ def _data_specs() -> st.SearchStrategy[DataSpec]:
         vocab_size=st.integers(257, 2**40),
         max_bytes=st.integers(1, 2**40),
         dataset_path=st.none(),
+        shards=st.just(()),
+        epochs=st.integers(1, 2**40),
+        shards_at_once=st.one_of(st.none(), st.integers(1, 64)),
         validation_split=st.floats(0, 1, exclude_max=True),
         mlm_probability=st.floats(0, 1, exclude_min=True, exclude_max=True),
     )

@@ -1,0 +1,127 @@
+"""The part of the protocol that is about shards: finding records, and telling which of them a step takes.
+
+master ── Survey ──> one worker        what lies in a shard from here on?
+worker ── Surveyed ──> master          where its next records begin and end, and whether that is all
+master ── StepRecords ──> all          steps ahead: which records a step takes
+worker ── RecordsFailed ──> master     a record of the step in flight cannot be read
+master ── RecordsOver ──> all          no step comes after this one
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .data_position import DataPosition
+
+__all__ = [
+    "Found",
+    "RecordRun",
+    "RecordsFailed",
+    "RecordsOver",
+    "StepRecords",
+    "Survey",
+    "Surveyed",
+    "Want",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """A question about a shard."""
+
+    shard: int
+    start: int
+    """Where to begin."""
+    limit: int
+    """How many records to tell of, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """Find records. Repeating the request's number, the answer is told from late ones."""
+
+    device: int
+    request: int
+    wants: tuple[Want, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What lies in a shard from `bounds[0]` on: record i lies in [bounds[i], bounds[i + 1])."""
+
+    shard: int
+    bounds: tuple[int, ...]
+    items: tuple[int, ...]
+    """Predicted tokens of each record; empty where all are as long as samples are."""
+    is_end: bool
+    """Nothing comes after these, ever."""
+    problem: str | None = None
+    """Why it cannot be read; the bounds are then only where that was tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surveyed:
+    """The answer to Survey."""
+
+    device: int
+    request: int
+    found: tuple[Found, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRun:
+    """Records of one shard, one after the other: record i lies in [bounds[i], bounds[i + 1])."""
+
+    shard: int
+    bounds: tuple[int, ...]
+
+    @property
+    def num_records(self) -> int:
+        return len(self.bounds) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecords:
+    """The records that a step takes, in the order in which its microbatches do."""
+
+    device: int
+    edition: int
+    """Raised when records that were told are taken back; an order says which edition its plan follows."""
+    step: int
+    runs: tuple[RecordRun, ...]
+    num_items: int
+    """Predicted tokens in all of them."""
+    after: DataPosition
+    """Where in the data the run is once the step is committed."""
+    is_last: bool
+    """No step comes after it. It may have fewer records than the others."""
+
+    @property
+    def num_records(self) -> int:
+        return sum(run.num_records for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsOver:
+    """No step comes after this one: it was only found out when its records had been told already."""
+
+    device: int
+    edition: int
+    step: int
+    generation: int
+    """Of the plan that training ends with."""
+    position: DataPosition
+    """Where in the data the run is then."""
+    save: bool
+    """The state is not saved, and is to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsFailed:
+    """A record of the step in flight cannot be read by this worker; its part of the step is worth nothing."""
+
+    device: int
+    generation: int
+    shard: int
+    position: int
+    problem: str

@@ -1,0 +1,115 @@
+"""A Redis stream as a shard: redis://HOST:PORT/KEY, or redis://HOST:PORT/KEY?db=1.
+
+An entry holds text, in the field that `data.text_column` names, or tokens as bytes, in the field `tokens`. Entries are
+never taken out of the stream, and nothing is acknowledged in it: what was trained on is known to the run, which reads
+by position, and can go back. https://redis.io/docs/latest/develop/data-types/streams/ tells what ids are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+from oobleck.errors import ConfigError, ShardUnreadable
+from oobleck.job import DataSpec
+
+from .record_text import NO_TOKEN, RecordText
+from .shard_reader import Extent
+
+__all__ = ["RedisShard", "entry_id", "position_of"]
+
+_SEQUENCE_BITS = 20
+"""An id is a time in milliseconds, of which 43 bits last until the year 2248, and a number within it."""
+_TIMEOUT_S = 5.0
+_TOKENS = "tokens"
+
+
+class RedisShard:
+    """One stream. A position is an entry's id as a number; it is followed until there is a key `KEY:end`."""
+
+    def __init__(self, name: str, data: DataSpec, text: RecordText) -> None:
+        """Raises ConfigError where the name is not that of a stream, or Redis' client is not installed."""
+        try:
+            import redis
+        except ImportError as error:
+            raise ConfigError(
+                "data.shards: Redis' client is not installed here: pip install 'oobleck[redis]'"
+            ) from error
+        parts = urlsplit(name)
+        self._key = parts.path.strip("/")
+        if not parts.hostname or not self._key:
+            raise ConfigError(f"data.shards: {name} names no stream; write redis://HOST:PORT/KEY")
+        self._data = data
+        self._text = text
+        self._error = redis.RedisError
+        self._redis: Any = redis.Redis(
+            host=parts.hostname,
+            port=parts.port or 6379,
+            db=int(parse_qs(parts.query).get("db", ["0"])[0]),
+            username=parts.username,
+            password=parts.password,
+            ssl=parts.scheme == "rediss",
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+        )
+
+    def survey(self, start: int, limit: int) -> Extent:
+        """See `ShardReader`."""
+        is_complete = not self._data.follow or bool(self._ask("exists", f"{self._key}:end"))
+        entries = self._ask("xrange", self._key, min=entry_id(start), max="+", count=limit)
+        bounds, items = [start], []
+        for identity, fields in entries:
+            try:
+                position = position_of(identity)
+                items.append(int((self._row(fields) != NO_TOKEN).sum()) - 1)
+            except ShardUnreadable:
+                if items:
+                    return Extent(bounds=tuple(bounds), items=tuple(items))
+                raise
+            bounds.append(position + 1)
+        return Extent(bounds=tuple(bounds), items=tuple(items), is_end=is_complete and len(entries) < limit)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """See `ShardReader`."""
+        identity = entry_id(stop - 1)
+        entries = self._ask("xrange", self._key, min=identity, max=identity, count=1)
+        if not entries:
+            raise ShardUnreadable(f"its entry {identity} is gone; keep entries until a checkpoint has passed them")
+        return self._row(entries[0][1])
+
+    def _row(self, fields: dict[bytes, bytes]) -> npt.NDArray[np.int64]:
+        tokens = fields.get(_TOKENS.encode())
+        if tokens is None:
+            text = fields.get(self._data.text_column.encode())
+            if text is None:
+                raise ShardUnreadable(f"an entry has neither {self._data.text_column!r} nor {_TOKENS!r}")
+            return self._text.row(text.decode(errors="replace"))
+        dtype = np.dtype(self._data.token_dtype).newbyteorder("<")
+        if not tokens or len(tokens) % dtype.itemsize:
+            raise ShardUnreadable(f"an entry has {len(tokens)} bytes of tokens, which are not {dtype.name}")
+        row = np.full(self._data.sequence_length, NO_TOKEN, dtype=np.int64)
+        values = np.frombuffer(tokens, dtype=dtype)[: len(row)]
+        row[: len(values)] = values
+        return row
+
+    def _ask(self, command: str, *arguments: object, **options: object) -> Any:
+        try:
+            return getattr(self._redis, command)(*arguments, **options)
+        except (self._error, OSError) as error:
+            raise ShardUnreadable(f"{type(error).__name__}: {error}") from error
+
+
+def position_of(identity: bytes) -> int:
+    """Return an entry's id, `milliseconds-sequence`, as one number. Raises ShardUnreadable for one too large."""
+    time_ms, _, sequence = identity.decode().partition("-")
+    if int(time_ms) >= 1 << (63 - _SEQUENCE_BITS) or int(sequence) >= 1 << _SEQUENCE_BITS:
+        raise ShardUnreadable(f"its entry {identity.decode()} has an id beyond {entry_id((1 << 63) - 1)}")
+    return int(time_ms) << _SEQUENCE_BITS | int(sequence)
+
+
+def entry_id(position: int) -> str:
+    """Return the id at a position."""
+    return f"{position >> _SEQUENCE_BITS}-{position & ((1 << _SEQUENCE_BITS) - 1)}"

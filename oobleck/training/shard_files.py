@@ -1,0 +1,167 @@
+"""Files as shards: rows of tokens, or lines of text. They may grow at their ends while they are read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from oobleck.errors import ShardUnreadable
+from oobleck.job import DataSpec
+
+from .record_text import RecordText
+from .shard_reader import Extent
+
+__all__ = ["LineShard", "TokenShard"]
+
+_JSON_LINES = (".jsonl", ".ndjson")
+_LONGEST_LINE = 64 << 20
+_BLOCK_BYTES = 1 << 20
+
+
+class _File:
+    """A file that is read by offset; `is_complete` says whether it grows no more."""
+
+    def __init__(self, path: Path, *, follows: bool) -> None:
+        self.path = path
+        self._follows = follows
+        self._end_mark = path.with_name(path.name + ".end")
+
+    def is_complete(self) -> bool:
+        """Ask before the size, or what is written in between is missed."""
+        return not self._follows or self._end_mark.exists()
+
+    def size(self) -> int:
+        """How long it is now; one that is still to be written has nothing in it."""
+        try:
+            return os.stat(self.path).st_size
+        except FileNotFoundError as error:
+            if self._follows:
+                return 0
+            raise ShardUnreadable(f"{error.strerror}") from error
+        except OSError as error:
+            raise ShardUnreadable(f"{error.strerror}") from error
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop), fewer at its end."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                return file.read(stop - start)
+        except OSError as error:
+            raise ShardUnreadable(f"{error.strerror}") from error
+
+
+class TokenShard:
+    """Rows of tokens: .bin files are nothing but tokens, .npy files say what they hold. A position is a row."""
+
+    def __init__(self, path: Path, data: DataSpec) -> None:
+        self._length = data.sequence_length
+        self._dtype: np.dtype[np.generic] = np.dtype(data.token_dtype).newbyteorder("<")
+        self._offset, self._num_tokens = 0, None
+        if path.suffix == ".npy":
+            self._dtype, self._offset, self._num_tokens = _npy_header(path)
+        self._row_bytes = self._length * self._dtype.itemsize
+        self._file = _File(path, follows=data.follow and path.suffix != ".npy")
+
+    def survey(self, start: int, limit: int) -> Extent:
+        """See `ShardReader`. What is left at the end, and is no row, is dropped."""
+        is_complete = self._file.is_complete()
+        num_tokens = self._num_tokens
+        if num_tokens is None:
+            num_tokens = self._file.size() // self._dtype.itemsize
+        num_rows = num_tokens // self._length
+        if num_rows < start:
+            raise ShardUnreadable(f"it has {num_rows} rows, and had {start} before")
+        stop = min(start + limit, num_rows)
+        return Extent(bounds=tuple(range(start, stop + 1)), is_end=is_complete and stop == num_rows)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """See `ShardReader`."""
+        assert stop == start + 1, (start, stop)
+        offset = self._offset + start * self._row_bytes
+        content = self._file.read(offset, offset + self._row_bytes)
+        if len(content) < self._row_bytes:
+            raise ShardUnreadable(f"row {start} is not whole: {len(content)} of {self._row_bytes} bytes are there")
+        return np.frombuffer(content, dtype=self._dtype).astype(np.int64)
+
+
+def _npy_header(path: Path) -> tuple[np.dtype[np.generic], int, int]:
+    """Return (dtype, offset of the first token, tokens) of a .npy file."""
+    try:
+        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ShardUnreadable(f"it is no array of tokens: {error}") from error
+    if mapped.dtype.kind not in "iu" or not mapped.flags.c_contiguous:
+        raise ShardUnreadable(f"it holds {mapped.dtype}, which are no tokens")
+    return mapped.dtype, int(mapped.offset), int(mapped.size)
+
+
+class LineShard:
+    """Lines of text: each that is not blank is a record. A position is a byte where a line begins."""
+
+    def __init__(self, path: Path, data: DataSpec, text: RecordText) -> None:
+        self._text = text
+        self._column = data.text_column if path.suffix in _JSON_LINES else None
+        self._file = _File(path, follows=data.follow)
+
+    def survey(self, start: int, limit: int) -> Extent:
+        """See `ShardReader`. A last line without an end is a record once nothing more is written."""
+        is_complete = self._file.is_complete()
+        size = self._file.size()
+        if size < start:
+            raise ShardUnreadable(f"it has {size} bytes, and had {start} before")
+        bounds, items = [start], []
+        for stop, line in self._lines(start, size, is_complete=is_complete):
+            if not line.strip():
+                continue
+            try:
+                items.append(self._text.num_items(self._text_of(line)))
+            except ShardUnreadable:
+                if items:  # first what comes before it
+                    return Extent(bounds=tuple(bounds), items=tuple(items))
+                raise
+            bounds.append(stop)
+            if len(items) == limit:
+                return Extent(bounds=tuple(bounds), items=tuple(items), is_end=is_complete and stop == size)
+        return Extent(bounds=tuple(bounds), items=tuple(items), is_end=is_complete)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """See `ShardReader`."""
+        content = self._file.read(start, stop)
+        lines = [line for line in content.split(b"\n") if line.strip()]
+        if len(content) < stop - start or len(lines) != 1:
+            raise ShardUnreadable(f"the line that ended at byte {stop} is not there any more")
+        return self._text.row(self._text_of(lines[0]))
+
+    def _lines(self, start: int, size: int, *, is_complete: bool) -> Iterator[tuple[int, bytes]]:
+        """Yield (where it ends, line)."""
+        at, rest = start, b""
+        while at + len(rest) < size:
+            block = self._file.read(at + len(rest), min(at + len(rest) + _BLOCK_BYTES, size))
+            if not block:
+                return
+            lines = (rest + block).split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                at += len(line) + 1
+                yield at, line
+            if len(rest) > _LONGEST_LINE:
+                raise ShardUnreadable(f"the line at byte {at} is longer than {_LONGEST_LINE >> 20} MiB")
+        if rest and is_complete:
+            yield at + len(rest), rest
+
+    def _text_of(self, line: bytes) -> str:
+        if self._column is None:
+            return line.decode(errors="replace")
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ShardUnreadable(f"a line is not JSON: {error}") from error
+        if not isinstance(value, Mapping) or not isinstance(value.get(self._column), str):
+            raise ShardUnreadable(f"a line has no text under {self._column!r}; name its key by data.text_column")
+        return str(value[self._column])

@@ -1,0 +1,57 @@
+"""Looks into shards for the master: which records there are, and where they begin and end.
+
+On a thread of its own, with readers of its own, so that a slow disk or an unreachable stream holds nobody up.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from oobleck.errors import ShardUnreadable
+from oobleck.job import DataSpec
+from oobleck.wire import Found, Survey, Surveyed, Want
+
+from .shard_readers import ShardSet
+
+__all__ = ["Surveyor"]
+
+
+class Surveyor:
+    """One worker's. `ask` is the control thread's to call, and returns at once."""
+
+    def __init__(self, data: DataSpec, device: int, report: Callable[[Surveyed], None]) -> None:
+        self._shards = ShardSet(data)
+        self._device = device
+        self._report = report
+        self._questions: queue.SimpleQueue[Survey] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="survey").start()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._shards.names
+
+    def ask(self, survey: Survey) -> None:
+        """Have a question answered."""
+        self._questions.put(survey)
+
+    def _work(self) -> None:
+        while True:
+            asked = self._questions.get()
+            found = _survey(self._shards, asked.wants)
+            self._report(Surveyed(device=self._device, request=asked.request, found=found))
+
+
+def _survey(shards: ShardSet, wants: Sequence[Want]) -> tuple[Found, ...]:
+    """Look into shards. What cannot be read is told, not raised."""
+    found: list[Found] = []
+    for want in wants:
+        try:
+            extent = shards.survey(want.shard, want.start, want.limit)
+        except ShardUnreadable as error:
+            problem = error.problem
+            found.append(Found(shard=want.shard, bounds=(want.start,), items=(), is_end=False, problem=problem))
+        else:
+            found.append(Found(shard=want.shard, bounds=extent.bounds, items=extent.items, is_end=extent.is_end))
+    return tuple(found)
