@@ -138,7 +138,7 @@ class VirtualWorker:
         self.is_stuck = False
         """The process is stopped: neither of its threads does anything, and nobody notices by its connection."""
         self.taken: dict[int, tuple[RecordRun, ...]] = {}
-        """The records of the steps that it has applied."""
+        """The records of the steps that it has agreed to commit."""
         self._job = job
         self._shards = shards or VirtualShards.of(job)
         self._edition = 0
@@ -490,6 +490,8 @@ class VirtualWorker:
             duration_s=self._clock() - self._step_ended_s,
         )
         self.standing.begin_apply(record)
+        if runs:
+            self.taken[record.step] = runs
         yield from self._apply(record)
         return _STOP in said
 
@@ -528,8 +530,6 @@ class VirtualWorker:
             if version.digest not in newer:
                 newer[version.digest] = version.then(record)
             self.layers[layer] = newer[version.digest]
-        if self._shards.names:
-            self.taken[record.step] = self._records_of(record.step)
         self._step_ended_s = self._clock()
         self._busy_s.extend(self._busy_in_step)
         self.kept = {}
