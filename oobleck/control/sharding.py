@@ -390,6 +390,7 @@ class Sharding:
             names = ", ".join(self._names[shard] for shard in self._dealer.barred)
             text = f"{steps}, but not of all data: {names} cannot be read"
             return RunOver(75, f"{text}; `oobleck up` tries again from there") if can_resume else RunOver(1, text)
-        if self._progress.last_step < self._job.max_steps and self._dealer.is_over:
+        is_committed = max([*self._dealt, self._base[0]]) <= self._progress.last_step  # not only dealt
+        if is_committed and self._progress.last_step < self._job.max_steps and self._dealer.is_over:
             return RunOver(0, f"all data is read; {steps}")
         return None
