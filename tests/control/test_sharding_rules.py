@@ -8,6 +8,7 @@ import pytest
 
 from oobleck.control.data_position import DataPosition, OpenShard, digest_of_shards
 from oobleck.control.data_view import DataView
+from oobleck.control.dealer import Dealer
 from oobleck.control.events import Record, Send, SendAll
 from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.messages import (
@@ -52,6 +53,7 @@ class Bench:
             generation=generation,
             plan=ExecutionPlan(pipelines=()),
             pipeline_generations=(),
+            schedules=(),
             boundary=boundary,
             restore=Restore(name="step", directory=None) if position else None,
         )
@@ -146,6 +148,13 @@ def test_whoever_does_not_answer_in_time_is_not_waited_for():
     assert bench.go_on(now_s=29.0) == []
     second = bench.survey(bench.go_on(now_s=30.0))
     assert (second.wants, bench.asked(second)) == (first.wants, PLACES[1 - PLACES.index(bench.asked(first))])
+    assert bench.sharding.takes_regrouping(), "it may be stuck, and where no step is begun nobody else would notice"
+
+
+def test_a_long_problem_is_cut_before_it_is_stored_with_every_state():
+    dealer = Dealer(1, seed=0, batch=1, chunk=1, at_once=1, epochs=1, follows=False, items_per_record=1)
+    dealer.bar(0, "x" * 10_000)
+    assert [len(left.problem) for left in dealer.left] == [120]
 
 
 def test_what_a_lost_node_was_asked_another_one_is():

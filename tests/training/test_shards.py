@@ -233,7 +233,7 @@ def test_a_worker_answers_what_lies_in_shards_and_what_cannot_be_read(tmp_path: 
 
 
 def test_a_script_that_makes_the_data_leaves_no_place_for_shards(tmp_path: Path):
-    source = "import oobleck\noobleck.train(data=lambda: [[1, 2, 3, 4]])\n"
+    source = "from oobleck import Job\n\ndef job():\n    return Job(data=lambda: [[1, 2, 3, 4]])\n"
     script = ScriptSpec(name="train.py", source=source, provides=("data",))
     job = JobSpec(data=spec(tmp_path / "a.bin"), script=script)
     with pytest.raises(ConfigError, match="the script makes the data itself"):
