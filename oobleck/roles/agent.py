@@ -185,6 +185,8 @@ class Agent:
         while self._workers or self._starting:
             await self._worker_ended.wait()
         if self._safekeeping is not None:
+            with trio.move_on_after(_LEAVE_S / 2):
+                await self._safekeeping.settle()
             self._safekeeping.leave()
         self._letters.add(AgentStopped(reason=self._stop_reason or ""))
         await self._letters.all_said()

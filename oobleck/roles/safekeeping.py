@@ -35,6 +35,8 @@ class Safekeeping:
         self._say = say
         self._post, self._tasks = trio.open_memory_channel[StateSaved | CommitCheckpoint](_TASKS_BUFFERED)
         self._in_memory_alone: set[str] = set()
+        self._num_pending = 0
+        self._settled = trio.lowlevel.ParkingLot()
 
     async def run(self) -> None:
         """Write what is handed over, for ever."""
@@ -46,6 +48,13 @@ class Safekeeping:
                     await self._commit(task)
                 case _:
                     assert_never(task)
+            self._num_pending -= 1
+            self._settled.unpark_all()
+
+    async def settle(self) -> None:
+        """Wait until all that was handed over is done with: who leaves before keeps memory for nothing."""
+        while self._num_pending:
+            await self._settled.park()
 
     def take(self, task: StateSaved | CommitCheckpoint) -> None:
         """Have a saved state written, or a checkpoint committed."""
@@ -53,6 +62,7 @@ class Safekeeping:
             self._in_memory_alone.add(task.state.name)
         try:
             self._post.send_nowait(task)
+            self._num_pending += 1
         except trio.WouldBlock:
             self._fail(task, f"the disk is {_TASKS_BUFFERED} saves behind")
 
