@@ -175,11 +175,21 @@ def _read(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenien
     if origin is tuple:
         return _read_list(arguments[0], value, path, lenient=lenient)
     if origin in (Union, types.UnionType):
-        if isinstance(value, YamlScalar) and value.value is None:
-            return None
-        (annotation,) = (argument for argument in arguments if argument is not types.NoneType)
-        return _read(annotation, value, path, lenient=lenient)
+        return _read_union(arguments, value, path, lenient=lenient)
     return _read_scalar(annotation, value, path, lenient=lenient)
+
+
+def _read_union(arguments: tuple[object, ...], value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
+    """Read a value of one kind; or nothing, where that is a choice; or one of some words, where there are any."""
+    if types.NoneType in arguments and isinstance(value, YamlScalar) and value.value is None:
+        return None
+    words = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
+    if isinstance(value, YamlScalar) and value.text in words:
+        return value.text
+    (annotation,) = (each for each in arguments if each is not types.NoneType and get_origin(each) is not Literal)
+    if words and (not isinstance(value, YamlScalar) or type(value.value) is not annotation):
+        raise _unexpected(f"{_KINDS[annotation]}, or {' or '.join(words)}", value, path)
+    return _read(annotation, value, path, lenient=lenient)
 
 
 def _read_model(value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:

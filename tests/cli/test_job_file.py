@@ -201,6 +201,13 @@ def test_every_job_that_can_be_written_is_read_back(job):
         ("dtype: [float32]", 1, "dtype: expected one of float32, float64, bfloat16, float16, got a list"),
         ("data:\n  paths: a.txt", 2, "data.paths: expected a list, got 'a.txt'; write [a.txt]"),
         ("data:\n  paths:\n    - a\n    - 5", 4, "data.paths: expected text, got 5; put it in quotes"),
+        (
+            "reductions_per_step: often",
+            1,
+            "reductions_per_step: expected a whole number, or auto, got 'often'",
+        ),
+        ("reductions_per_step:", 1, "reductions_per_step: expected a whole number, or auto, got nothing"),
+        ("reductions_per_step: 0", 1, "reductions_per_step: 0 is not possible; it must be auto, or at least 1"),
         ("data: text.txt", 1, "data: expected keys with values, got 'text.txt'"),
         ("optimizer: [1]", 1, "optimizer: expected keys with values, got a list"),
         ("- 1", 1, "expected keys with values, got a list"),
@@ -280,6 +287,8 @@ def test_any_text_gives_a_job_or_a_config_error_that_names_a_line(text):
         ("model.type=llama", JobSpec(model=ModelSpec(type="llama"))),
         ("model={type: llama, hidden_size: 5}", JobSpec(model=ModelSpec(type="llama", config={"hidden_size": 5}))),
         ("num_pipelines=2", JobSpec(num_pipelines=2)),
+        ("reductions_per_step=4", JobSpec(reductions_per_step=4)),
+        ("reductions_per_step=auto", JobSpec()),
         ("tag=2024", JobSpec(tag="2024")),  # a shell eats quotes
         ("tag=1e3", JobSpec(tag="1e3")),
         ("tag='x'", JobSpec(tag="x")),
