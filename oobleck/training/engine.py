@@ -2,7 +2,7 @@
 
 What is decided elsewhere arrives as an order; the engine carries it out and never chooses. Gradients of the
 step in flight live in the parameters' `grad`, what was done of it in `StepWork`, until the step is applied or
-forgotten.
+forgotten. What is banked of it (`banking.py`) stays until it is applied.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from oobleck.control.sections import shares_of
 from oobleck.control.standing import PeerLost, Standing
 from oobleck.errors import ShardUnreadable
 from oobleck.job import JobSpec
@@ -34,6 +35,7 @@ from oobleck.wire import (
     StepCommitted,
 )
 
+from .banking import Account, Bank
 from .data import Dataset
 from .devices import synchronize
 from .digests import digest_of
@@ -161,6 +163,14 @@ class Engine:
         self._segments_done: set[int] = set()
         self._reduced: dict[str, torch.Tensor] = {}
         self._kept: dict[int, LayerState] = {}
+        self._bank = Bank(
+            standing,
+            groups,
+            signals,
+            num_microbatches=job.num_microbatches,
+            tells=self._share.rank == 0,
+            on_banked=self._let_go_of_kept,
+        )
         self._pace = PaceMeter(place.device)
         self._step_ended_s = time.monotonic()
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
@@ -177,6 +187,9 @@ class Engine:
         """
         if order.catch_up is not None and self._standing.catch_up(order.catch_up):
             self._apply(order.catch_up)
+        if order.catch_up_bank is not None:
+            self._bank.catch_up(order.catch_up_bank)
+        self._bank.give_back(self._work)
         if order.finish is None:
             self._forget_step()
         elif self._standing.applied == order.finish - 1:
@@ -194,7 +207,8 @@ class Engine:
         assert self._reducer is not None
         assert self._commit_key is not None
         stop = False
-        self._evaluate(self._plan, self._lane, self._commit_key)
+        if not self._bank.before:  # else in the middle of a step, before which it was done
+            self._evaluate(self._plan, self._lane, self._commit_key)
         while not stop and self._has_next(self._plan):
             self._compute(self._plan, self._lane, self._standing.applied + 1, self._reducer)
             stop = self._end_step(self._reducer, self._commit_key)
@@ -273,7 +287,8 @@ class Engine:
     def _compute(self, plan: ExecutionPlan, lane: Lane, step: int, reducer: GradientReducer | None = None) -> StepWork:
         """Run this stage's program for its own share of the step; nothing when that is done already.
 
-        With a `reducer`, gradients begin to be reduced with the last backward pass.
+        With a `reducer`, gradients are banked in sections, and the last section's begin to be reduced with the last
+        backward pass.
         """
         work = self._work
         if work is None or work.step != step:
@@ -281,12 +296,23 @@ class Engine:
         if not self._base_done:
             located = plan.locate(self._place)
             assert located is not None
-            # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-            overlaps = reducer is not None and not self._splits(lane)
-            around_last = reducer.overlapping() if reducer is not None and overlaps else nullcontext()
-            self._execute(work, lane, plan.microbatches_of(located[0]), around_last)
+            share = shares_of(plan, self._bank.before)[located[0]]
+            if reducer is None:
+                self._execute(work, lane, share, nullcontext())
+            else:
+                around_last = self._overlapping(reducer, lane)
+                self._execute(work, lane, share, around_last, num_sections=self._bank.num_sections)
             self._base_done = True
         return work
+
+    @contextmanager
+    def _overlapping(self, reducer: GradientReducer, lane: Lane) -> Iterator[None]:
+        """Around the last backward pass: post what is final meanwhile, unless a section is still to be banked."""
+        self._bank.look()
+        # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
+        overlaps = not self._splits(lane) and self._bank.is_clear
+        with reducer.overlapping() if overlaps else nullcontext():
+            yield
 
     def _splits(self, lane: Lane) -> bool:
         """Whether this stage takes its backward passes in two parts: the first of a pipeline never does."""
@@ -342,10 +368,15 @@ class Engine:
         microbatches: Sequence[int],
         around_last: AbstractContextManager[None],
         *,
+        num_sections: int = 1,
         commits: bool = True,
     ) -> None:
         schedule = compile_schedule(
-            self._schedule, num_stages=lane.num_stages, num_microbatches=len(microbatches), commits=commits
+            self._schedule,
+            num_stages=lane.num_stages,
+            num_microbatches=len(microbatches),
+            num_sections=num_sections,
+            commits=commits,
         )
         if self._standing.is_broken:
             # It failed after the fence was answered, so the coordinator counts on this pipeline. Say it again, now
@@ -366,6 +397,7 @@ class Engine:
                 on_backward=self._standing.note_microbatch,
                 around_last=around_last,
                 put_off=self._put_off if self._splits(lane) else None,
+                bank=self._bank if num_sections > 1 else None,
                 signals=self._signals,
                 interrupted=self._standing.is_pipeline_stopped,
             )
@@ -396,7 +428,8 @@ class Engine:
         work = self._work
         assert work is not None
         interrupted = self._standing.is_fenced
-        reduced = self._reduced = reducer.finish(interrupted)
+        self._bank.settle()
+        reduced = self._reduced = reducer.finish(interrupted, plus=self._bank.sums)
         self._standing.note_reduced(work.step)
         outcome = commit(
             key,
@@ -406,6 +439,7 @@ class Engine:
             stop=self._standing.is_stop_wanted or (self._records is not None and self._records.is_last(work.step)),
             save=self._saving is not None and self._saving.is_wanted(work.step),
             counts=work.counts if self._share.rank == 0 else {},
+            banked=self._bank.microbatches,
             num_microbatches=self._job.num_microbatches,
             groups=self._groups,
             signals=self._signals,
@@ -415,7 +449,7 @@ class Engine:
         record = CommitRecord(
             step=work.step,
             generation=key.generation,
-            loss=outcome.loss,
+            loss=self._bank.loss + outcome.loss,
             grad_norm=outcome.grad_norm / self._scale,
             loss_scale=self._scale,
             is_skipped=self._precision.scales_loss and not math.isfinite(outcome.grad_norm),
@@ -478,7 +512,8 @@ class Engine:
         if self._work is not None:
             whole_s = sum(end_s - start_s for start_s, end_s in self._busy_in_step)
             self._spent_s.append((whole_s - self._work.waited_s, self._work.waited_s))
-        self._kept = {}
+        self._let_go_of_kept()
+        self._bank.end_step()
         self._forget_step()
         if (pace := self._pace.take()) is not None:
             self._report(pace)
@@ -491,7 +526,12 @@ class Engine:
         assert self._loss_scale is not None
         return self._loss_scale.scale if self._precision.scales_loss else 1.0
 
+    def _let_go_of_kept(self) -> None:
+        """All have adopted the plan: nobody will ask for the layers that it took away."""
+        self._kept = {}
+
     def _forget_step(self) -> None:
+        """Nothing is done of the step in flight but what is banked."""
         for parameter in self._model.parameters.values():
             parameter.grad = None
         self._work = None
@@ -544,14 +584,16 @@ class Engine:
         began_s = time.monotonic()
         layers = place.layers if place is not None else range(0)
         if order.restore is not None:
+            assert not order.banked.microbatches, "a checkpoint is of a whole step"
             self._kept = self._restored_layers(order, order.restore, layers)
+        has_bank = bool(order.banked.microbatches)
         states = exchange_layers(
             order.transfers,
             place=self._place,
             group=None if moving is None else self._groups[moving],
-            state_of=self._layer_state,
-            empty_state=self._empty_state,
-            size_of=self._layer_state_size,
+            state_of=lambda layer: self._layer_state(layer, has_bank=has_bank),
+            empty_state=lambda layer: self._empty_state(layer, has_bank=has_bank),
+            size_of=lambda layer: self._layer_state_size(layer, has_bank=has_bank),
             element_bytes=self._precision.parameters.itemsize,
             on_progress=lambda received, whole: self._report(
                 LayersMoving(
@@ -576,8 +618,9 @@ class Engine:
             self._records.follow(order.edition, step=order.boundary)
         self._kept = kept
         self._plan, self._commit_key, self._lane = plan, commit_group, None
-        self._take_layers(layers, states, initial=order.initial)
+        sums = self._take_layers(layers, states, initial=order.initial, has_bank=has_bank)
         self._reducer = self._reducer_of(buckets)
+        self._bank.adopt(self._account_of(order, commit_group, self._reducer), sums)
         if place is not None:
             group = self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None
             self._lane = Lane(
@@ -647,29 +690,48 @@ class Engine:
     def _reducer_of(self, buckets: Sequence[Bucket]) -> GradientReducer:
         return GradientReducer(buckets, self._model.parameters, self._groups, self._signals)
 
+    def _account_of(self, order: Order, key: GroupKey | None, reducer: GradientReducer) -> Account | None:
+        if key is None:
+            return None
+        return Account(
+            plan=order.plan,
+            generation=order.generation,
+            num_sections=order.num_sections,
+            before=order.banked,
+            parameters=self._model.parameters,
+            reducer=reducer,
+            key=key,
+        )
+
     def _states_to_keep(self, order: Order, layers: Collection[int]) -> dict[int, LayerState]:
         """The layers that others are to receive, and that this worker holds no longer.
 
         They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
-        has them read from here. A worker that was left out, and missed steps since, has nothing worth keeping.
+        has them read from here. A worker that was left out, and missed steps or sections since, has nothing
+        worth keeping.
         Nothing is copied: what is let go does not change any more, and a tied parameter that stays here changes with
         the next step, up to which the layers are kept.
         """
-        if self._standing.applied != order.boundary:
+        if self._standing.applied != order.boundary or not self._bank.is_at(order.banked):
             return {}
         moving = {item.layer for item in order.transfers}.difference(layers)
         held = moving.intersection(self._model.layers)
         kept = {layer: state for layer, state in self._kept.items() if layer in moving}
-        return kept | {layer: self._layer_state(layer) for layer in sorted(held)}
+        has_bank = bool(order.banked.microbatches)
+        return kept | {layer: self._layer_state(layer, has_bank=has_bank) for layer in sorted(held)}
 
-    def _layer_state(self, layer: int) -> LayerState:
+    def _layer_state(self, layer: int, *, has_bank: bool) -> LayerState:
+        """What travels of a layer: the optimizer's state and, if there is any, what is banked for its parameters."""
         if layer in self._kept:
             return self._kept[layer]
-        return self._optimizer.layer_tensors(self._structure.layer_parameters(layer))
+        names = self._structure.layer_parameters(layer)
+        return self._optimizer.layer_tensors(names) + (self._bank.tensors_of(names) if has_bank else ())
 
-    def _empty_state(self, layer: int) -> LayerState:
+    def _empty_state(self, layer: int, *, has_bank: bool = False) -> LayerState:
         shapes = [self._structure.shapes[name] for name in self._structure.layer_parameters(layer)]
-        return self._optimizer.empty_layer(shapes, dtype=self._precision.parameters, device=self._model.device)
+        dtype, device = self._precision.parameters, self._model.device
+        state = self._optimizer.empty_layer(shapes, dtype=dtype, device=device)
+        return state + tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes if has_bank)
 
     def _named_state(self, layer: int) -> dict[str, torch.Tensor]:
         """A layer's state as a file has it."""
@@ -678,19 +740,31 @@ class Engine:
             state[_LOSS_SCALE] = torch.tensor(self._loss_scale.as_numbers(), dtype=torch.float64)
         return state
 
-    def _layer_state_size(self, layer: int) -> int:
+    def _layer_state_size(self, layer: int, *, has_bank: bool) -> int:
         shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
-        return sum(layout.size(shapes[name].numel()) for name in self._structure.layer_parameters(layer))
+        counts = [shapes[name].numel() for name in self._structure.layer_parameters(layer)]
+        return sum(layout.size(count) + count * has_bank for count in counts)
 
-    def _take_layers(self, layers: range, states: Mapping[int, LayerState], *, initial: bool) -> None:
-        """Make the model hold exactly these layers, with their initial values or the states that were received."""
+    def _take_layers(
+        self, layers: range, states: Mapping[int, LayerState], *, initial: bool, has_bank: bool
+    ) -> dict[str, torch.Tensor]:
+        """Make the model hold exactly these layers, with their initial values or the states that were received.
+
+        Returns the banked sums of their parameters, received or held here, if there are any.
+        """
         self._settle()
         given: dict[str, tuple[torch.Tensor, ...]] = {}
+        sums = dict(self._bank.sums)
         for layer, state in sorted(states.items()):
-            given |= self._optimizer.split_layer(self._structure.layer_parameters(layer), state)
+            names = self._structure.layer_parameters(layer)
+            if has_bank:
+                state, banked = state[: -len(names)], state[-len(names) :]
+                sums |= dict(zip(names, banked, strict=True))
+            given |= self._optimizer.split_layer(names, state)
         self._model.adopt(layers.start, layers.stop, {name: tensors[0] for name, tensors in given.items()})
         self._optimizer.adopt(self._model.parameters, given)
         if initial and self._share.degree == 1:
             self._model.initialize(layers, seed=self._job.seed)
         elif initial:
             initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)
+        return {name: sums[name] for name in self._model.parameters} if has_bank else {}

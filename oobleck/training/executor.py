@@ -8,13 +8,15 @@ for; sends are posted and forgotten until the step is committed, by which time e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from oobleck.control.standing import Interrupted
+from oobleck.planner import Place
 from oobleck.schedule import Instruction, Op, Program
 
 from .data import Batch, Dataset
@@ -26,7 +28,7 @@ from .signals import Signals
 from .staging import Pending
 from .weight_gradients import WeightGradients
 
-__all__ = ["Lane", "StepWork", "execute"]
+__all__ = ["Banker", "Lane", "StepWork", "execute"]
 
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
@@ -92,6 +94,21 @@ class StepWork:
         return self.samples[first : first + self.microbatch_size]
 
 
+class Banker(Protocol):
+    """Banks what is done of a step beside what follows."""
+
+    def begin(self, work: StepWork) -> None:
+        """Take what is done. Raises Interrupted where the pipeline is stopped."""
+
+    def look(self) -> None:
+        """Move on with what was taken. Never blocks, raises nothing."""
+
+    def look_until(
+        self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[Place]
+    ) -> None:
+        """Move on while waiting for something else, as long as there is reason to. Raises Interrupted."""
+
+
 def execute(
     program: Program,
     microbatches: Sequence[int],
@@ -103,6 +120,7 @@ def execute(
     on_backward: Callable[[], None],
     around_last: AbstractContextManager[object],
     put_off: WeightGradients | None,
+    bank: Banker | None,
     signals: Signals,
     interrupted: Callable[[], bool],
 ) -> None:
@@ -111,12 +129,12 @@ def execute(
     The program's positions 0 .. m-1 stand for `microbatches`, the step's own numbers. The instructions that
     end a step (reduce, commit, apply) are not this function's: it stops before them. `around_last` is entered for
     the backward pass after which gradients are final; `put_off` is what the model puts off to BACKWARD_WEIGHT, if it
-    does.
+    does; `bank` is looked after between instructions where the program has sections.
 
     Raises Interrupted once `interrupted()`, PeerLost when a neighbour is gone; gradients are then partial.
     """
     execution = _Execution(
-        program, microbatches, work, model, dataset, lane, on_backward, put_off, signals, interrupted
+        program, microbatches, work, model, dataset, lane, on_backward, put_off, bank, signals, interrupted
     )
     execution.run(around_last)
 
@@ -132,6 +150,7 @@ class _Execution:
         lane: Lane,
         on_backward: Callable[[], None],
         put_off: WeightGradients | None,
+        bank: Banker | None,
         signals: Signals,
         interrupted: Callable[[], bool],
     ) -> None:
@@ -143,6 +162,7 @@ class _Execution:
         self._lane = lane
         self._on_backward = on_backward
         self._put_off = put_off
+        self._bank = bank
         self._interrupted = interrupted
         self._batches: dict[int, Batch] = {}
         self._inputs: dict[int, torch.Tensor] = {}
@@ -160,6 +180,7 @@ class _Execution:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_B: self._send_backward,
+            Op.BANK: self._begin_bank,
         }
 
     def run(self, around_last: AbstractContextManager[object]) -> None:
@@ -170,6 +191,8 @@ class _Execution:
                 break
             with around_last if at == last else nullcontext():
                 self._steps[instruction.op](_position(instruction))
+            if self._bank is not None:
+                self._bank.look()
 
     def _expect(self, op: Op, source: int, signals: Signals) -> Inbox | None:
         """Have all messages of one direction received, in the program's order."""
@@ -206,6 +229,8 @@ class _Execution:
     def _take(self, inbox: Inbox | None) -> torch.Tensor:
         assert inbox is not None
         began_s = time.monotonic()
+        if self._bank is not None:
+            self._bank.look_until(inbox.has_arrived, self._interrupted, [inbox.source])
         tensor = inbox.take(self._interrupted)
         self._work.waited_s += time.monotonic() - began_s
         return tensor
@@ -260,6 +285,10 @@ class _Execution:
         gradient = self._inputs.pop(position).grad
         assert gradient is not None
         self._send(Op.SEND_B, position, gradient, self._lane.stage - 1)
+
+    def _begin_bank(self, _position: int) -> None:
+        assert self._bank is not None, "a program with sections needs a bank"
+        self._bank.begin(self._work)
 
     def _send(self, op: Op, position: int, tensor: torch.Tensor, target: int) -> None:
         assert self._lane.group is not None

@@ -155,7 +155,8 @@ class Group:
 
     def give_up(self, under_way: Sum) -> None:
         """Wait no more for a sum, nor for any other of this group."""
-        self._given_up.append(under_way)
+        if under_way.poll_s is not None:  # one in the host's memory is kept by whoever may still write to it
+            self._given_up.append(under_way)
         self.abort()
 
     def abort(self) -> None:
@@ -196,6 +197,24 @@ class Reduction:
         self._group = group
         self._signals = signals
         self._sum = under_way
+
+    @property
+    def others(self) -> tuple[Place, ...]:
+        """The members whose part it waits for."""
+        return self._group.others
+
+    @property
+    def poll_s(self) -> float | None:
+        """How often it must be looked at; None where whoever waits is woken."""
+        return self._sum.poll_s
+
+    def is_done(self) -> bool:
+        """Tell whether the sum is there, or has failed: `wait` does not block then."""
+        return self._sum.is_done()
+
+    def give_up(self) -> None:
+        """Wait for it no more."""
+        self._group.give_up(self._sum)
 
     def wait(self, interrupted: Callable[[], bool]) -> None:
         """Wait for the sum. Raises Interrupted, or PeerLost when a member failed."""

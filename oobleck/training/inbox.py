@@ -33,7 +33,7 @@ class Inbox:
     """Messages of one peer. After an interrupted `take` the peer's group is not used any more, nor is this."""
 
     def __init__(self, source: Place, signals: Signals) -> None:
-        self._source = source
+        self.source = source
         self._signals = signals
         self._expected: SimpleQueue[tuple[int, Post] | None] = SimpleQueue()
         self._ready: deque[torch.Tensor] = deque()
@@ -45,10 +45,14 @@ class Inbox:
         """Receive this message after those that are expected already."""
         self._expected.put((tag, post))
 
+    def has_arrived(self) -> bool:
+        """Tell whether `take` has nothing to wait for."""
+        return bool(self._ready) or self._failure is not None
+
     def take(self, interrupted: Callable[[], bool]) -> torch.Tensor:
         """Wait for the next message. Raises Interrupted or PeerLost."""
         if not self._ready:
-            self._signals.wait(lambda: bool(self._ready) or self._failure is not None, interrupted, [self._source])
+            self._signals.wait(self.has_arrived, interrupted, [self.source])
         if not self._ready:
             assert self._failure is not None
             raise self._failure

@@ -147,6 +147,8 @@ class GradientReducer:
     Buckets are posted in their order, by all, and waited for together. Those whose gradients are final are posted
     already while the last backward pass runs on. What fails then is told by `finish`, since the pipeline's own work
     is sound. After a failure the copies are left to the reductions that may still write to them.
+
+    What it sums are the parameters' own gradients, or others that `begin` is given.
     """
 
     def __init__(
@@ -160,6 +162,35 @@ class GradientReducer:
         self._pending: list[Reduction] = []
         self._num_posted = 0
         self._failure: PeerLost | None = None
+        self._others: Mapping[str, torch.Tensor] | None = None
+
+    def begin(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Post all buckets of these gradients, by parameter; `finish` returns their sums. Nothing is raised."""
+        assert not self._num_posted, "sums are under way"
+        self._others = gradients
+        self._post_before(len(self.buckets))
+
+    def is_done(self) -> bool:
+        """Tell whether all that was posted is there, or something has failed: `finish` does not wait for it then."""
+        return self._failure is not None or all(reduction.is_done() for reduction in self._pending)
+
+    @property
+    def poll_s(self) -> float | None:
+        """How often it must be looked at while it is not done; None where whoever waits is woken."""
+        return min((each.poll_s for each in self._pending if each.poll_s is not None), default=None)
+
+    @property
+    def awaited(self) -> tuple[Place, ...]:
+        """The workers whose part is waited for."""
+        return tuple(sorted({place for each in self._pending if not each.is_done() for place in each.others}))
+
+    def abandon(self) -> None:
+        """Give up what is under way."""
+        if self._pending:
+            self._flats = {}
+        for reduction in self._pending:
+            reduction.give_up()
+        self._pending, self._num_posted, self._failure, self._others = [], 0, None, None
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
@@ -177,10 +208,13 @@ class GradientReducer:
             for handle in handles:
                 handle.remove()
 
-    def finish(self, interrupted: Callable[[], bool]) -> dict[str, torch.Tensor]:
+    def finish(
+        self, interrupted: Callable[[], bool], *, plus: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Post what is left, and return the sums, by parameter; one without a gradient counts as zeros.
 
-        Raises Interrupted or PeerLost; the parameters' own gradients are untouched either way.
+        What `plus` has for a parameter is added to its sum. Raises Interrupted or PeerLost; the parameters' own
+        gradients are untouched either way.
         """
         try:
             self._post_before(len(self.buckets))
@@ -188,14 +222,14 @@ class GradientReducer:
                 raise self._failure
             for reduction in self._pending:
                 reduction.wait(interrupted)
+            reduced: dict[str, torch.Tensor] = {}
+            for index, bucket in enumerate(self.buckets):
+                reduced.update(self._sums_of(index, bucket, plus or {}))
         except BaseException:
             self._flats = {}
             raise
         finally:
-            self._pending, self._num_posted, self._failure = [], 0, None
-        reduced: dict[str, torch.Tensor] = {}
-        for index, bucket in enumerate(self.buckets):
-            reduced.update(self._sums_of(index, bucket))
+            self._pending, self._num_posted, self._failure, self._others = [], 0, None, None
         return reduced
 
     def _note(self, missing: list[int], index: int) -> Callable[[torch.Tensor], None]:
@@ -232,16 +266,22 @@ class GradientReducer:
 
     def _gradient(self, name: str) -> torch.Tensor:
         parameter = self._parameters[name]
-        return torch.zeros_like(parameter).detach() if parameter.grad is None else parameter.grad.detach()
+        gradient = parameter.grad if self._others is None else self._others.get(name)
+        return torch.zeros_like(parameter).detach() if gradient is None else gradient.detach()
 
-    def _sums_of(self, index: int, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def _sums_of(
+        self, index: int, bucket: Bucket, plus: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         if not self._is_shared(index):
-            yield from ((name, self._gradient(name)) for name in bucket.parameters)
+            for name in bucket.parameters:
+                own = self._gradient(name)
+                yield name, own + plus[name] if name in plus else own
             return
         shapes = [self._parameters[name].shape for name in bucket.parameters]
         pieces = torch.split(self._flats[index], [shape.numel() for shape in shapes])
         for name, shape, piece in zip(bucket.parameters, shapes, pieces, strict=True):
-            yield name, piece.view(shape)
+            sums = piece.view(shape)
+            yield name, sums.add_(plus[name]) if name in plus else sums
 
 
 def squared_norm(buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], place: Place) -> float:
@@ -261,6 +301,7 @@ def commit(
     stop: bool,
     save: bool,
     counts: Mapping[int, int],
+    banked: Collection[int],
     num_microbatches: int,
     groups: GroupTable,
     signals: Signals,
@@ -268,7 +309,8 @@ def commit(
 ) -> Commit:
     """Take part in the commit. Whoever returns from it knows that all have reduced all their gradients.
 
-    Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
+    The microbatches that are `banked` count once, for all. Raises Interrupted or PeerLost: then nothing is known, and
+    the coordinator decides.
     """
     vector = torch.zeros(4 + num_microbatches, dtype=torch.float64)
     vector[0], vector[1], vector[2], vector[3] = loss, squared_grad_norm, float(stop), float(save)
@@ -277,10 +319,11 @@ def commit(
     if len(key.members) > 1:
         groups[key].all_reduce(vector, signals).wait(interrupted)
     values = vector.tolist()
+    before = frozenset(banked)
     return Commit(
         loss=values[0],
         grad_norm=values[1] ** 0.5,
         stop=values[2] > 0,
         save=values[3] > 0,
-        counts=tuple(round(value) for value in values[4:]),
+        counts=tuple(round(value) + (microbatch in before) for microbatch, value in enumerate(values[4:])),
     )
