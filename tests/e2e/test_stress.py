@@ -155,10 +155,11 @@ class Storm:
         return oobleck(command, node, "--tag", TAG, "--base-dir", str(self.runner.base_dir)).returncode == 0
 
 
-def ride_out(runner: Runner, reference: Reference, *, seed: int, faults: int, steps: int) -> None:
+def ride_out(runner: Runner, reference: Reference, *settings: str, seed: int, faults: int, steps: int) -> None:
     """Let so many faults strike a run, one after the other, within about so many steps; more are made if it takes."""
     options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS))
-    control = ("--set", f"control.lease_s={LEASE_S}", "--set", "control.rejoin_after_s=4")
+    given = (f"control.lease_s={LEASE_S}", "control.rejoin_after_s=4", *settings)
+    control = tuple(word for setting in given for word in ("--set", setting))
     with ExitStack() as runs:
 
         def start() -> Up:
@@ -191,3 +192,14 @@ def test_a_short_storm_changes_no_loss(runner: Runner, endless_reference: Refere
 @pytest.mark.parametrize("seed", range(20))
 def test_a_long_storm_changes_no_loss(runner: Runner, endless_reference: Reference, seed: int) -> None:
     ride_out(runner, endless_reference, seed=seed, faults=30, steps=300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_storm_over_steps_in_sections_changes_no_loss(
+    runner: Runner, endless_reference: Reference, seed: int
+) -> None:
+    """As many sections as the microbatches allow, so that plans come into force in the middle of steps."""
+    ride_out(runner, endless_reference, "reductions_per_step=4", seed=100 + seed, faults=20, steps=200)
+    assert max(entry["num_sections"] for entry in runner.journal() if entry["@type"] == "PlanAdopted") > 1
