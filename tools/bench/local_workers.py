@@ -108,8 +108,8 @@ class LocalWorkers:
                 if isinstance(message, Profiled):
                     return profile_from_json(message.profile_json, source="measured profile")
 
-    def train(self, plan: ExecutionPlan, kind: ScheduleKind) -> Trained:
-        """Train from the initial values to the job's last step."""
+    def train(self, plan: ExecutionPlan, kind: ScheduleKind, *, num_sections: int = 1) -> Trained:
+        """Train from the initial values to the job's last step; each step is cut into so many sections."""
         for place in self._places:
             order = Order(
                 device=place.device,
@@ -118,6 +118,7 @@ class LocalWorkers:
                 pipeline_generations=(1,) * len(plan.pipelines),
                 schedules=(kind,) * len(plan.pipelines),
                 boundary=0,
+                num_sections=num_sections,
                 initial=True,
             )
             self._tell(place, order)
