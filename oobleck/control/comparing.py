@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 
 from oobleck.planner import Place
 
-from .journal import Notice
 from .messages import ReplicaDigests
 from .outbox import Outbox
 
@@ -88,4 +87,4 @@ class Comparing:
         self._notice(f"{text}; {verdict}")
 
     def _notice(self, text: str) -> None:
-        self._outbox.record(Notice(t_s=self._outbox.now_s, level="error", text=text))
+        self._outbox.notice("error", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from oobleck.planner import Place
 
 from .events import Command, Record, Send, SendAll
-from .journal import JournalEntry
+from .journal import JournalEntry, Notice
 from .messages import Fence, MasterMessage, Order, RecordsOver, StepRecords
 
 __all__ = ["Outbox", "RunOver"]
@@ -39,6 +39,10 @@ class Outbox:
 
     def record(self, entry: JournalEntry) -> None:
         self._commands.append(Record(entry=entry))
+
+    def notice(self, level: str, text: str) -> None:
+        """Have people told something."""
+        self.record(Notice(t_s=self.now_s, level=level, text=text))
 
     def take(self) -> list[Command]:
         """Hand over all commands gathered since the last time."""

@@ -23,7 +23,7 @@ from oobleck.schedule import BANKING_KINDS, ScheduleKind
 from .account import RecoveryAccount
 from .generations import Generations
 from .hangs import cut_off_nodes, stuck_workers
-from .journal import Action, Cause, HangExplained, Notice, PlanAdopted, RecoveryStarted
+from .journal import Action, Cause, HangExplained, PlanAdopted, RecoveryStarted
 from .membership import Membership
 from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
@@ -241,7 +241,7 @@ class Reconfiguration:
             return
         changed = sorted(node for node in {*before, *paces.slow} if before.get(node) != paces.slow.get(node))
         said = ", ".join(f"{node} takes {paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
-        self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=said))
+        self._outbox.notice("warning", said)
         self._scaling.paces_changed()
         slow = self._slow()
         choices = self._scaling.choices(plan, lost=(), slow=slow)
@@ -509,7 +509,7 @@ class Reconfiguration:
 
     def _tell_problems(self) -> None:
         for problem in self._restoring.problems():
-            self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=f"cannot be used: {problem}"))
+            self._outbox.notice("warning", f"cannot be used: {problem}")
 
     def _cannot_go_on(self, error: Exception) -> str:
         assert self._account is not None
@@ -560,7 +560,7 @@ class Reconfiguration:
         for member in draining:
             member.is_draining = False
             text = f"{member.spec.name} stays: the job cannot go on without it"
-            self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=text))
+            self._outbox.notice("warning", text)
         return bool(draining)
 
     def _dismiss_drained(self) -> None:
@@ -640,7 +640,7 @@ class Reconfiguration:
         if not decision.redundant:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
-            self._outbox.record(Notice(t_s=now_s, level="warning", text=text))
+            self._outbox.notice("warning", text)
 
     def _with_schedules(self, reason: str, schedules: Sequence[ScheduleKind]) -> str:
         """A plan's reason, with the schedules of its pipelines where it chose them."""

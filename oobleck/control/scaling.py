@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan
 
-from .journal import Cause, Notice, RecoveryDone, ScalingDecided
+from .journal import Cause, RecoveryDone, ScalingDecided
 from .membership import Membership
 from .messages import CommitRecord
 from .outbox import Outbox
@@ -219,7 +219,7 @@ class Scaling:
     def _tell_if_late(self, wanted: ScalingTarget) -> None:
         if wanted.is_late and not self._is_late:
             text = f"the deadline cannot be met on any number of these nodes: {wanted.reason}"
-            self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=text))
+            self._outbox.notice("warning", text)
         self._is_late = wanted.is_late
 
 

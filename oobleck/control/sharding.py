@@ -21,7 +21,7 @@ from oobleck.planner import Place
 
 from .data_position import DataPosition, digest_of_shards
 from .dealer import MAX_LEFT, MAX_OPEN, Dealer
-from .journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
+from .journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 from .messages import Order
 from .outbox import Outbox, RunOver
 from .progress import Progress
@@ -259,7 +259,7 @@ class Sharding:
         name = self._names[shard]
         if count < _ATTEMPTS:
             text = f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}"
-            self._outbox.record(Notice(t_s=self._outbox.now_s, level="warning", text=text))
+            self._outbox.notice("warning", text)
             return count
         if len(self._dealer.barred) == MAX_LEFT:
             raise RunOver(1, f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}")
@@ -270,7 +270,7 @@ class Sharding:
     def _note_late(self) -> None:
         self.num_late += 1
         text = f"a report on the data came too late to count ({self.num_late} in all)"
-        self._outbox.record(Notice(t_s=self._outbox.now_s, level="info", text=text))
+        self._outbox.notice("info", text)
 
     def lost(self, node: str) -> None:
         """A node is gone: what it was asked, another one is."""

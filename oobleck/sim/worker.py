@@ -452,6 +452,8 @@ class VirtualWorker:
         work = self._work
         assert work is not None
         yield from self._bank.settle(key, self._fold)
+        if self.standing.is_fenced():
+            raise Interrupted  # it may have left out a section, for which others wait in the same groups
         mine = tuple(work.microbatches)
         runs = self._records_of(work.step)
         posted = [
