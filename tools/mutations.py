@@ -212,7 +212,7 @@ MUTATIONS = (
     Mutation(
         name="no_restart",
         what="a worker that ended is not started again",
-        file="oobleck/control/coordinator.py",
+        file="oobleck/control/attendance.py",
         old="        self._outbox.send(member.spec.name, StartWorker(device=device))\n",
         new="",
         caught_by="tests/sim/test_cluster_gear.py::test_a_crashed_worker_is_started_again_in_its_place",

@@ -34,7 +34,7 @@ from .recovery import NOTHING_BANKED, Verdict, broken_pipelines, judge, microbat
 from .restoring import Candidate, Restoring
 from .saving import Saving
 from .scaling import Scaling, with_resting
-from .sections import sections_wanted, shares_of
+from .sections import BANK_COPIES, sections_wanted, shares_of
 from .sharding import Sharding
 
 if TYPE_CHECKING:
@@ -579,7 +579,8 @@ class Reconfiguration:
         lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
         restore = None if candidate is None else candidate.restore
         schedules = schedules_for(self._job, self._plans().profile, decision.plan)
-        sections = sections_wanted(self._job, decision.plan, decision.predicted_step_s)
+        has_room = self._plans().has_room(decision.plan, gradient_copies=BANK_COPIES)
+        sections = sections_wanted(self._job, decision.plan, decision.predicted_step_s, has_room=has_room)
         order = self.generations.order(
             decision,
             verdict,

@@ -17,16 +17,19 @@ from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan
 from oobleck.schedule import BANKING_KINDS, ScheduleKind, section_stops
 
-__all__ = ["apportion", "banked_after", "num_sections_of", "sections_wanted", "shares_of"]
+__all__ = ["BANK_COPIES", "apportion", "banked_after", "num_sections_of", "sections_wanted", "shares_of"]
 
 _SECTION_S = 8.0
 """How long a section should take: long beside a reduction, and what a failure costs is about half of it."""
 _MOST_SECTIONS = 32
+BANK_COPIES = 2
+"""Copies of the gradients that a worker keeps for its bank: the banked sums, and the section on its way."""
 
 
-def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float) -> int:
+def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float, *, has_room: bool = True) -> int:
     """Into how many sections a whole step is cut under a plan whose steps take `step_s` seconds.
 
+    Where devices have no room for what is banked, only a job that says how many gets more than one.
     One, where gradients have no second owner that could keep them, or are never those of a section; and where the
     data is in shards, for a step that is begun without a shard takes other records than what was banked of it. Where
     plans choose their schedules, it depends on those as well.
@@ -36,7 +39,7 @@ def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float) -> int:
     if len(plan.pipelines) == 1 or never_banks or job.data.shards:
         return 1
     if job.reductions_per_step == "auto":
-        return max(1, min(int(step_s / _SECTION_S), fewest, _MOST_SECTIONS))
+        return max(1, min(int(step_s / _SECTION_S), fewest, _MOST_SECTIONS)) if has_room else 1
     return max(1, min(job.reductions_per_step, fewest))
 
 

@@ -163,10 +163,12 @@ class StageCosts:
         seconds = self.stage_seconds(template, speeds)
         return Timing(first_s=sum(seconds), next_s=max(seconds))
 
-    def fits(self, template: PipelineTemplate) -> bool:
-        """Say whether every stage holds its state and the microbatches in flight there."""
+    def fits(self, template: PipelineTemplate, *, more_copies: int = 0) -> bool:
+        """Say whether every stage holds its state, the microbatches in flight there, and more copies of gradients."""
         return all(
-            footprint.static_bytes + self.in_flight(template.num_stages - index) * footprint.activation_bytes
+            footprint.static_bytes
+            + self.in_flight(template.num_stages - index) * footprint.activation_bytes
+            + more_copies * (self._params[stage.stop_layer] - self._params[stage.first_layer])
             <= stage.num_devices * self.usable_bytes
             for index, stage in enumerate(template.stages)
             if (footprint := self.footprint(stage.first_layer, stage.stop_layer))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.control.messages import Banked, BankRecord
+from oobleck.control.recovery import NOTHING_BANKED
 from oobleck.control.standing import Interrupted, PeerLost, Standing
 
 from .fabric import Contribution, Fabric, GroupKey, Violation, Wait
@@ -57,17 +58,26 @@ class Bank:
         self._pending: _Pending | None = None
         self._generation = 0
         self._number = 0
+        self._before = NOTHING_BANKED
+        """What was banked of the step in flight before the plan in force."""
         self.loss = 0.0
         """Of what is banked: one for each microbatch."""
 
     def adopt(self, generation: int, before: Banked) -> None:
         """A plan comes into force, with this banked of the step in flight."""
         self._generation, self._number, self.loss = generation, 0, before.loss
+        self._before = before.generation, before.number
         self._pending = None
+
+    def is_at(self, banked: Banked) -> bool:
+        """Tell whether just this is banked here."""
+        here = (self._generation, self._number) if self._number else self._before
+        return here == (banked.generation, banked.number)
 
     def end_step(self) -> None:
         """The step is applied: nothing is banked of the next."""
         self._number, self.loss = 0, 0.0
+        self._before = NOTHING_BANKED
 
     def begin(
         self,

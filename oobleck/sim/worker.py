@@ -634,7 +634,7 @@ class VirtualWorker:
         return state
 
     def _states_to_keep(self, order: Order, wanted: Collection[int]) -> dict[int, Version]:
-        if self.standing.applied != order.boundary:
+        if self.standing.applied != order.boundary or not self._bank.is_at(order.banked):
             return {}
         moving = {item.layer for item in order.transfers}.difference(wanted)
         return {layer: self._state(layer) for layer in sorted(moving & (self.kept.keys() | self.layers.keys()))}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from oobleck.control.sections import shares_of
-from oobleck.control.standing import PeerLost, Standing
+from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.errors import ShardUnreadable
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
@@ -310,7 +310,7 @@ class Engine:
         """Around the last backward pass: post what is final meanwhile, unless a section is still to be banked."""
         self._bank.look()
         # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-        overlaps = not self._splits(lane) and self._bank.is_clear
+        overlaps = not self._splits(lane) and self._bank.is_clear and not self._standing.is_fenced()
         with reducer.overlapping() if overlaps else nullcontext():
             yield
 
@@ -429,6 +429,8 @@ class Engine:
         assert work is not None
         interrupted = self._standing.is_fenced
         self._bank.settle()
+        if interrupted():
+            raise Interrupted  # it may have left out a section, for which others wait in the same groups
         reduced = self._reduced = reducer.finish(interrupted, plus=self._bank.sums)
         self._standing.note_reduced(work.step)
         outcome = commit(

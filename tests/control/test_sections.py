@@ -84,6 +84,12 @@ def test_a_short_step_is_one_section_and_a_long_one_many():
     assert sections_wanted(job(), plan(("a", "b"), ("c", "d"), microbatches=400), 4000.0) == 32
 
 
+def test_without_room_for_what_is_banked_only_a_job_that_says_so_has_sections():
+    layout = plan(("a", "b"), ("c", "d"), microbatches=24)
+    assert sections_wanted(job(), layout, 40.0, has_room=False) == 1
+    assert sections_wanted(job(reductions_per_step=3), layout, 40.0, has_room=False) == 3
+
+
 def test_a_job_may_say_how_often_gradients_are_reduced():
     layout = plan(("a", "b"), ("c", "d"), microbatches=24)
     assert sections_wanted(job(reductions_per_step=3), layout, 0.1) == 3

@@ -146,6 +146,18 @@ def test_a_model_whose_activations_never_fit_is_named() -> None:
         planner(make_profile(layers, memory_bytes=100)).initial_plan(nodes(2))
 
 
+def test_room_for_more_copies_of_gradients_is_what_the_fullest_device_has() -> None:
+    # Each layer keeps 10 bytes of parameters, as many of gradients, and its optimizer's and activations' share.
+    profile = make_profile([make_layer(param_bytes=10, activation_bytes=0) for _ in range(4)], memory_bytes=100)
+    chooser = planner(profile)
+    plan = chooser.initial_plan(nodes(4)).plan
+    held = max(len(stage.layers) for pipeline in plan.pipelines for stage in pipeline.stages)
+    free = 100 - held * (20 + profile.layers[0].optimizer_bytes)
+    copies = free // (10 * held)
+    assert chooser.has_room(plan, gradient_copies=copies)
+    assert not chooser.has_room(plan, gradient_copies=copies + 1)
+
+
 def test_reserved_memory_is_not_the_models() -> None:
     profile = dataclasses.replace(uniform_profile(8), device=DeviceProfile(name="test device", memory_bytes=200))
     assert min(planner(profile).templates(8)) == 1
