@@ -252,7 +252,11 @@ class BankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted:
-    """A worker has applied a step. The first stage of each pipeline says so: the record survives f failures."""
+    """A worker has applied a step.
+
+    The first and the last stage of each pipeline say so: the record survives f failures, and one of a lone pipeline
+    while nobody hears it.
+    """
 
     device: int
     record: CommitRecord

@@ -537,7 +537,7 @@ class VirtualWorker:
         self.kept = {}
         self._bank.end_step()
         self._forget_step()
-        if self._lane is not None and self._lane.stage == 0:
+        if self._lane is not None and self._lane.stage in (0, len(self._lane.places) - 1):
             self._say(StepCommitted(device=self.place.device, record=record))
 
     def _forget_step(self) -> None:

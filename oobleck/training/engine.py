@@ -519,7 +519,7 @@ class Engine:
         self._forget_step()
         if (pace := self._pace.take()) is not None:
             self._report(pace)
-        if self._lane is not None and self._lane.is_first:
+        if self._lane is not None and (self._lane.is_first or self._lane.is_last):
             self._report(StepCommitted(device=self._place.device, record=record))
 
     @property

@@ -100,3 +100,9 @@ def test_losing_f_nodes_never_ends_a_run(scenario: Scenario):
     world = play(scenario)
     assert world.ended is not None
     assert world.ended.exit_code == 0, world.ended.reason
+
+
+def test_no_sum_is_posted_after_a_fence_that_left_out_a_section():
+    shape = Shape(reductions=2)
+    kills = (Fault(after=3, kind="kill", target=1), Fault(after=57, kind="kill", target=0))
+    play(Scenario(shape, faults=kills, seed=875416, calm=0))
