@@ -120,12 +120,14 @@ def test_words_that_are_neither_hostfile_nor_script_are_refused(tmp_path: Path, 
 
 def test_what_the_page_says_is_read_as_it_stands():
     page = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    stream, source = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    exec(stream, {"__name__": "script"})
     described = run_script(script(source))
     job = load_job(json.dumps(described.settings), source="train.py", has_lines=False)
     assert (job.model.type, job.optimizer.warmup_steps, job.num_microbatches) == ("llama", 100, 16)
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    text, shards = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     assert load_job(text, source="page").model.config["intermediate_size"] == 1376
+    assert load_job(shards, source="page").data.shards == ("/data/part-*.bin",)
     examples = {
         path.name for path in (Path(__file__).parents[1] / "examples").iterdir() if path.suffix in (".py", ".yaml")
     }
