@@ -107,8 +107,8 @@ MUTATIONS = (
         name="behind_but_trusted",
         what="layers are read from workers that missed a section which others have banked",
         file="oobleck/control/recovery.py",
-        old="for place, status in current.items() if banks[place] == bank or place in bank_behind}",
-        new="for place, status in current.items()}",
+        old="    missed = {key for key in alike if banks[key] != bank and key not in behind_bank}\n",
+        new="    missed = set()\n",
         caught_by="tests/control/test_recovery.py::test_who_missed_a_section_holds_nothing",
     ),
     Mutation(

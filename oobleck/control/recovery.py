@@ -92,15 +92,19 @@ def judge(
     applied = max([newest.step if newest else 0, *(status.applied for status in holders.values())])
     behind = {place for place, status in holders.items() if status.reduced == applied}
     current = {place: status for place, status in holders.items() if status.applied == applied or place in behind}
-    banks = {place: _bank(status, applied, bank_of) for place, status in current.items()}
+    # Thousands of workers answer alike, with one value between them.
+    alike = {id(status): status for status in current.values()}
+    banks = {key: _bank(status, applied, bank_of) for key, status in alike.items()}
     bank = max(banks.values(), default=NOTHING_BANKED)
-    bank_behind = {
-        place
-        for place, status in current.items()
+    behind_bank = {
+        key
+        for key, status in alike.items()
         if status.bank_reduced is not None and (status.adopted, status.bank_reduced) == bank
     }
-    current = {place: status for place, status in current.items() if banks[place] == bank or place in bank_behind}
-    said = (status.banked for place, status in current.items() if banks[place] == bank)
+    missed = {key for key in alike if banks[key] != bank and key not in behind_bank}
+    if missed:
+        current = {place: status for place, status in current.items() if id(status) not in missed}
+    said = (status.banked for key, status in alike.items() if banks[key] == bank)
     # Workers that hold the same share one set, so that thousands of them cost little.
     layers = {held: frozenset(held) for held in {status.layers for status in current.values()}}
     generations = {status.adopted for status in current.values()}
@@ -111,13 +115,13 @@ def judge(
         adopted=generations.pop() if len(generations) == 1 else None,
         held={
             place: layers[status.layers] & planned_layers(plans[status.adopted], place)
-            if place in behind or place in bank_behind
+            if place in behind or id(status) in behind_bank
             else layers[status.layers]
             for place, status in current.items()
         },
         bank=bank,
         banked=next((record for record in said if record is not None), None),
-        is_bank_behind=bool(bank_behind),
+        is_bank_behind=bool(behind_bank),
     )
 
 

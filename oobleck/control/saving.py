@@ -108,8 +108,9 @@ class Saving:
     @property
     def is_enabled(self) -> bool:
         """Whether the user wants it, and all workers have a place to save in."""
-        workers = [worker for member in self._members.ready for worker in member.ready.values()]
-        return self._job.checkpoint.enabled and bool(workers) and all(worker.saves for worker in workers)
+        ready = self._members.ready
+        saves = (worker.saves for member in ready for worker in member.ready.values())
+        return self._job.checkpoint.enabled and bool(ready) and all(saves)
 
     @property
     def is_settled(self) -> bool:

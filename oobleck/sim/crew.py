@@ -98,7 +98,7 @@ class Crew:
             until_s = now_s if self._stopped_s is None else self._stopped_s
             done = (until_s - self._began_s) / self._this_s
             self._step_s = self._pace.step_s(self._plan, self._factors)
-            self._rest_s = self._rest_of_step_s(self._plan)
+            self._rest_s = self._rest_of_step_s(self._plan) if self._banked.microbatches else self._step_s
             self._began_s = until_s - done * self._this_s
 
     def forget(self, node: str) -> None:
@@ -313,7 +313,7 @@ class Crew:
         self._teams = _teams(order.plan)
         self._banked, self._num_sections, self._number = order.banked, order.num_sections, 0
         self._step_s = self._pace.step_s(order.plan, self._factors)
-        self._rest_s = self._rest_of_step_s(order.plan)
+        self._rest_s = self._rest_of_step_s(order.plan) if self._banked.microbatches else self._step_s
         self._began_s = pending.adopt_s
         self._resumed = Resumed(
             device=0,
