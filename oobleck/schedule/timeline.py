@@ -49,13 +49,21 @@ class Timeline:
     """By link, in order; what takes no time has none."""
     ends_s: tuple[float, ...]
     """When each stage has done its last instruction."""
-    peak_memory_bytes: tuple[int, ...]
-    """For each stage, static memory and activations; the shortest its devices may have together."""
+    costs: tuple[StageCost, ...]
+    """What it was evaluated with, for each virtual stage."""
 
     @property
     def makespan_s(self) -> float:
         """When the last stage has ended: the time of one step."""
         return max(self.ends_s)
+
+    @cached_property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """For each stage, static memory and activations; the shortest its devices may have together."""
+        return tuple(
+            _peak_memory(program, self.costs[stage :: self.schedule.num_stages])
+            for stage, program in enumerate(self.schedule.programs)
+        )
 
     @cached_property
     def compute_end_s(self) -> float:
@@ -97,10 +105,7 @@ def timeline(schedule: Schedule, costs: Sequence[StageCost]) -> Timeline:
         spans=tuple(map(tuple, run.spans)),
         transfers=tuple(transfer for link in sorted(run.links) for transfer in run.links[link].transfers),
         ends_s=tuple(run.now_s),
-        peak_memory_bytes=tuple(
-            _peak_memory(program, costs[stage :: schedule.num_stages])
-            for stage, program in enumerate(schedule.programs)
-        ),
+        costs=tuple(costs),
     )
 
 
