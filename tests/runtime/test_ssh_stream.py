@@ -8,7 +8,7 @@ import trio.testing
 
 from .ssh_servers import SERVERS, reach
 
-_CLOGGED_AFTER_S = 0.7
+_CLOGGED_AFTER_S = 0.35
 """A sender that could send nothing for so long is taken for clogged; buffers move within milliseconds, where the
 machine is not busy."""
 
