@@ -16,7 +16,7 @@ from oobleck.job import JobSpec
 from oobleck.training.assembly import assemble, structure_of_job
 from oobleck.training.batches import IGNORED_LABEL, Batch
 from oobleck.training.data import Dataset
-from oobleck.training.models import MicrobatchKey, StageModel
+from oobleck.training.models import MicrobatchKey, ModelStructure, StageModel
 from oobleck.training.sampling import samples_of_step
 
 __all__ = ["each_reference_loss", "losses_of_rows", "reference_losses"]
@@ -48,14 +48,7 @@ def each_reference_loss(
     torch.set_num_threads(1)  # two wait for each other, where others use the machine as well: ten times as slow
     assembly = assemble(job, cache_dir=cache_dir)
     dataset, structure = assembly.train, assembly.structure
-    model = StageModel(structure, dtype=getattr(torch, job.dtype), device="cpu")
-    model.adopt(0, structure.num_layers, {})
-    model.initialize(range(structure.num_layers), seed=job.seed)
-    optimizer = torch.optim.AdamW(
-        _parameter_groups(model.parameters, job.optimizer.weight_decay),
-        betas=(job.optimizer.adam_beta1, job.optimizer.adam_beta2),
-        eps=job.optimizer.adam_epsilon,
-    )
+    model, optimizer = _beginning(job, structure)
     for step in range(1, job.max_steps + 1):
         samples = samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples)
         num_items = len(samples) * dataset.items_per_sample
@@ -69,21 +62,15 @@ def each_reference_loss(
             )
             loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters.values(), job.optimizer.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(job, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        _apply(job, model, optimizer, step)
         if evaluations is not None and job.eval_steps and step % job.eval_steps == 0:
             assert assembly.validation is not None
             evaluations.append(_evaluated(model, assembly.validation, job))
         yield total
 
 
-def losses_of_rows(job: JobSpec, batches: Sequence[torch.Tensor]) -> list[float]:
-    """Losses of steps that take these samples, [samples, length] each; the last may have fewer than others."""
-    torch.set_num_threads(1)
-    structure = structure_of_job(job)
+def _beginning(job: JobSpec, structure: ModelStructure) -> tuple[StageModel, torch.optim.Optimizer]:
+    """The whole model with its initial values, and its optimizer."""
     model = StageModel(structure, dtype=getattr(torch, job.dtype), device="cpu")
     model.adopt(0, structure.num_layers, {})
     model.initialize(range(structure.num_layers), seed=job.seed)
@@ -92,6 +79,22 @@ def losses_of_rows(job: JobSpec, batches: Sequence[torch.Tensor]) -> list[float]
         betas=(job.optimizer.adam_beta1, job.optimizer.adam_beta2),
         eps=job.optimizer.adam_epsilon,
     )
+    return model, optimizer
+
+
+def _apply(job: JobSpec, model: StageModel, optimizer: torch.optim.Optimizer, step: int) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters.values(), job.optimizer.max_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = _learning_rate(job, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def losses_of_rows(job: JobSpec, batches: Sequence[torch.Tensor]) -> list[float]:
+    """Losses of steps that take these samples, [samples, length] each; the last may have fewer than others."""
+    torch.set_num_threads(1)
+    structure = structure_of_job(job)
+    model, optimizer = _beginning(job, structure)
     losses = []
     for step, rows in enumerate(batches, 1):
         num_items = rows.shape[0] * (rows.shape[1] - 1)
@@ -106,11 +109,7 @@ def losses_of_rows(job: JobSpec, batches: Sequence[torch.Tensor]) -> list[float]
             loss = model.forward(batch, None, num_items=num_items, key=key)
             loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters.values(), job.optimizer.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(job, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        _apply(job, model, optimizer, step)
         losses.append(total)
     return losses
 

@@ -17,7 +17,7 @@ class SlowDisk:
     """A store whose disk takes three seconds for everything."""
 
     def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
-        raise NotImplementedError
+        raise AssertionError("nobody opens it here")
 
     async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
         await trio.sleep(3)
@@ -33,7 +33,7 @@ class SlowDisk:
 async def test_what_was_handed_over_is_written_before_anybody_leaves(autojump_clock: trio.testing.MockClock) -> None:
     said: list[AgentMessage] = []
     keeping = Safekeeping(SlowDisk(), said.append)
-    state = SavedState(name="step-1", step=1, generation=1, saved_at=5)
+    state = SavedState(name="step-1", step=1, generation=1, saved_at="2026-02-01T00:00:00")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keeping.run)
         await keeping.settle()
