@@ -380,6 +380,10 @@ class JobSpec:
         is_whole = self.tensor_parallel > 1 or self.compile
         return self.schedule == "zero-bubble" or (self.schedule == "auto" and not is_whole)
 
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the model is evaluated after a step: that depends on its number alone, so that all agree."""
+        return self.eval_steps is not None and step > 0 and step % self.eval_steps == 0
+
     @property
     def num_microbatches(self) -> int:
         """Microbatches in one step, over all pipelines."""

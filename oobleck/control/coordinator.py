@@ -344,6 +344,7 @@ class Coordinator:
             self._restoring.begin_from(remains.origin)
         for record in remains.records:
             self._progress.restore(record)
+        self._progress.restore_evaluated(remains.evaluated_step)
         self._preparation.profile = remains.profile
         self._reconfiguration.restore(
             remains.profile,

@@ -272,7 +272,7 @@ class Evaluating:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone:
-    """The model of a step is evaluated; said by the first stage of each pipeline."""
+    """The model of a step is evaluated; said by the first and the last stage of each pipeline."""
 
     device: int
     step: int

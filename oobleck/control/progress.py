@@ -23,7 +23,7 @@ class Progress:
     """Mutable: moves with every step that is told to be committed."""
 
     def __init__(self, job: JobSpec, outbox: Outbox) -> None:
-        self._tokens_per_sample = job.data.sequence_length
+        self._job = job
         self._outbox = outbox
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
         self._evaluated_step = 0
@@ -46,7 +46,7 @@ class Progress:
         if record.step <= self.last_step or record.generation < self._base_generation:
             return False
         self.restore(record)
-        tokens = record.num_samples * self._tokens_per_sample
+        tokens = record.num_samples * self._job.data.sequence_length
         self._outbox.record(StepDone(t_s=self._outbox.now_s, record=record, tokens=tokens))
         return True
 
@@ -65,8 +65,13 @@ class Progress:
             )
         )
 
+    def owes_evaluation(self, step: int) -> bool:
+        """Whether a step's evaluation is due, and nobody has told its outcome."""
+        return self._job.is_evaluated(step) and step > self._evaluated_step
+
     def go_back(self, step: int, *, generation: int) -> None:
-        """The state is that of a checkpoint; what older generations have committed since is as if it had never been."""
+        """The state is that of a checkpoint; what older generations have done since is as if it had never been."""
+        self._evaluated_step = min(self._evaluated_step, step)
         self.last_record = None
         self._base_step, self._base_generation = step, generation
 
@@ -74,6 +79,10 @@ class Progress:
         """Note a step that the journal knows."""
         self.last_record = record
         self._step_times_s.append(record.duration_s)
+
+    def restore_evaluated(self, step: int) -> None:
+        """Note the newest step whose evaluation the journal knows; 0 where it knows none."""
+        self._evaluated_step = step
 
     def expect(self, least_s: float) -> None:
         """Take it for a hang when no step is committed in so many seconds, or many times the usual time."""

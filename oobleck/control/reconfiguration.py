@@ -413,12 +413,10 @@ class Reconfiguration:
 
         It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
         banked, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
-        after a hang that nobody explains, for it would be finished by the groups that hang. Raises PlanningError or
-        Unrecoverable.
+        before the evaluation that the new plan is to begin with, nor after a hang that nobody explains, for it would
+        be finished by the groups that hang. Raises PlanningError or Unrecoverable.
         """
-        finish = None if self._is_unexplained else self.generations.step_to_finish(verdict, statuses, lost)
-        if finish is not None and not self._sharding.can_finish(finish, verdict.adopted or 0):
-            finish = None  # nobody has begun it, or it is to be begun with other records
+        finish = self.generations.step_to_finish(verdict, statuses, lost) if self._may_finish(verdict) else None
         decision = self._replan_from(verdict, statuses, base, finish=finish, lost=lost)
         if finish is None or not broken_pipelines(base, lost):
             return decision, finish
@@ -433,6 +431,12 @@ class Reconfiguration:
         what = f"{len(banked)} of {base.num_microbatches} microbatches of step {finish} are banked, the others are"
         again = f"{what if banked else f'step {finish} is'} run again, in {again_s:.1f} s"
         return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
+
+    def _may_finish(self, verdict: Verdict) -> bool:
+        """Whether the step in flight can have been begun by all, and is to be ended by the groups that began it."""
+        evaluates_first = verdict.bank == NOTHING_BANKED and self._progress.owes_evaluation(verdict.applied)
+        has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
+        return has_records and not evaluates_first and not self._is_unexplained
 
     def _rest_s(self, decision: Decision, banked: Collection[int]) -> float:
         """Seconds of a step under a new plan, when these microbatches are banked."""

@@ -17,6 +17,7 @@ from .journal import (
     Cause,
     CheckpointSaved,
     DataPlaced,
+    Evaluated,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -54,6 +55,8 @@ class Remains:
     profile_json: str = ""
     records: list[CommitRecord] = field(default_factory=list)
     """Of all committed steps that are known."""
+    evaluated_step: int = 0
+    """The newest whose evaluation is known."""
     restored: PlanAdopted | None = None
     """The newest plan that went back to a checkpoint."""
     origin: str | None = None
@@ -133,12 +136,15 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
                 remains.restored = entry
                 remains.origin = remains.origin or entry.restored
                 remains.records.clear()
+                remains.evaluated_step = min(remains.evaluated_step, entry.restored_step)
         case CheckpointSaved():
             remains.saved.append(KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at))
         case ScalingDecided(num_nodes=num_nodes):
             remains.target = num_nodes
         case StepDone(record=record):
             remains.records.append(record)
+        case Evaluated(step=step):
+            remains.evaluated_step = step
         case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
             remains.shards.note(entry)
         case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):

@@ -219,7 +219,7 @@ class Engine:
     def _evaluate(self, plan: ExecutionPlan, lane: Lane, key: GroupKey) -> None:
         """Evaluate the model if it is due. Raises Interrupted or PeerLost."""
         step = self._standing.applied
-        if self._evaluator is None or not self._evaluator.is_due(step):
+        if self._evaluator is None or not self._job.is_evaluated(step):
             return
         located = plan.locate(self._place)
         assert located is not None
@@ -238,7 +238,7 @@ class Engine:
                 interrupted=self._standing.is_fenced,
             )
         self._step_ended_s = time.monotonic()
-        if lane.is_first:
+        if lane.is_first or lane.is_last:
             done = EvaluationDone(
                 device=self._place.device,
                 step=step,

@@ -1,8 +1,8 @@
 """Evaluation between two steps: every pipeline takes its share of the samples forward, and all sum their losses.
 
-Nothing of a step is in flight meanwhile, so a failure costs the evaluation alone: whoever is interrupted gives it up,
-and recovery goes on as it does between any two steps. Whether a step's evaluation is due depends on its number alone;
-a plan that takes effect at such a step begins with it, so that all who are in the plan agree.
+Nothing of a step is in flight meanwhile, so a failure costs some time alone: whoever is interrupted gives up, and
+recovery goes on as it does between any two steps. A plan that takes effect at a step whose evaluation is due begins
+with it, so that all who are in the plan agree; and plans take effect there until the coordinator is told the outcome.
 """
 
 from __future__ import annotations
@@ -69,10 +69,6 @@ class Evaluator:
                 f"eval_steps: {num_samples} samples are not one microbatch of {job.microbatch_size}; keep more by "
                 "data.validation_split, or raise max_eval_samples"
             )
-
-    def is_due(self, step: int) -> bool:
-        """Whether the model of a step is to be evaluated."""
-        return step > 0 and self._job.eval_steps is not None and step % self._job.eval_steps == 0
 
     def run(
         self,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from oobleck.control.journal import Cause, Evaluated, NodeLost, RecoveryStarted
-from oobleck.control.messages import Evaluating, EvaluationDone
-from tests.control.bench import Bench
+from dataclasses import replace
+
+import pytest
+
+from oobleck.control.events import Record
+from oobleck.control.journal import Cause, Evaluated, NodeLost, PlanAdopted, RecoveryStarted
+from oobleck.control.messages import Evaluating, EvaluationDone, Order
+from oobleck.control.outbox import Outbox
+from oobleck.control.progress import Progress
+from oobleck.control.remains import read_remains
+from tests.control.bench import Bench, record
 from tests.control.model import Shape
 
 NODES = ("n0", "n1", "n2")
 
 
-def training() -> Bench:
-    bench = Bench(Shape(num_nodes=3, num_pipelines=3))
+def training(*, eval_steps: int | None = None) -> Bench:
+    shape = Shape(num_nodes=3, num_pipelines=3)
+    bench = Bench(shape, job=replace(shape.job, eval_steps=eval_steps, max_steps=9))
     bench.prepare()
     return bench
 
@@ -58,3 +67,57 @@ def test_words_about_a_device_that_a_node_does_not_have_cost_it():
     bench = training()
     bench.say("n1", Evaluating(device=5, step=1))
     assert [entry.node for entry in bench.journal(NodeLost)] == ["n1"]
+
+
+def plan_after_a_loss(bench: Bench, applied: int) -> Order:
+    """What is ordered once n2 is lost and the others have told that this step is their last."""
+    bench.commit("n0", applied)
+    bench.fail("n2")
+    bench.wait(0.1)
+    for node in ("n0", "n1"):
+        bench.answer(node, adopted=1, applied=applied, last_record=record(applied), layers=(0, 1, 2, 3))
+    bench.wait(0.1)
+    return bench.orders[-1]
+
+
+@pytest.mark.parametrize(("applied", "finish"), [(1, 2), (2, None), (3, 4)])
+def test_a_plan_takes_effect_where_an_evaluation_was_broken_off(applied: int, finish: int | None):
+    """It begins with the evaluation there; a step that follows no evaluation is finished as ever."""
+    order = plan_after_a_loss(training(eval_steps=2), applied)
+    assert (order.finish, order.boundary) == (finish, finish or applied)
+
+
+def test_an_evaluation_that_is_told_is_not_made_again():
+    bench = training(eval_steps=2)
+    bench.say("n1", done(2))
+    assert plan_after_a_loss(bench, 2).finish == 3
+
+
+def test_a_new_master_knows_what_was_evaluated_and_what_was_forgotten_with_a_checkpoint():
+    bench = training(eval_steps=3)
+    bench.commit("n0", 6)
+    bench.say("n0", done(3), done(6))
+    entries = bench.entries(bench.commands)
+    remains = read_remains(entries)
+    assert remains is not None
+    assert remains.evaluated_step == 6
+    adopted = next(entry for entry in entries if isinstance(entry, PlanAdopted))
+    remains = read_remains([*entries, replace(adopted, generation=2, restored="step-4", restored_step=4)])
+    assert remains is not None
+    assert remains.evaluated_step == 4
+
+
+def test_what_is_evaluated_again_after_going_back_is_told_again():
+    outbox = Outbox()
+    progress = Progress(Shape(num_nodes=3).job, outbox)
+    for step in (3, 6):
+        progress.evaluate(done(step))
+    progress.go_back(4, generation=2)
+    progress.evaluate(done(3))
+    progress.evaluate(done(6, loss=1.0))
+    told = [command.entry for command in outbox.take() if isinstance(command, Record)]
+    assert [(entry.step, entry.loss) for entry in told if isinstance(entry, Evaluated)] == [
+        (3, 2.0),
+        (6, 2.0),
+        (6, 1.0),
+    ]

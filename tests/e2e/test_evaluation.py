@@ -46,7 +46,7 @@ def test_it_is_what_one_process_computes_and_costs_no_step(
 
 
 @pytest.mark.parametrize("node", [pytest.param("node0", marks=pytest.mark.slow), "node3"])
-def test_a_node_that_dies_in_an_evaluation_changes_nothing_that_is_trained(
+def test_a_node_that_dies_in_an_evaluation_changes_nothing(
     runner: Runner, reference: tuple[list[float], list[float]], node: str
 ) -> None:
     """The node is killed when the step is committed; evaluating takes many times as long as the news."""
@@ -55,7 +55,7 @@ def test_a_node_that_dies_in_an_evaluation_changes_nothing_that_is_trained(
     assert largest_gap(outcome.losses, reference[0]) < TOLERANCE
     evaluated = _evaluations(runner)
     expected = dict(zip((3, 6, 9, 12), reference[1], strict=True))
-    assert {3, 9, 12} <= evaluated.keys()
+    assert evaluated.keys() == expected.keys(), "whoever is left makes it again"
     assert max(abs(entry["loss"] - expected[step]) for step, entry in evaluated.items()) < TOLERANCE
     recovery = outcome.summary["recoveries"][0]
     assert recovery["nodes"] == [node]
