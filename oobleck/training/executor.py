@@ -17,7 +17,7 @@ import torch
 
 from oobleck.control.standing import Interrupted
 from oobleck.planner import Place
-from oobleck.schedule import Instruction, Op, Program
+from oobleck.schedule import Instruction, Op, Program, ScheduleKind
 
 from .data import Batch, Dataset
 from .groups import Group
@@ -45,6 +45,7 @@ class Lane:
     """Which of the devices that share the stage this is."""
     degree: int = 1
     """How many share each stage."""
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
 
     def member(self, stage: int) -> int:
         """The neighbour at another stage, as the group counts: the device of like rank."""

@@ -1,0 +1,88 @@
+"""What the training thread's time went into: how fast this worker computes, when it did, and what it waited for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from oobleck.wire import Pace
+
+__all__ = ["Timesheet"]
+
+_PACE_INTERVAL_S = 1.0
+_STEPS_TIMED = 16
+"""Over how many steps it is told what was computed and what waited for."""
+_BUSY_TIMES = 16
+"""How many stretches of computation are remembered, to tell how long a recovery kept everybody waiting."""
+
+
+class Timesheet:
+    """Mutable: grows with each stretch of computation, and is ruled off after each step."""
+
+    def __init__(self, device: int) -> None:
+        self._pace = _PaceMeter(device)
+        self._step_began_s = time.monotonic()
+        self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
+        self._busy_in_step: list[tuple[float, float]] = []
+        self._spent_s: deque[tuple[float, float]] = deque(maxlen=_STEPS_TIMED)
+
+    def add(self, began_s: float, ended_s: float, *, waited_s: float, num_microbatches: int) -> None:
+        """Note a stretch of computation, in which neighbours were waited for."""
+        self._busy_in_step.append((began_s, ended_s))
+        self._pace.add(ended_s - began_s - waited_s, num_microbatches)
+
+    def begin_step(self) -> None:
+        """The step takes from here on."""
+        self._step_began_s = time.monotonic()
+
+    def forget_step(self) -> None:
+        """What was computed of the step was in vain."""
+        self._busy_in_step = []
+
+    def end_step(self, waited_s: float | None) -> None:
+        """The step is applied; None for a worker that has computed nothing of it."""
+        self.begin_step()
+        self._busy_s.extend(self._busy_in_step)
+        if waited_s is not None:
+            whole_s = sum(end_s - start_s for start_s, end_s in self._busy_in_step)
+            self._spent_s.append((whole_s - waited_s, waited_s))
+
+    @property
+    def step_s(self) -> float:
+        """How long the step in flight has taken so far, in seconds."""
+        return time.monotonic() - self._step_began_s
+
+    @property
+    def busy_s(self) -> tuple[tuple[float, float], ...]:
+        """When it computed in the latest steps, by the monotonic clock."""
+        return tuple(self._busy_s)
+
+    def spent(self) -> tuple[float, float]:
+        """Seconds of the latest steps in which this worker computed, and in which it waited for its neighbours."""
+        return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
+
+    def take_pace(self) -> Pace | None:
+        """What the master compares nodes by, to find the slow ones: once a second at most."""
+        return self._pace.take()
+
+
+class _PaceMeter:
+    """Adds up computation, and hands out a report when it is due."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._compute_s = 0.0
+        self._microbatches = 0
+        self._since_s = time.monotonic()
+
+    def add(self, compute_s: float, num_microbatches: int) -> None:
+        self._compute_s += compute_s
+        self._microbatches += num_microbatches
+
+    def take(self) -> Pace | None:
+        """The report that is due, and begin the next one; None while it is too early."""
+        if time.monotonic() < self._since_s + _PACE_INTERVAL_S or not self._microbatches:
+            return None
+        pace = Pace(device=self._device, compute_s=self._compute_s, microbatches=self._microbatches)
+        self._compute_s, self._microbatches, self._since_s = 0.0, 0, time.monotonic()
+        return pace
