@@ -75,7 +75,7 @@ MUTATIONS = (
         name="commit_without_agreement",
         what="a step is committed without the all-reduce over everybody",
         file="oobleck/sim/worker.py",
-        old="        said = yield from self._sum(key, sequence, work.step)",
+        old="        said = yield from self._groups.sum(key, sequence, work.step)",
         new="        said = (*wish, *range(self._job.num_microbatches - int(self._bank.loss)))",
         caught_by=KILLS,
     ),

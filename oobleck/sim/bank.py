@@ -6,7 +6,7 @@ nothing ── begin ──> reducing ── all sums are here ──> committin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oobleck.control.messages import Banked, BankRecord
@@ -14,13 +14,12 @@ from oobleck.control.recovery import NOTHING_BANKED
 from oobleck.control.standing import Interrupted, PeerLost, Standing
 
 from .fabric import Contribution, Fabric, GroupKey, Violation, Wait
+from .groups import GroupTable
+from .lane import Reduction
+from .layers import HeldLayers
+from .moves import Moves
 
-__all__ = ["Bank", "Moves"]
-
-Moves = Generator[Wait, None, None]
-
-Bucket = tuple[GroupKey, tuple[int, ...]]
-"""A group, and the layers whose gradients it sums."""
+__all__ = ["Bank"]
 
 
 @dataclass(slots=True)
@@ -42,19 +41,15 @@ class _Pending:
 class Bank:
     """Mutable: what is banked of the step in flight, and the section that is about to be."""
 
-    def __init__(
-        self,
-        standing: Standing,
-        fabric: Fabric,
-        *,
-        post: Callable[[GroupKey, Contribution], int],
-        is_last: Callable[[], bool],
-    ) -> None:
-        """`post` takes part in an all-reduce and returns its number; `is_last` tells who knows of losses."""
+    def __init__(self, standing: Standing, fabric: Fabric, groups: GroupTable, layers: HeldLayers) -> None:
+        """`layers` get the sums of what is banked."""
         self._standing = standing
         self._fabric = fabric
-        self._post = post
-        self._is_last = is_last
+        self._groups = groups
+        self._layers = layers
+        self._reduction: Reduction | None = None
+        """Of the plan in force; None for a spare."""
+        self._is_last = False
         self._pending: _Pending | None = None
         self._generation = 0
         self._number = 0
@@ -63,8 +58,9 @@ class Bank:
         self.loss = 0.0
         """Of what is banked: one for each microbatch."""
 
-    def adopt(self, generation: int, before: Banked) -> None:
-        """A plan comes into force, with this banked of the step in flight."""
+    def adopt(self, generation: int, before: Banked, reduction: Reduction | None, *, is_last: bool) -> None:
+        """A plan comes into force, with this banked of the step in flight; the last stage knows of losses."""
+        self._reduction, self._is_last = reduction, is_last
         self._generation, self._number, self.loss = generation, 0, before.loss
         self._before = before.generation, before.number
         self._pending = None
@@ -79,20 +75,15 @@ class Bank:
         self._number, self.loss = 0, 0.0
         self._before = NOTHING_BANKED
 
-    def begin(
-        self,
-        step: int,
-        mine: Sequence[int],
-        buckets: Sequence[Bucket],
-        digests: Callable[[Sequence[int]], tuple[int, ...]],
-    ) -> None:
-        """Post a section's gradients."""
+    def begin(self, step: int, mine: tuple[int, ...]) -> None:
+        """Post the gradients of a section's microbatches."""
         assert self._pending is None
-        contribution = tuple(mine)
+        assert self._reduction is not None
         posted = [
-            (key, layers, self._post(key, Contribution(step, contribution, digests(layers)))) for key, layers in buckets
+            (key, layers, self._groups.post(key, Contribution(step, mine, self._layers.digests(layers))))
+            for key, layers in self._reduction.buckets
         ]
-        self._pending = _Pending(self._number + 1, step, contribution, posted)
+        self._pending = _Pending(self._number + 1, step, mine, posted)
 
     @property
     def is_busy(self) -> bool:
@@ -103,11 +94,12 @@ class Bank:
     def has_failed(self) -> bool:
         return self._pending is not None and self._pending.has_failed
 
-    def look(self, commit_key: GroupKey, fold: Callable[[Mapping[int, tuple[int, ...]], BankRecord], None]) -> Moves:
-        """Move on as far as the others let us; `fold` adds sums to what the worker keeps. Nothing is raised."""
+    def look(self) -> Moves:
+        """Move on as far as the others let us. Nothing is raised."""
         pending = self._pending
         if pending is None or pending.has_failed or self._standing.is_fenced():
             return
+        commit_key = self._commit_key
         try:
             if pending.commit is None and all(self._fabric.is_complete(key, at) for key, _, at in pending.posted):
                 yield self._pause("sums of a section are here", [key for key, _, _ in pending.posted])
@@ -115,8 +107,8 @@ class Bank:
                     pending.summed.update(dict.fromkeys(layers, self._fabric.total(key, at, pending.step)))
                 self._standing.note_bank_reduced(pending.number)
                 yield self._pause("about to bank", [commit_key])
-                mine = pending.mine if self._is_last() else ()
-                pending.commit = self._post(commit_key, Contribution(pending.step, mine))
+                mine = pending.mine if self._is_last else ()
+                pending.commit = self._groups.post(commit_key, Contribution(pending.step, mine))
             if pending.commit is not None and self._fabric.is_complete(commit_key, pending.commit):
                 yield self._pause("agreed to bank", [commit_key])
                 agreed = self._fabric.total(commit_key, pending.commit, pending.step)
@@ -130,23 +122,28 @@ class Bank:
                     loss=self.loss + len(agreed),
                 )
                 self._standing.bank(record)
-                self._fold(pending, record, fold)
+                self._fold(pending, record)
         except PeerLost:
             pending.has_failed = True
         except Interrupted:
             pass  # a fence came first: whoever ordered it decides what becomes of the section
 
-    def settle(self, commit_key: GroupKey, fold: Callable[[Mapping[int, tuple[int, ...]], BankRecord], None]) -> Moves:
+    @property
+    def _commit_key(self) -> GroupKey:
+        assert self._reduction is not None
+        return self._reduction.commit_key
+
+    def settle(self) -> Moves:
         """Wait for the section on its way. Raises Interrupted or PeerLost."""
         while self._pending is not None and not self._pending.has_failed:
             try:
-                yield self._arrival(commit_key)
+                yield self._arrival(self._commit_key)
             except PeerLost:
                 self._pending.has_failed = True
                 raise
             if self._standing.is_fenced():
                 raise Interrupted
-            yield from self.look(commit_key, fold)
+            yield from self.look()
         if self.has_failed:
             raise PeerLost("a section's sums")
 
@@ -165,26 +162,21 @@ class Bank:
             touches_network=any(len(key.members) > 1 for key, _ in posted),
         )
 
-    def catch_up(self, record: BankRecord, fold: Callable[[Mapping[int, tuple[int, ...]], BankRecord], None]) -> None:
+    def catch_up(self, record: BankRecord) -> None:
         """Bank by order what is reduced."""
         if self._standing.catch_up_bank(record):
             assert self._pending is not None
             if not self._pending.summed:
                 raise Violation(f"section {record.number} of step {record.step} is claimed to be reduced")
-            self._fold(self._pending, record, fold)
+            self._fold(self._pending, record)
 
     def give_back(self) -> tuple[int, ...]:
         """Give up the section on its way; return the microbatches that were put into it."""
         pending, self._pending = self._pending, None
         return () if pending is None else pending.mine
 
-    def _fold(
-        self,
-        pending: _Pending,
-        record: BankRecord,
-        fold: Callable[[Mapping[int, tuple[int, ...]], BankRecord], None],
-    ) -> None:
-        fold(pending.summed, record)
+    def _fold(self, pending: _Pending, record: BankRecord) -> None:
+        self._layers.fold(pending.summed, record)
         self._pending = None
         self._number, self.loss = pending.number, record.loss
 

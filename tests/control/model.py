@@ -62,8 +62,8 @@ from oobleck.planner import (
     profile_to_json,
 )
 from oobleck.sim.fabric import Fabric, Violation
+from oobleck.sim.layers import Version
 from oobleck.sim.shards import VirtualShards
-from oobleck.sim.worker import Version
 
 from .model_worker import SteppedWorker
 

@@ -13,28 +13,20 @@ from oobleck.job import JobSpec
 from oobleck.planner import Place, Profile
 from oobleck.schedule import Instruction, Op, ScheduleKind, compile_schedule
 from oobleck.sim.fabric import Fabric, Violation, Wait
+from oobleck.sim.lane import Lane
+from oobleck.sim.moves import Moves
+from oobleck.sim.program import Programs, Work
 from oobleck.sim.shards import VirtualShards
 from oobleck.sim.tempo import Tempo
-from oobleck.sim.worker import Lane, Moves, VirtualWorker, Work
+from oobleck.sim.worker import VirtualWorker
 
 __all__ = ["SteppedWorker"]
 
 
-class SteppedWorker(VirtualWorker):
-    """One worker process without a clock: whoever calls `step` decides how long everything takes."""
+class SteppedPrograms(Programs):
+    """Programs without a clock, with messages between stages."""
 
-    def __init__(
-        self,
-        place: Place,
-        job: JobSpec,
-        fabric: Fabric,
-        say: Callable[[WorkerMessage], None],
-        profile: Profile,
-        shards: VirtualShards,
-    ) -> None:
-        super().__init__(place, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0, shards=shards)
-
-    def _execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
+    def execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
         schedule = compile_schedule(
             ScheduleKind.ONE_F_ONE_B,
             num_stages=len(lane.places),
@@ -44,21 +36,21 @@ class SteppedWorker(VirtualWorker):
         )
         if self.standing.is_broken:
             raise PeerLost("a program of this step failed half-way before")
-        self._say_resumed()
+        self.on_begin()
         try:
             for instruction in schedule.programs[lane.stage]:
                 assert instruction.microbatch is not None
                 if instruction.op is Op.BANK:
-                    yield from self._begin_bank(work)
+                    yield from self.begin_bank(work)
                 else:
                     yield from self._instruct(instruction, microbatches[instruction.microbatch], work, lane)
-                    yield from self._look_after_bank()
+                    yield from self.bank.look()
         except PeerLost:
-            self._spoiled.add(lane.key)
+            self.spoiled.add(lane.key)
             self.standing.note_broken()
             raise
         except Interrupted:
-            self._spoiled.add(lane.key)
+            self.spoiled.add(lane.key)
             raise
 
     def _instruct(self, instruction: Instruction, microbatch: int, work: Work, lane: Lane) -> Moves:
@@ -71,12 +63,12 @@ class SteppedWorker(VirtualWorker):
             case Op.SEND_F | Op.SEND_B:
                 forward = instruction.op is Op.SEND_F
                 target = lane.places[lane.stage + (1 if forward else -1)]
-                yield Wait("send", lambda: True, can_fail=lambda: self._fabric.lacks_a_member(lane.key))
+                yield Wait("send", lambda: True, can_fail=lambda: self.fabric.lacks_a_member(lane.key))
                 tag = 2 * microbatch + (not forward)
-                self._fabric.send(lane.key, self.place, target, tag, (work.step, microbatch))
+                self.fabric.send(lane.key, self.place, target, tag, (work.step, microbatch))
             case Op.BACKWARD:
                 yield Wait("backward", lambda: not stopped(), stopped)
-                if lane.key in self._spoiled:
+                if lane.key in self.spoiled:
                     raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")
                 self.standing.note_microbatch()
                 work.microbatches.append(microbatch)
@@ -87,11 +79,28 @@ class SteppedWorker(VirtualWorker):
         tag = 2 * microbatch + (not forward)
         yield Wait(
             f"{op.value} of microbatch {microbatch} of step {work.step}",
-            lambda: self._fabric.has_mail(lane.key, source, self.place, tag),
+            lambda: self.fabric.has_mail(lane.key, source, self.place, tag),
             self.standing.is_pipeline_stopped,
-            lambda: self._fabric.lacks_a_member(lane.key),
+            lambda: self.fabric.lacks_a_member(lane.key),
             touches_network=True,
         )
-        received = self._fabric.receive(lane.key, source, self.place, tag)
+        received = self.fabric.receive(lane.key, source, self.place, tag)
         if received != (work.step, microbatch):
             raise Violation(f"{self.place} wants microbatch {microbatch} of step {work.step}, got {received}")
+
+
+class SteppedWorker(VirtualWorker):
+    """One worker process without a clock: whoever calls `step` decides how long everything takes."""
+
+    programs = SteppedPrograms
+
+    def __init__(
+        self,
+        place: Place,
+        job: JobSpec,
+        fabric: Fabric,
+        say: Callable[[WorkerMessage], None],
+        profile: Profile,
+        shards: VirtualShards,
+    ) -> None:
+        super().__init__(place, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0, shards=shards)
