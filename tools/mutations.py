@@ -176,9 +176,17 @@ MUTATIONS = (
         caught_by=RESTARTS,
     ),
     Mutation(
+        name="lost_evaluation",
+        what="a step is finished first where an evaluation that was broken off is due before it",
+        file="oobleck/control/replanning.py",
+        old="return has_records and not evaluates_first and",
+        new="return has_records and",
+        caught_by="tests/control/test_evaluation.py::test_a_plan_takes_effect_where_an_evaluation_was_broken_off",
+    ),
+    Mutation(
         name="needless_repetition",
         what="a step is run again although finishing it is quicker",
-        file="oobleck/control/reconfiguration.py",
+        file="oobleck/control/replanning.py",
         old="if finish_s <= again_s + _WORTH_FORGETTING_S:",
         new="if finish_s <= 0:",
         caught_by=(

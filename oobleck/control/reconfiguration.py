@@ -27,14 +27,14 @@ from .journal import Action, Cause, HangExplained, PlanAdopted, RecoveryStarted
 from .membership import Membership
 from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
-from .paces import Paces
 from .planning import schedules_for
 from .progress import Progress
-from .recovery import NOTHING_BANKED, Verdict, broken_pipelines, judge, microbatches_redone
+from .recovery import Verdict, judge, microbatches_redone
+from .replanning import Aftermath, Replanning
 from .restoring import Candidate, Restoring
 from .saving import Saving
 from .scaling import Scaling, with_resting
-from .sections import BANK_COPIES, sections_wanted, shares_of
+from .sections import BANK_COPIES, sections_wanted
 from .sharding import Sharding
 
 if TYPE_CHECKING:
@@ -50,15 +50,10 @@ _ADOPTION_S = 30.0
 """How long a plan may take at least, from its orders to the first step, before it is a hang."""
 _ANSWERS_S = 30.0
 """How long workers may look for checkpoints."""
-_WORTH_FORGETTING_S = 1.0
-"""A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
 _FINDING_S = 2.0
 """How long a master that takes over finds its nodes."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
-
-
-_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +85,7 @@ class Reconfiguration:
         *,
         make_planner: Callable[[Profile], Planner],
     ) -> None:
-        """`make_planner` is called when the first plan is wanted, for it takes a while. It may raise PlanningError."""
+        """`make_planner` makes the planner of the job from a profile. It may raise PlanningError."""
         self._job = job
         self._members = members
         self._progress = progress
@@ -98,18 +93,12 @@ class Reconfiguration:
         self._restoring = restoring
         self._scaling = scaling
         self._sharding = sharding
-        self._distrusted: dict[Place, frozenset[int]] = {}
-        """Layers that differ from their other copies, by holder, until they are replaced."""
+        self._replanning = Replanning(job, members, progress, scaling, sharding, outbox, make_planner=make_planner)
         self._restored_generation = 0
         """What was adopted before the newest checkpoint was gone back to counts for nothing."""
         self._answers_due_s = math.inf
         """How long to wait for those who were asked for checkpoints."""
         self._outbox = outbox
-        self._make_planner = make_planner
-        self._profile: Profile | None = None
-        self._planner: Planner | None = None
-        self._plans_from_s = -math.inf
-        """Before that, a new master has more urgent things to do than to make a planner for nothing but a pace."""
         self._account: RecoveryAccount | None = None
         self._is_explaining = False
         """All are asked what they wait for."""
@@ -117,7 +106,6 @@ class Reconfiguration:
         """Nobody could tell what they wait for: the groups themselves are not to be trusted."""
         self.accused = Accused()
         """Whom the survivors' answers name; the coordinator deals with them."""
-        self._paces: Paces | None = None
         self._regroups = (0, 0)
         """(newest step, how often all regrouped since it was committed)."""
         self.generations = Generations(max_steps=job.max_steps)
@@ -131,36 +119,29 @@ class Reconfiguration:
 
         Raises PlanningError when there is no plan.
         """
-        self._profile = profile
+        self._replanning.know(profile, from_s=self._outbox.now_s)
+        planner = self._replanning.planner
         nodes = [member.spec.name for member in self._members.ready]
-        resting = self._scaling.begin(self._plans(), nodes)
-        decision = self._plans().initial_plan([node for node in nodes if node not in resting])
+        resting = self._scaling.begin(planner, nodes)
+        decision = planner.initial_plan([node for node in nodes if node not in resting])
         decision = with_resting(decision, resting)
         self.generations.begin()
         if candidate is None:
             self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
             return
-        moved = self._replan(decision.plan, candidate.held, lost=frozenset())
+        moved = self._replanning.replan(decision.plan, candidate.held, lost=frozenset())
         reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
         self._go_back(replace(moved, action=decision.action, reason=reason), candidate)
 
     def restore(self, profile: Profile, generations: Generations, *, restored_generation: int) -> None:
         """Go on from the plans that a journal knows, which others have ordered."""
-        self._profile = profile
-        self._plans_from_s = self._outbox.now_s + _FINDING_S
+        self._replanning.know(profile, from_s=self._outbox.now_s + _FINDING_S)
         self.generations = generations
         self._restored_generation = restored_generation
 
     def found(self) -> None:
         """Somebody has told which checkpoints there are."""
         self._decide_when_answered()
-
-    def _plans(self) -> Planner:
-        if self._planner is None:
-            assert self._profile is not None
-            self._planner = self._make_planner(self._profile)
-            self._paces = Paces(self._planner.profile)
-        return self._planner
 
     def begin(self, nodes: list[str], cause: Cause, *, detect_s: float) -> None:
         """Fence all survivors under a new generation; losses during a recovery begin it anew."""
@@ -194,7 +175,7 @@ class Reconfiguration:
 
     def repair(self, distrusted: Mapping[Place, frozenset[int]], *, detect_s: float = 0.0) -> None:
         """Have these copies of layers replaced by the others."""
-        self._distrusted.update(distrusted)
+        self._replanning.distrusted.update(distrusted)
         self.begin(sorted({place.node for place in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
 
     def status(self, places: Collection[Place], status: Status) -> None:
@@ -224,37 +205,25 @@ class Reconfiguration:
         recovery.resumed.update(dict.fromkeys(places, message))
         recovery.awaited.difference_update(places)
         if not recovery.awaited:
-            self._distrusted.clear()
+            self._replanning.distrusted.clear()
             self.close()
             self._dismiss_drained()
 
     def note_pace(self, place: Place, pace: Pace) -> None:
         """Take in how fast a worker computes; plan anew where slow nodes make that pay."""
-        if self.is_fencing or self._profile is None or self._outbox.now_s < self._plans_from_s:
+        if self.is_fencing or not self._replanning.has_time(self._outbox.now_s):
             return
-        planner, paces = self._plans(), self._paces
-        assert paces is not None
-        plan = self.generations.plan
-        before = paces.slow
-        paces.note(place, pace, plan)
-        if not paces.take_change(plan):
-            return
-        changed = sorted(node for node in {*before, *paces.slow} if before.get(node) != paces.slow.get(node))
-        said = ", ".join(f"{node} takes {paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
-        self._outbox.notice("warning", said)
-        self._scaling.paces_changed()
-        slow = self._slow()
-        choices = self._scaling.choices(plan, lost=(), slow=slow)
-        if any(planner.reconfigure(plan, slow=slow, resting=resting).plan != plan for resting in choices):
+        changed = self._replanning.note_pace(place, pace, self.generations.plan)
+        if changed:
             self.begin(changed, Cause.SLOW, detect_s=0.0)
 
     def scale(self) -> None:
         """Look at how many nodes should train; plan anew where that is another number now."""
-        if self.is_fencing or self._profile is None or self._outbox.now_s < self._plans_from_s:
+        if self.is_fencing or not self._replanning.has_time(self._outbox.now_s):
             self._scaling.look_later()
-        elif self._scaling.consider(self._plans()):
+        elif self._scaling.consider(self._replanning.planner):
             plan = self.generations.plan
-            (resting, *_) = self._scaling.choices(plan, lost=(), slow=self._slow())
+            (resting, *_) = self._scaling.choices(plan, lost=(), slow=self._replanning.slow)
             changed = set(plan.nodes).intersection(resting) or {
                 member.spec.name
                 for member in self._members.ready
@@ -273,8 +242,7 @@ class Reconfiguration:
 
     def forget_pace(self, node: str) -> None:
         """A node is lost, or its worker starts anew: what was known of its pace is worth nothing."""
-        if self._paces is not None:
-            self._paces.forget(node)
+        self._replanning.forget_pace(node)
 
     def handle_deadline(self) -> None:
         """Act on answers that have settled, and on a suspicion that nothing has explained."""
@@ -382,8 +350,16 @@ class Reconfiguration:
         in_force = self.generations.in_force(verdict)
         base = self.generations.plans[in_force]
         absent = frozenset(self.lost_for(in_force))
+        after = Aftermath(
+            verdict=verdict,
+            statuses=statuses,
+            base=base,
+            lost=absent,
+            is_from_scratch=not self._restored_generation,
+            is_unexplained=self._is_unexplained,
+        )
         try:
-            decision, finish = self._choose(verdict, statuses, base, lost=absent)
+            decision, finish = self._replanning.choose(after, generations)
         except (PlanningError, Unrecoverable) as error:
             if self._keep_draining_nodes():
                 self._decide(statuses)
@@ -405,58 +381,6 @@ class Reconfiguration:
         self._account.steps_lost += max(0, self._progress.last_step - verdict.applied)
         self._account.microbatches_redone += redone
         self._order(decision, verdict, finish=finish)
-
-    def _choose(
-        self, verdict: Verdict, statuses: Mapping[Place, Status], base: ExecutionPlan, *, lost: frozenset[str]
-    ) -> tuple[Decision, int | None]:
-        """Find a plan for those who stay, and the step in flight if it is finished before.
-
-        It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
-        banked, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
-        before the evaluation that the new plan is to begin with, nor after a hang that nobody explains, for it would
-        be finished by the groups that hang. Raises PlanningError or Unrecoverable.
-        """
-        finish = self.generations.step_to_finish(verdict, statuses, lost) if self._may_finish(verdict) else None
-        decision = self._replan_from(verdict, statuses, base, finish=finish, lost=lost)
-        if finish is None or not broken_pipelines(base, lost):
-            return decision, finish
-        assert verdict.adopted is not None
-        rests = self.generations.rests(verdict.adopted, statuses, lost)
-        finish_s = self._plans().rest_s(base, rests, slow=self._slow())
-        banked = self.generations.banked(verdict).microbatches
-        again_s = self._rest_s(decision, banked)
-        if finish_s <= again_s + _WORTH_FORGETTING_S:
-            return decision, finish
-        decision = self._replan_from(verdict, statuses, base, finish=None, lost=lost)
-        what = f"{len(banked)} of {base.num_microbatches} microbatches of step {finish} are banked, the others are"
-        again = f"{what if banked else f'step {finish} is'} run again, in {again_s:.1f} s"
-        return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
-
-    def _may_finish(self, verdict: Verdict) -> bool:
-        """Whether the step in flight can have been begun by all, and is to be ended by the groups that began it."""
-        evaluates_first = verdict.bank == NOTHING_BANKED and self._progress.owes_evaluation(verdict.applied)
-        has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
-        return has_records and not evaluates_first and not self._is_unexplained
-
-    def _rest_s(self, decision: Decision, banked: Collection[int]) -> float:
-        """Seconds of a step under a new plan, when these microbatches are banked."""
-        if not banked:
-            return decision.predicted_step_s
-        rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, banked))}
-        return self._plans().rest_s(decision.plan, rests, slow=self._slow())
-
-    def _replan_from(
-        self,
-        verdict: Verdict,
-        statuses: Mapping[Place, Status],
-        base: ExecutionPlan,
-        *,
-        finish: int | None,
-        lost: frozenset[str],
-    ) -> Decision:
-        held = _held(verdict, statuses, base, finish=finish, is_from_scratch=not self._restored_generation)
-        held |= {place: held[place] - layers for place, layers in self._distrusted.items() if place in held}
-        return self._replan(base, held, lost=lost)
 
     def _since_restored(self, status: Status) -> Status:
         """What a worker holds from before a checkpoint was gone back to is of a past that never was."""
@@ -491,7 +415,7 @@ class Reconfiguration:
             raise RunOver(1, f"{self._cannot_go_on(error)}, and there is no checkpoint to go back to") from error
         held = {place: layers for place, layers in candidate.held.items() if place in places}
         try:
-            decision = self._replan(base, held, lost=lost)
+            decision = self._replanning.replan(base, held, lost=lost)
         except (PlanningError, Unrecoverable) as another:
             raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
         reason = f"{error}; back to the checkpoint of step {candidate.step}: {decision.reason}"
@@ -523,30 +447,6 @@ class Reconfiguration:
     def _exit_code(self) -> int:
         """Of a run that has too few nodes left: it can be resumed if there is a checkpoint."""
         return 75 if self._saving.complete else 1
-
-    def _replan(self, base: ExecutionPlan, held: Mapping[Place, frozenset[int]], *, lost: frozenset[str]) -> Decision:
-        """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
-        known = dict.fromkeys((*base.nodes, *base.spares))
-        living = dict.fromkeys(member.spec.name for member in self._members.ready)
-        staying = dict.fromkeys(member.spec.name for member in self._members.ready if not member.is_draining)
-        gone = dict.fromkeys(node for node in known if node not in living or node in lost)
-        planner, slow = self._plans(), self._slow()
-        decisions = [
-            planner.reconfigure(
-                base,
-                lost=tuple(gone),
-                joined=[node for node in staying if (node not in known or node in gone) and node not in resting],
-                leaving=[node for node in living if node not in staying and node not in gone],
-                resting=resting,
-                slow=slow,
-                held=held,
-            )
-            for resting in self._scaling.choices(base, lost=gone, slow=slow)
-        ]
-        return min(decisions, key=lambda decision: (decision.predicted_step_s, len(decision.transfers)))
-
-    def _slow(self) -> dict[str, float]:
-        return {} if self._paces is None else dict(self._paces.slow)
 
     def _confirm(self, verdict: Verdict, statuses: dict[Place, Status]) -> Verdict:
         """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
@@ -582,8 +482,9 @@ class Reconfiguration:
         """Send everyone the orders of a new generation, and train."""
         lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
         restore = None if candidate is None else candidate.restore
-        schedules = schedules_for(self._job, self._plans().profile, decision.plan)
-        has_room = self._plans().has_room(decision.plan, gradient_copies=BANK_COPIES)
+        planner = self._replanning.planner
+        schedules = schedules_for(self._job, planner.profile, decision.plan)
+        has_room = planner.has_room(decision.plan, gradient_copies=BANK_COPIES)
         sections = sections_wanted(self._job, decision.plan, decision.predicted_step_s, has_room=has_room)
         order = self.generations.order(
             decision,
@@ -657,26 +558,3 @@ class Reconfiguration:
 
     def _offset_s(self, place: Place) -> float:
         return self._members[place.node].clock_offset_s
-
-
-def _held(
-    verdict: Verdict,
-    statuses: Mapping[Place, Status],
-    base: ExecutionPlan,
-    *,
-    finish: int | None,
-    is_from_scratch: bool,
-) -> dict[Place, frozenset[int]]:
-    """The layers that each survivor can give, at the boundary's version."""
-    if finish is not None:
-        # What was kept of the plan before is a step behind once this one is finished.
-        planned = base.layers_at
-        return {
-            place: mine if layers == mine else layers & mine
-            for place, layers in verdict.held.items()
-            for mine in (planned.get(place, _NOTHING),)
-        }
-    if verdict.applied == 0 and verdict.bank == NOTHING_BANKED and is_from_scratch:
-        # Nothing is trained yet: everybody can make the initial values of any layer.
-        return {place: frozenset(range(base.num_layers)) for place in statuses}
-    return dict(verdict.held)
