@@ -57,9 +57,9 @@ class HeldLayers:
 
     def fold(self, summed: Mapping[int, tuple[int, ...]], record: BankRecord) -> None:
         """Put a section's sums to those of the layers: everybody is under the new plan then."""
-        newer: dict[tuple[int, tuple[int, ...]], Version] = {}
+        newer: dict[tuple[int, int], Version] = {}
         for layer, version in self.held.items():
-            key = version.digest, summed[layer]
+            key = version.digest, id(summed[layer])  # layers of a bucket share their sum
             if key not in newer:
                 newer[key] = version.with_bank(summed[layer], record)
             self.held[layer] = newer[key]
@@ -67,16 +67,19 @@ class HeldLayers:
 
     def apply(self, summed: Mapping[int, tuple[int, ...]], record: CommitRecord) -> None:
         """Apply a step, of which these microbatches were summed for each layer beside what is banked."""
-        newer: dict[int, Version] = {}
+        newer: dict[tuple[int, int], Version] = {}
         for layer, version in self.held.items():
-            mine = summed[layer]
-            if mine != self._whole and tuple(sorted((*version.banked, *mine))) != self._whole:
-                what = f"{mine} beside {version.banked}" if version.banked else f"{mine}"
-                raise Violation(f"step {record.step}: layer {layer} on {self._place} sums microbatches {what}")
-            if version.digest not in newer:
-                newer[version.digest] = version.then(record)
-            self.held[layer] = newer[version.digest]
+            key = version.digest, id(summed[layer])  # layers of a bucket share their sum
+            if key not in newer:
+                self._check_sum(record.step, layer, version.banked, summed[layer])
+                newer[key] = version.then(record)
+            self.held[layer] = newer[key]
         self.kept = {}
+
+    def _check_sum(self, step: int, layer: int, banked: tuple[int, ...], summed: tuple[int, ...]) -> None:
+        if summed != self._whole and tuple(sorted((*banked, *summed))) != self._whole:
+            what = f"{summed} beside {banked}" if banked else f"{summed}"
+            raise Violation(f"step {step}: layer {layer} on {self._place} sums microbatches {what}")
 
     def state(self, layer: int) -> Version:
         """What is sent of a layer to whoever is to hold it."""

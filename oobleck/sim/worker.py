@@ -296,7 +296,8 @@ class VirtualWorker:
         sequence = self._groups.post(key, Contribution(work.step, (*wish, *(mine if lane.is_last else ()))))
         said = yield from self._groups.sum(key, sequence, work.step)
         yield from pause("agreed to commit")
-        loss = self._bank.loss + sum(each != _STOP for each in said)
+        num_stops = said.count(_STOP)
+        loss = self._bank.loss + len(said) - num_stops
         if loss != self._job.num_microbatches:
             raise Violation(f"step {work.step}: {self.place} knows the losses of {loss} microbatches")
         record = self._record(work.step, key.generation)
@@ -304,7 +305,7 @@ class VirtualWorker:
         if runs := self._records.runs_of(record.step):
             self.taken[record.step] = runs
         yield from self._apply(record)
-        return _STOP in said
+        return num_stops > 0
 
     def _reduce(self, plan: ExecutionPlan, reduction: Reduction, step: int, mine: tuple[int, ...]) -> Moves:
         runs = hash(self._records.runs_of(step))
