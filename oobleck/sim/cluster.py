@@ -61,7 +61,7 @@ class _AgentProcess:
 
     def connect(self) -> Link:
         """Open a link from the master."""
-        link = Link(self._world.alarms, latency_s=self._machine.latency_s)
+        link = Link(self._world.time, latency_s=self._machine.latency_s)
         if self._machine.is_cut_off:
             link.hold()
         if self._machine.gate.is_closed:
@@ -148,7 +148,7 @@ class _Machine:
 
     def clock(self) -> float:
         """Its monotonic clock: nobody else's."""
-        return trio.current_time() + self._clock_offset_s
+        return self._world.time.now_s + self._clock_offset_s
 
     def next_pid(self) -> int:
         return next(self._pids)
@@ -156,8 +156,8 @@ class _Machine:
     def warm_up(self) -> float:
         """Seconds until it can fork workers; counted from the first time it is asked."""
         if self._warm_s is None:
-            self._warm_s = trio.current_time() + self._world.delays.warm_up_s
-        return max(0.0, self._warm_s - trio.current_time())
+            self._warm_s = self._world.time.now_s + self._world.delays.warm_up_s
+        return max(0.0, self._warm_s - self._world.time.now_s)
 
     @property
     def is_silent(self) -> bool:

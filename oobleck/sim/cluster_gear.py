@@ -84,7 +84,7 @@ def run_cluster(
         simulation.profiles.profile_json = None
     simulation.observers = [observe] if observe else []
     simulation.keeps_decisions = keep_decisions
-    end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S)
+    end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S, time=simulation.time)
     return ClusterRun(entries=tuple(simulation.journal.entries), end=end, decisions=tuple(simulation.decisions))
 
 
@@ -123,6 +123,7 @@ class _Simulation:
         self._devices = tuple(range(devices_per_node))
         self.profiles = MemoryProfiles(profile_to_json(profile))
         self._world = World.make(profile, delays, seed)
+        self.time = self._world.time
         self._master: Master | None = None
         self._life = trio.CancelScope()
         self._down_s = 0.0
@@ -131,7 +132,6 @@ class _Simulation:
 
     async def run(self) -> End:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._world.alarms.run)
             cluster = VirtualCluster(self._job.tag, self._trace.nodes, self._world, nursery)
             for node in self._trace.start:
                 cluster.join(node)

@@ -1,45 +1,89 @@
 """Virtual time, and one order of events for one seed.
 
 Trio shuffles the tasks that are ready together, on purpose, and has two private knobs that make the shuffle
-repeatable. They are touched here alone, and a test fails as soon as they move.
+repeatable; and only privately does it tell whether somebody waits for all others to be blocked. These three are touched
+here alone, and a test fails as soon as they move.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from heapq import heappop, heappush
+from itertools import count
 from typing import TypeVar
 
 import trio
 import trio._core._run as _scheduler
-from trio.testing import MockClock
 
-__all__ = ["Livelock", "run_virtual"]
+__all__ = ["Livelock", "VirtualTime", "run_virtual"]
 
 T = TypeVar("T")
 
 _PATIENCE = 20_000
 """Turns of the scheduler in one and the same instant, after which nothing will ever change."""
-_KNOBS = ("_ALLOW_DETERMINISTIC_SCHEDULING", "_r")
+_KNOBS = ("_ALLOW_DETERMINISTIC_SCHEDULING", "_r", "GLOBAL_RUN_CONTEXT")
+_SOME_S = 1.0
+"""What trio is told that it may sleep for where it has something else to do first."""
 
 
-def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float) -> T:
-    """Run `main` from virtual second 0; the same seed gives the same order of events, in any process.
+class VirtualTime(trio.abc.Clock):
+    """Stands still while any task can run, and then jumps to what is due next.
 
-    Time stands still while any task can run, and then jumps to what is due next. Raises trio.TooSlowError at
-    `horizon_s` virtual seconds: without it, tasks that wait for one another would spin for ever. Raises Livelock when
-    tasks keep one another busy and time cannot go on.
+    It makes calls as well, which takes a fraction of what a task takes that sleeps until then. A call that is not
+    wanted any more is made all the same: let it do no harm.
     """
-    watch = _Watch()
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def call_at(self, t_s: float, wake: Callable[[], None]) -> None:
+        """Call `wake` at a time; if it has passed, as soon as no task can run. Calls of one time are made in order.
+
+        It is called by trio's scheduler, not by a task: let it wake tasks, and do nothing else.
+        """
+        heappush(self._calls, (t_s, next(self._numbers), wake))
+
+    def start_clock(self) -> None:
+        """Nothing runs before that."""
+
+    def current_time(self) -> float:
+        return self.now_s
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        """Go on to the deadline, or to the calls before it: trio asks only when no task can run."""
+        if _scheduler.GLOBAL_RUN_CONTEXT.runner.waiting_for_idle:
+            return _SOME_S  # who waits for all others to be blocked goes on now, before time does
+        calls = self._calls
+        due_s = min(calls[0][0], deadline) if calls else deadline
+        if due_s == math.inf:
+            return due_s
+        self.now_s = max(self.now_s, due_s)
+        while calls and calls[0][0] <= self.now_s:
+            heappop(calls)[2]()
+        return 0.0
+
+
+def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float, time: VirtualTime | None = None) -> T:
+    """Run `main` in virtual time; the same seed gives the same order of events, in any process.
+
+    Raises trio.TooSlowError at `horizon_s` virtual seconds: without it, tasks that wait for one another would wait for
+    ever. Raises Livelock when tasks keep one another busy and time cannot go on.
+    """
+    time = time or VirtualTime()
+    watch = _Watch(time)
 
     async def bounded() -> T:
         with trio.fail_after(horizon_s):
             with watch.scope:
                 return await main()
-            raise Livelock(f"tasks keep one another busy at {trio.current_time():g} s, and time cannot go on")
+            raise Livelock(f"tasks keep one another busy at {time.now_s:g} s, and time cannot go on")
 
     with _scheduling(seed):
-        return trio.run(bounded, clock=MockClock(autojump_threshold=0), instruments=[watch])
+        return trio.run(bounded, clock=time, instruments=[watch])
 
 
 class Livelock(AssertionError):
@@ -49,13 +93,14 @@ class Livelock(AssertionError):
 class _Watch(trio.abc.Instrument):
     """Counts the scheduler's turns in one instant, and ends the run when there are too many."""
 
-    def __init__(self) -> None:
+    def __init__(self, time: VirtualTime) -> None:
         self.scope = trio.CancelScope()
+        self._time = time
         self._now_s = -1.0
         self._turns = 0
 
     def after_io_wait(self, timeout: float) -> None:
-        now_s = trio.current_time()
+        now_s = self._time.now_s
         self._turns = self._turns + 1 if now_s == self._now_s else 0
         self._now_s = now_s
         if self._turns > _PATIENCE:

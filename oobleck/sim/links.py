@@ -11,7 +11,7 @@ from operator import index
 
 import trio
 
-from .alarms import Alarms
+from .determinism import VirtualTime
 
 __all__ = ["Link", "VirtualStream"]
 
@@ -22,8 +22,8 @@ _WINDOW_BYTES = 1 << 20
 class _Pipe:
     """One direction of a link."""
 
-    def __init__(self, alarms: Alarms, latency_s: float, window_bytes: int) -> None:
-        self._alarms = alarms
+    def __init__(self, time: VirtualTime, latency_s: float, window_bytes: int) -> None:
+        self._time = time
         self.latency_s = latency_s
         self.is_held = False
         """Nothing arrives, and nobody is told; senders may write until the window is full."""
@@ -79,10 +79,10 @@ class _Pipe:
         due_s = self._flying[0][0] if self._flying else self._ends_s
         if self._breaks_s is not None and (due_s is None or self._breaks_s < due_s):
             due_s = self._breaks_s
-        return due_s is not None and due_s <= trio.current_time()
+        return due_s is not None and due_s <= self._time.now_s
 
     def _take(self, max_bytes: int | None) -> bytes:
-        now_s = trio.current_time()
+        now_s = self._time.now_s
         if self._breaks_s is not None and self._breaks_s <= now_s:
             raise trio.BrokenResourceError("the connection is lost")
         if not self._flying:
@@ -99,10 +99,10 @@ class _Pipe:
 
     def _arrival_s(self) -> float:
         """When what is sent now arrives, and the receiver is woken; nothing overtakes what was sent before it."""
-        arrival_s = trio.current_time() + self.latency_s
+        arrival_s = self._time.now_s + self.latency_s
         if arrival_s > self._last_arrival_s or not self._flying:
             self._last_arrival_s = max(self._last_arrival_s, arrival_s)
-            self._alarms.call_at(self._last_arrival_s, self._receivers_wake)
+            self._time.call_at(self._last_arrival_s, self._receivers_wake)
         return self._last_arrival_s
 
     def _receivers_wake(self) -> None:
@@ -124,8 +124,8 @@ class _Pipe:
 
     def break_off(self) -> None:
         """Lose what is under way; the receiver hears of it when the news has arrived."""
-        self._breaks_s = trio.current_time() + self.latency_s
-        self._alarms.call_at(self._breaks_s, self._wake)
+        self._breaks_s = self._time.now_s + self.latency_s
+        self._time.call_at(self._breaks_s, self._wake)
         self._senders.unpark_all()
 
     def hold(self, is_held: bool) -> None:
@@ -233,8 +233,8 @@ class VirtualStream(trio.abc.HalfCloseableStream):
 class Link:
     """A connection between two ends, `near` and `far`."""
 
-    def __init__(self, alarms: Alarms, *, latency_s: float, window_bytes: int = _WINDOW_BYTES) -> None:
-        self._pipes = _Pipe(alarms, latency_s, window_bytes), _Pipe(alarms, latency_s, window_bytes)
+    def __init__(self, time: VirtualTime, *, latency_s: float, window_bytes: int = _WINDOW_BYTES) -> None:
+        self._pipes = _Pipe(time, latency_s, window_bytes), _Pipe(time, latency_s, window_bytes)
         self.near = VirtualStream(self._pipes[0], self._pipes[1])
         self.far = VirtualStream(self._pipes[1], self._pipes[0])
 

@@ -147,22 +147,22 @@ class WorkerProcess:
 
     async def _work(self, seconds: float) -> None:
         """Work for so long; a frozen process makes no progress."""
-        due_s = trio.current_time() + seconds
-        while trio.current_time() < due_s:
+        due_s = self._world.time.now_s + seconds
+        while self._world.time.now_s < due_s:
             await self._pause_until(due_s)
             due_s += await self._frozen()
 
     async def _frozen(self) -> float:
         """Wait while the process is frozen; returns for how long it was."""
-        began_s = trio.current_time()
+        began_s = self._world.time.now_s
         await self._gate.passed()
-        return trio.current_time() - began_s
+        return self._world.time.now_s - began_s
 
     async def _pause_until(self, due_s: float) -> None:
         """Wait until something happens, or until then."""
         if due_s not in (math.inf, self._alarm_s):
             self._alarm_s = due_s
-            self._world.alarms.call_at(due_s, self._unpark)
+            self._world.time.call_at(due_s, self._unpark)
         await self._woken.park()
 
     async def _train(self, worker: VirtualWorker) -> None:
@@ -172,15 +172,15 @@ class WorkerProcess:
             due_s += await self._frozen()
             is_ready = wait.ready()
             if is_ready and due_s == math.inf:
-                due_s = trio.current_time() + wait.takes_s
+                due_s = self._world.time.now_s + wait.takes_s
             if not is_ready and wait.interrupted():
                 worker.step()
             elif wait.can_fail() and (not is_ready or self._world.rng.random() < 0.5):
-                await self._pause_until(trio.current_time() + self._world.up_to(self._world.delays.notice_s))
+                await self._pause_until(self._world.time.now_s + self._world.up_to(self._world.delays.notice_s))
                 if wait.interrupted() or self._gate.is_closed:
                     continue
                 worker.fail()
-            elif is_ready and due_s <= trio.current_time():
+            elif is_ready and due_s <= self._world.time.now_s:
                 worker.step()
             else:
                 await self._pause_until(due_s if is_ready else math.inf)

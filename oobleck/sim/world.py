@@ -9,7 +9,7 @@ import trio
 
 from oobleck.planner import Profile
 
-from .alarms import Alarms
+from .determinism import VirtualTime
 from .fabric import Fabric
 from .tempo import Delays, Tempo
 
@@ -26,7 +26,7 @@ class World:
     rng: Random
     """Chooses what no rule decides."""
     fabric: Fabric = field(default_factory=Fabric)
-    alarms: Alarms = field(default_factory=Alarms)
+    time: VirtualTime = field(default_factory=VirtualTime)
 
     @classmethod
     def make(cls, profile: Profile, delays: Delays, seed: int) -> World:

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 import trio
 from trio.testing import check_half_closeable_stream
 
-from oobleck.sim.alarms import Alarms
-from oobleck.sim.determinism import run_virtual
+from oobleck.sim.determinism import VirtualTime, run_virtual
 from oobleck.sim.links import Link, VirtualStream
 
 Pair = tuple[VirtualStream, VirtualStream]
 
 
-def run(test: Callable[[Alarms], Awaitable[None]]) -> None:
-    """Run an async function in virtual time, with alarms."""
-
-    async def main() -> None:
-        alarms = Alarms()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(alarms.run)
-            await test(alarms)
-            nursery.cancel_scope.cancel()
-
-    run_virtual(main, seed=0, horizon_s=1e6)
+def run(test: Callable[[VirtualTime], Awaitable[None]]) -> None:
+    """Run an async function in virtual time."""
+    time = VirtualTime()
+    run_virtual(partial(test, time), seed=0, horizon_s=1e6, time=time)
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.1])
 def test_streams_keep_what_trio_promises_of_streams(latency_s: float):
-    async def check(alarms: Alarms) -> None:
+    async def check(time: VirtualTime) -> None:
         async def open_pair() -> Pair:
-            link = Link(alarms, latency_s=latency_s)
+            link = Link(time, latency_s=latency_s)
             return link.near, link.far
 
         async def open_clogged_pair() -> Pair:
-            link = Link(alarms, latency_s=latency_s, window_bytes=1)
+            link = Link(time, latency_s=latency_s, window_bytes=1)
             for end in (link.near, link.far):
                 await end.send_all(b"!")
             return link.near, link.far
@@ -46,7 +39,7 @@ def test_streams_keep_what_trio_promises_of_streams(latency_s: float):
     run(check)
 
 
-def virtually(test: Callable[[Alarms], Awaitable[None]]) -> Callable[[], None]:
+def virtually(test: Callable[[VirtualTime], Awaitable[None]]) -> Callable[[], None]:
     """Make a test of an async function that runs in virtual time."""
 
     def wrapper() -> None:
@@ -57,8 +50,8 @@ def virtually(test: Callable[[Alarms], Awaitable[None]]) -> Callable[[], None]:
 
 
 @virtually
-async def test_bytes_take_the_latency_and_keep_their_order(alarms: Alarms):
-    link = Link(alarms, latency_s=0.25)
+async def test_bytes_take_the_latency_and_keep_their_order(time: VirtualTime):
+    link = Link(time, latency_s=0.25)
     await link.near.send_all(b"ab")
     link.set_latency(0.0)
     await link.near.send_all(b"cd")
@@ -68,8 +61,8 @@ async def test_bytes_take_the_latency_and_keep_their_order(alarms: Alarms):
 
 
 @virtually
-async def test_a_lost_connection_loses_what_is_under_way_and_both_ends_hear_of_it(alarms: Alarms):
-    link = Link(alarms, latency_s=1.0)
+async def test_a_lost_connection_loses_what_is_under_way_and_both_ends_hear_of_it(time: VirtualTime):
+    link = Link(time, latency_s=1.0)
     await link.near.send_all(b"last words")
     link.cut()
     with pytest.raises(trio.BrokenResourceError):
@@ -81,8 +74,8 @@ async def test_a_lost_connection_loses_what_is_under_way_and_both_ends_hear_of_i
 
 
 @virtually
-async def test_a_held_link_lets_nothing_through_not_even_that_it_broke(alarms: Alarms):
-    link = Link(alarms, latency_s=0.1)
+async def test_a_held_link_lets_nothing_through_not_even_that_it_broke(time: VirtualTime):
+    link = Link(time, latency_s=0.1)
     link.hold()
     await link.near.send_all(b"hello")
     link.near.close()
@@ -95,8 +88,8 @@ async def test_a_held_link_lets_nothing_through_not_even_that_it_broke(alarms: A
 
 
 @virtually
-async def test_a_full_window_holds_the_sender_back_until_bytes_are_taken(alarms: Alarms):
-    link = Link(alarms, latency_s=0.0, window_bytes=4)
+async def test_a_full_window_holds_the_sender_back_until_bytes_are_taken(time: VirtualTime):
+    link = Link(time, latency_s=0.0, window_bytes=4)
     await link.near.send_all(b"full")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.near.send_all, b"more")
@@ -106,8 +99,8 @@ async def test_a_full_window_holds_the_sender_back_until_bytes_are_taken(alarms:
 
 
 @virtually
-async def test_a_frozen_end_does_nothing_and_goes_on_where_it_stood(alarms: Alarms):
-    link = Link(alarms, latency_s=0.1)
+async def test_a_frozen_end_does_nothing_and_goes_on_where_it_stood(time: VirtualTime):
+    link = Link(time, latency_s=0.1)
     heard: list[tuple[float, bytes]] = []
 
     async def listen() -> None:
