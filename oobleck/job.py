@@ -23,10 +23,12 @@ __all__ = [
     "NodeSpec",
     "OptimizerSpec",
     "ScalingSpec",
+    "ScheduleName",
     "ScriptSpec",
 ]
 
 Scalar = bool | int | float | str | None
+ScheduleName = Literal["1f1b", "gpipe", "zero-bubble", "auto"]
 
 
 def _require(condition: bool, field_name: str, value: object, expectation: str) -> None:
@@ -305,7 +307,7 @@ class JobSpec:
     """f: the number of simultaneous node failures that never cost state."""
     num_pipelines: int | None = None
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
-    schedule: Literal["1f1b", "gpipe", "zero-bubble", "auto"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """`auto` has every plan choose for each of its pipelines: zero-bubble where that saves time, else 1f1b."""
     reductions_per_step: int | Literal["auto"] = "auto"
     """How often a step's gradients are reduced, so that a failure costs a part of a step at most: a long step several

@@ -20,6 +20,7 @@ from .scaling_option import parse_scaling
 from .trace import read_trace
 
 if TYPE_CHECKING:
+    from oobleck.job import ScheduleName
     from oobleck.planner import Profile
     from oobleck.sim.outcome import Outcome
     from oobleck.sim.sweep_settings import SweepSettings
@@ -96,6 +97,10 @@ def sim(
         str,
         typer.Option("--reductions-per-step", metavar="R", help="How often gradients are reduced in a step, or auto."),
     ] = "auto",
+    schedule: Annotated[
+        str,
+        typer.Option("--schedule", metavar="KIND", help="Of policy oobleck: 1f1b, gpipe, zero-bubble, or auto."),
+    ] = "1f1b",
     seed: Annotated[int, typer.Option("--seed", help="Of what is drawn in the cluster gear.")] = 0,
     gear: Annotated[
         str, typer.Option("--gear", help="sweep: from event to event; cluster: master and agents on virtual nodes.")
@@ -148,6 +153,7 @@ def sim(
         fault_threshold=fault_threshold,
         num_pipelines=pipelines,
         reductions=reductions,
+        schedule=_schedule(schedule),
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )
@@ -172,6 +178,14 @@ def _names(policy: str, *, known: tuple[str, ...]) -> list[str]:
     return names
 
 
+def _schedule(name: str) -> ScheduleName:
+    known: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero-bubble", "auto")
+    for each in known:
+        if name == each:
+            return each
+    raise UsageError(f"--schedule is {name!r}; it must be one of {', '.join(known)}")
+
+
 def _settings(
     profile: Profile,
     *,
@@ -180,6 +194,7 @@ def _settings(
     fault_threshold: int,
     num_pipelines: int | None,
     reductions: str,
+    schedule: ScheduleName,
     checkpoint_interval_s: float,
     seed: int,
 ) -> SweepSettings:
@@ -200,6 +215,7 @@ def _settings(
         fault_threshold=fault_threshold,
         num_pipelines=num_pipelines,
         reductions_per_step="auto" if reductions == "auto" else int(reductions),
+        schedule=schedule,
         checkpoint_interval_s=checkpoint_interval_s,
         seed=seed,
     )

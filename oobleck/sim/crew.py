@@ -19,7 +19,7 @@ from math import inf
 from oobleck.control.messages import NOTHING, Banked, BankRecord, CommitRecord, Order, Resumed, Status
 from oobleck.control.sections import num_sections_of, shares_of
 from oobleck.planner import ExecutionPlan, Pipeline, Place, Profile
-from oobleck.schedule import section_stops
+from oobleck.schedule import ScheduleKind, section_stops
 
 from .costs import RecoveryCosts
 from .pace import Pace
@@ -64,6 +64,8 @@ class Crew:
         self._costs = costs
         self._pace = Pace(profile)
         self._plan: ExecutionPlan | None = None
+        self._schedules: tuple[ScheduleKind, ...] = ()
+        """Of the pipelines of the plan in force."""
         self._teams: Mapping[tuple[tuple[int, ...], int], tuple[Place, ...]] = {}
         """The workers of the plan in force, by what they hold and the microbatches that they take."""
         self._adopted = 0
@@ -97,7 +99,7 @@ class Crew:
         if self._plan is not None and self._pending is None:
             until_s = now_s if self._stopped_s is None else self._stopped_s
             done = (until_s - self._began_s) / self._this_s
-            self._step_s = self._pace.step_s(self._plan, self._factors)
+            self._step_s = self._pace.step_s(self._plan, self._factors, self._schedules)
             self._rest_s = self._rest_of_step_s(self._plan) if self._banked.microbatches else self._step_s
             self._began_s = until_s - done * self._this_s
 
@@ -229,8 +231,8 @@ class Crew:
     def _rest_of_step_s(self, plan: ExecutionPlan) -> float:
         shares = shares_of(plan, self._banked.microbatches)
         ends_s = (
-            self._pace.compute_s(pipeline, len(share), self._factors)
-            for pipeline, share in zip(plan.pipelines, shares, strict=True)
+            self._pace.compute_s(pipeline, len(share), self._factors, kind)
+            for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
         )
         return max(ends_s) + self._pace.reduce_s(plan)
 
@@ -248,8 +250,8 @@ class Crew:
         stops = [section_stops(len(share), number) for share in shares]
         ends_s = [
             max(
-                self._pace.compute_s(pipeline, stop[section], self._factors)
-                for pipeline, stop in zip(plan.pipelines, stops, strict=True)
+                self._pace.compute_s(pipeline, stop[section], self._factors, kind)
+                for pipeline, stop, kind in zip(plan.pipelines, stops, self._schedules, strict=True)
             )
             + self._pace.reduce_s(plan)
             for section in range(number - 1)
@@ -293,26 +295,27 @@ class Crew:
             extra[segment.pipeline] += len(segment.microbatches)
         lost = frozenset(order.lost)
         shares = shares_of(self._plan, self._banked.microbatches)
-        ends: dict[tuple[int, int, int], float] = {}
-        for index, pipeline in enumerate(self._plan.pipelines):
+        ends: dict[tuple[int, int, int, ScheduleKind], float] = {}
+        for index, (pipeline, kind) in enumerate(zip(self._plan.pipelines, self._schedules, strict=True)):
             if lost.isdisjoint(pipeline.nodes):
                 own = len(shares[index])
-                kind = (id(pipeline.template), own, extra[index])
-                if kind not in ends or self._factors:
-                    ends[kind] = max(ends.get(kind, 0.0), self._end_of(pipeline, own, extra[index], now_s))
+                key = (id(pipeline.template), own, extra[index], kind)
+                if key not in ends or self._factors:
+                    ends[key] = max(ends.get(key, 0.0), self._end_of(pipeline, kind, own, extra[index], now_s))
         return max(ends.values()) + self._pace.reduce_s(self._plan)
 
-    def _end_of(self, pipeline: Pipeline, own: int, extra: int, now_s: float) -> float:
-        own_s = self._began_s + self._pace.compute_s(pipeline, own, self._factors)
-        return max(own_s, now_s) + self._pace.compute_s(pipeline, extra, self._factors) if extra else own_s
+    def _end_of(self, pipeline: Pipeline, kind: ScheduleKind, own: int, extra: int, now_s: float) -> float:
+        own_s = self._began_s + self._pace.compute_s(pipeline, own, self._factors, kind)
+        return max(own_s, now_s) + self._pace.compute_s(pipeline, extra, self._factors, kind) if extra else own_s
 
     def _adopt(self, pending: _Pending) -> None:
         order = pending.order
         self._pending, self._stopped_s = None, None
         self._plan, self._adopted, self._applied = order.plan, order.generation, order.boundary
+        self._schedules = order.schedules
         self._teams = _teams(order.plan)
         self._banked, self._num_sections, self._number = order.banked, order.num_sections, 0
-        self._step_s = self._pace.step_s(order.plan, self._factors)
+        self._step_s = self._pace.step_s(order.plan, self._factors, order.schedules)
         self._rest_s = self._rest_of_step_s(order.plan) if self._banked.microbatches else self._step_s
         self._began_s = pending.adopt_s
         self._resumed = Resumed(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from oobleck.control.messages import Order
 from oobleck.planner import ExecutionPlan, Pipeline, Place
+from oobleck.schedule import ScheduleKind
 
 from .fabric import GroupKey
 
@@ -25,6 +26,7 @@ class Lane:
     """Of the pipeline in its plan."""
     stage: int
     pipeline: Pipeline
+    schedule: ScheduleKind
 
     @classmethod
     def find(cls, order: Order, place: Place) -> Lane | None:
@@ -35,7 +37,7 @@ class Lane:
         index, stage = located
         pipeline = order.plan.pipelines[index]
         key = GroupKey("pipeline", order.pipeline_generations[index], pipeline.places)
-        return cls(key, index, stage, pipeline)
+        return cls(key, index, stage, pipeline, order.schedules[index])
 
     @property
     def places(self) -> tuple[Place, ...]:

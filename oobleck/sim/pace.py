@@ -1,8 +1,7 @@
-"""How long the steps of a plan take on nodes that may be slow: the schedule's timeline, remembered by its kind."""
+"""How long the steps of a plan take on nodes that may be slow: the timelines of its schedules, remembered."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,10 +11,15 @@ from oobleck.planner.sizes import reduction_s
 from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
 from oobleck.schedule.forecast import stage_costs
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "costs_on"]
 
-_ENOUGH = 3
-"""Microbatches for each stage after which 1F1B repeats itself, every so many microbatches as there are stages."""
+_WHOLE = 4096
+"""Microbatches times stages of a program that is evaluated whole.
+
+A longer one repeats itself, every so many microbatches as there are stages: it has met its bottleneck by then. After 3
+microbatches a stage it need not have: the step of one in eight drawn pipelines was told wrong, by up to 4 %.
+"""
+_PLAIN = ScheduleKind.ONE_F_ONE_B
 
 
 _Key = tuple[StageTemplate, ...]
@@ -23,43 +27,45 @@ _Key = tuple[StageTemplate, ...]
 
 
 class Pace:
-    """The times of one profile and kind of schedule. Remembers what it has evaluated; changes nothing else."""
+    """The times of one profile. Remembers what it has evaluated; changes nothing else."""
 
-    def __init__(self, profile: Profile, *, kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B) -> None:
+    def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._kind = kind
-        self._seconds: dict[tuple[_Key, int, tuple[float, ...]], float] = {}
+        self._seconds: dict[tuple[_Key, int, ScheduleKind, tuple[float, ...]], float] = {}
         self._reduced_bytes: dict[_Key, int] = {}
 
-    def step_s(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> float:
+    def step_s(
+        self, plan: ExecutionPlan, factors: Mapping[str, float], schedules: Sequence[ScheduleKind] | None = None
+    ) -> float:
         """Seconds of one step: the slowest pipeline's, and the reduction of gradients after it.
 
-        `factors` are those by which nodes are slower than the profile; O(pipelines), and an evaluation of each
-        kind of pipeline that was not met before.
+        `factors` are those by which nodes are slower than the profile, `schedules` those of the plan's pipelines
+        (None: 1F1B); O(pipelines), and an evaluation of each kind of pipeline that was not met before.
         """
-        kinds = Counter((id(each.template), each.num_microbatches) for each in plan.pipelines)
-        slow = [each for each in plan.pipelines if any(node in factors for node in each.nodes)] if factors else []
-        first = {id(each.template): each for each in plan.pipelines}
-        for each in slow:
-            kinds[id(each.template), each.num_microbatches] -= 1
-        seconds = [
-            self._compute_s(first[template].template, number, ())
-            for (template, number), count in kinds.items()
-            if count > 0
-        ]
-        seconds += [self.compute_s(each, each.num_microbatches, factors) for each in slow]
+        kinds = schedules or (_PLAIN,) * len(plan.pipelines)
+        usual: dict[tuple[int, int, ScheduleKind], PipelineTemplate] = {}
+        seconds: list[float] = []
+        for pipeline, kind in zip(plan.pipelines, kinds, strict=True):
+            if factors and any(node in factors for node in pipeline.nodes):
+                seconds.append(self.compute_s(pipeline, pipeline.num_microbatches, factors, kind))
+            else:
+                usual[id(pipeline.template), pipeline.num_microbatches, kind] = pipeline.template
+        seconds += [self._compute_s(template, number, kind, ()) for (_, number, kind), template in usual.items()]
         return max(seconds) + self.reduce_s(plan)
 
-    def compute_s(self, pipeline: Pipeline, num_microbatches: int, factors: Mapping[str, float]) -> float:
+    def compute_s(
+        self, pipeline: Pipeline, num_microbatches: int, factors: Mapping[str, float], kind: ScheduleKind = _PLAIN
+    ) -> float:
         """Seconds in which a pipeline takes so many microbatches, without the reduction; 0 for none."""
         if not num_microbatches:
             return 0.0
         slowed = tuple(factors.get(node, 1.0) for node in pipeline.nodes) if factors else ()
-        return self._compute_s(pipeline.template, num_microbatches, slowed if any(f != 1.0 for f in slowed) else ())
+        usual = all(factor == 1.0 for factor in slowed)
+        return self._compute_s(pipeline.template, num_microbatches, kind, () if usual else slowed)
 
     def template_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        """Seconds in which a pipeline of a template, on nodes of usual speed, takes so many microbatches."""
-        return self._compute_s(template, num_microbatches, ())
+        """Seconds in which a 1F1B pipeline of a template, on nodes of usual speed, takes so many microbatches."""
+        return self._compute_s(template, num_microbatches, _PLAIN, ())
 
     def reduce_s(self, plan: ExecutionPlan) -> float:
         """Seconds of the reduction of gradients, as the planner counts them."""
@@ -76,32 +82,42 @@ class Pace:
             self._reduced_bytes[key] = GRADIENT_COPIES * max(nodes)
         return self._reduced_bytes[key]
 
-    def _compute_s(self, template: PipelineTemplate, num_microbatches: int, factors: tuple[float, ...]) -> float:
+    def _compute_s(
+        self, template: PipelineTemplate, num_microbatches: int, kind: ScheduleKind, factors: tuple[float, ...]
+    ) -> float:
         stages = template.num_stages
-        more = num_microbatches - _ENOUGH * stages
-        if self._kind is not ScheduleKind.ONE_F_ONE_B or more < stages:
-            return self._evaluate(template, num_microbatches, factors)
-        periods, rest = divmod(more, stages)
-        known = _ENOUGH * stages + rest
-        before_s = self._evaluate(template, known, factors)
-        return before_s + periods * (self._evaluate(template, known + stages, factors) - before_s)
+        more = num_microbatches - max(_WHOLE // stages, 2 * stages)
+        periods = max(0, -(-more // stages))
+        known = num_microbatches - periods * stages
+        end_s = self._evaluate(template, known, kind, factors)
+        return end_s + periods * (end_s - self._evaluate(template, known - stages, kind, factors)) if periods else end_s
 
-    def _evaluate(self, template: PipelineTemplate, num_microbatches: int, factors: tuple[float, ...]) -> float:
-        key = template.stages, num_microbatches, factors
+    def _evaluate(
+        self, template: PipelineTemplate, num_microbatches: int, kind: ScheduleKind, factors: tuple[float, ...]
+    ) -> float:
+        key = template.stages, num_microbatches, kind, factors
         if key not in self._seconds:
-            schedule = compile_schedule(self._kind, num_stages=template.num_stages, num_microbatches=num_microbatches)
-            self._seconds[key] = timeline(schedule, self._costs(template, factors)).makespan_s
+            schedule = compile_schedule(kind, num_stages=template.num_stages, num_microbatches=num_microbatches)
+            slowed = [factors[stage.node_index] for stage in template.stages] if factors else None
+            self._seconds[key] = timeline(schedule, costs_on(self._profile, template, kind, slowed)).makespan_s
         return self._seconds[key]
 
-    def _costs(self, template: PipelineTemplate, factors: Sequence[float]) -> tuple[StageCost, ...]:
-        costs = stage_costs(self._profile, template)
-        if not factors:
-            return costs
-        return tuple(
-            replace(
-                cost,
-                forward_s=cost.forward_s * factors[stage.node_index],
-                backward_s=cost.backward_s * factors[stage.node_index],
-            )
-            for cost, stage in zip(costs, template.stages, strict=True)
-        )
+
+def costs_on(
+    profile: Profile, template: PipelineTemplate, kind: ScheduleKind, factors: Sequence[float] | None
+) -> Sequence[StageCost]:
+    """What each stage of a template costs under a schedule, where it takes so many times as long as usual."""
+    costs = stage_costs(profile, template, splits=kind is ScheduleKind.ZERO_BUBBLE)
+    if factors is None:
+        return costs
+    return [_slowed(cost, factor) for cost, factor in zip(costs, factors, strict=True)]
+
+
+def _slowed(cost: StageCost, factor: float) -> StageCost:
+    weight_s = cost.backward_weight_s
+    return replace(
+        cost,
+        forward_s=cost.forward_s * factor,
+        backward_s=cost.backward_s * factor,
+        backward_weight_s=None if weight_s is None else weight_s * factor,
+    )

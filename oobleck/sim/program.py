@@ -79,7 +79,7 @@ class Programs:
         if lane.key in self.spoiled:
             raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")
         self.on_begin()
-        times = self._tempo.program(lane.pipeline, lane.stage, len(microbatches))
+        times = self._tempo.program(lane.pipeline, lane.stage, len(microbatches), lane.schedule)
         self._running = running = _Running(self._clock(), times)
         try:
             done, began_s = 0, 0.0

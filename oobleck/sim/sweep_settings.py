@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.control.planning import planner_for
-from oobleck.job import ControlSpec, DataSpec, JobSpec, ScalingSpec
+from oobleck.control.planning import planner_for, schedules_for
+from oobleck.job import ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import Planner, Profile
 
 from .costs import RecoveryCosts
@@ -32,6 +32,7 @@ class SweepSettings:
     fault_threshold: int = 1
     num_pipelines: int | None = None
     reductions_per_step: int | Literal["auto"] = "auto"
+    schedule: ScheduleName = "1f1b"
     costs: RecoveryCosts = field(default_factory=RecoveryCosts)
     checkpoint_interval_s: float = 1800.0
     """From one checkpoint to the next; they are written while training goes on."""
@@ -59,6 +60,7 @@ class SweepSettings:
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions_per_step,
+            schedule=self.schedule,
             device_memory_bytes=self.profile.device.memory_bytes,
             torch_threads=1,
         )
@@ -77,4 +79,5 @@ def most_steps(trace: Trace, settings: SweepSettings) -> int:
     plan = settings.planner().initial_plan(most).plan
     if settings.max_steps is not None:
         return settings.max_steps
-    return int(trace.duration_s / Pace(settings.profile).step_s(plan, {})) + 1
+    schedules = schedules_for(settings.job(max_steps=1), settings.profile, plan)
+    return int(trace.duration_s / Pace(settings.profile).step_s(plan, {}, schedules)) + 1

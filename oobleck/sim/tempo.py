@@ -1,4 +1,4 @@
-"""How long virtual work takes: what the schedule's timeline and the planner's network model say."""
+"""How long virtual work takes: what each schedule's timeline and the planner's network model say."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile
-from oobleck.schedule import Op, ScheduleKind, StageCost, compile_schedule, timeline
-from oobleck.schedule.forecast import stage_costs
+from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
 
-from .pace import Pace
+from .pace import Pace, costs_on
 
 __all__ = ["Delays", "ProgramTimes", "Tempo"]
+
+_LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+"""What takes a microbatch backward to the end, in one part or as the second of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,46 +51,37 @@ class ProgramTimes:
 class Tempo:
     """Seconds of steps, reductions and transfers. Mutable only in how slow each node is."""
 
-    def __init__(
-        self, profile: Profile, kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B, *, form_group_s: float = 0.0
-    ) -> None:
+    def __init__(self, profile: Profile, *, form_group_s: float = 0.0) -> None:
         self.form_group_s = form_group_s
         self._profile = profile
-        self._kind = kind
         self._factors: defaultdict[str, float] = defaultdict(lambda: 1.0)
-        self._programs: dict[tuple[PipelineTemplate, tuple[float, ...], int], tuple[ProgramTimes, ...]] = {}
-        self._pace = Pace(profile, kind=kind)
+        self._programs: dict[
+            tuple[PipelineTemplate, tuple[float, ...], int, ScheduleKind], tuple[ProgramTimes, ...]
+        ] = {}
+        self._pace = Pace(profile)
 
     def set_factor(self, node: str, factor: float) -> None:
         """Have a node take `factor` times as long as usual, from its next program on."""
         self._factors[node] = factor
 
-    def program(self, pipeline: Pipeline, stage: int, num_microbatches: int) -> ProgramTimes:
+    def program(self, pipeline: Pipeline, stage: int, num_microbatches: int, kind: ScheduleKind) -> ProgramTimes:
         """What one stage does of a program that all stages of its pipeline begin together."""
         factors = tuple(self._factors[place.node] for place in pipeline.places)
-        key = pipeline.template, factors, num_microbatches
+        key = pipeline.template, factors, num_microbatches, kind
         if key not in self._programs:
             self._programs[key] = self._evaluate(*key)
         return self._programs[key][stage]
 
     def _evaluate(
-        self, template: PipelineTemplate, factors: tuple[float, ...], num_microbatches: int
+        self, template: PipelineTemplate, factors: tuple[float, ...], num_microbatches: int, kind: ScheduleKind
     ) -> tuple[ProgramTimes, ...]:
-        costs = [
-            StageCost(
-                forward_s=cost.forward_s * factor,
-                backward_s=cost.backward_s * factor,
-                send_forward_s=cost.send_forward_s,
-                send_backward_s=cost.send_backward_s,
-            )
-            for cost, factor in zip(stage_costs(self._profile, template), factors, strict=True)
-        ]
-        schedule = compile_schedule(self._kind, num_stages=len(costs), num_microbatches=num_microbatches, commits=False)
+        costs = costs_on(self._profile, template, kind, factors)
+        schedule = compile_schedule(kind, num_stages=len(costs), num_microbatches=num_microbatches, commits=False)
         evaluated = timeline(schedule, costs)
         return tuple(
             ProgramTimes(
                 end_s=end_s,
-                backward_ends_s=tuple(span.end_s for span in spans if span.instruction.op is Op.BACKWARD),
+                backward_ends_s=tuple(span.end_s for span in spans if span.instruction.op in _LAST_OF_BACKWARD),
             )
             for end_s, spans in zip(evaluated.ends_s, evaluated.spans, strict=True)
         )

@@ -90,6 +90,17 @@ def test_the_gears_agree(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert [r["nodes"] for r in played["recoveries"]] == [r["nodes"] for r in swept["recoveries"]]
 
 
+def test_a_schedule_without_bubbles_trains_more(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    profile = uniform_profile(4, memory_bytes=40, seconds=0.5)  # two nodes hold the model: pipelines of two stages
+    Path(arguments[4]).write_text(profile_to_json(profile))
+    samples = {}
+    for schedule in ("1f1b", "zero-bubble", "auto"):
+        assert main([*arguments, "--schedule", schedule, "--json"]) == 0
+        samples[schedule] = json.loads(capsys.readouterr().out)["samples_committed"]
+    assert samples["zero-bubble"] > 1.05 * samples["1f1b"]
+    assert samples["auto"] == samples["zero-bubble"]
+
+
 def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--json"]) == 0
     without = json.loads(capsys.readouterr().out)["samples_committed"]
@@ -104,6 +115,7 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
     [
         (["--policy", "magic"], 2, "names 'magic'; it must be of oobleck, restart"),
         (["--policy", ","], 2, "--policy is empty"),
+        (["--schedule", "interleaved"], 2, "must be one of 1f1b, gpipe, zero-bubble, auto"),
         (["--gear", "third"], 2, "must be sweep or cluster"),
         (["--plot", "r.pdf"], 2, "must be .svg or .png"),
         (["--checkpoint-interval", "0"], 2, "--checkpoint-interval is 0"),

@@ -52,7 +52,7 @@ from oobleck.control.messages import (
 )
 from oobleck.control.remains import read_remains
 from oobleck.control.sections import banked_after
-from oobleck.job import ControlSpec, DataSpec, JobSpec, NodeSpec
+from oobleck.job import ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName
 from oobleck.planner import (
     DeviceProfile,
     LayerProfile,
@@ -90,6 +90,7 @@ class Shape:
     num_pipelines: int | None = None
     reductions: int = 1
     """How often gradients are reduced in a step."""
+    schedule: ScheduleName = "1f1b"
     shards: tuple[int, ...] = ()
     """How many records each shard has; empty where the data is in no shards."""
     follow: bool = False
@@ -112,6 +113,7 @@ class Shape:
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions,
+            schedule=self.schedule,
             data=DataSpec(
                 shards=tuple(f"shard{number}" for number in range(len(self.shards))),
                 follow=self.follow,

@@ -11,7 +11,7 @@ from oobleck.control.messages import WorkerMessage
 from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.job import JobSpec
 from oobleck.planner import Place, Profile
-from oobleck.schedule import Instruction, Op, ScheduleKind, compile_schedule
+from oobleck.schedule import Instruction, Op, compile_schedule
 from oobleck.sim.fabric import Fabric, Violation, Wait
 from oobleck.sim.lane import Lane
 from oobleck.sim.moves import Moves
@@ -28,7 +28,7 @@ class SteppedPrograms(Programs):
 
     def execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
         schedule = compile_schedule(
-            ScheduleKind.ONE_F_ONE_B,
+            lane.schedule,
             num_stages=len(lane.places),
             num_microbatches=len(microbatches),
             num_sections=num_sections,
@@ -66,7 +66,9 @@ class SteppedPrograms(Programs):
                 yield Wait("send", lambda: True, can_fail=lambda: self.fabric.lacks_a_member(lane.key))
                 tag = 2 * microbatch + (not forward)
                 self.fabric.send(lane.key, self.place, target, tag, (work.step, microbatch))
-            case Op.BACKWARD:
+            case Op.BACKWARD_INPUT:
+                yield Wait("backward_input", lambda: not stopped(), stopped)
+            case Op.BACKWARD | Op.BACKWARD_WEIGHT:
                 yield Wait("backward", lambda: not stopped(), stopped)
                 if lane.key in self.spoiled:
                     raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")

@@ -22,6 +22,8 @@ SHAPES = (
     Shape(num_nodes=4, num_pipelines=2),
     Shape(num_nodes=3, num_pipelines=3),
     Shape(reductions=2),
+    Shape(num_nodes=5, layers_per_device=2, schedule="zero-bubble"),
+    Shape(num_nodes=5, layers_per_device=2, schedule="gpipe"),
 )
 IN_SECTIONS = (
     Shape(reductions=2),

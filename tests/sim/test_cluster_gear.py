@@ -22,6 +22,9 @@ from oobleck.control.journal import (
     StepDone,
     WorkerDown,
 )
+from oobleck.job import ScheduleName
+from oobleck.schedule import ScheduleKind
+from oobleck.schedule.forecast import forecast
 from oobleck.sim.cluster_gear import ClusterRun
 from oobleck.sim.trace import (
     AgentCrashed,
@@ -67,6 +70,19 @@ def test_an_undisturbed_run_trains_at_the_pace_that_was_predicted():
     (plan,) = entries(played, PlanAdopted)
     assert STARTED_S - 1 < plan.t_s < STARTED_S
     assert played.summary.step_time_s.median == pytest.approx(plan.predicted_step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "auto"])
+def test_steps_take_what_the_timeline_of_the_schedule_says(schedule: ScheduleName):
+    setting = Setting(layers_per_device=2, schedule=schedule, slowness=5.0, duration_s=200.0)
+    played = setting.run()
+    (plan,) = entries(played, PlanAdopted)
+    kind = None if schedule == "auto" else ScheduleKind(schedule)
+    assert set(plan.schedules) == {ScheduleKind.ZERO_BUBBLE if kind is None else kind}
+    expected_s = forecast(setting.profile, plan.plan, kind=kind).step_s
+    _, *later = [entry.record.duration_s for entry in entries(played, StepDone)]
+    assert len(later) > 50
+    assert later == pytest.approx([expected_s] * len(later), rel=1e-9)
 
 
 def test_a_lost_node_costs_no_step():

@@ -61,7 +61,8 @@ def trace_of(entries: Iterable[JournalEntry]) -> Trace:
 
 
 def plans(entries: Iterable[JournalEntry]) -> list[tuple[object, ...]]:
-    return [(entry.plan, entry.action, entry.predicted_step_s) for entry in entries if isinstance(entry, PlanAdopted)]
+    adopted = [entry for entry in entries if isinstance(entry, PlanAdopted)]
+    return [(entry.plan, entry.action, entry.predicted_step_s, entry.schedules) for entry in adopted]
 
 
 spaced = st.integers(1, 3).map(lambda number: [STARTED_S + SPACED_S * (index + 1) for index in range(number)])
@@ -77,7 +78,9 @@ spaced = st.integers(1, 3).map(lambda number: [STARTED_S + SPACED_S * (index + 1
         times=spaced,
         all_start=True,
     ),
-    setting=st.sampled_from((PLAIN, replace(PLAIN, layers_per_device=2))),
+    setting=st.sampled_from(
+        (PLAIN, replace(PLAIN, layers_per_device=2), replace(PLAIN, layers_per_device=2, schedule="auto"))
+    ),
     seed=st.integers(0, 2**32),
 )
 def test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear(trace: Trace, setting: Setting, seed: int):
@@ -85,7 +88,10 @@ def test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear(tra
     job = replace(setting.job, control=replace(setting.job.control, rejoin_after_s=0))
     played = run_cluster(trace, job=job, profile=setting.profile, seed=seed)
     settings = SweepSettings(
-        profile=setting.profile, global_batch_size=job.global_batch_size, fault_threshold=job.fault_threshold
+        profile=setting.profile,
+        global_batch_size=job.global_batch_size,
+        fault_threshold=job.fault_threshold,
+        schedule=job.schedule,
     )
     assert plans(sweep(trace_of(played.entries), settings))[: len(plans(played.entries))] == plans(played.entries)
 

@@ -56,6 +56,7 @@ SHAPES = (
     replace(PLAIN, layers_per_device=2, link_latency_s=0.2),
     replace(PLAIN, scaling=ScalingSpec(policy="efficient", hysteresis_s=2.0)),
     replace(PLAIN, max_steps=1000, scaling=ScalingSpec(policy="deadline", deadline_s=3000.0, hysteresis_s=1.0)),
+    replace(PLAIN, layers_per_device=2, schedule="auto"),
     replace(PLAIN, reductions=4),
     replace(PLAIN, num_layers=6, layers_per_device=3, slowness=20.0, reductions=4),
 )

@@ -7,11 +7,15 @@ from itertools import pairwise
 from typing import TypeVar
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from oobleck.control.journal import Cause, JournalEntry, NodeLeft, PlanAdopted, RecoveryDone, StepsDone
 from oobleck.control.summary import Summary, summarize
+from oobleck.errors import PlanningError
+from oobleck.job import ScheduleName
+from oobleck.planner import Profile
+from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
 from oobleck.sim.costs import RecoveryCosts
 from oobleck.sim.sweep import sweep
@@ -31,7 +35,7 @@ from oobleck.sim.trace import (
     TraceEvent,
     WorkerCrashed,
 )
-from tests.planner.drawing import uniform_profile
+from tests.planner.drawing import profiles, uniform_profile
 from tests.sim.strategies import traces
 
 T = TypeVar("T")
@@ -71,6 +75,40 @@ def test_without_events_steps_follow_one_another_from_start_to_end() -> None:
     assert steps.num_steps == int(1000 / steps.record.duration_s)
     assert steps.t_s == pytest.approx(steps.num_steps * steps.record.duration_s)
     assert summarize(journal).goodput > 0.99
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "auto"])
+def test_steps_take_what_the_timelines_of_the_orders_schedules_say(schedule: ScheduleName) -> None:
+    # Three layers fit a node: pipelines of four, with stages that differ once a node is lost.
+    settings = {"schedule": schedule, "profile": uniform_profile(8, memory_bytes=60, seconds=0.5)}
+    nodes = tuple(f"node{number}" for number in range(9))
+    journal = sweep(make_trace(Lost(t_s=501, node="node8"), nodes=nodes), make_settings(**settings))
+    chosen = None if schedule == "auto" else ScheduleKind(schedule)
+    plans = only(journal, PlanAdopted)
+    assert len(plans) == 2
+    for plan in plans:
+        expected = forecast(settings["profile"], plan.plan, kind=chosen)
+        under = [each for each in only(journal, StepsDone) if each.record.generation == plan.generation]
+        assert under[-1].record.duration_s == pytest.approx(expected.step_s)
+        kinds = {index: each.timeline.schedule.kind for each in expected.pipelines for index in each.pipelines}
+        assert plan.schedules == tuple(kinds[index] for index in range(len(plan.schedules)))
+
+
+@settings(max_examples=40)
+@given(profile=profiles(min_layers=2, max_layers=6), num_nodes=st.integers(2, 6))
+def test_a_sweep_that_chooses_its_schedules_never_has_slower_steps_than_1f1b(profile: Profile, num_nodes: int) -> None:
+    nodes = tuple(f"node{number}" for number in range(num_nodes))
+    trace = make_trace(nodes=nodes, duration_s=1e4)
+    job = make_settings(profile=profile, global_batch_size=8 * profile.microbatch_size, fault_threshold=0, max_steps=9)
+    try:
+        plain, chosen = (sweep(trace, dataclasses.replace(job, schedule=name)) for name in ("1f1b", "auto"))
+    except PlanningError:
+        reject()
+    plan, same = (only(journal, PlanAdopted)[0] for journal in (plain, chosen))
+    assert plan.plan == same.plan
+    before, after = (only(journal, StepsDone) for journal in (plain, chosen))
+    assert [each.num_steps for each in before] == [each.num_steps for each in after] == [9]
+    assert after[0].record.duration_s <= before[0].record.duration_s * (1 + 1e-12)
 
 
 def test_a_lost_node_costs_no_step() -> None:

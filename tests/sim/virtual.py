@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from oobleck.job import ControlSpec, JobSpec, ScalingSpec
+from oobleck.job import ControlSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import Profile
 from oobleck.sim.cluster_gear import ClusterRun, run_cluster
 from oobleck.sim.tempo import Delays
@@ -31,6 +31,7 @@ class Setting:
     fault_threshold: int = 1
     num_pipelines: int | None = None
     reductions: int = 1
+    schedule: ScheduleName = "1f1b"
     duration_s: float = 40.0
     max_steps: int = 1_000_000
     heartbeat_interval_s: float = 0.5
@@ -64,7 +65,7 @@ class Setting:
             start_timeout_s=30.0,
             orphan_timeout_s=20.0,
         )
-        return replace(self.shape.job, control=control, scaling=self.scaling)
+        return replace(self.shape.job, control=control, scaling=self.scaling, schedule=self.schedule)
 
     @property
     def profile(self) -> Profile:
