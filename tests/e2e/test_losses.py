@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oobleck.cli.job_file import load_job
+from oobleck.control.journal import PlanAdopted, ProfileKnown
+from oobleck.control.planning import schedules_for
 from oobleck.job import JobSpec
+from oobleck.planner import Profile, SplitBackward, profile_from_json, profile_to_json
+from oobleck.runtime.journal_reading import follow_journal
+from oobleck.schedule import ScheduleKind
 
 from .harness import LLAMA, TAG, Outcome, Runner, oobleck, started_at, worker_pids
 from .reference import reference_losses
@@ -127,8 +133,67 @@ def test_the_cache_of_tokens_is_made_once(runner: Runner, undisturbed: Outcome) 
 
 def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, undisturbed: Outcome) -> None:
     """Weights' gradients come later than inputs'; a node is killed meanwhile."""
-    path = runner.job_file()
-    path.write_text(path.read_text(encoding="utf-8") + "schedule: zero-bubble\n", encoding="utf-8")
+    outcome = runner.run("--job", str(job_file_with(runner, "zero-bubble")), "--kill", f"node3@{KILL_STEP}")
+    assert_nothing_lost(outcome, len(undisturbed.losses))
+    assert largest_gap(outcome.losses, undisturbed.losses) < TOLERANCE
+
+
+def test_each_pipeline_runs_the_schedule_that_its_timeline_chooses(runner: Runner, undisturbed: Outcome) -> None:
+    """Of two stages, the zero-bubble one; once a node is killed, 1F1B where a single stage is left. No loss changes."""
+    path = job_file_with(runner, "auto")
+    profile = let_splits_pay(runner, path)
     outcome = runner.run("--job", str(path), "--kill", f"node3@{KILL_STEP}")
     assert_nothing_lost(outcome, len(undisturbed.losses))
     assert largest_gap(outcome.losses, undisturbed.losses) < TOLERANCE
+    job = load_job(path.read_text(), source=str(path))
+    journal = tuple(filter(None, follow_journal(runner.base_dir / TAG / "journal.jsonl")))
+    assert [entry.profile_json for entry in journal if isinstance(entry, ProfileKnown)] == [profile_to_json(profile)]
+    plans = [entry for entry in journal if isinstance(entry, PlanAdopted)]
+    for entry in plans:
+        assert entry.schedules == schedules_for(job, profile, entry.plan)
+    stages_and_kinds = [
+        sorted(
+            (pipeline.template.num_stages, kind)
+            for pipeline, kind in zip(entry.plan.pipelines, entry.schedules, strict=True)
+        )
+        for entry in plans
+    ]
+    split, plain = (2, ScheduleKind.ZERO_BUBBLE), (1, ScheduleKind.ONE_F_ONE_B)
+    assert stages_and_kinds == [[split, split], [plain, split]]
+    assert "the zero-bubble schedule in 1 of 2 pipelines" in plans[-1].reason
+
+
+def job_file_with(runner: Runner, schedule: str) -> Path:
+    path = runner.job_file()
+    path.write_text(path.read_text(encoding="utf-8") + f"schedule: {schedule}\n", encoding="utf-8")
+    return path
+
+
+def let_splits_pay(runner: Runner, path: Path) -> Profile:
+    """Have the runs of a job file take a profile in which blocks alone take time, and splitting them costs nothing."""
+    directory = runner.base_dir / TAG / "profile"
+
+    def split_ones() -> list[tuple[Path, Profile]]:
+        read = [(file, profile_from_json(file.read_text(), source=str(file))) for file in directory.glob("*.json")]
+        return [(file, profile) for file, profile in read if profile.layers[1].split is not None]
+
+    if not split_ones():
+        assert_nothing_lost(runner.run("--job", str(path), "--set", "max_steps=1"), 1)
+    ((file, measured),) = split_ones()
+    layers = tuple(
+        replace(
+            layer,
+            forward_s={1: seconds},
+            backward_s={1: 2 * seconds},
+            split=SplitBackward(
+                forward_s=seconds,
+                backward_input_s=seconds,
+                backward_weight_s=seconds,
+                kept_bytes=layer.activation_bytes,
+            ),
+        )
+        for layer, seconds in zip(measured.layers, (1e-6, 4e-3, 4e-3, 4e-3, 4e-3, 1e-6), strict=True)
+    )
+    profile = replace(measured, layers=layers)
+    file.write_text(profile_to_json(profile), encoding="utf-8")
+    return profile
