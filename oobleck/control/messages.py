@@ -426,7 +426,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWorker:
-    """Start the worker of a device."""
+    """Have a worker on a device: start one, unless it is there already."""
 
     device: int
 

@@ -233,7 +233,11 @@ class Agent:
                 if self._safekeeping is not None:
                     self._safekeeping.take(message)
             case StartWorker(device=device):
-                nursery.start_soon(self._run_worker, device, self._duty_for(device))
+                configure = self._duty_for(device)
+                # A master that took over may ask for what the one before has asked for.
+                if device not in self._workers and device not in self._starting:
+                    self._starting.add(device)
+                    nursery.start_soon(self._run_worker, device, configure)
             case KillWorker(device=device):
                 if device in self._workers:
                     self._workers[device].handle.kill()
@@ -280,15 +284,12 @@ class Agent:
             worker.handle.kill()  # it reads nothing any more
 
     def _duty_for(self, device: int) -> Configure:
-        """Take the start of a worker on. Raises PeerError where there is none to be started."""
+        """What a worker of this device is to do. Raises PeerError where there can be none."""
         if self._duty is None:
             raise PeerError("StartWorker came before Configure")
         configure = self._duty.configure
         if device not in range(len(configure.devices)):
             raise PeerError(f"asked for a worker on device {device}; there are {len(configure.devices)}")
-        if device in self._workers or device in self._starting:
-            raise PeerError(f"asked for a second worker on device {device}")
-        self._starting.add(device)
         return configure
 
     async def _run_worker(self, device: int, configure: Configure) -> None:
@@ -307,6 +308,7 @@ class Agent:
         try:
             handle = await self._host.start(setup)
         except WorkersUnavailable as error:
+            self._starting.remove(device)
             self._letters.add(AgentStopped(reason=f"no worker can be started: {error}"))
             return
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
