@@ -140,7 +140,7 @@ class Attendance:
         self._sharding.lost(node)
         if may_come_back and not is_tried_again:
             self._tell_quarantine(node)
-        if trained:  # else it had no part in any plan
+        if trained and not self._reconfiguration.can_spare(node):  # else it had no part in any plan
             self._reconfiguration.begin([node], cause, detect_s=silent_s)
 
     def _tell_quarantine(self, node: str) -> None:
@@ -262,7 +262,7 @@ class Attendance:
         self._start_again(member, place.device)
         self._saving.worker_lost(place.node)
         self._sharding.lost(place.node)
-        if trained:
+        if trained and not self._reconfiguration.can_spare(place.node):
             self._reconfiguration.begin([place.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
 
     def _start_again(self, member: Member, device: int) -> None:

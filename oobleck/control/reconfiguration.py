@@ -271,6 +271,12 @@ class Reconfiguration:
             self._scaling.recovery_done(done)
             self._outbox.record(done)
 
+    def can_spare(self, node: str) -> bool:
+        """Whether a node rests, and has nothing any more that others wait for: they train by the plan that lets it."""
+        last = self._progress.last_record
+        trains = not self.is_fencing and last is not None and last.generation == self.generations.current
+        return trains and node not in self.generations.plan.nodes
+
     def lost_for(self, generation: int) -> tuple[str, ...]:
         """The nodes that have no part, or no part any more, in the plan that was ordered in `generation`."""
         return self._members.without_part(generation)

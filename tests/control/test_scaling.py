@@ -124,6 +124,27 @@ def test_a_worker_that_is_started_again_trains_again_where_nobody_took_its_place
     assert "n1" in plan(bench).nodes
 
 
+def test_the_loss_of_a_node_that_rests_disturbs_nobody_once_all_train_without_it() -> None:
+    bench = training()
+    bench.commit("n0", 1)
+    before = bench.generation
+    bench.say("n4", WorkerExited(device=0, pid=8, signal=9))
+    bench.say("n4", ready(pid=10))
+    bench.fail("n5")
+    assert bench.coordinator.phase is Phase.TRAINING
+    assert bench.generation == before
+    bench.fail("n1")
+    recover(bench, "n0", "n2", "n3", "n4")
+    assert set(plan(bench).nodes) == {"n0", "n2", "n3", "n4"}
+    assert not plan(bench).spares
+
+
+def test_a_node_that_rests_may_be_waited_for_until_a_step_is_committed_without_it() -> None:
+    bench = training()
+    bench.fail("n5")
+    assert bench.coordinator.phase is Phase.FENCING
+
+
 def test_a_node_that_comes_in_the_middle_of_a_recovery_is_asked_too() -> None:
     bench = training()
     bench.fail("n1")
