@@ -345,6 +345,7 @@ class Coordinator:
         for record in remains.records:
             self._progress.restore(record)
         self._progress.restore_evaluated(remains.evaluated_step)
+        self._progress.foresee(remains.predicted_step_s)
         self._preparation.profile = remains.profile
         self._reconfiguration.restore(
             remains.profile,

@@ -15,7 +15,8 @@ __all__ = ["HANG_FLOOR_S", "Progress"]
 
 HANG_FLOOR_S = 10.0
 _HANG_FACTOR = 10
-"""It is a hang when no step is committed for this many times as long as the slowest of the latest took."""
+"""It is a hang when no step is committed for this many times as long as the slowest of the latest took, or the plan
+has a step take."""
 _STEPS_TIMED = 20
 
 
@@ -26,6 +27,7 @@ class Progress:
         self._job = job
         self._outbox = outbox
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
+        self._predicted_s = 0.0
         self._evaluated_step = 0
         self.last_record: CommitRecord | None = None
         """Of the newest step that is known to be committed, since the checkpoint that was gone back to, if one was."""
@@ -84,10 +86,14 @@ class Progress:
         """Note the newest step whose evaluation the journal knows; 0 where it knows none."""
         self._evaluated_step = step
 
+    def foresee(self, step_s: float) -> None:
+        """Steps take so long from here on, by the newest plan."""
+        self._predicted_s = step_s
+
     def expect(self, least_s: float) -> None:
         """Take it for a hang when no step is committed in so many seconds, or many times the usual time."""
         self.progressed_s = self._outbox.now_s
-        usual_s = max(self._step_times_s, default=0.0)
+        usual_s = max([self._predicted_s, *self._step_times_s])
         self.hangs_s = self._outbox.now_s + max(least_s, _HANG_FACTOR * usual_s)
 
     def expect_none(self) -> None:

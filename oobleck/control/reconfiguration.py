@@ -509,6 +509,7 @@ class Reconfiguration:
         self._sharding.tell(place for place in places if place in order.plan.layers_at)
         self.is_fencing = False
         self.deadline_s = math.inf
+        self._progress.foresee(decision.predicted_step_s)
         is_quick = self._progress.last_step > 0 and candidate is None
         self._progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s)
         self._record_plan(decision, verdict, order)

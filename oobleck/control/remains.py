@@ -55,6 +55,8 @@ class Remains:
     profile_json: str = ""
     records: list[CommitRecord] = field(default_factory=list)
     """Of all committed steps that are known."""
+    predicted_step_s: float = 0.0
+    """Of the newest plan."""
     evaluated_step: int = 0
     """The newest whose evaluation is known."""
     restored: PlanAdopted | None = None
@@ -132,6 +134,7 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
             remains.profile_json = profile_json
         case PlanAdopted():
             remains.generations.restore(entry)
+            remains.predicted_step_s = entry.predicted_step_s
             if entry.restored_step is not None:
                 remains.restored = entry
                 remains.origin = remains.origin or entry.restored

@@ -496,6 +496,21 @@ def test_no_step_for_ten_times_as_long_as_one_takes_is_a_hang():
     assert bench.journal(RecoveryStarted)[0].cause is Cause.HANG
 
 
+def test_a_step_that_takes_as_long_as_its_plan_foretold_is_no_hang_for_the_next_master_either():
+    bench = training(replace(SINGLES, layer_s=5.0))
+    nodes = ("n0", "n1", "n2")
+    predicted_s = bench.journal(PlanAdopted)[-1].predicted_step_s
+    assert 9.9 * predicted_s > bench.job.control.start_timeout_s
+    bench.beat_until(9.9 * predicted_s, *nodes)
+    assert not bench.journal(RecoveryStarted)
+    bench.commit("n0", 1)
+    succeed(bench, *nodes)
+    bench.beat_until(bench.now_s + 9.9 * predicted_s, *nodes)
+    assert not bench.journal(RecoveryStarted)
+    bench.beat_until(bench.now_s + predicted_s, *nodes)
+    assert bench.journal(RecoveryStarted)[0].cause is Cause.HANG
+
+
 def test_the_first_step_may_take_as_long_as_a_start():
     bench = training()
     bench.beat_until(119.0, "n0", "n1", "n2")
