@@ -23,7 +23,7 @@ KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "dra
 """Everything that may go wrong, or be asked for."""
 _LIMIT = 20_000
 """Moves in which any run has to end."""
-_PATIENCE = 400
+_PATIENCE = 600
 """Moves of time alone, each a heartbeat's interval or less, in which something has to happen."""
 
 

@@ -14,7 +14,7 @@ SHAPES = (
     Shape(num_nodes=3),
     Shape(layers_per_device=2),
     Shape(num_nodes=5, layers_per_device=2),
-    Shape(num_nodes=5, layers_per_device=2, layer_s=3.0),  # steps that are run again rather than finished
+    Shape(num_nodes=5, layers_per_device=2, layer_s=0.6),  # steps that are run again rather than finished
     Shape(num_nodes=6, layers_per_device=2),
     Shape(num_nodes=4, fault_threshold=2),
     Shape(num_nodes=2, devices=2),
@@ -28,8 +28,8 @@ SHAPES = (
 IN_SECTIONS = (
     Shape(reductions=2),
     Shape(num_nodes=5, layers_per_device=2, num_microbatches=6, reductions=3),
-    Shape(num_nodes=5, layers_per_device=2, num_microbatches=12, layer_s=3.0, reductions=4),
-    Shape(num_nodes=6, layers_per_device=3, num_layers=6, num_microbatches=9, layer_s=3.0, reductions=3),
+    Shape(num_nodes=5, layers_per_device=2, num_microbatches=12, layer_s=0.6, reductions=4),
+    Shape(num_nodes=6, layers_per_device=3, num_layers=6, num_microbatches=9, layer_s=0.6, reductions=3),
 )
 
 
