@@ -6,7 +6,7 @@ nothing ── begin ──> reducing ── all sums are here ──> committin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.control.messages import Banked, BankRecord
@@ -41,12 +41,21 @@ class _Pending:
 class Bank:
     """Mutable: what is banked of the step in flight, and the section that is about to be."""
 
-    def __init__(self, standing: Standing, fabric: Fabric, groups: GroupTable, layers: HeldLayers) -> None:
-        """`layers` get the sums of what is banked."""
+    def __init__(
+        self,
+        standing: Standing,
+        fabric: Fabric,
+        groups: GroupTable,
+        layers: HeldLayers,
+        *,
+        on_failed: Callable[[int, PeerLost], None],
+    ) -> None:
+        """`layers` get the sums of what is banked. `on_failed` is called with the plan's generation."""
         self._standing = standing
         self._fabric = fabric
         self._groups = groups
         self._layers = layers
+        self._on_failed = on_failed
         self._reduction: Reduction | None = None
         """Of the plan in force; None for a spare."""
         self._is_last = False
@@ -123,8 +132,9 @@ class Bank:
                 )
                 self._standing.bank(record)
                 self._fold(pending, record)
-        except PeerLost:
+        except PeerLost as error:
             pending.has_failed = True
+            self._on_failed(self._generation, error)
         except Interrupted:
             pass  # a fence came first: whoever ordered it decides what becomes of the section
 

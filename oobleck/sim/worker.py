@@ -90,7 +90,7 @@ class VirtualWorker:
         self._layers = HeldLayers(place, num_microbatches=job.num_microbatches)
         self._groups = GroupTable(place, fabric, self.standing, put=say, form_group_s=tempo.form_group_s)
         self._transfers = Transfers(place, fabric, self.standing, tempo=tempo, clock=clock)
-        self._bank = Bank(self.standing, fabric, self._groups, self._layers)
+        self._bank = Bank(self.standing, fabric, self._groups, self._layers, on_failed=self._say_failed)
         self._programs = self.programs(
             place, fabric, self.standing, self._bank, tempo=tempo, clock=clock, on_begin=self._say_resumed
         )
@@ -183,7 +183,7 @@ class VirtualWorker:
                 continue
             except PeerLost as error:
                 yield from pause("report")
-                self._say(PeerFailed(device=self.place.device, generation=order.generation, detail=str(error)))
+                self._say_failed(order.generation, error)
             except ShardUnreadable as error:
                 yield from pause("report")
                 failed = RecordsFailed(
@@ -266,6 +266,9 @@ class VirtualWorker:
         except ShardUnreadable:
             self.standing.note_broken()
             raise
+
+    def _say_failed(self, generation: int, error: PeerLost) -> None:
+        self._say(PeerFailed(device=self.place.device, generation=generation, detail=str(error)))
 
     def _say_resumed(self) -> None:
         generation, self._resumed_generation = self._resumed_generation, None

@@ -79,10 +79,12 @@ class Bank:
         num_microbatches: int,
         tells: bool,
         on_banked: Callable[[], None],
+        on_failed: Callable[[int, PeerLost], None],
     ) -> None:
         """`tells` if this worker tells of losses and counts: of the devices that share a stage, one does.
 
-        `on_banked` is called whenever another section is banked.
+        `on_banked` is called whenever another section is banked, `on_failed` with the plan's generation when one
+        fails: others wait for it, and this pipeline's own work goes on.
         """
         self._standing = standing
         self._groups = groups
@@ -90,6 +92,7 @@ class Bank:
         self._num_microbatches = num_microbatches
         self._tells = tells
         self._on_banked = on_banked
+        self._on_failed = on_failed
         self._account: Account | None = None
         self._section: _Section | None = None
         self._before = NOTHING
@@ -153,7 +156,7 @@ class Bank:
         try:
             self.settle()
         except PeerLost:
-            return  # told at the step's end: the pipeline's own work is sound
+            return  # it is told: the pipeline's own work is sound
         except Interrupted:
             if self._standing.is_pipeline_stopped():
                 raise
@@ -187,6 +190,8 @@ class Bank:
             self._move(section)
         except PeerLost as error:
             section.failure = error
+            assert self._account is not None
+            self._on_failed(self._account.generation, error)
         except Interrupted:
             pass  # a fence came first: whoever ordered it decides what becomes of the section
 

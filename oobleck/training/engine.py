@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from oobleck.control.sections import shares_of
-from oobleck.control.standing import Interrupted, Standing
+from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 from oobleck.wire import (
@@ -26,6 +26,7 @@ from oobleck.wire import (
     LayersMoving,
     Order,
     Pace,
+    PeerFailed,
     ReplicaDigests,
     Resumed,
     StepCommitted,
@@ -52,6 +53,8 @@ from .transfer import exchange_layers, transfer_key
 
 __all__ = ["Engine"]
 
+Report = StepCommitted | Resumed | Evaluating | EvaluationDone | PeerFailed | Pace | LayersMoving | ReplicaDigests
+
 
 class Engine:
     """Everything that one worker trains with. Only the training thread touches it."""
@@ -71,9 +74,7 @@ class Engine:
         signals: Signals,
         standing: Standing,
         saving: Saving | None,
-        report: Callable[
-            [StepCommitted | Resumed | Evaluating | EvaluationDone | Pace | LayersMoving | ReplicaDigests], None
-        ],
+        report: Callable[[Report], None],
     ) -> None:
         self._job = job
         self._place = place
@@ -111,6 +112,7 @@ class Engine:
             num_microbatches=job.num_microbatches,
             tells=self._share.rank == 0,
             on_banked=lambda: self._holdings.let_go_of_kept(),
+            on_failed=self._say_failed,
         )
         self._holdings = Holdings(
             job, place, whole=structure, share=share, model=self._model, optimizer=optimizer, bank=self._bank
@@ -201,6 +203,9 @@ class Engine:
                 duration_s=outcome.duration_s,
             )
             self._report(done)
+
+    def _say_failed(self, generation: int, error: PeerLost) -> None:
+        self._report(PeerFailed(device=self._place.device, generation=generation, detail=str(error)))
 
     def _say_evaluating(self, step: int) -> None:
         self._report(Evaluating(device=self._place.device, step=step))

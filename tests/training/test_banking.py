@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 
 from oobleck.control.messages import NOTHING, BankRecord, Fence, Order
 from oobleck.control.sections import shares_of
-from oobleck.control.standing import Interrupted, Standing
+from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.banking import Account, Bank
@@ -65,6 +65,7 @@ class Worker:
         *,
         num_sections: int,
         whole: bool = False,
+        reducer: type[GradientReducer] = GradientReducer,
     ) -> None:
         self.place = place
         self.signals = Signals()
@@ -82,8 +83,9 @@ class Worker:
         }
         self.buckets = tuple(Bucket(key=owners[name], parameters=(name,)) for name in self.parameters)
         self.keys = {everyone, *owners.values()}
-        self.reducer = GradientReducer(self.buckets, self.parameters, self.groups, self.signals)
+        self.reducer = reducer(self.buckets, self.parameters, self.groups, self.signals)
         self.num_banked = 0
+        self.failed: list[tuple[int, PeerLost]] = []
         self.bank = Bank(
             self.standing,
             self.groups,
@@ -91,6 +93,7 @@ class Worker:
             num_microbatches=MICROBATCHES,
             tells=True,
             on_banked=self._note_banked,
+            on_failed=lambda generation, error: self.failed.append((generation, error)),
         )
         self.share = shares_of(self.plan)[places.index(place)]
         self.stops = section_stops(len(self.share), num_sections)
@@ -147,6 +150,18 @@ class Worker:
 
     def _note_banked(self) -> None:
         self.num_banked += 1
+
+
+class Severed(GradientReducer):
+    """One whose peers are lost while sums are on their way."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(
+        self, interrupted: Callable[[], bool], *, plus: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        raise PeerLost("connection reset by peer")
 
 
 def workers_of(places: Sequence[Place], *, num_sections: int, whole: bool = False) -> list[Worker]:
@@ -244,6 +259,24 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected)
     other.answer_what_was_posted()
+
+
+def test_a_section_that_fails_is_told_at_once_and_the_program_goes_on() -> None:
+    first = Worker(A, (A,), lambda _key, _value: None, num_sections=3, whole=True, reducer=Severed)
+    first.form()
+    first.compute(first.share[0])
+    first.bank.begin(first.work)
+    first.bank.look()
+    ((generation, _),) = first.failed
+    assert generation == 1
+    first.compute(first.share[1])
+    first.bank.begin(first.work)
+    assert first.work.counts == {first.share[1]: 1}
+    assert len(first.failed) == 1
+    with pytest.raises(PeerLost):
+        first.bank.settle()
+    first.bank.give_back(first.work)
+    assert sorted(first.work.counts) == sorted(first.share[:2])
 
 
 def test_nothing_is_banked_after_a_fence_and_the_program_goes_on() -> None:
