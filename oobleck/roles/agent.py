@@ -61,6 +61,8 @@ _UNREAD_LIMIT = 10_000
 _WORKER_LAST_WORDS_S = 2.0
 """How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
 _GREETING_S = 10.0
+_NEARLY = 0.05
+"""The share of its patience by which an agent may run out of it too early: to put its end off takes a while."""
 _UNTIL_TOLD_S = 0.1
 """How often an agent looks whether it has been told how often to say a heartbeat."""
 _FIRST_CONTACT_S = 60.0
@@ -159,7 +161,9 @@ class Agent:
                     while self._stop_reason is None:
                         self._obey(await connection.receive(), nursery)
                         patience_s = self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
-                        patience.deadline = trio.current_time() + patience_s
+                        deadline_s = trio.current_time() + patience_s
+                        if abs(deadline_s - patience.deadline) > _NEARLY * patience_s:
+                            patience.deadline = deadline_s
                 with trio.move_on_after(_LEAVE_S):
                     await self._take_leave()
                 talk.cancel_scope.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from oobleck.planner import Place
 
@@ -37,18 +38,16 @@ class GroupKey:
     purpose: str
     generation: int
     members: tuple[Place, ...]
+    name: str = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Keys are looked up far more often than they are made.
+        # Keys are looked up and named far more often than they are made.
+        object.__setattr__(self, "name", f"{self.generation}/{self.purpose}/{','.join(map(str, self.members))}")
         object.__setattr__(self, "_hash", hash((self.purpose, self.generation, self.members)))
 
     def __hash__(self) -> int:
         return self._hash
-
-    @property
-    def name(self) -> str:
-        return f"{self.generation}/{self.purpose}/{','.join(map(str, self.members))}"
 
 
 def _never() -> bool:
@@ -81,6 +80,8 @@ class Fabric:
         """The newest generation of which anything was heard."""
         self._ended: dict[Place, int] = {}
         """The newest generation in which an ended worker of a place may have been in a group."""
+        self._newest_end = 0
+        """The greatest of these: most groups are newer."""
         self._mail: defaultdict[tuple[GroupKey, Place, Place, int], deque[object]] = defaultdict(deque)
         self._reductions: defaultdict[tuple[GroupKey, int], dict[Place, Contribution]] = defaultdict(dict)
         self._totals: dict[GroupKey, tuple[int, tuple[int, ...]]] = {}
@@ -97,6 +98,7 @@ class Fabric:
         """Everybody is gone: what comes next counts generations from the beginning."""
         self.newest = 0
         self._ended.clear()
+        self._newest_end = 0
         self._mail.clear()
         self._reductions.clear()
         self._totals.clear()
@@ -116,11 +118,14 @@ class Fabric:
         return not self._islands or len({self._islands.get(place.node, 0) for place in places}) <= 1
 
     def lacks_a_member(self, key: GroupKey) -> bool:
+        if self._newest_end < key.generation:
+            return False
         return any(self._ended.get(member, 0) >= key.generation for member in key.members)
 
     def end(self, place: Place, generation: int) -> None:
         """The worker of a place is no more; one that comes after it is in groups of newer generations."""
         self._ended[place] = generation
+        self._newest_end = max(self._newest_end, generation)
         self._watchers.pop(place, None)
         self._tell(self._watchers)
 
@@ -158,7 +163,7 @@ class Fabric:
             agreed = {(each.step, each.versions) for each in found.values()}
             if len(agreed) > 1 or next(iter(agreed))[0] != step:
                 raise Violation(f"{key.name} mixes steps or versions in step {step}: {found}")
-            numbers = tuple(sorted(number for each in found.values() for number in each.numbers))
+            numbers = tuple(sorted(chain.from_iterable(each.numbers for each in found.values())))
             self._totals[key] = sequence, numbers
         return self._totals[key][1]
 

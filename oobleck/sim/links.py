@@ -87,15 +87,16 @@ class _Pipe:
             raise trio.BrokenResourceError("the connection is lost")
         if not self._flying:
             return b""
-        arrived = bytearray()
+        arrived = self._flying.popleft()[1]
         while self._flying and self._flying[0][0] <= now_s:
             arrived += self._flying.popleft()[1]
         if max_bytes is not None and len(arrived) > max_bytes:
-            self._flying.appendleft((now_s, bytes(arrived[max_bytes:])))
-            del arrived[max_bytes:]
+            self._flying.appendleft((now_s, arrived[max_bytes:]))
+            arrived = arrived[:max_bytes]
         self._flying_bytes -= len(arrived)
-        self._senders.unpark_all()
-        return bytes(arrived)
+        if self._senders:
+            self._senders.unpark_all()
+        return arrived
 
     def _arrival_s(self) -> float:
         """When what is sent now arrives, and the receiver is woken; nothing overtakes what was sent before it."""

@@ -33,7 +33,7 @@ from oobleck.control.sections import num_sections_of, shares_of
 from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.errors import ShardUnreadable
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import Place
 
 from .bank import Bank
 from .fabric import Contribution, Fabric, Violation, Wait
@@ -102,6 +102,8 @@ class VirtualWorker:
         self._base_done = False
         self._segments_done: set[int] = set()
         self._reduced: dict[int, tuple[int, ...]] = {}
+        self._reduce_s = 0.0
+        """How long that takes under the plan in force."""
         self._step_ended_s = clock()
         self._resumed_generation: int | None = None
         self._thread = self._run()
@@ -219,7 +221,7 @@ class VirtualWorker:
         stop = False
         while not stop and (yield from self._has_next()):
             yield from self._compute(order, lane, self.standing.applied + 1, banks=True)
-            stop = yield from self._end_step(order.plan, lane, reduction)
+            stop = yield from self._end_step(lane, reduction)
         return True
 
     # --- a step ----------------------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ class VirtualWorker:
                 )
             )
 
-    def _end_step(self, plan: ExecutionPlan, lane: Lane, reduction: Reduction) -> Generator[Wait, None, bool]:
+    def _end_step(self, lane: Lane, reduction: Reduction) -> Generator[Wait, None, bool]:
         """Reduce, commit and apply the step; returns whether all agreed to stop after it."""
         work = self._work
         assert work is not None
@@ -292,7 +294,7 @@ class VirtualWorker:
         if self.standing.is_fenced():
             raise Interrupted  # it may have left out a section, for which others wait in the same groups
         mine = tuple(work.microbatches)
-        yield from self._reduce(plan, reduction, work.step, mine)
+        yield from self._reduce(reduction, work.step, mine)
         yield from pause("about to commit")
         wish = (_STOP,) if self.standing.is_stop_wanted or self._records.is_last(work.step) else ()
         key = reduction.commit_key
@@ -310,7 +312,7 @@ class VirtualWorker:
         yield from self._apply(record)
         return num_stops > 0
 
-    def _reduce(self, plan: ExecutionPlan, reduction: Reduction, step: int, mine: tuple[int, ...]) -> Moves:
+    def _reduce(self, reduction: Reduction, step: int, mine: tuple[int, ...]) -> Moves:
         runs = hash(self._records.runs_of(step))
         posted = [
             (key, layers, self._groups.post(key, Contribution(step, mine, (*self._layers.digests(layers), runs))))
@@ -318,7 +320,7 @@ class VirtualWorker:
         ]
         yield from pause("posted the reductions")
         self._reduced = {}
-        takes_s = self._tempo.reduce_s(plan)
+        takes_s = self._reduce_s
         for key, layers, sequence in posted:
             summed = yield from self._groups.sum(key, sequence, step, takes_s=takes_s)
             self._reduced.update(dict.fromkeys(layers, summed))
@@ -373,7 +375,7 @@ class VirtualWorker:
                     yield from self._programs.execute(work, lane, segment.microbatches)
                     self._segments_done.add(segment.segment)
         yield from self._groups.form(reduction.keys)
-        yield from self._end_step(before.plan, lane, reduction)
+        yield from self._end_step(lane, reduction)
 
     def _adopt(self, order: Order) -> Moves:
         moving = transfer_key(order)
@@ -392,6 +394,7 @@ class VirtualWorker:
         self._layers.adopt(wanted, received, keeping, initial=order.initial)
         self._records.edition = order.edition
         self._order, self._lane, self._reduction = order, lane, reduction
+        self._reduce_s = self._tempo.reduce_s(order.plan)
         self._bank.adopt(order.generation, order.banked, reduction, is_last=lane is not None and lane.is_last)
         for layer, version in self.layers.items():
             if version.banked != order.banked.microbatches:
