@@ -401,8 +401,9 @@ class Coordinator:
     def _understand(self, member: Member, message: AgentMessage) -> None:
         node = member.spec.name
         match message:
-            case Heartbeat():
-                self._outbox.send(node, message)
+            case Heartbeat(sequence=sequence):
+                if sequence is not None:
+                    self._outbox.send(node, message)
             case StorePut():
                 self._pass_on(node, message)
             case StepCommitted(record=record):

@@ -147,9 +147,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Said by the agent every interval, and answered by the master with the same sequence number."""
+    """Said by the agent every interval."""
 
-    sequence: int
+    sequence: int | None
+    """Where it is to be answered: the master says it again, with its number, once all before it is dealt with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

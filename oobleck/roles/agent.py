@@ -61,12 +61,12 @@ _UNREAD_LIMIT = 10_000
 _WORKER_LAST_WORDS_S = 2.0
 """How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
 _GREETING_S = 10.0
-_NEARLY = 0.05
-"""The share of its patience by which an agent may run out of it too early: to put its end off takes a while."""
 _UNTIL_TOLD_S = 0.1
 """How often an agent looks whether it has been told how often to say a heartbeat."""
 _FIRST_CONTACT_S = 60.0
 """How long a new agent waits for its master."""
+_ASKS_AFTER = 0.25
+"""An agent that has heard nothing for this share of its patience has its next heartbeats answered."""
 _LEAVE_S = 5.0
 """How long a last conversation with the master may take once the workers are told to end."""
 
@@ -125,6 +125,8 @@ class Agent:
         self._worker_ended = trio.Event()
         self._generation = 0
         self._letters = Letters(limit=_UNSAID_LIMIT)
+        self._heard_s = 0.0
+        """When a master last said something."""
         self._stop_reason: str | None = None
         self._safekeeping = None if checkpoints is None else Safekeeping(checkpoints, self._letters.add)
 
@@ -134,12 +136,11 @@ class Agent:
             if self._safekeeping is not None:
                 nursery.start_soon(self._safekeeping.run)
             while self._stop_reason is None:
-                patience_s = self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
                 connection = None
-                with trio.move_on_after(patience_s):
+                with trio.move_on_after(self._patience_s):
                     connection = await self._accept()
                 if connection is None:
-                    self._stop_reason = f"no master came for {patience_s:g} s"
+                    self._stop_reason = f"no master came for {self._patience_s:g} s"
                     if self._safekeeping is not None:
                         self._safekeeping.leave()
                     break
@@ -149,6 +150,11 @@ class Agent:
             nursery.cancel_scope.cancel()
         return self._stop_reason or "done"
 
+    @property
+    def _patience_s(self) -> float:
+        """For how long it goes on without a master's word."""
+        return self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
+
     # --- the conversation with a master ----------------------------------------------------------------------
 
     async def _serve(self, connection: MasterConnection, nursery: trio.Nursery) -> None:
@@ -156,14 +162,12 @@ class Agent:
             await self._greet(connection)
             async with trio.open_nursery() as talk:
                 talk.start_soon(self._speak, connection)
-                # A master answers heartbeats. One whose machine lost its power never closes the connection.
+                # A master answers heartbeats that ask. One whose machine lost its power never closes the connection.
                 with trio.fail_after(_FIRST_CONTACT_S) as patience:
                     while self._stop_reason is None:
                         self._obey(await connection.receive(), nursery)
-                        patience_s = self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
-                        deadline_s = trio.current_time() + patience_s
-                        if abs(deadline_s - patience.deadline) > _NEARLY * patience_s:
-                            patience.deadline = deadline_s
+                        self._heard_s = trio.current_time()
+                        patience.deadline = self._heard_s + self._patience_s
                 with trio.move_on_after(_LEAVE_S):
                     await self._take_leave()
                 talk.cancel_scope.cancel()
@@ -206,7 +210,7 @@ class Agent:
             if now_s >= beats_s:
                 beats_s = now_s + (self._duty.interval_s if self._duty else _UNTIL_TOLD_S)
                 if self._duty is not None:
-                    self._letters.beat()
+                    self._letters.beat(asks=now_s - self._heard_s >= _ASKS_AFTER * self._patience_s)
             if said := self._letters.take():
                 await connection.send(said)
                 self._letters.note_sent()

@@ -1,7 +1,8 @@
 """What an agent has to say, until a master has surely heard it.
 
 A master that is killed takes with it what it had received and not yet acted on. So an agent keeps what it said until
-a heartbeat that was said after it is answered, and says it again to the next master.
+a heartbeat that was said after it is answered, and says it again to the next master. A heartbeat that nothing depends
+on asks for no answer: where all is well, most do not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from oobleck.control.messages import AgentMessage, Heartbeat
 
 __all__ = ["Letters"]
 
+_ALIVE = Heartbeat(sequence=None)
+
 
 class Letters:
     """Mutable: messages in order; the oldest are dropped when a master is away for too long."""
@@ -21,7 +24,7 @@ class Letters:
     def __init__(self, *, limit: int) -> None:
         self._unsaid: deque[AgentMessage] = deque(maxlen=limit)
         self._unheard: deque[AgentMessage] = deque(maxlen=limit)
-        """Said, heartbeats among them, and not known to be heard."""
+        """Said, heartbeats that ask among them, and not known to be heard."""
         self._sequence = 0
         self._is_sent = False
         """What was taken last is on its way."""
@@ -34,12 +37,15 @@ class Letters:
         self._is_sent = False
         self._added.unpark_all()
 
-    def beat(self) -> None:
-        """Have a heartbeat said: its answer tells that all before it was heard."""
-        self.add(Heartbeat(sequence=self._sequence))
-        self._sequence += 1
+    def beat(self, *, asks: bool = False) -> None:
+        """Have a heartbeat said. It is to be answered if it `asks`, or if something before it may not be heard."""
+        if asks or self._unsaid or self._unheard:
+            self.add(Heartbeat(sequence=self._sequence))
+            self._sequence += 1
+        else:
+            self.add(_ALIVE)
 
-    def heard(self, sequence: int) -> None:
+    def heard(self, sequence: int | None) -> None:
         """Forget what was said up to the heartbeat of this number."""
         if Heartbeat(sequence=sequence) in self._unheard:
             while self._unheard.popleft() != Heartbeat(sequence=sequence):
@@ -62,7 +68,7 @@ class Letters:
         """Return all that there is to be said. It counts as said."""
         said = list(self._unsaid)
         self._unsaid.clear()
-        self._unheard.extend(said)
+        self._unheard.extend(message for message in said if message is not _ALIVE)
         return said
 
     def note_sent(self) -> None:

@@ -228,8 +228,9 @@ def test_a_stop_outlives_a_recovery():
     assert bench.messages(bench.commands)[-2:] == [FinishStep(device=0)] * 2
 
 
-def test_heartbeats_are_answered():
+def test_heartbeats_that_ask_are_answered():
     bench = training()
+    assert bench.messages(bench.say("n0", Heartbeat(sequence=None)), "n0") == []
     assert bench.messages(bench.say("n0", Heartbeat(sequence=5)), "n0") == [Heartbeat(sequence=5)]
 
 

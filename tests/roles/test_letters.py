@@ -25,6 +25,21 @@ async def test_what_no_answered_heartbeat_follows_is_said_again():
     assert letters.take() == [word(2), word(3)]
 
 
+async def test_heartbeats_ask_for_answers_where_something_may_not_be_heard_or_where_they_are_to():
+    letters = Letters(limit=100)
+    letters.beat()
+    letters.beat(asks=True)
+    assert letters.take() == [Heartbeat(sequence=None), Heartbeat(sequence=0)]
+    letters.beat()
+    assert letters.take() == [Heartbeat(sequence=1)]  # nobody has answered the one before
+    letters.heard(1)
+    letters.beat()
+    assert letters.take() == [Heartbeat(sequence=None)]
+    letters.add(word(1))
+    letters.beat()
+    assert letters.take() == [word(1), Heartbeat(sequence=2)]
+
+
 async def test_an_answer_that_nobody_waits_for_forgets_nothing():
     letters = Letters(limit=100)
     letters.add(word(1))
