@@ -111,6 +111,11 @@ class TimeAccount:
             case _:
                 pass
 
+    @property
+    def settled(self) -> TimeSplit | None:
+        """The split up to the newest moment before which nothing can change any more; None while a recovery lasts."""
+        return None if self._open else self._settled
+
     def at(self, now_s: float, *, ended: bool = False) -> TimeSplit:
         """The split of the first `now_s` seconds; the step in flight counts as if it will be committed."""
         split = self._settled

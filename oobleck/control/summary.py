@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 
 from oobleck.planner import ExecutionPlan
 
-from .goodput import TimeAccount
 from .journal import Evaluated, JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone, StepsDone
+from .node_hours import NodeAccount, NodeHours
 from .tally import StepTally
 
 __all__ = [
     "EvaluationSummary",
+    "NodeSummary",
     "PipelineSummary",
     "PlanSummary",
     "RecoverySummary",
@@ -59,6 +60,28 @@ class EvaluationSummary:
 
     step: int
     loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSummary:
+    """Node-hours: those that were there, what they went into, and what was got for them."""
+
+    there: float
+    training: float
+    recovering: float
+    idle: float
+    other: float
+    per_step: float | None
+    """Of all that were there, for each committed step; None without any."""
+    per_million_tokens: float | None
+
+    @classmethod
+    def of(cls, hours: NodeHours, *, num_steps: int, tokens: int) -> NodeSummary:
+        return cls(
+            **asdict(hours),
+            per_step=hours.there / num_steps if num_steps else None,
+            per_million_tokens=hours.there / tokens * 1e6 if tokens else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +139,8 @@ class Summary:
     plan: PlanSummary | None
     evaluations: tuple[EvaluationSummary, ...] = ()
     """In the order of steps, one for each step that was evaluated."""
+    node_hours: NodeSummary | None = None
+    """None for models of other systems, which keep no journal."""
 
     def to_dict(self) -> dict[str, object]:
         """The summary as JSON-able values."""
@@ -128,7 +153,7 @@ class Summary:
 
 def summarize(entries: Iterable[JournalEntry]) -> Summary:
     """Sum up a journal, whole or cut off: O(entries · log(entries))."""
-    account = TimeAccount()
+    nodes = NodeAccount()
     job: JobStarted | None = None
     end: JobEnded | None = None
     plan: PlanAdopted | None = None
@@ -138,7 +163,7 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
     steps_lost = 0
     elapsed_s = 0.0
     for entry in entries:
-        account.apply(entry)
+        nodes.apply(entry)
         elapsed_s = max(elapsed_s, entry.t_s)
         match entry:
             case JobStarted():
@@ -159,7 +184,7 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
                 end = entry
             case _:
                 pass
-    split = account.at(elapsed_s)
+    split = nodes.time.at(elapsed_s)
     batch = job.job.global_batch_size if job else 0
     training_s = tally.last_s - split.starting_s if tally.last_s is not None else 0.0
     step_time_s = tally.step_time_s()
@@ -184,6 +209,7 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
         seed=job.job.seed if job else 0,
         plan=_plan(plan.plan) if plan else None,
         evaluations=tuple(EvaluationSummary(step=step, loss=loss) for step, loss in sorted(evaluations.items())),
+        node_hours=NodeSummary.of(nodes.at(elapsed_s), num_steps=tally.num_steps, tokens=tally.tokens),
     )
 
 

@@ -14,6 +14,8 @@ from oobleck.control.journal import (
     JobEnded,
     JournalEntry,
     NodeConnected,
+    NodeLeft,
+    NodeLost,
     PlanAdopted,
     RecoveryDone,
     RecoveryStarted,
@@ -33,6 +35,8 @@ class RunLog:
 
     def __init__(self, *, checkpoint_interval_s: float, checkpoint_read_s: float) -> None:
         self.entries: list[JournalEntry] = []
+        self.connected: set[str] = set()
+        """Nodes of which nothing says that they are gone."""
         self.newest_step = 0
         """The newest that was ever committed, lost ones included."""
         self._checkpoint_interval_s = checkpoint_interval_s
@@ -55,8 +59,12 @@ class RunLog:
     def record(self, entry: JournalEntry) -> None:
         """Write an entry of the coordinator at hand; its end with an error is not the run's."""
         match entry:
-            case NodeConnected() | WorkerUp():
-                return  # two for each node and start, and nothing is learned from them
+            case NodeConnected(node=node):
+                self.connected.add(node)
+            case NodeLost(node=node) | NodeLeft(node=node):
+                self.connected.discard(node)
+            case WorkerUp():
+                return  # one for each device and start, and nothing is learned from them
             case JobEnded(exit_code=code) if code:
                 return
             case PlanAdopted() | RecoveryStarted() | RecoveryDone():

@@ -38,6 +38,8 @@ from oobleck.control.journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    NodeConnected,
+    NodeLost,
     StepDone,
 )
 from oobleck.control.messages import (
@@ -147,6 +149,8 @@ class _Sweep:
         for event in self._trace.events:
             self._agenda.at(event.t_s, lambda event=event: self._happen(event))  # type: ignore[misc]
         self._start()
+        for node in self._nodes.startable if self._coordinator is None else ():
+            self._await_others(node)
         while (next_s := min(self._agenda.next_s, self._crew.next_s)) <= self._trace.duration_s:
             self._move_to(next_s)
             self._agenda.do_due()
@@ -346,6 +350,10 @@ class _Sweep:
         for device in range(self._settings.devices_per_node):
             self._say(Place(node=node, device=device), _ready(device))
 
+    def _await_others(self, node: str) -> None:
+        """Note that a node is there while no coordinator is: too few are, by now."""
+        self.log.record(NodeConnected(t_s=self._agenda.now_s, node=node, agent_pid=1))
+
     def _give_up(self, reason: str) -> None:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
         self._coordinator, self._order, self._fence, self._scales_s = None, None, 0, inf
@@ -407,6 +415,9 @@ class _Sweep:
             if self._nodes.silent.get(node) == number:
                 del self._nodes.silent[node]
                 self._fail(node, cause, evidence)
+                is_counted_on = self._coordinator is not None and node in self._nodes.members
+                if node in self.log.connected and not is_counted_on:
+                    self.log.record(NodeLost(t_s=self._agenda.now_s, node=node, cause=cause, evidence=evidence))
 
         self._agenda.when_seen(self._agenda.now_s + notice_s, notice)
 
@@ -438,6 +449,8 @@ class _Sweep:
                 return
             if self._coordinator is None:
                 self._start()
+                if self._coordinator is None:
+                    self._await_others(node)
             elif self._nodes.members.get(node) == life:
                 return
             elif not self.log.is_planned:  # the job is about to start

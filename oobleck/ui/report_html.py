@@ -15,6 +15,7 @@ from oobleck.control.journal import Cause, PlanAdopted
 from oobleck.control.summary import RecoverySummary, Summary
 from oobleck.planner import Pipeline
 
+from .node_hours_text import node_hours_text
 from .report_charts import Marker, Series, chart, time_ticks
 from .report_style import STYLE
 from .words import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
@@ -43,7 +44,7 @@ def report_html(history: History, summary: Summary, incidents: Iterable[Incident
     body = "".join(
         (
             _header(history, summary),
-            _time(history),
+            _time(history, summary),
             _throughput(history, summary),
             _losses(history),
             _incidents(told),
@@ -103,8 +104,8 @@ def _footer(history: History) -> str:
     return f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>"
 
 
-def _time(history: History) -> str:
-    """The goodput bar: shares of the elapsed time, which sum to it."""
+def _time(history: History, summary: Summary) -> str:
+    """The goodput bar: shares of the elapsed time, which sum to it; and what nodes were there for."""
     split = history.split
     states = {"useful": split.useful_s, **split.downtime_s}
     shown = [(state, seconds) for state, seconds in states.items() if seconds > 0]
@@ -120,8 +121,11 @@ def _time(history: History) -> str:
         f"({percent_text(seconds / whole_s)})</li>"
         for state, seconds in shown
     )
+    nodes = summary.node_hours
+    hours = f"<p>Node-hours: {escape(node_hours_text(nodes))}.</p>" if nodes is not None and nodes.there else ""
     return (
-        f'<section><h2>Where the time went</h2><div class="bar">{bars}</div><ul class="legend">{legend}</ul></section>'
+        f'<section><h2>Where the time went</h2><div class="bar">{bars}</div><ul class="legend">{legend}</ul>'
+        f"{hours}</section>"
     )
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from oobleck.control.summary import RecoverySummary, Summary
 
+from .node_hours_text import node_hours_text
 from .words import bytes_text, count_text, duration_text, percent_text, seconds_text
 
 __all__ = ["summary_table"]
@@ -49,6 +50,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
     yield "goodput", percent_text(summary.goodput)
     causes = [f"{cause} {seconds_text(seconds)}" for cause, seconds in summary.downtime_s.items() if seconds > 0]
     yield "time elsewhere", ", ".join(causes) or "none"
+    if summary.node_hours is not None and summary.node_hours.there:
+        yield "node-hours", node_hours_text(summary.node_hours)
     yield "generations", str(summary.generations)
     yield "recoveries", str(len(summary.recoveries))
     yield "seed", str(summary.seed)

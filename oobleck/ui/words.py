@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-__all__ = ["bytes_text", "count_text", "duration_text", "layers_text", "one_line", "percent_text", "seconds_text"]
+__all__ = [
+    "bytes_text",
+    "count_text",
+    "duration_text",
+    "hours_text",
+    "layers_text",
+    "one_line",
+    "percent_text",
+    "seconds_text",
+]
 
 
 def duration_text(seconds: float | None) -> str:
@@ -18,6 +27,12 @@ def seconds_text(seconds: float | None) -> str:
         return "–"
     digits = 3 if seconds < 1 else 2 if seconds < 10 else 1 if seconds < 100 else 0
     return f"{seconds:.{digits}f} s"
+
+
+def hours_text(hours: float) -> str:
+    """Hours with the digits that matter: `0.0123`, `1.50`, `1,024.0`."""
+    digits = 4 if hours < 0.1 else 3 if hours < 1 else 2 if hours < 10 else 1
+    return f"{hours:,.{digits}f}"
 
 
 def count_text(value: float | None) -> str:

@@ -15,6 +15,7 @@ from tests.planner.drawing import uniform_profile
 SCHEMA = {
     "steps_committed", "samples_committed", "steps_lost", "samples_repeated", "samples_missing", "losses",
     "tokens_per_s", "step_time_s", "goodput", "downtime_s", "elapsed_s", "generations", "recoveries", "seed", "plan",
+    "node_hours",
 }  # fmt: skip
 NODES = ("node0", "node1", "node2", "node3")
 

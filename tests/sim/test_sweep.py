@@ -242,6 +242,47 @@ def test_when_all_copies_are_lost_the_job_goes_on_from_its_checkpoint() -> None:
     assert summary.steps_committed == only(journal, StepsDone)[-1].record.step
 
 
+def check_node_hours(summary: Summary, trace: Trace) -> None:
+    found = summary.node_hours
+    assert found is not None
+    parts = (found.training, found.recovering, found.idle, found.other)
+    assert min(parts) >= -1e-9
+    assert sum(parts) == pytest.approx(found.there)
+    assert found.there <= len(trace.nodes) * summary.elapsed_s / 3600 + 1e-9
+
+
+def test_node_hours_tell_what_nodes_were_there_for() -> None:
+    four = summarize(play()).node_hours
+    assert four is not None
+    assert four.there == pytest.approx(4 * 1000 / 3600)
+    assert four.training == pytest.approx(four.there, rel=0.01)
+    lost = summarize(play(Lost(t_s=500, node="node3"))).node_hours
+    assert lost is not None
+    assert lost.there == pytest.approx(3.5 * 1000 / 3600)
+    # Two nodes hold the model, but one does not: with a single one left there is no plan.
+    waiting = summarize(play(*(Lost(t_s=500, node=node) for node in FOUR[1:]))).node_hours
+    assert waiting is not None
+    assert waiting.there == pytest.approx(2.5 * 1000 / 3600)
+    assert waiting.idle == pytest.approx(0.5 * 1000 / 3600, rel=0.01)
+    assert waiting.per_million_tokens is not None
+    assert four.per_million_tokens is not None
+    assert waiting.per_million_tokens > four.per_million_tokens
+
+
+@settings(max_examples=60)
+@given(trace=traces(min_nodes=2, max_nodes=6, duration_s=500.0, kinds=(Lost, Joined)))
+def test_node_hours_there_are_those_of_the_trace(trace: Trace) -> None:
+    try:
+        found = summarize(sweep(trace, make_settings(fault_threshold=0))).node_hours
+    except PlanningError:
+        reject()
+    assert found is not None
+    ends_s = [*(t_s for t_s, _ in trace.counts[1:]), trace.duration_s]
+    there_s = sum(count * (end_s - t_s) for (t_s, count), end_s in zip(trace.counts, ends_s, strict=True))
+    # A node that comes while the job is started waits a moment, until it is asked again.
+    assert found.there == pytest.approx(there_s / 3600, abs=5 / 3600)
+
+
 def test_too_few_nodes_wait_for_more() -> None:
     trace = Trace(duration_s=1000, nodes=FOUR, start=("node0",), events=(Joined(t_s=300, node="node1"),))
     summary = summarize(sweep(trace, make_settings()))
@@ -281,4 +322,5 @@ def test_any_trace_is_played_to_its_end(trace: Trace, fault_threshold: int, is_f
     for entry in only(journal, PlanAdopted):
         if entry.plan.pipelines:
             assert entry.plan.num_microbatches == 8
+    check_node_hours(summarize(journal), trace)
     assert sweep(trace, make_settings(fault_threshold=fault_threshold, costs=costs)) == journal

@@ -58,7 +58,15 @@ def page_of(entries) -> str:
 
 def test_a_run_with_a_loss_is_shown_whole():
     page = Page(page_of(run_with_a_loss()))
-    for words in ("gpt2-demo", "120 of 120", "Where the time went", "useful steps", "node3: contact was lost", "Plans"):
+    for words in (
+        "gpt2-demo",
+        "120 of 120",
+        "Where the time went",
+        "useful steps",
+        "Node-hours: 0.06",
+        "node3: contact was lost",
+        "Plans",
+    ):
         assert words in page.text
     assert "generation 2" in page.text
     assert sum(tag == "svg" for tag, _ in page.tags) == 3

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from oobleck.control.summary import EvaluationSummary, summarize
+from oobleck.control.summary import EvaluationSummary, NodeSummary, summarize
 from oobleck.ui.summary_table import summary_table
 from tests.control.journals import run_with_a_loss
 
@@ -27,6 +27,16 @@ def test_it_tells_what_was_trained(width):
     text = printed(summarize(run_with_a_loss()), width)
     for words in ("120 of 120", "1,920", "7.8431 → 2.3529", "91.6 %", "starting 5.00 s", "reinstantiate", "28.0 MB"):
         assert words in text
+
+
+def test_it_tells_what_nodes_were_there_for():
+    nodes = NodeSummary(
+        there=1024.0, training=900.0, idle=100.0, recovering=20.0, other=4.0, per_step=0.5, per_million_tokens=0.0123
+    )
+    text = " ".join(printed(replace(summarize(run_with_a_loss()), node_hours=nodes), 160).split())
+    told = "training 900.0 (87.9 %), idle 100.0 (9.8 %), recovering 20.0 (2.0 %), other 4.00 (0.4 %)"
+    assert f"1,024.0: {told}; 0.0123 per million tokens" in text
+    assert "node-hours" not in printed(replace(summarize(run_with_a_loss()), node_hours=None))
 
 
 def test_it_tells_what_evaluations_came_to():
