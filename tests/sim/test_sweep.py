@@ -82,7 +82,7 @@ def test_steps_take_what_the_timelines_of_the_orders_schedules_say(schedule: Sch
     # Three layers fit a node: pipelines of four, with stages that differ once a node is lost.
     settings = {"schedule": schedule, "profile": uniform_profile(8, memory_bytes=60, seconds=0.5)}
     nodes = tuple(f"node{number}" for number in range(9))
-    journal = sweep(make_trace(Lost(t_s=501, node="node8"), nodes=nodes), make_settings(**settings))
+    journal = sweep(make_trace(Lost(t_s=501, node="node0"), nodes=nodes), make_settings(**settings))
     chosen = None if schedule == "auto" else ScheduleKind(schedule)
     plans = only(journal, PlanAdopted)
     assert len(plans) == 2
