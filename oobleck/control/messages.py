@@ -375,7 +375,7 @@ class Finished:
     computed_s: float = 0.0
     """What it computed in the latest steps, in seconds."""
     waited_s: float = 0.0
-    """What it waited meanwhile for the neighbours in its pipeline: the bubble as it really was."""
+    """What it waited meanwhile: for its neighbours in the pipeline, the bubble as it really was, and for sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

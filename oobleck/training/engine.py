@@ -211,7 +211,7 @@ class Engine:
         self._report(Evaluating(device=self._place.device, step=step))
 
     def time_spent(self) -> tuple[float, float]:
-        """Seconds of the latest steps in which this worker computed, and in which it waited for its neighbours."""
+        """Seconds of the latest steps in which this worker computed, and in which it waited for others."""
         return self._timesheet.spent()
 
     def _sum_in_stage(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -367,7 +367,7 @@ class Engine:
                 record.step, self._step.reduced, clip / record.loss_scale, num_skipped=scale.num_skipped
             )
         self._holdings.loss_scale = scale.after(is_skipped=record.is_skipped)
-        self._timesheet.end_step(None if self._step.work is None else self._step.work.waited_s)
+        self._timesheet.end_step()
         self._holdings.let_go_of_kept()
         self._bank.end_step()
         self._step.forget()

@@ -7,7 +7,6 @@ for; sends are posted and forgotten until the step is committed, by which time e
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -71,8 +70,6 @@ class StepWork:
     microbatch_size: int
     num_items: int
     """Predicted tokens in the step: what its loss is averaged over."""
-    waited_s: float = 0.0
-    """How long it waited for its neighbours."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Its microbatches' losses, on the device; on last stages only."""
     counts: dict[int, int] = field(default_factory=dict)
@@ -229,12 +226,9 @@ class _Execution:
 
     def _take(self, inbox: Inbox | None) -> torch.Tensor:
         assert inbox is not None
-        began_s = time.monotonic()
         if self._bank is not None:
             self._bank.look_until(inbox.has_arrived, self._interrupted, [inbox.source])
-        tensor = inbox.take(self._interrupted)
-        self._work.waited_s += time.monotonic() - began_s
-        return tensor
+        return inbox.take(self._interrupted)
 
     def _load(self, position: int) -> None:
         self._check()

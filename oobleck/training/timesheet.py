@@ -24,11 +24,13 @@ class Timesheet:
         self._step_began_s = time.monotonic()
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
+        self._waited_in_step_s = 0.0
         self._spent_s: deque[tuple[float, float]] = deque(maxlen=_STEPS_TIMED)
 
     def add(self, began_s: float, ended_s: float, *, waited_s: float, num_microbatches: int) -> None:
-        """Note a stretch of computation, in which neighbours were waited for."""
+        """Note a stretch of computation, in which others were waited for."""
         self._busy_in_step.append((began_s, ended_s))
+        self._waited_in_step_s += waited_s
         self._pace.add(ended_s - began_s - waited_s, num_microbatches)
 
     def begin_step(self) -> None:
@@ -37,15 +39,16 @@ class Timesheet:
 
     def forget_step(self) -> None:
         """What was computed of the step was in vain."""
-        self._busy_in_step = []
+        self._busy_in_step, self._waited_in_step_s = [], 0.0
 
-    def end_step(self, waited_s: float | None) -> None:
-        """The step is applied; None for a worker that has computed nothing of it."""
+    def end_step(self) -> None:
+        """The step is applied."""
         self.begin_step()
         self._busy_s.extend(self._busy_in_step)
-        if waited_s is not None:
+        if self._busy_in_step:
             whole_s = sum(end_s - start_s for start_s, end_s in self._busy_in_step)
-            self._spent_s.append((whole_s - waited_s, waited_s))
+            self._spent_s.append((whole_s - self._waited_in_step_s, self._waited_in_step_s))
+        self.forget_step()
 
     @property
     def step_s(self) -> float:
@@ -58,7 +61,7 @@ class Timesheet:
         return tuple(self._busy_s)
 
     def spent(self) -> tuple[float, float]:
-        """Seconds of the latest steps in which this worker computed, and in which it waited for its neighbours."""
+        """Seconds of the latest steps in which this worker computed, and in which it waited for others."""
         return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
 
     def take_pace(self) -> Pace | None:
