@@ -131,11 +131,14 @@ class Scaling:
     def consider(self, planner: Planner) -> bool:
         """Decide again; returns whether the number of nodes that train is to change now.
 
-        That takes a decision which has not changed its direction for `hysteresis_s`.
+        That takes a decision which has not changed its direction for `hysteresis_s`. While nodes leave, nothing is
+        decided: those who stay may be too few, and the next plan will tell.
         """
         now_s = self._outbox.now_s
         self.look_later()
         available = self._num_available
+        if available < len(self._members.ready):
+            return False
         wanted = decide(self._state(planner, available))
         self._tell_if_late(wanted)
         used = self._limit(available)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
+from oobleck.job import ScalingSpec
 from oobleck.sim.trace import Trace, trace_from_json, trace_to_json
 from tests.sim.virtual import Setting
 
@@ -30,16 +32,20 @@ def read_golden(path: Path) -> GoldenTrace:
     return GoldenTrace(
         found=document["found"],
         trace=trace_from_json(json.dumps(document["trace"]), source=path.name),
-        setting=Setting(**document["setting"]),
+        setting=_setting(**document["setting"]),
         seed=document["seed"],
     )
+
+
+def _setting(*, scaling: dict[str, Any] | None = None, **given: Any) -> Setting:
+    return Setting(**given) if scaling is None else Setting(scaling=ScalingSpec(**scaling), **given)
 
 
 def write_golden(name: str, golden: GoldenTrace) -> None:
     """Write one down, with what of its setting is not as usual."""
     usual = Setting()
     setting = {
-        part.name: value
+        part.name: asdict(value) if is_dataclass(value) else value
         for part in fields(Setting)
         if (value := getattr(golden.setting, part.name)) != getattr(usual, part.name)
     }
