@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from oobleck.planner import Place
@@ -35,10 +35,10 @@ class RecoveryAccount:
     steps_lost: int = 0
     resumed: dict[Place, Resumed] = field(default_factory=dict)
 
-    def close(self, now_s: float, generation: int, offset_s: Callable[[Place], float]) -> RecoveryDone:
+    def close(self, now_s: float, generation: int, offsets_s: Mapping[str, float]) -> RecoveryDone:
         """Tell what it cost; of one that another loss overtook, what is known.
 
-        `offset_s(place)`, added to what a worker's clock says, is what ours does.
+        `offsets_s`, by node, are what is added to what a worker's clock says to have what ours does.
         """
         resumed = self.resumed.values()
         return RecoveryDone(
@@ -51,19 +51,19 @@ class RecoveryAccount:
             detect_s=self.detect_s,
             decide_s=max(0.0, self.ordered_s - self.began_s),
             transfer_s=max((said.transfer_s for said in resumed), default=0.0),
-            stall_s=self._stall_s(offset_s),
+            stall_s=self._stall_s(offsets_s),
             bytes_moved=sum(said.received_bytes for said in resumed),
             layers_moved=self.layers_moved,
             microbatches_redone=self.microbatches_redone,
             steps_lost=self.steps_lost,
         )
 
-    def _stall_s(self, offset_s: Callable[[Place], float]) -> float:
+    def _stall_s(self, offsets_s: Mapping[str, float]) -> float:
         """How long nobody computed for a step that was committed, from the loss to the new plan's first computation."""
         if not self.resumed:
             return 0.0
         # In a simulation thousands say the same: each message counts once for each clock.
-        said = {(offset_s(place), id(said)): said for place, said in self.resumed.items()}
+        said = {(offsets_s[place.node], id(said)): said for place, said in self.resumed.items()}
         ended_s = min(said.resumed_s + ahead_s for (ahead_s, _), said in said.items())
         busy_s = sorted(
             {

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 from typing import assert_never
 
 from oobleck import __version__
@@ -104,6 +105,9 @@ from .scaling import Scaling
 from .sharding import Sharding
 
 __all__ = ["Coordinator", "Phase"]
+
+
+_LAST_HEARD_S = attrgetter("last_heard_s")
 
 
 class Phase(StrEnum):
@@ -243,7 +247,7 @@ class Coordinator:
                 self._scaling.due_s,
                 self._ending.due_s,
                 self._sharding.due_s if self.phase is Phase.TRAINING else math.inf,
-                *(member.last_heard_s + lease_s for member in self._members.living),
+                min(map(_LAST_HEARD_S, self._members.living), default=math.inf) + lease_s,
             ]
         )
 

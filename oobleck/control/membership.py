@@ -7,7 +7,7 @@ CONNECTING -> CONNECTED -> READY -> LOST | LEFT
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -188,7 +188,7 @@ class Membership:
     def hear(self, places: Iterable[Place], now_s: float) -> list[Place]:
         """Note that workers spoke; return those of them whose node was not given up."""
         members = self._members
-        living = (NodeState.CONNECTED, NodeState.READY)
+        living = (NodeState.READY, NodeState.CONNECTED)
         heard = []
         for place in places:
             member = members[place.node]
@@ -197,6 +197,11 @@ class Membership:
                     member.last_heard_s = now_s
                 heard.append(place)
         return heard
+
+    @property
+    def clock_offsets_s(self) -> Mapping[str, float]:
+        """By node: what its clock has to be given to say what ours does."""
+        return {name: member.clock_offset_s for name, member in self._members.items()}
 
     @property
     def first_ready_worker(self) -> WorkerUp | None:

@@ -267,7 +267,7 @@ class Reconfiguration:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
         recovery, self._account = self._account, None
         if recovery is not None:
-            done = recovery.close(self._outbox.now_s, self.generations.current, self._offset_s)
+            done = recovery.close(self._outbox.now_s, self.generations.current, self._members.clock_offsets_s)
             self._scaling.recovery_done(done)
             self._outbox.record(done)
 
@@ -562,6 +562,3 @@ class Reconfiguration:
             return reason
         which = "" if num_split == len(schedules) else f" in {num_split} of {len(schedules)} pipelines"
         return f"{reason}; the zero-bubble schedule{which}"
-
-    def _offset_s(self, place: Place) -> float:
-        return self._members[place.node].clock_offset_s

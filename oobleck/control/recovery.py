@@ -20,6 +20,7 @@ it too. What nobody who lives has banked does not count, since nothing was made 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,13 +88,14 @@ def judge(
     Spares and newcomers hold no layers: they count for nothing here.
     """
     holders = {place: status for place, status in statuses.items() if status.layers}
-    records = [status.last_record for status in holders.values() if status.last_record is not None]
-    newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
-    applied = max([newest.step if newest else 0, *(status.applied for status in holders.values())])
-    behind = {place for place, status in holders.items() if status.reduced == applied}
-    current = {place: status for place, status in holders.items() if status.applied == applied or place in behind}
     # Thousands of workers answer alike, with one value between them.
-    alike = {id(status): status for status in current.values()}
+    alike = {id(status): status for status in holders.values()}
+    records = [status.last_record for status in alike.values() if status.last_record is not None]
+    newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
+    applied = max([newest.step if newest else 0, *(status.applied for status in alike.values())])
+    behind = {key for key, status in alike.items() if status.reduced == applied}
+    alike = {key: status for key, status in alike.items() if status.applied == applied or key in behind}
+    current = {place: status for place, status in holders.items() if id(status) in alike}
     banks = {key: _bank(status, applied, bank_of) for key, status in alike.items()}
     bank = max(banks.values(), default=NOTHING_BANKED)
     behind_bank = {
@@ -106,8 +108,8 @@ def judge(
         current = {place: status for place, status in current.items() if id(status) not in missed}
     said = (status.banked for key, status in alike.items() if banks[key] == bank)
     # Workers that hold the same share one set, so that thousands of them cost little.
-    layers = {held: frozenset(held) for held in {status.layers for status in current.values()}}
-    generations = {status.adopted for status in current.values()}
+    layers = {status.layers: frozenset(status.layers) for status in alike.values()}
+    generations = {status.adopted for key, status in alike.items() if key not in missed}
     assert not behind or (newest is not None and newest.step == applied), (newest, applied)
     return Verdict(
         applied=applied,
@@ -115,7 +117,7 @@ def judge(
         adopted=generations.pop() if len(generations) == 1 else None,
         held={
             place: layers[status.layers] & planned_layers(plans[status.adopted], place)
-            if place in behind or id(status) in behind_bank
+            if id(status) in behind or id(status) in behind_bank
             else layers[status.layers]
             for place, status in current.items()
         },
@@ -193,14 +195,16 @@ def rests_of(
     taken none.
     """
     broken = broken_pipelines(plan, lost)
+    dealt: Counter[int] = Counter()
+    for segment in segments:
+        dealt[segment.pipeline] += len(segment.microbatches)
     rests = {}
     for index, pipeline in enumerate(plan.pipelines):
         if index not in broken:
             said = [statuses[place] for place in pipeline.places]
             done = min(each.microbatches_done if each.applied == step - 1 else 0 for each in said)
-            more = sum(len(segment.microbatches) for segment in segments if segment.pipeline == index)
             own = pipeline.num_microbatches if shares is None else len(shares[index])
-            rests[index] = (max(0, own - done), max(0, more - max(0, done - own)))
+            rests[index] = (max(0, own - done), max(0, dealt[index] - max(0, done - own)))
     return rests
 
 

@@ -171,8 +171,8 @@ class Replanning:
     def replan(self, base: ExecutionPlan, held: Mapping[Place, frozenset[int]], *, lost: frozenset[str]) -> Decision:
         """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
         known = dict.fromkeys((*base.nodes, *base.spares))
-        living = dict.fromkeys(member.spec.name for member in self._members.ready)
-        staying = dict.fromkeys(member.spec.name for member in self._members.ready if not member.is_draining)
+        living = {member.spec.name: member for member in self._members.ready}
+        staying = [node for node, member in living.items() if not member.is_draining]
         gone = dict.fromkeys(node for node in known if node not in living or node in lost)
         planner, slow = self.planner, self.slow
         decisions = [
@@ -180,7 +180,7 @@ class Replanning:
                 base,
                 lost=tuple(gone),
                 joined=[node for node in staying if (node not in known or node in gone) and node not in resting],
-                leaving=[node for node in living if node not in staying and node not in gone],
+                leaving=[node for node, member in living.items() if member.is_draining and node not in gone],
                 resting=resting,
                 slow=slow,
                 held=held,

@@ -54,6 +54,7 @@ class Inventory:
                 for layer in layers:
                     counts[layer] += len(nodes)
         self.num_holders = tuple(counts[layer] for layer in range(num_layers))
+        self._places: dict[tuple[tuple[Holding, int], ...], list[Place]] = {}
 
     def check_complete(self) -> None:
         """Raise Unrecoverable with the layers that nobody holds."""
@@ -61,11 +62,15 @@ class Inventory:
             raise Unrecoverable(lost)
 
     def holders(self, layer: int) -> list[Place]:
-        """Return the places that hold a layer, sorted; O(kinds of holdings + holders · log holders)."""
-        return sorted(
-            Place(node=node, device=device)
-            for holding, nodes in self.kinds.items()
-            for device, layers in enumerate(holding)
-            if layer in layers
-            for node in nodes
+        """Return the places that hold a layer, sorted; O(kinds of holdings + holders · log holders).
+
+        Layers that lie together everywhere share the answer: leave it as it is.
+        """
+        found = tuple(
+            (holding, device) for holding in self.kinds for device, layers in enumerate(holding) if layer in layers
         )
+        if found not in self._places:
+            self._places[found] = sorted(
+                Place(node=node, device=device) for holding, device in found for node in self.kinds[holding]
+            )
+        return self._places[found]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from .catalog import Catalog
 from .decision import Decision
@@ -206,8 +207,9 @@ def _place(catalog: Catalog, world: World, proposal: _Proposal, nodes: Sequence[
     """Weigh a move whose pipelines have the given nodes."""
     move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
-    holdings, used = world.holdings, {node for chosen in nodes for node in chosen}
-    idle = tuple(node for node in (*world.free, *sorted(world.origins), *world.resting) if node not in used)
+    holdings, used = world.holdings, frozenset(chain.from_iterable(nodes))
+    unused = (*world.free, *sorted(world.origins.keys() - used), *world.resting)
+    idle = tuple(node for node in unused if node not in used)
     plan, step_s = catalog.build_plan(pipelines, idle, world.speeds, before=world.plan)
     arrivals = tuple(
         (node, needed)
