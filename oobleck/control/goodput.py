@@ -14,6 +14,7 @@ dashboard, the summary and the simulator all ask it. It knows nothing but journa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from .journal import JobEnded, JournalEntry, PlanAdopted, RecoveryDone, RecoveryStarted, StepDone, StepsDone
@@ -41,7 +42,7 @@ class TimeSplit:
 
     @property
     def elapsed_s(self) -> float:
-        return self.useful_s + sum(self.downtime_s.values())
+        return self.useful_s + math.fsum(self.downtime_s.values())
 
     @property
     def goodput(self) -> float:

@@ -101,5 +101,7 @@ def thinned(points: Sequence[tuple[float, float]], *, most: int = MAX_POINTS) ->
     size = math.ceil((len(points) - 2) / (most - 2))
     inner = [points[start : start + size] for start in range(1, len(points) - 1, size)]
     inner[-1] = inner[-1][: len(points) - 1 - (1 + size * (len(inner) - 1))]
-    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in inner if part]
+    means = [
+        (math.fsum(x for x, _ in part) / len(part), math.fsum(y for _, y in part) / len(part)) for part in inner if part
+    ]
     return (points[0], *means, points[-1])

@@ -7,6 +7,7 @@ faster than that, so that nobody is moved back and forth.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
@@ -43,7 +44,7 @@ class Paces:
         stage = plan.pipelines[located[0]].stages[located[1]]
         layers = self._profile.layers[stage.first_layer : stage.stop_layer]
         devices = len(stage.places)
-        expected_s = sum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)
+        expected_s = math.fsum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)
         ratios = self._ratios.setdefault(place, deque(maxlen=_REPORTS))
         ratios.append(pace.compute_s / pace.microbatches / expected_s)
 

@@ -10,6 +10,7 @@ before it. Summed over a pipeline that is exactly the way of one microbatch ther
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -161,7 +162,7 @@ class StageCosts:
     def timing(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> Timing:
         """Return the step times of a pipeline in O(S)."""
         seconds = self.stage_seconds(template, speeds)
-        return Timing(first_s=sum(seconds), next_s=max(seconds))
+        return Timing(first_s=math.fsum(seconds), next_s=max(seconds))
 
     def fits(self, template: PipelineTemplate, *, more_copies: int = 0) -> bool:
         """Say whether every stage holds its state, the microbatches in flight there, and more copies of gradients."""

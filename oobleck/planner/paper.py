@@ -37,7 +37,9 @@ def paper_step_s(stage_seconds: Sequence[float]) -> float:
     slowest_s = max(stage_seconds)
     slowest = max(index for index, seconds in enumerate(stage_seconds) if seconds >= slowest_s * (1 - _EQUAL))
     return (
-        sum(stage_seconds) + (4 * number - number + slowest - 1) * stage_seconds[slowest] + sum(stage_seconds[slowest:])
+        math.fsum(stage_seconds)
+        + (4 * number - number + slowest - 1) * stage_seconds[slowest]
+        + math.fsum(stage_seconds[slowest:])
     )
 
 

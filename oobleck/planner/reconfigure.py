@@ -7,6 +7,7 @@ that: redundancy is not for sale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -271,7 +272,7 @@ def _transition_s(catalog: Catalog, world: World, arrivals: Sequence[tuple[str, 
             for layer in layers - held[device]:
                 sent[layer] += layer_bytes[layer] / world.inventory.num_holders[layer]
     for holding in world.inventory.kinds:
-        busiest = max(busiest, sum(sent[layer] for layers in holding for layer in sorted(layers)))
+        busiest = max(busiest, math.fsum(sent[layer] for layers in holding for layer in sorted(layers)))
     return network.inter_node_latency_s + busiest / network.inter_node_bytes_per_s
 
 

@@ -13,6 +13,7 @@ allows are left out. O(Q·V·L·W·D) for Q bounds, V devices, L layers, stages 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -253,5 +254,5 @@ class _Run:
             num_stages = max(num_stages - 1, 0)
             stops.append(first)
             counts.append(self._keys[kind][0])
-        timing = Timing(first_s=sum(seconds), next_s=max(seconds))
+        timing = Timing(first_s=math.fsum(seconds), next_s=max(seconds))
         return Cut(stops=tuple(stops), num_devices=tuple(counts), timing=timing)

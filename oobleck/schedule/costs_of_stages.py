@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
@@ -62,12 +63,12 @@ def _passes(layers: Sequence[LayerProfile], num_devices: int, *, splits: bool) -
     parts = [layer.split for layer in layers if layer.split is not None]
     if not splits or num_devices != 1 or len(parts) < len(layers):
         return {
-            "forward_s": sum(layer.forward_s[num_devices] for layer in layers),
-            "backward_s": sum(layer.backward_s[num_devices] for layer in layers),
+            "forward_s": math.fsum(layer.forward_s[num_devices] for layer in layers),
+            "backward_s": math.fsum(layer.backward_s[num_devices] for layer in layers),
         }
     return {
-        "forward_s": sum(part.forward_s for part in parts),
-        "backward_s": sum(part.backward_input_s + part.backward_weight_s for part in parts),
-        "backward_weight_s": sum(part.backward_weight_s for part in parts),
+        "forward_s": math.fsum(part.forward_s for part in parts),
+        "backward_s": math.fsum(part.backward_input_s + part.backward_weight_s for part in parts),
+        "backward_weight_s": math.fsum(part.backward_weight_s for part in parts),
         "weight_activation_bytes": sum(part.kept_bytes for part in parts),
     }

@@ -6,6 +6,7 @@ cost model, and numpy with it, along.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,7 +59,7 @@ class Forecast:
     def bubble_share(self) -> float:
         """Share of the step in which devices that train wait, reduction included as waiting."""
         stages = sum(len(each.pipelines) * each.template.num_stages for each in self.pipelines)
-        busy_s = sum(len(each.pipelines) * sum(each.timeline.busy_s) for each in self.pipelines)
+        busy_s = math.fsum(len(each.pipelines) * math.fsum(each.timeline.busy_s) for each in self.pipelines)
         return 1.0 - busy_s / (stages * self.step_s)
 
 

@@ -8,6 +8,7 @@ when all stages have come to it. Links here hold any number of messages, since s
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,14 +75,15 @@ class Timeline:
     def busy_s(self) -> tuple[float, ...]:
         """How long each stage computes, the tail not counted."""
         return tuple(
-            sum(span.end_s - span.start_s for span in spans if not span.instruction.op.is_tail) for spans in self.spans
+            math.fsum(span.end_s - span.start_s for span in spans if not span.instruction.op.is_tail)
+            for spans in self.spans
         )
 
     @property
     def bubble_share(self) -> float:
         """Share of all stages' time up to `compute_end_s` in which they wait; 0 when there is no work."""
         available_s = self.compute_end_s * self.schedule.num_stages
-        return 1.0 - sum(self.busy_s) / available_s if available_s else 0.0
+        return 1.0 - math.fsum(self.busy_s) / available_s if available_s else 0.0
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -209,5 +211,5 @@ def _seconds_of(costs: Sequence[StageCost]) -> dict[tuple[Op, int], float]:
     """Map (operation, chunk) to seconds; what belongs to the whole step is the sum over the chunks."""
     seconds = {(op, chunk): cost.seconds_of(op) for chunk, cost in enumerate(costs) for op in Op}
     for op in (Op.REDUCE_GRAD, Op.OPTIMIZER_STEP):
-        seconds[op, 0] = sum(cost.seconds_of(op) for cost in costs)
+        seconds[op, 0] = math.fsum(cost.seconds_of(op) for cost in costs)
     return seconds

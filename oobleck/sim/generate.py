@@ -76,7 +76,7 @@ class FailureModel:
 
     @property
     def mean_batch(self) -> float:
-        return sum(size * weight for size, weight in self.batches.items()) / sum(self.batches.values())
+        return math.fsum(size * weight for size, weight in self.batches.items()) / math.fsum(self.batches.values())
 
 
 def _require(condition: bool, name: str, value: object, expectation: str) -> None:

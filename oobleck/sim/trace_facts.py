@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -45,7 +46,7 @@ class TraceFacts:
 def facts_of(trace: Trace) -> TraceFacts:
     """Sum up a trace; O(events · log(events))."""
     counts = [*trace.counts, (trace.duration_s, trace.counts[-1][1])]
-    node_s = sum(count * (until_s - since_s) for (since_s, count), (until_s, _) in pairwise(counts))
+    node_s = math.fsum(count * (until_s - since_s) for (since_s, count), (until_s, _) in pairwise(counts))
     losses = [event for event in trace.events if isinstance(event, Lost | AgentCrashed)]
     away_s = _away_s(trace)
     return TraceFacts(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +42,7 @@ from oobleck.sim.trace import (
     TraceEvent,
     WorkerCrashed,
 )
+from tests.sim.digests import digests
 from tests.sim.virtual import STARTED_S, Setting
 
 LEASE_S = Setting().job.control.lease_s
@@ -204,6 +207,37 @@ def test_the_same_trace_and_seed_give_the_same_journal_in_another_process():
     played = Setting(events=eval(EVENTS)).run(seed=5)
     assert {digest("0"), digest("1")} == {played.digest.encode()}
     assert Setting(events=eval(EVENTS)).run(seed=6).digest != played.digest
+
+
+def other_python() -> str:
+    """A Python of another version that can run this project. Skips the test where there is none."""
+    named = os.environ.get("OOBLECK_OTHER_PYTHON")
+    if named is not None:
+        return named
+    mine = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for name in ("python3.11", "python3.12", "python3.13"):
+        found = shutil.which(name)
+        if name != mine and found is not None and elsewhere(found, "-c", "import tests.sim.digests").returncode == 0:
+            return found
+    pytest.skip("no other Python here has Oobleck's dependencies: name one's executable in OOBLECK_OTHER_PYTHON")
+
+
+def elsewhere(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(
+        [python, *arguments],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_the_same_traces_and_seeds_give_the_same_journals_under_another_version_of_python():
+    played = elsewhere(other_python(), "-m", "tests.sim.digests")
+    assert played.returncode == 0, played.stderr
+    assert json.loads(played.stdout) == digests()
 
 
 def test_a_node_that_nobody_knows_is_unreachable_and_no_more():
