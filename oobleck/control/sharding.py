@@ -308,8 +308,8 @@ class Sharding:
         last = max([*self._dealt, self._base[0]])
         if not self._is_stopped:
             last = self._deal(self._dealer, last)
-        is_dry = last <= self._progress.last_step
-        if is_dry and (self._is_stopped or self._dealer.is_over) and last < self._job.max_steps:
+        is_dry = last <= self._progress.last_step < self._job.max_steps
+        if is_dry and (self._is_stopped or self._dealer.is_over):
             self._say_over(generation, save=save)
         else:
             self._expect(is_dry=is_dry)
@@ -336,7 +336,7 @@ class Sharding:
         return last
 
     def _expect(self, *, is_dry: bool) -> None:
-        """A step that has no records does not hang."""
+        """A step that has no records does not hang; after the last one, all are to say that they have finished."""
         if is_dry:
             self._progress.expect_none()
         elif self._is_dry:

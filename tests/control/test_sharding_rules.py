@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -36,8 +37,10 @@ NAMES = ("first.bin", "second.bin")
 class Bench:
     """A Sharding with its surroundings, and workers that a test speaks for."""
 
-    def __init__(self, **data: object) -> None:
-        self.job = JobSpec(data=DataSpec(shards=NAMES, **data), max_steps=500, global_batch_size=4, microbatch_size=2)
+    def __init__(self, *, max_steps: int = 500, **data: object) -> None:
+        self.job = JobSpec(
+            data=DataSpec(shards=NAMES, **data), max_steps=max_steps, global_batch_size=4, microbatch_size=2
+        )
         self.outbox = Outbox()
         self.progress = Progress(self.job, self.outbox)
         self.sharding = Sharding(self.job, self.progress, self.outbox, places=lambda: PLACES)
@@ -78,13 +81,13 @@ class Bench:
         (survey,) = [each for each in said if isinstance(each, Survey)]
         return survey
 
-    def answer(self, survey: Survey, place: Place, lengths: Sequence[int] = (10, 10)) -> None:
+    def answer(self, survey: Survey, place: Place, lengths: Sequence[int] = (10, 10), *, grows: bool = False) -> None:
         found = tuple(
             Found(
                 shard=want.shard,
                 bounds=tuple(range(want.start, min(want.start + want.limit, lengths[want.shard]) + 1)),
                 items=(),
-                is_end=want.start + want.limit >= lengths[want.shard],
+                is_end=not grows and want.start + want.limit >= lengths[want.shard],
             )
             for want in survey.wants
         )
@@ -247,6 +250,21 @@ def test_a_new_master_deals_on_where_the_one_before_has_stopped():
     rest = [each for each in successor.go_on() if isinstance(each, StepRecords)]
     assert rest == said[-1:]
     assert expected[0] == said[0]
+
+
+def test_after_the_last_step_all_are_waited_for_and_where_records_are_missing_nobody_is():
+    """Else a worker that never tells of its end, or has told a master that is gone, would be waited for for ever."""
+    for max_steps, is_expected in ((2, True), (3, False)):
+        bench = Bench(max_steps=max_steps, follow=True)
+        bench.begin()
+        survey = bench.survey(bench.go_on())
+        bench.answer(survey, bench.asked(survey), (8, 0), grows=True)
+        bench.go_on()
+        for step in (1, 2):
+            bench.progress.expect(10.0)
+            bench.commit(step)
+            bench.go_on()
+        assert (bench.progress.hangs_s < math.inf) is is_expected
 
 
 def test_the_end_is_told_where_no_step_could_tell_it():
