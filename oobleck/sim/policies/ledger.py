@@ -30,6 +30,8 @@ class Ledger:
         self._stretches: list[Stretch] = []
         self._recoveries: list[RecoverySummary] = []
         self._step_times: list[tuple[float, float]] = []
+        self._made: list[tuple[float, float]] = []
+        """(steps, seconds) of what was trained and not lost, the latest last."""
         self.now_s = 0.0
         self.steps = 0.0
         self.steps_lost = 0.0
@@ -54,15 +56,30 @@ class Ledger:
             Stretch(start_s=self.now_s, stop_s=until_s, activity=Activity.TRAINING, samples_per_s=rate)
         )
         self._step_times.append((step_s, steps))
+        self._made.append((steps, length_s - checkpoint_s - wasted_s))
         self.steps += steps
         self.now_s = until_s
 
-    def lose(self, steps: float, step_s: float) -> None:
-        """Forget steps that were made: they are made again, so the time that they took did not help."""
+    def lose(self, steps: float) -> None:
+        """Forget the latest steps that were made: they are made again, so the time that they took did not help."""
+        spent_s = self._take_back(steps)
         self.steps -= steps
         self.steps_lost += steps
-        self._seconds[Activity.TRAINING] -= steps * step_s
-        self._seconds[Activity.REDOING] += steps * step_s
+        self._seconds[Activity.TRAINING] -= spent_s
+        self._seconds[Activity.REDOING] += spent_s
+
+    def _take_back(self, steps: float) -> float:
+        """Return the seconds that the latest steps took, which may have been made at several speeds."""
+        spent_s = 0.0
+        while steps > 0 and self._made:
+            made, took_s = self._made.pop()
+            if made > steps:
+                share_s = took_s * steps / made
+                self._made.append((made - steps, took_s - share_s))
+                took_s = share_s
+            spent_s += took_s
+            steps -= made
+        return spent_s
 
     def recovered(
         self, *, began_s: float, nodes: tuple[str, ...], action: str, stall_s: float, cause: str = "connection_lost"

@@ -125,7 +125,7 @@ class _Run:
             self.ledger.train(t_s, steps=length_s / step_s, step_s=step_s, checkpoint_s=0.0, wasted_s=0.0)
 
     def happen(self, happening: Happening) -> None:
-        step_s = self._step_s
+        trained = self._step_s is not None
         self._slowest = happening.slowest
         for node in happening.lost:
             self._here.pop(node, None)
@@ -137,11 +137,11 @@ class _Run:
             self._here[node] = None
         self._fill_places()
         if self._step_s is None:
-            self._restart(happening, step_s)
+            self._restart(happening, trained=trained)
         elif not self._away and len(self._here) - len(self._used) >= self._depth:
             self._build()  # another pipeline; its nodes copy their layers while the others train
         elif lost:
-            self._reroute(happening.t_s, tuple(sorted(lost)), step_s)
+            self._reroute(happening.t_s, tuple(sorted(lost)), trained=trained)
 
     def _fill_places(self) -> None:
         """Put nodes that are there and idle into the places of lost ones."""
@@ -150,17 +150,17 @@ class _Run:
             self._stage_of[node] = self._away.pop(gone)
             self._used.add(node)
 
-    def _reroute(self, t_s: float, lost: tuple[str, ...], step_s: float | None) -> None:
-        if step_s is not None:
+    def _reroute(self, t_s: float, lost: tuple[str, ...], *, trained: bool) -> None:
+        if trained:
             in_flight = self._done - floor(self._done)
             self._done -= in_flight
-            self.ledger.lose(in_flight, step_s)
+            self.ledger.lose(in_flight)
         self._pause(t_s, self._reroute_s)
         self.ledger.recovered(began_s=t_s, nodes=lost, action="reinstantiate", stall_s=self._reroute_s)
 
-    def _restart(self, happening: Happening, step_s: float | None) -> None:
-        if step_s is not None:
-            self.ledger.lose(self._done, step_s)
+    def _restart(self, happening: Happening, *, trained: bool) -> None:
+        if trained:
+            self.ledger.lose(self._done)
             self._done = 0.0
         self._build()
         if self._step_s is not None:

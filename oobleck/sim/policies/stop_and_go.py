@@ -164,7 +164,7 @@ class _Run:
         assert self._step_s is not None
         done = self._steps_in(self._pos_s)
         forgotten = done if rolls_back else self._rules.lost_share(done - floor(done))
-        self._ledger.lose(forgotten, self._step_s)
+        self._ledger.lose(forgotten)
         self._pos_s = 0.0 if rolls_back else (done - forgotten) * self._step_s
 
     def _join(self, happening: Happening) -> None:

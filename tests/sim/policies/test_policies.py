@@ -3,8 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from oobleck.sim.costs import RecoveryCosts
@@ -14,6 +13,7 @@ from oobleck.sim.policies.stop_and_go import Rules, adjacent_in_grid, play
 from oobleck.sim.policies.throughput import Grids, Plans, Table, redundant_profile
 from oobleck.sim.sweep_settings import SweepSettings
 from oobleck.sim.trace import Joined, Lost, Slowed, Trace, TraceEvent, WorkerCrashed
+from tests.examples import examples
 from tests.planner.drawing import uniform_profile
 from tests.sim.strategies import traces
 
@@ -140,7 +140,19 @@ def test_every_policy_trains_all_the_time_when_nothing_happens(name: str) -> Non
     assert outcome.summary.elapsed_s == pytest.approx(1000)
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+SLOWER_BEFORE_A_LOSS = make_trace(
+    Lost(t_s=0.0, node="node0"),
+    Lost(t_s=0.0, node="node1"),
+    Lost(t_s=31.0, node="node2"),
+    Slowed(t_s=31.0, node="node3", factor=2.0),
+    Lost(t_s=32.0, node="node3"),
+    num_nodes=5,
+)
+"""What is lost was made at several speeds."""
+
+
+@examples(100)
+@example(trace=SLOWER_BEFORE_A_LOSS, name="bamboo")
 @given(trace=traces(min_nodes=2, max_nodes=7, max_events=15), name=st.sampled_from(sorted(POLICIES)))
 def test_the_time_of_any_run_is_accounted_for(trace: Trace, name: str) -> None:
     assume(max(count for _, count in trace.counts) >= 2)
