@@ -117,7 +117,7 @@ MUTATIONS = (
         file="oobleck/control/standing.py",
         old="            self._check_fence()\n            self._reduced = step",
         new="            self._reduced = step",
-        caught_by=COMMIT,
+        caught_by="tests/control/test_standing.py::test_gradients_are_reduced_before_the_fence_or_not_at_all",
     ),
     Mutation(
         name="ignored_threshold",

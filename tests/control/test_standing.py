@@ -131,6 +131,14 @@ def test_an_old_fence_does_not_lower_a_newer_one(worker: Worker):
     assert not worker.standing.has_order
 
 
+def test_gradients_are_reduced_before_the_fence_or_not_at_all(worker: Worker):
+    """Else a commit would be joined by a worker of which the coordinator was told that it cannot apply the step."""
+    assert worker.fence(2).reduced is None
+    with pytest.raises(Interrupted):
+        worker.standing.note_reduced(1)
+    assert worker.fence(3).reduced is None
+
+
 def test_catching_up_takes_the_reduced_gradients_of_that_very_step(worker: Worker):
     assert not worker.standing.catch_up(record(1)), "it took no part"
     worker.standing.note_reduced(1)
