@@ -92,8 +92,8 @@ class Member:
         self.ready[worker.device] = worker
         self.gone.pop(worker.device, None)
         if len(self.ready) == self.spec.num_devices:
-            self.move_to(NodeState.READY)
             self.ready_since = generation
+            self.move_to(NodeState.READY)
 
     @property
     def taken_along(self) -> tuple[int, ...]:
@@ -131,6 +131,7 @@ class Membership:
     def __init__(self, nodes: tuple[NodeSpec, ...]) -> None:
         self._members: dict[str, Member] = {}
         self._in_state: dict[tuple[NodeState, ...], tuple[Member, ...]] = {}
+        self._without_part: dict[int, tuple[str, ...]] = {}
         """What `in_state` has answered since any of them changed its state."""
         self._on_host: defaultdict[str, list[Member]] = defaultdict(list)
         """The nodes of each machine once somebody has asked, for thousands ask when a run begins."""
@@ -151,8 +152,8 @@ class Membership:
         return self._take(spec)
 
     def _take(self, spec: NodeSpec) -> Member:
-        self._members[spec.name] = member = Member(spec, when_moved=self._in_state.clear)
-        self._in_state.clear()
+        self._members[spec.name] = member = Member(spec, when_moved=self._forget)
+        self._forget()
         self._on_host.clear()
         return member
 
@@ -162,6 +163,11 @@ class Membership:
             for each in self._members.values():
                 self._on_host[each.spec.host].append(each)
         return self._on_host[member.spec.host]
+
+    def _forget(self) -> None:
+        """What is remembered of who is in which state is not true any more."""
+        self._in_state.clear()
+        self._without_part.clear()
 
     def in_state(self, *states: NodeState) -> tuple[Member, ...]:
         known = self._in_state.get(states)
@@ -180,10 +186,13 @@ class Membership:
         return member.state is NodeState.READY and member.ready_since < generation
 
     def without_part(self, generation: int) -> tuple[str, ...]:
-        """Return the nodes for which `took_part` is false."""
-        ready = NodeState.READY
-        members = self._members.items()
-        return tuple(name for name, each in members if each.state is not ready or each.ready_since >= generation)
+        """Return the nodes for which `took_part` is false; remembered until one of them moves."""
+        known = self._without_part.get(generation)
+        if known is None:
+            ready, members = NodeState.READY, self._members.items()
+            known = tuple(name for name, each in members if each.state is not ready or each.ready_since >= generation)
+            self._without_part[generation] = known
+        return known
 
     def hear(self, places: Iterable[Place], now_s: float) -> list[Place]:
         """Note that workers spoke; return those of them whose node was not given up."""

@@ -87,6 +87,12 @@ def _expected(plan: ExecutionPlan, devices_per_node: int) -> dict[str, Holding]:
     return expected
 
 
+def _with(holding: Holding, device: int, layers: frozenset[int]) -> Holding:
+    """Return a node's holding with these layers on a device of it."""
+    holding += (_NOTHING,) * (device + 1 - len(holding))
+    return (*holding[:device], layers, *holding[device + 1 :])
+
+
 def _told(
     holdings: Mapping[str, Holding],
     held: Mapping[Place, frozenset[int]],
@@ -99,9 +105,6 @@ def _told(
     nobody: Holding = (_NOTHING,) * devices_per_node
     told = dict.fromkeys(holdings, nobody)
     for (node, device), layers in held.items():
-        if node in told and node not in gone and layers:
-            mine = told[node]
-            if device >= len(mine):
-                mine += (_NOTHING,) * (device + 1 - len(mine))
-            told[node] = (*mine[:device], layers, *mine[device + 1 :])
+        if layers and node in told and node not in gone:
+            told[node] = (layers,) if devices_per_node == 1 and not device else _with(told[node], device, layers)
     return {node: expected if told[node] == expected else told[node] for node, expected in holdings.items()}
