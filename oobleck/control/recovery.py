@@ -94,8 +94,8 @@ def judge(
     newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
     applied = max([newest.step if newest else 0, *(status.applied for status in alike.values())])
     behind = {key for key, status in alike.items() if status.reduced == applied}
-    alike = {key: status for key, status in alike.items() if status.applied == applied or key in behind}
-    current = {place: status for place, status in holders.items() if id(status) in alike}
+    late = {key for key, status in alike.items() if status.applied != applied and key not in behind}
+    alike = {key: status for key, status in alike.items() if key not in late}
     banks = {key: _bank(status, applied, bank_of) for key, status in alike.items()}
     bank = max(banks.values(), default=NOTHING_BANKED)
     behind_bank = {
@@ -104,23 +104,26 @@ def judge(
         if status.bank_reduced is not None and (status.adopted, status.bank_reduced) == bank
     }
     missed = {key for key in alike if banks[key] != bank and key not in behind_bank}
-    if missed:
-        current = {place: status for place, status in current.items() if id(status) not in missed}
+    left_out = late | missed
+    if left_out:
+        holders = {place: status for place, status in holders.items() if id(status) not in left_out}
     said = (status.banked for key, status in alike.items() if banks[key] == bank)
     # Workers that hold the same share one set, so that thousands of them cost little.
-    layers = {status.layers: frozenset(status.layers) for status in alike.values()}
+    sets = {status.layers: frozenset(status.layers) for status in alike.values()}
+    layers = {key: sets[status.layers] for key, status in alike.items()}
+    held = {place: layers[id(status)] for place, status in holders.items()}
+    held |= {
+        place: held[place] & planned_layers(plans[status.adopted], place)
+        for place, status in (holders.items() if behind or behind_bank else ())
+        if id(status) in behind or id(status) in behind_bank
+    }
     generations = {status.adopted for key, status in alike.items() if key not in missed}
     assert not behind or (newest is not None and newest.step == applied), (newest, applied)
     return Verdict(
         applied=applied,
         catch_up=newest if behind else None,
         adopted=generations.pop() if len(generations) == 1 else None,
-        held={
-            place: layers[status.layers] & planned_layers(plans[status.adopted], place)
-            if id(status) in behind or id(status) in behind_bank
-            else layers[status.layers]
-            for place, status in current.items()
-        },
+        held=held,
         bank=bank,
         banked=next((record for record in said if record is not None), None),
         is_bank_behind=bool(behind_bank),
