@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.journal import (
+    Cause,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -17,6 +18,7 @@ from oobleck.control.journal import (
     NodeLeft,
     NodeLost,
     PlanAdopted,
+    RecoveryStarted,
     WorkerDown,
 )
 from oobleck.sim.cluster import PYTHON_VERSION
@@ -49,8 +51,10 @@ def trace_of(entries: Iterable[JournalEntry]) -> Trace:
             case NodeAdded(t_s=t_s, node=spec):
                 nodes[spec.name] = None
                 events.append(Joined(t_s=t_s, node=spec.name))
+            case RecoveryStarted(t_s=t_s, cause=Cause.DRAINED, nodes=(node,)):
+                events.append(Noticed(t_s=t_s, node=node, grace_s=5.0))  # it may stay: the others may be too few
             case NodeLeft(t_s=t_s, node=node):
-                events += [Noticed(t_s=t_s, node=node, grace_s=5.0), Lost(t_s=t_s + 5.0, node=node)]
+                events.append(Lost(t_s=t_s + 5.0, node=node))
             case WorkerDown(t_s=t_s, node=node, device=device):
                 events.append(WorkerCrashed(t_s=t_s, node=node, device=device))
             case JobEnded(t_s=t_s):
@@ -68,7 +72,22 @@ def plans(entries: Iterable[JournalEntry]) -> list[tuple[object, ...]]:
 spaced = st.integers(1, 3).map(lambda number: [STARTED_S + SPACED_S * (index + 1) for index in range(number)])
 
 
+_FOUR = ("node0", "node1", "node2", "node3")
+ONE_MUST_STAY = Trace(
+    duration_s=1e6,
+    nodes=_FOUR,
+    start=_FOUR,
+    events=(
+        Lost(t_s=STARTED_S + SPACED_S, node="node0"),
+        Lost(t_s=STARTED_S + 2 * SPACED_S, node="node1"),
+        Noticed(t_s=STARTED_S + 3 * SPACED_S, node="node2", grace_s=0.0),
+    ),
+)
+"""The last two hold the model together, so that one with notice is kept."""
+
+
 @examples(8)
+@example(trace=ONE_MUST_STAY, setting=replace(PLAIN, layers_per_device=2), seed=0)
 @given(
     trace=traces(
         min_nodes=4,
