@@ -495,7 +495,9 @@ class Coordinator:
             self._progress.expect(HANG_FLOOR_S)
 
     def _training_places(self) -> list[Place]:
-        """The workers of the newest plan that can be spoken to."""
+        """The workers of the newest plan that can be spoken to; none before the first."""
+        if not self._reconfiguration.generations.plans:
+            return []
         plan = self._reconfiguration.generations.plan
         return [place for place in plan.places if self._members[place.node].is_ready]
 

@@ -1002,6 +1002,14 @@ def succeed(bench: Bench, *nodes: str, pid: int = 7, generation: int = 1) -> Coo
     return bench.coordinator
 
 
+def test_an_agent_that_is_met_again_before_the_first_plan_is_told_of_none():
+    bench = Bench(SINGLES)
+    for workers in ((), (0,)):
+        bench.up("n0", workers=workers)
+    assert bench.ended is None
+    assert not bench.orders
+
+
 def test_a_new_master_attaches_to_all_and_stops_nobody():
     bench = training()
     bench.commit("n0", 1)
