@@ -93,7 +93,7 @@ class Reconfiguration:
         self._restoring = restoring
         self._scaling = scaling
         self._sharding = sharding
-        self._replanning = Replanning(job, members, progress, scaling, sharding, outbox, make_planner=make_planner)
+        self._replanning = Replanning(members, progress, scaling, sharding, outbox, make_planner=make_planner)
         self._restored_generation = 0
         """What was adopted before the newest checkpoint was gone back to counts for nothing."""
         self._answers_due_s = math.inf
@@ -223,7 +223,7 @@ class Reconfiguration:
             self._scaling.look_later()
         elif self._scaling.consider(self._replanning.planner):
             plan = self.generations.plan
-            (resting, *_) = self._scaling.choices(plan, lost=(), slow=self._replanning.slow)
+            (resting, *_) = self._scaling.choices(self._replanning.planner, plan, lost=(), slow=self._replanning.slow)
             changed = set(plan.nodes).intersection(resting) or {
                 member.spec.name
                 for member in self._members.ready
@@ -235,7 +235,7 @@ class Reconfiguration:
         """A node has become ready: it trains at once if it is wanted, else it rests."""
         newest = self.generations.newest
         num_used = sum(self._members.took_part(each, newest) for each in self.generations.plan.nodes)
-        if self.is_fencing or self._scaling.wants_more(num_used):
+        if self.is_fencing or self._scaling.wants_more(self._replanning.planner, num_used):
             self.begin([node], Cause.JOINED, detect_s=0.0)
         else:
             self._scaling.look_soon()

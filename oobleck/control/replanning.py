@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan, Place, Profile
 
 from .generations import Generations
@@ -54,7 +53,6 @@ class Replanning:
 
     def __init__(
         self,
-        job: JobSpec,
         members: Membership,
         progress: Progress,
         scaling: Scaling,
@@ -64,7 +62,6 @@ class Replanning:
         make_planner: Callable[[Profile], Planner],
     ) -> None:
         """`make_planner` is called when the first plan is wanted, for it takes a while. It may raise PlanningError."""
-        self._job = job
         self._members = members
         self._progress = progress
         self._scaling = scaling
@@ -114,7 +111,7 @@ class Replanning:
         said = ", ".join(f"{node} takes {paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
         self._outbox.notice("warning", said)
         self._scaling.paces_changed()
-        choices = self._scaling.choices(plan, lost=(), slow=self.slow)
+        choices = self._scaling.choices(planner, plan, lost=(), slow=self.slow)
         pays = any(planner.reconfigure(plan, slow=self.slow, resting=resting).plan != plan for resting in choices)
         return changed if pays else []
 
@@ -185,7 +182,7 @@ class Replanning:
                 slow=slow,
                 held=held,
             )
-            for resting in self._scaling.choices(base, lost=gone, slow=slow)
+            for resting in self._scaling.choices(planner, base, lost=gone, slow=slow)
         ]
         return min(decisions, key=lambda decision: (decision.predicted_step_s, len(decision.transfers)))
 

@@ -83,7 +83,7 @@ class Scaling:
         self.look_later()
         if self._spec.policy != "all":
             self._set(first_target(self._job, planner, len(nodes)), len(nodes))
-        return tuple(nodes[self._limit(len(nodes)) :])
+        return tuple(nodes[self._limit(planner, len(nodes)) :])
 
     def restore(self, target: int | None) -> None:
         """Go on with the target that the journal of a master before knows."""
@@ -141,7 +141,7 @@ class Scaling:
             return False
         wanted = decide(self._state(planner, available))
         self._tell_if_late(wanted)
-        used = self._limit(available)
+        used = self._limit(planner, available)
         if wanted.num_nodes == used:
             self._since = None
             return False
@@ -155,17 +155,19 @@ class Scaling:
         self._set(wanted, available)
         return True
 
-    def wants_more(self, num_used: int) -> bool:
+    def wants_more(self, planner: Planner, num_used: int) -> bool:
         """Tell whether a node that has come is to train at once, beside `num_used` that do."""
-        return self._target is None or num_used < self._target
+        return self._target is None or num_used < self._limit(planner, self._num_available)
 
-    def choices(self, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]) -> list[tuple[str, ...]]:
+    def choices(
+        self, planner: Planner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
+    ) -> list[tuple[str, ...]]:
         """Return the sets of nodes that may rest; the planner tells which of them is best.
 
         Those who train go on, as far as they are wanted; slow ones rest first.
         """
         nodes = [member.spec.name for member in self._members.ready if not member.is_draining]
-        number = len(nodes) - self._limit(len(nodes))
+        number = len(nodes) - self._limit(planner, len(nodes))
         if number <= 0:
             return [()]
         used = [node for node in plan.nodes if node in nodes and node not in lost]
@@ -184,8 +186,11 @@ class Scaling:
     def _num_available(self) -> int:
         return sum(not member.is_draining for member in self._members.ready)
 
-    def _limit(self, available: int) -> int:
-        return available if self._target is None else min(self._target, available)
+    def _limit(self, planner: Planner, available: int) -> int:
+        """On how many of the available nodes to train: a target from when there were too few is not safe any more."""
+        if self._target is None or self._target >= available:
+            return available
+        return max(self._target, planner.fewest_nodes(available))
 
     def _state(self, planner: Planner, available: int) -> ScalingState:
         changes_s = self._planned_s or self._forced_s
@@ -193,7 +198,7 @@ class Scaling:
         return ScalingState(
             spec=self._spec,
             num_available=available,
-            num_used=self._limit(available),
+            num_used=self._limit(planner, available),
             fewest=planner.fewest_nodes(available),
             step_s=lambda count: self._step_s(planner, count),
             steps_left=self._job.max_steps - self._progress.last_step,

@@ -244,3 +244,17 @@ def test_all_nodes_are_used_without_a_decision_by_default() -> None:
     assert plan(bench).spares == ()
     assert not bench.journal(ScalingDecided)
     assert bench.coordinator.scales_s == float("inf")
+
+
+def test_a_run_that_began_with_too_few_nodes_takes_in_those_that_make_it_safe_at_once() -> None:
+    shape = replace(SIX, num_nodes=1)
+    bench = training(shape=shape)
+    assert len(plan(bench).nodes) == 1, "it is all there are"
+    bench.commit("n0", 1)
+    for index, node in enumerate(("n1", "n2"), start=1):
+        bench.feed(AddRequested(spec=NodeSpec(name=node, host=f"host{index}")))
+        bench.up(node, pid=9)
+        bench.say(node, ready(pid=10))
+        if bench.coordinator.phase is Phase.FENCING:
+            answer_all(bench, "n0", node)
+    assert set(plan(bench).nodes) == {"n0", "n1"}, "f + 1, and no more before that pays"
