@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-# How long an example takes depends on the machine; a test that is about time measures it itself.
-settings.register_profile("oobleck", deadline=None)
+from tests.examples import examples
+
+settings.register_profile("oobleck", examples(100))
 settings.load_profile("oobleck")

@@ -7,14 +7,10 @@ nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["deep_or", "examples"]
-
-Test = TypeVar("Test", bound=Callable[..., None])
+__all__ = ["examples"]
 
 _DEEP = 20_000
 _HASTE = 8
@@ -22,13 +18,11 @@ _HASTE = 8
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
-def examples(number: int) -> Callable[[Test], Test]:
-    """Try so many examples, or 20,000 under HYPOTHESIS_PROFILE=deep."""
-    return deep_or(number)
+def examples(number: int, *, stateful_step_count: int = 50) -> settings:
+    """Try so many examples, or what HYPOTHESIS_PROFILE says; a decorator, or the settings of a state machine.
 
-
-def deep_or(number: int, *, stateful_step_count: int = 50) -> settings:
-    """The settings of `examples`; state machines want them as a value."""
+    How long an example takes depends on the machine: a test that is about time measures it itself.
+    """
     profile = os.environ.get("HYPOTHESIS_PROFILE", "")
     return settings(
         max_examples={"deep": _DEEP, "hasty": _HASTE * number}.get(profile, number),

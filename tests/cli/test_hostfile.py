@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.cli.hostfile import MAX_DEVICES, MAX_NODES, parse_hostfile
 from oobleck.errors import ConfigError
 from oobleck.job import NodeSpec
+from tests.examples import examples
 
 
 def parse(text: str) -> tuple[NodeSpec, ...]:
@@ -205,7 +206,7 @@ WORDS = ("node", "[1-3]", "[01-12]", "me@", "::1", " # ", " slots=", " slots=2",
 PIECES = st.sampled_from([*WORDS, *"a19[]-,@#=:%. \t\n\x00é\u2028"])
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(text=st.text(max_size=60) | st.lists(PIECES, max_size=12).map("".join))
 def test_any_text_gives_sound_nodes_or_a_config_error_that_names_a_line(text):
     try:
@@ -257,7 +258,6 @@ def test_addresses_that_do_not_fit_their_hosts_are_refused(text, complaint):
 HOSTS = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 
 
-@settings(deadline=None)
 @given(
     lines=st.lists(
         st.tuples(
@@ -283,7 +283,6 @@ def test_what_is_written_out_in_full_is_read_back(lines, comment):
     )
 
 
-@settings(deadline=None)
 @given(first=st.integers(0, 2000), count=st.integers(1, 50), width=st.integers(0, 6))
 def test_ranges_keep_their_width(first, count, width):
     last = first + count - 1

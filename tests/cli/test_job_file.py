@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.cli.job_file import apply_overrides, default_job, load_job, parse_override
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import ControlSpec, DataSpec, JobSpec, ModelSpec, OptimizerSpec
+from tests.examples import examples
 from tests.wire.strategies import job_specs
 
 
@@ -156,7 +157,7 @@ def is_writable(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(job=job_specs().map(lambda job: replace(job, script=None)))
 def test_every_job_that_can_be_written_is_read_back(job):
     written = as_yaml(job)
@@ -255,7 +256,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(text=st.text(max_size=60) | st.dictionaries(KEYS, VALUES, max_size=4).map(yaml.safe_dump))
 def test_any_text_gives_a_job_or_a_config_error_that_names_a_line(text):
     try:
@@ -364,7 +365,7 @@ def test_errors_name_the_override_and_the_remedy(settings, problem):
     assert str(error.value).startswith(problem)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     text=st.text(max_size=30)
     | st.builds("{}={}".format, st.lists(KEYS, min_size=1, max_size=3).map(".".join), VALUES.map(str))

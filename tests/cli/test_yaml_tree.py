@@ -6,10 +6,11 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.cli.yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
+from tests.examples import examples
 
 
 def plain(tree: YamlValue) -> object:
@@ -152,7 +153,6 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(value=JSON)
 def test_json_is_yaml(value):
     assert plain(parse_yaml(json.dumps(value, ensure_ascii=False))) == value
@@ -163,7 +163,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(text=st.text(max_size=50) | st.lists(PIECES, max_size=20).map("".join))
 def test_any_text_gives_a_tree_or_an_error_with_a_line(text):
     try:

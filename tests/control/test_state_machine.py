@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.control.model import Shape, World
 from tests.control.schedules import KINDS, Fault, finish, strike
 from tests.control.test_commit import SHAPES
-from tests.examples import deep_or
+from tests.examples import examples
 
 _FAULTS = 4
 """In one run; more leave nobody."""
@@ -56,4 +56,4 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = deep_or(60, stateful_step_count=30)
+TestRun.settings = examples(60, stateful_step_count=30)

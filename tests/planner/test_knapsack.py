@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.planner.knapsack import best_filling, best_items, best_values
@@ -41,7 +41,6 @@ def worth(smallest: int, values: list[float], items: Mapping[int, int] | None) -
     return sum(values[size - smallest] * times for size, times in items.items() if times)
 
 
-@settings(deadline=None)
 @given(smallest=st.integers(1, 4), values=values_of_sizes, count=st.integers(1, 6), extra=st.integers(0, 20))
 def test_exact_numbers_of_items_are_best(smallest: int, values: list[float], count: int, extra: int) -> None:
     total = smallest * count + extra
@@ -54,7 +53,6 @@ def test_exact_numbers_of_items_are_best(smallest: int, values: list[float], cou
         assert best_items(smallest, np.array(values), count=count, total=total, enough=best + 1) is None
 
 
-@settings(deadline=None)
 @given(smallest=st.integers(1, 4), values=values_of_sizes, total=st.integers(1, 400))
 def test_fillings_of_any_number_of_items_are_best(smallest: int, values: list[float], total: int) -> None:
     items = best_filling(smallest, np.array(values), total=total, enough=0)
@@ -65,7 +63,6 @@ def test_fillings_of_any_number_of_items_are_best(smallest: int, values: list[fl
     assert best_filling(smallest, np.array(values), total=total, enough=best + 1) is None
 
 
-@settings(deadline=None)
 @given(smallest=st.integers(1, 4), values=values_of_sizes, count=st.integers(1, 6), extra=st.integers(0, 20))
 def test_each_number_of_items_up_to_a_few_is_best(smallest: int, values: list[float], count: int, extra: int) -> None:
     total = smallest * count + extra

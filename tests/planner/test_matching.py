@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.planner.inventory import Holding, missing_bytes
@@ -20,7 +20,6 @@ def moved(positions: list[Position], held: dict[str, Holding], nodes: tuple[str,
     )
 
 
-@settings(deadline=None)
 @given(
     needed=st.lists(st.tuples(holdings, st.integers(-1, 1)), max_size=4),
     held=st.lists(st.tuples(holdings, st.integers(0, 2)), min_size=4, max_size=5),

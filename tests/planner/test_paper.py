@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.planner import Profile
 from oobleck.planner.costs import StageCosts
 from oobleck.planner.paper import find_paper_templates, paper_step_s
+from tests.examples import examples
 from tests.planner.drawing import profiles, uniform_profile
 from tests.planner.test_templates import all_templates
 
@@ -21,7 +22,7 @@ def test_the_rightmost_of_equally_slow_stages_counts() -> None:
     assert paper_step_s([4.0, 3.0, 4.0]) == 11 + 40 + 4
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(profile=profiles(max_layers=6, device_counts=(1, 2, 4)), shape=st.sampled_from(((1, 1), (2, 1), (2, 2), (4, 4))))
 def test_templates_are_the_best_of_all_cuts_under_the_papers_objective(
     profile: Profile, shape: tuple[int, int]

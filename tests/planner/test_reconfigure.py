@@ -5,13 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.planner import Decision, ExecutionPlan, Place, Planner, PlannerSettings, Profile
 from oobleck.planner.costs import Timing
 from oobleck.planner.sizes import SizeOption, sizing_of
+from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, profiles, uniform_profile
 
 Held = Mapping[Place, frozenset[int]]
@@ -88,7 +89,7 @@ def test_any_loss_from_eight_one_stage_nodes_ends_in_a_plan(num_lost: int) -> No
     assert (actions["unrecoverable"] > 0) == (num_lost >= 4)
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(
     data=st.data(),
     profile=profiles(min_layers=3, max_layers=8),
@@ -154,7 +155,7 @@ def paper_moves(before: list[int], lost: list[int], smallest: int) -> list[list[
     return [sizes for sizes in (shrunk, borrowed, merged) if sizes and min(sizes) >= smallest]
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(
     data=st.data(),
     num_layers=st.integers(8, 14),
@@ -362,7 +363,6 @@ def test_a_node_that_leaves_shares_the_reading_with_the_other_holders() -> None:
     assert {item.layer for item in decision.transfers if item.source.node == leaver} == moved
 
 
-@settings(deadline=None)
 @given(profile=profiles(min_layers=2), count=st.integers(2, 7), data=st.data())
 def test_a_resting_node_is_a_spare_that_layers_are_read_from(profile: Profile, count: int, data: st.DataObject) -> None:
     planner = Planner(profile, PlannerSettings(num_microbatches=8))

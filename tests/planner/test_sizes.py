@@ -4,12 +4,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.planner import NetworkProfile
 from oobleck.planner.costs import Timing
 from oobleck.planner.sizes import SizeOption, choose_sizes, reduction_s, sizing_of
+from tests.examples import examples
 from tests.planner.drawing import make_network
 
 
@@ -34,7 +35,7 @@ def all_sizings(sizes: list[int], num_nodes: int, fewest: int, most: int) -> Ite
                 yield chosen
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(data=st.data(), sizes=options(), inter=st.sampled_from((10.0, 1e3, 1e5)))
 def test_no_other_sizes_are_faster(data: st.DataObject, sizes: dict[int, SizeOption], inter: float) -> None:
     smallest = min(sizes)

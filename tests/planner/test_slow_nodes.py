@@ -4,13 +4,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.planner import ExecutionPlan, Pipeline, Planner, PlannerSettings, Profile
 from oobleck.planner.catalog import Catalog
 from oobleck.planner.gather import gather_slow_nodes
 from oobleck.planner.sizes import reduction_s
+from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, profiles, uniform_profile
 
 FOREVER_S = 1e12
@@ -52,7 +53,7 @@ def best_division_s(profile: Profile, plan: ExecutionPlan, slow: Mapping[str, fl
     return slowest_s + reduction_s(profile.network, most, len(timings))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data(), profile=profiles(min_layers=3, max_layers=6), num_microbatches=st.integers(4, 9))
 def test_no_other_division_of_the_batch_is_faster(data: st.DataObject, profile: Profile, num_microbatches: int) -> None:
     nodes = names(data.draw(st.integers(3, 7), label="nodes"))
@@ -68,7 +69,7 @@ def test_no_other_division_of_the_batch_is_faster(data: st.DataObject, profile: 
         assert decision.transfers == (), "microbatches alone move no state"
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data(), profile=profiles(min_layers=4, max_layers=8), num_microbatches=st.integers(4, 24))
 def test_no_decision_is_slower_than_staying_or_than_leaving_the_slowest_out(
     data: st.DataObject, profile: Profile, num_microbatches: int
@@ -103,7 +104,7 @@ def groupings(nodes: Sequence[str], sizes: Sequence[int]) -> Iterator[list[tuple
             yield [(sizes[0], chosen), *others]
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     slow=st.sets(st.sampled_from(names(6)), min_size=1, max_size=3),
     factor=st.sampled_from((1.5, 2.0, 5.0)),

@@ -4,13 +4,14 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError
 from oobleck.planner import PipelineTemplate, Profile
 from oobleck.planner.costs import StageCosts, Timing
 from oobleck.planner.templates import find_templates
+from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, profiles, uniform_profile
 
 
@@ -100,7 +101,7 @@ def check_against_brute_force(
         assert timing == Timing(first_s=pytest.approx(sum(seconds)), next_s=pytest.approx(max(seconds)))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(profile=profiles(max_layers=8), max_in_flight=st.sampled_from((1, 2, 64)), per_device=st.sampled_from((1, 4)))
 def test_templates_of_one_device_a_stage_are_the_best_of_all_cuts(
     profile: Profile, max_in_flight: int, per_device: int
@@ -108,7 +109,7 @@ def test_templates_of_one_device_a_stage_are_the_best_of_all_cuts(
     check_against_brute_force(profile, 1, 1, max_in_flight, per_device, most_nodes=6)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     profile=profiles(max_layers=6, device_counts=(1, 2, 4, 8)),
     shape=st.sampled_from(((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 8))),

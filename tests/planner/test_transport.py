@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
@@ -29,7 +29,6 @@ def test_no_permutation_costs_less(data: st.DataObject, num_rows: int, extra: in
     )
 
 
-@settings(deadline=None)
 @given(data=st.data(), largest=st.sampled_from((1, 3, 10**6)))
 def test_many_alike_cost_what_an_assignment_of_each_costs(data: st.DataObject, largest: int) -> None:
     demands = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))

@@ -4,12 +4,13 @@ from collections import Counter
 from itertools import combinations
 from math import comb
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.errors import OobleckError
 from oobleck.planner import Decision, LayerTransfer, Place, Planner, PlannerSettings
 from oobleck.planner.what_if import moved_bytes, transfer_s, what_if_one_is_lost, what_if_two_are_lost
+from tests.examples import examples
 from tests.planner.simple_profiles import make_profile, node_names
 
 
@@ -21,7 +22,7 @@ def outcome(decision: Decision | None) -> object:
     return sizes, decision.redundant, round(decision.predicted_step_s, 9)
 
 
-@settings(max_examples=25)
+@examples(25)
 @example(forwards_s=[1.0, 1.0, 1.0, 1.0, 1.0, 3.0], num_nodes=6, memory_layers=2)
 @given(
     forwards_s=st.lists(st.integers(1, 4).map(float), min_size=3, max_size=6),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 import pytest
-from hypothesis import assume, given, reject, settings
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
 from oobleck.control.journal import Cause, JournalEntry, NodeLeft, PlanAdopted, RecoveryDone, StepsDone
@@ -35,6 +35,7 @@ from oobleck.sim.trace import (
     TraceEvent,
     WorkerCrashed,
 )
+from tests.examples import examples
 from tests.planner.drawing import profiles, uniform_profile
 from tests.sim.strategies import traces
 
@@ -95,7 +96,7 @@ def test_steps_take_what_the_timelines_of_the_orders_schedules_say(schedule: Sch
         assert plan.schedules == tuple(kinds[index] for index in range(len(plan.schedules)))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(profile=profiles(min_layers=2, max_layers=6), num_nodes=st.integers(2, 6))
 def test_a_sweep_that_chooses_its_schedules_never_has_slower_steps_than_1f1b(profile: Profile, num_nodes: int) -> None:
     nodes = tuple(f"node{number}" for number in range(num_nodes))
@@ -270,7 +271,7 @@ def test_node_hours_tell_what_nodes_were_there_for() -> None:
     assert waiting.per_million_tokens > four.per_million_tokens
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(trace=traces(min_nodes=2, max_nodes=6, duration_s=500.0, kinds=(Lost, Joined)))
 def test_node_hours_there_are_those_of_the_trace(trace: Trace) -> None:
     try:
@@ -303,7 +304,7 @@ def is_left_in_peace(trace: Trace) -> bool:
     return is_calm and trace.counts[-1][1] >= 2
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     trace=traces(min_nodes=3, max_nodes=7, max_events=15),
     fault_threshold=st.integers(0, 2),

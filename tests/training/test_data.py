@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -22,6 +22,7 @@ from oobleck.training.data import Dataset, prepare_dataset
 from oobleck.training.script_data import ScriptSamples
 from oobleck.training.text import read_documents
 from oobleck.training.tokenizer import END_OF_TEXT_ID
+from tests.examples import examples
 
 TEXT = "It was the best of times, it was the worst of times; naïve 東京 _private 42\n\n    indented\t\n" * 40
 
@@ -206,7 +207,7 @@ def test_mistakes_about_token_files_are_named(tmp_path: Path):
         prepare("none.bin")
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(num_samples=st.integers(2, 400), share=st.floats(0.001, 0.9), step=st.integers(0, 9))
 def test_the_split_keeps_every_sample_on_one_side(num_samples: int, share: float, step: int):
     source = ScriptSamples(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
 from oobleck.training.models import ModelStructure
 from oobleck.training.reduction import Bucket, make_buckets
 from oobleck.training.tensor_parallel import share_of
+from tests.examples import examples
 from tests.training.zoo import structure_of
 
 STRUCTURE = structure_of("gpt2")
@@ -40,7 +41,7 @@ def buckets_of(plan: ExecutionPlan, place: Place, max_elements: int) -> tuple[Bu
 
 
 @given(plan=plans(), max_elements=st.sampled_from([1, 5000, 1 << 30]))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_any_two_workers_agree_on_the_buckets_that_they_share_and_on_their_order(
     plan: ExecutionPlan, max_elements: int
 ) -> None:
@@ -51,7 +52,7 @@ def test_any_two_workers_agree_on_the_buckets_that_they_share_and_on_their_order
 
 
 @given(plan=plans(), max_elements=st.sampled_from([1, 5000, 1 << 30]))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_every_parameter_is_in_one_bucket_with_all_of_its_owners(plan: ExecutionPlan, max_elements: int) -> None:
     for place in plan.places:
         buckets = buckets_of(plan, place, max_elements)

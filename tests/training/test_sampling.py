@@ -5,19 +5,17 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.training.sampling import permuted, samples_of_step
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**40), st.integers(0, 1000), st.integers(1, 700))
 def test_an_epoch_is_a_permutation(seed: int, epoch: int, num_samples: int):
     assert sorted(permuted(seed, epoch, range(num_samples), num_samples)) == list(range(num_samples))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 40), st.integers(1, 300), st.integers(1, 4))
 def test_each_sample_is_taken_exactly_once_an_epoch(seed: int, batch_size: int, num_samples: int, num_epochs: int):
     num_steps = -(-num_samples * num_epochs // batch_size)

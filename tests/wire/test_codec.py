@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.journal import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
@@ -46,6 +46,7 @@ from oobleck.wire import (
     from_builtins,
     to_builtins,
 )
+from tests.examples import examples
 from tests.wire.strategies import values_of
 
 UNIONS = (AgentMessage, MasterMessage, WorkerMessage, WorkerBound)
@@ -131,7 +132,7 @@ def decode(accepts: Any, data: bytes) -> list[Any]:
 
 
 @pytest.mark.parametrize("cls", MESSAGES)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_every_message_survives_its_frame(cls, data):
     message = data.draw(values_of(cls))
@@ -140,7 +141,7 @@ def test_every_message_survives_its_frame(cls, data):
 
 
 @pytest.mark.parametrize("cls", ENTRIES)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_every_journal_entry_survives_its_line(cls, data):
     entry = data.draw(values_of(cls))
@@ -152,14 +153,13 @@ def test_every_journal_entry_survives_its_line(cls, data):
 
 
 @pytest.mark.parametrize("cls", [JobSpec, NodeSpec, ExecutionPlan, StorePut])
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data())
 def test_values_survive_builtins_that_json_can_carry(cls, data):
     value = data.draw(values_of(cls))
     assert from_builtins(cls, json.loads(json.dumps(to_builtins(value), allow_nan=False))) == value
 
 
-@settings(deadline=None)
 @given(
     messages=st.lists(st.one_of(*map(values_of, MESSAGES[:6])), max_size=4),
     cuts=st.lists(st.integers(min_value=0), max_size=6),
@@ -321,7 +321,7 @@ RAW = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(message=st.sampled_from([ORDER, CONFIGURE, STATUS, StorePut(key="k", value=b"v", nodes=("a",))]), data=st.data())
 def test_a_changed_message_is_rejected_or_read_as_it_says(message, data):
     raw = raw_of(message)
@@ -336,7 +336,7 @@ def test_a_changed_message_is_rejected_or_read_as_it_says(message, data):
     assert is_same(raw_of(accepted), sent)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(data=st.binary(max_size=200))
 def test_arbitrary_bytes_raise_nothing_but_peer_errors(data):
     for stream in (data, frame(data)):
@@ -346,7 +346,7 @@ def test_arbitrary_bytes_raise_nothing_but_peer_errors(data):
             decoder.end()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     message=st.sampled_from([ORDER, CONFIGURE, STATUS]),
     position=st.integers(min_value=0),
@@ -490,14 +490,13 @@ def test_lines_that_are_no_entries_are_rejected(line, problem):
         decode_json(JournalEntry, line)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(line=st.binary(max_size=100) | st.text(max_size=100))
 def test_arbitrary_lines_raise_nothing_but_peer_errors(line):
     with pytest.raises(PeerError):
         decode_json(JournalEntry, line)
 
 
-@settings(deadline=None)
 @given(cls=st.sampled_from([JobStarted, NodeLost, PlanAdopted, StepDone]), data=st.data())
 def test_damaged_lines_raise_nothing_but_peer_errors(cls, data):
     line = encode_json(data.draw(values_of(cls)))

@@ -9,11 +9,12 @@ from types import MappingProxyType
 from typing import Literal, Optional, Union
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.wire.shape import Mismatch, Notation
 from oobleck.wire.shapes import shape_of, tagged_shape_of
+from tests.examples import examples
 from tests.wire.strategies import values_of
 
 
@@ -77,7 +78,7 @@ ANNOTATIONS = [
 
 @pytest.mark.parametrize("notation", Notation)
 @pytest.mark.parametrize("annotation", ANNOTATIONS, ids=str)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_what_a_shape_writes_it_reads(annotation, notation, data):
     value = data.draw(values_of(annotation))
