@@ -23,6 +23,7 @@ SSHD = "/usr/sbin/sshd"
 REPOSITORY = Path(__file__).parents[1]
 
 _START_TIMEOUT_S = 10.0
+_END_TIMEOUT_S = 5.0
 
 _SERVER_CONFIG = """\
 ListenAddress {host}:{port}
@@ -91,7 +92,7 @@ class OpenSSH:
         for session in self.process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it ended by itself meanwhile
                 if session.name().startswith("sshd"):
-                    _end(session)
+                    _end_session(session)
 
     def kill(self) -> None:
         """Kill the server with its sessions."""
@@ -175,4 +176,17 @@ def _end(process: psutil.Process) -> None:
     """Kill a process and wait for its end."""
     with suppress(psutil.NoSuchProcess):
         process.kill()
-    process.wait(5)
+    process.wait(_END_TIMEOUT_S)
+
+
+def _end_session(session: psutil.Process) -> None:
+    """Kill a process that is no child of ours and wait for its end; it is for others to take note of it.
+
+    Those are sshd and, where that has ended before, the machine's first process, which may let it wait for seconds.
+    """
+    with suppress(psutil.NoSuchProcess):
+        session.kill()
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while session.is_running() and session.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline_s, f"{session} was killed and lives"
+            time.sleep(0.001)

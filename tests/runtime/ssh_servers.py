@@ -46,6 +46,11 @@ class Reachable:
         assert await owner.receive_some(1) == b"!"
         return stream, owner
 
+    async def ask_something(self) -> None:
+        """Ask the server what costs it nothing, and wait for the answer: all that was sent before has arrived then."""
+        with pytest.raises(trio.BrokenResourceError):
+            await self.connection.open_unix("/nonexistent/socket")
+
 
 @asynccontextmanager
 async def reach(server: str, directory: Path) -> AsyncIterator[Reachable]:

@@ -14,6 +14,7 @@ import asyncssh
 import psutil
 import pytest
 import trio
+import trio.testing
 
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
@@ -99,7 +100,7 @@ async def test_a_command_in_the_background_outlives_its_connection(server, tmp_p
     async with reach(server, tmp_path) as reachable:
         done = await reachable.connection.run("setsid sleep 60 </dev/null >/dev/null 2>&1 & echo $!", timeout_s=10)
     process = psutil.Process(int(done.stdout))
-    assert process.cmdline() == ["sleep", "60"] or process.cmdline()[0] == "setsid"
+    await until(lambda: process.cmdline() == ["sleep", "60"])
     process.kill()
 
 
@@ -121,11 +122,14 @@ async def test_a_slow_command_is_ended_and_leaves_no_channel(server, tmp_path):
                 command = f"touch {begun}; {' '.join(slow)}; true"
                 nursery.start_soon(partial(reachable.connection.run, command, timeout_s=30))
                 await until(begun.exists)
+                await reachable.ask_something()  # the server has told that it began before it answers this
+                await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
         assert not reachable.connection.is_lost
         with pytest.raises(trio.TooSlowError):
             await reachable.connection.run(f"{' '.join(slow)}; true", timeout_s=0.5)
-        await until(lambda: not with_words(*slow))
+        # Where the time was over before the command began, it cost the connection.
+        await until(lambda: reachable.connection.is_lost or not with_words(*slow))
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -213,12 +217,13 @@ async def test_a_killed_server_is_noticed_at_once(openssh: OpenSSH, tmp_path):
             listener.listen(1)
             stream = await connection.open_unix(str(path))
 
-            async def kill():
-                await trio.sleep(0.1)
+            async def kill(noticing: trio.CancelScope) -> None:
+                await trio.testing.wait_all_tasks_blocked()
                 openssh.kill_sessions()
+                noticing.deadline = trio.current_time() + NOTICED_S
 
-            nursery.start_soon(kill)
-            with trio.fail_after(0.1 + NOTICED_S):
+            with trio.fail_after(10) as noticing:
+                nursery.start_soon(kill, noticing)
                 with pytest.raises(trio.BrokenResourceError):
                     await stream.receive_some()
                 await connection.wait_lost()
