@@ -225,6 +225,22 @@ MUTATIONS = (
         new="",
         caught_by="tests/sim/test_cluster_gear.py::test_a_crashed_worker_is_started_again_in_its_place",
     ),
+    Mutation(
+        name="slow_for_ever",
+        what="a slow node that was left out is never tried again",
+        file="oobleck/control/replanning.py",
+        old="        return self._probation.due_s\n",
+        new='        return float("inf")\n',
+        caught_by="tests/sim/test_slow_nodes.py::test_a_slow_node_rests_and_is_taken_back_once_it_is_well",
+    ),
+    Mutation(
+        name="tries_forgotten",
+        what="a slow node that was tried too early waits no longer than before",
+        file="oobleck/control/probation.py",
+        old="min(2 * before.wait_s, _LONGEST_WAIT * found_out_s)",
+        new="before.wait_s",
+        caught_by="tests/sim/test_slow_nodes.py::test_a_slow_node_that_is_tried_too_early_rests_twice_as_long",
+    ),
 )
 
 

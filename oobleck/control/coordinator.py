@@ -241,6 +241,7 @@ class Coordinator:
             [
                 self._beginning.deadline_s,
                 self._reconfiguration.deadline_s,
+                self._reconfiguration.retries_s,
                 self._progress.hangs_s,
                 self._rejoining.due_s,
                 self._saving.due_s,
@@ -252,9 +253,9 @@ class Coordinator:
         )
 
     @property
-    def scales_s(self) -> float:
-        """When it looks again at how many nodes should train: a part of `next_deadline`, for who skips time."""
-        return math.inf if self._has_ended else self._scaling.due_s
+    def reviews_s(self) -> float:
+        """When it looks again at which nodes should train: a part of `next_deadline`, for who skips time."""
+        return math.inf if self._has_ended else min(self._scaling.due_s, self._reconfiguration.retries_s)
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         """Act on what has not happened in time. Early calls do nothing."""
@@ -331,6 +332,8 @@ class Coordinator:
             self._saving.handle_deadline()
         if now_s >= self._scaling.due_s:
             self._reconfiguration.scale()
+        if now_s >= self._reconfiguration.retries_s:
+            self._reconfiguration.retry_slow()
         if self.phase is Phase.TRAINING and self._sharding.takes_regrouping():
             self._reconfiguration.begin([], Cause.DATA_UNREADABLE, detect_s=0.0)
         self._outbox.command(*(Connect(node=spec) for spec in self._rejoining.take_due(now_s)))
@@ -354,6 +357,7 @@ class Coordinator:
         self._reconfiguration.restore(
             remains.profile,
             remains.generations,
+            step_s=remains.predicted_step_s,
             restored_generation=restored.generation if restored else 0,
         )
         self._saving.begin([layer.name for layer in remains.profile.layers])
@@ -399,6 +403,8 @@ class Coordinator:
                 self._reconfiguration.status(speakers, status)
             case Resumed() as resumed:
                 self._reconfiguration.resumed(speakers, resumed)
+            case Pace() as pace:
+                self._reconfiguration.note_pace(speakers, pace)
             case _:
                 assert_never(event.message)
 
@@ -425,7 +431,7 @@ class Coordinator:
                 if self.phase is Phase.TRAINING:
                     self._ending.worker_finished(Place(node=node, device=message.device))
             case Pace():
-                self._reconfiguration.note_pace(Place(node=node, device=message.device), message)
+                self._reconfiguration.note_pace([Place(node=node, device=message.device)], message)
             case PeerFailed():
                 self._reconfiguration.suspect(message)
             case StateSaved() | StateNotSaved() | LayersPersisted() | CheckpointCommitted():

@@ -345,7 +345,7 @@ class Diagnosis:
             self._act(f"the run goes on without {entry.node}")
 
     def _begin_recovery(self, entry: RecoveryStarted) -> None:
-        if entry.cause in (Cause.JOINED, Cause.DRAINED, Cause.SCALED):
+        if entry.cause.is_planned and entry.cause is not Cause.SLOW:
             return
         if self._open is None and self._drafts and self._drafts[-1].ended_s == entry.t_s:
             self._open = self._drafts[-1]  # the recovery of one loss was overtaken by this one

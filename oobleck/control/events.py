@@ -13,7 +13,7 @@ from oobleck.job import NodeSpec
 from oobleck.planner import Place
 
 from .journal import Cause, JournalEntry
-from .messages import AgentMessage, Fence, Hello, MasterMessage, Order, RecordsOver, Resumed, Status, StepRecords
+from .messages import AgentMessage, Fence, Hello, MasterMessage, Order, Pace, RecordsOver, Resumed, Status, StepRecords
 
 __all__ = [
     "AddRequested",
@@ -70,7 +70,7 @@ class AllSaid:
     """Many workers said the same at once, each of its own device. So thousands of them are one event."""
 
     places: tuple[Place, ...]
-    message: Status | Resumed
+    message: Status | Resumed | Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

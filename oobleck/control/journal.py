@@ -71,6 +71,8 @@ class Cause(StrEnum):
     """Nothing was lost: a node leaves, and gives its state away first."""
     SCALED = "scaled"
     """Nothing was lost: another number of nodes is the better one."""
+    RETRIED = "retried"
+    """Nothing was lost: nodes that were left out for being slow get another chance."""
     MASTER_LOST = "master_lost"
     """Nothing was lost but the master, in the middle of a recovery: its successor begins that anew."""
     CHECKPOINT_BROKEN = "checkpoint_broken"
@@ -82,6 +84,11 @@ class Cause(StrEnum):
     UNREACHABLE = "unreachable"
     UNFIT = "unfit"
     """A node that can be reached, and was found faulty."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Nobody was lost, and nothing is wrong but the speed of a node."""
+        return self in (Cause.JOINED, Cause.DRAINED, Cause.SLOW, Cause.SCALED, Cause.RETRIED)
 
 
 class Action(StrEnum):
@@ -358,6 +365,8 @@ class RecoveryStarted:
                 return f"going on with more nodes, or fewer: {names}"
             case Cause.SLOW:
                 return f"planning anew for the pace of {names}"
+            case Cause.RETRIED:
+                return f"trying again whether {names} is slow"
             case Cause.CORRUPTION:
                 return f"making the layers of {names} equal to their other copies"
             case _:
@@ -369,6 +378,7 @@ _HAPPENED = {
     Cause.DRAINED: "drained",
     Cause.SLOW: "planned for",
     Cause.SCALED: "set aside or taken back",
+    Cause.RETRIED: "tried again",
     Cause.CORRUPTION: "repaired",
 }
 """To the nodes of a recovery that lost none."""

@@ -119,7 +119,7 @@ class Reconfiguration:
 
         Raises PlanningError when there is no plan.
         """
-        self._replanning.know(profile, from_s=self._outbox.now_s)
+        self._replanning.know(profile)
         planner = self._replanning.planner
         nodes = [member.spec.name for member in self._members.ready]
         resting = self._scaling.begin(planner, nodes)
@@ -133,9 +133,9 @@ class Reconfiguration:
         reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
         self._go_back(replace(moved, action=decision.action, reason=reason), candidate)
 
-    def restore(self, profile: Profile, generations: Generations, *, restored_generation: int) -> None:
-        """Go on from the plans that a journal knows, which others have ordered."""
-        self._replanning.know(profile, from_s=self._outbox.now_s + _FINDING_S)
+    def restore(self, profile: Profile, generations: Generations, *, step_s: float, restored_generation: int) -> None:
+        """Go on from the plans that a journal knows, which others have ordered; steps take `step_s`."""
+        self._replanning.take_over(profile, generations.plan, step_s, from_s=self._outbox.now_s + _FINDING_S)
         self.generations = generations
         self._restored_generation = restored_generation
 
@@ -209,13 +209,24 @@ class Reconfiguration:
             self.close()
             self._dismiss_drained()
 
-    def note_pace(self, place: Place, pace: Pace) -> None:
-        """Take in how fast a worker computes; plan anew where slow nodes make that pay."""
+    def note_pace(self, places: Collection[Place], pace: Pace) -> None:
+        """Take in how fast workers compute; plan anew where slow nodes make that pay."""
         if self.is_fencing or not self._replanning.has_time(self._outbox.now_s):
             return
-        changed = self._replanning.note_pace(place, pace, self.generations.plan)
+        changed = self._replanning.note_pace(places, pace, self.generations.plan)
         if changed:
             self.begin(changed, Cause.SLOW, detect_s=0.0)
+
+    @property
+    def retries_s(self) -> float:
+        """When a slow node that was left out is to be tried again; infinity for never."""
+        return math.inf if self.is_fencing else self._replanning.retries_s
+
+    def retry_slow(self) -> None:
+        """Give slow nodes that were left out another chance, where they would be of use."""
+        nodes = self._replanning.retry_slow(self.generations.plan)
+        if nodes:
+            self.begin(nodes, Cause.RETRIED, detect_s=0.0)
 
     def scale(self) -> None:
         """Look at how many nodes should train; plan anew where that is another number now."""
@@ -515,6 +526,7 @@ class Reconfiguration:
         self._record_plan(decision, verdict, order)
         self._saving.plan_adopted(decision.plan, boundary=order.boundary, redundant=decision.redundant)
         self._scaling.plan_adopted(decision)
+        self._replanning.plan_adopted(decision.plan, decision.predicted_step_s)
         if self._account is not None:
             self._note_orders(self._account, decision, order)
 

@@ -5,7 +5,7 @@ A part of the coordinator's machine. It knows the planner and how fast the nodes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,8 @@ from .generations import Generations
 from .membership import Membership
 from .messages import Pace, Status
 from .outbox import Outbox
-from .paces import Paces
+from .paces import Paces, found_out_s
+from .probation import Probation
 from .progress import Progress
 from .recovery import NOTHING_BANKED, Verdict, broken_pipelines
 from .scaling import Scaling
@@ -71,13 +72,22 @@ class Replanning:
         self._profile: Profile | None = None
         self._planner: Planner | None = None
         self._paces: Paces | None = None
+        self._probation = Probation()
         self._from_s = 0.0
         self.distrusted: dict[Place, frozenset[int]] = {}
         """Layers that differ from their other copies, by holder, until they are replaced."""
 
-    def know(self, profile: Profile, *, from_s: float) -> None:
-        """Plan by this profile; before `from_s`, a new master has more urgent things to do than to make a planner."""
+    def know(self, profile: Profile) -> None:
+        """Plan by this profile."""
+        self._profile = profile
+
+    def take_over(self, profile: Profile, plan: ExecutionPlan, step_s: float, *, from_s: float) -> None:
+        """Plan by this profile, from `from_s` on: before, a new master has more urgent things than to make a planner.
+
+        It does not know why nodes rest: each of them may have been slow.
+        """
         self._profile, self._from_s = profile, from_s
+        self._probation.leave_out(plan.spares, self._outbox.now_s, found_out_s=found_out_s(step_s))
 
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan where nothing is lost."""
@@ -89,7 +99,6 @@ class Replanning:
         if self._planner is None:
             assert self._profile is not None
             self._planner = self._make_planner(self._profile)
-            self._paces = Paces(self._planner.profile)
         return self._planner
 
     # --- paces ---------------------------------------------------------------------------------------------
@@ -99,26 +108,57 @@ class Replanning:
         """How many times the usual time slow nodes take."""
         return {} if self._paces is None else dict(self._paces.slow)
 
-    def note_pace(self, place: Place, pace: Pace, plan: ExecutionPlan) -> list[str]:
-        """Take in how fast a worker computes; return the nodes whose pace makes another plan pay."""
-        planner, paces = self.planner, self._paces
-        assert paces is not None
+    def note_pace(self, places: Iterable[Place], pace: Pace, plan: ExecutionPlan) -> list[str]:
+        """Take in how fast workers compute; return the nodes whose pace makes another plan pay."""
+        paces = self._known_paces
         before = paces.slow
-        paces.note(place, pace, plan)
+        for place in places:
+            paces.note(place, pace, plan)
         if not paces.take_change(plan):
             return []
         changed = sorted(node for node in {*before, *paces.slow} if before.get(node) != paces.slow.get(node))
         said = ", ".join(f"{node} takes {paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
         self._outbox.notice("warning", said)
         self._scaling.paces_changed()
-        choices = self._scaling.choices(planner, plan, lost=(), slow=self.slow)
-        pays = any(planner.reconfigure(plan, slow=self.slow, resting=resting).plan != plan for resting in choices)
-        return changed if pays else []
+        return changed if self._pays(plan) else []
 
     def forget_pace(self, node: str) -> None:
         """What was known of a node's pace is worth nothing."""
+        self._probation.forget(node)
         if self._paces is not None:
             self._paces.forget(node)
+
+    def plan_adopted(self, plan: ExecutionPlan, step_s: float) -> None:
+        """Steps take so long now; slow nodes that the plan leaves out are tried again later."""
+        resting = [node for node in plan.spares if node in self.slow]
+        self._probation.leave_out(resting, self._outbox.now_s, found_out_s=found_out_s(step_s))
+
+    @property
+    def retries_s(self) -> float:
+        """When a slow node that was left out is to be tried again; infinity for never."""
+        return self._probation.due_s
+
+    def retry_slow(self, plan: ExecutionPlan) -> list[str]:
+        """Take slow nodes that have waited for long enough for normal; return them if another plan pays then."""
+        nodes = self._probation.take_due(self._outbox.now_s)
+        for node in nodes:
+            self._known_paces.forget(node)
+        self._scaling.paces_changed()
+        return nodes if self._pays(plan) else []
+
+    @property
+    def _known_paces(self) -> Paces:
+        if self._paces is None:
+            self._paces = Paces(self.planner.profile)
+        return self._paces
+
+    def _pays(self, plan: ExecutionPlan) -> bool:
+        """Whether another plan is better for the nodes as fast as they are."""
+        staying = {member.spec.name for member in self._members.ready if not member.is_draining}
+        gone = [node for node in plan.spares if node not in staying]
+        choices = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
+        decisions = (self.planner.reconfigure(plan, lost=gone, slow=self.slow, resting=resting) for resting in choices)
+        return any(decision.plan.pipelines != plan.pipelines for decision in decisions)
 
     # --- plans ---------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan
 
-from .journal import Cause, RecoveryDone, ScalingDecided
+from .journal import RecoveryDone, ScalingDecided
 from .membership import Membership
 from .messages import CommitRecord
 from .outbox import Outbox
@@ -42,8 +42,6 @@ _PRIOR_HORIZON_S = 3600.0
 _STEPS_KEPT = 20
 _STEPS_NEEDED = 5
 """So many steps have to be timed before their time counts."""
-_PLANNED = frozenset({Cause.JOINED, Cause.DRAINED, Cause.SLOW, Cause.SCALED})
-"""Changes that nobody was lost by."""
 
 
 class Scaling:
@@ -108,7 +106,7 @@ class Scaling:
     def recovery_done(self, done: RecoveryDone) -> None:
         """A change is over: note what it cost."""
         self._num_changes += 1
-        (self._planned_s if done.cause in _PLANNED else self._forced_s).append(done.stall_s)
+        (self._planned_s if done.cause.is_planned else self._forced_s).append(done.stall_s)
 
     def paces_changed(self) -> None:
         """Nodes have become slower or faster: steps that were timed before tell nothing more."""

@@ -17,7 +17,6 @@ from oobleck.planner import ExecutionPlan, Stage
 from .data_view import DataView
 from .goodput import TimeAccount
 from .journal import (
-    Cause,
     CheckpointSaved,
     DataPlaced,
     Evaluated,
@@ -51,8 +50,6 @@ __all__ = ["RunView", "level_of"]
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
-_PLANNED = frozenset({Cause.JOINED, Cause.DRAINED, Cause.SLOW, Cause.SCALED})
-"""Changes that nobody was lost by."""
 _RESUMABLE = frozenset({75, 130, 143})
 
 StageKey = tuple[str, int, int]
@@ -255,7 +252,7 @@ def level_of(entry: JournalEntry) -> str:
         case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
             return "warning"
         case RecoveryStarted():
-            return "info" if entry.cause in _PLANNED else "warning"
+            return "info" if entry.cause.is_planned else "warning"
         case PlanAdopted():
             return "info" if entry.redundant else "warning"
         case JobEnded():

@@ -103,6 +103,16 @@ class Crew:
             self._rest_s = self._rest_of_step_s(self._plan) if self._banked.microbatches else self._step_s
             self._began_s = until_s - done * self._this_s
 
+    @property
+    def factors(self) -> Mapping[str, float]:
+        """How many times the usual time slow nodes take."""
+        return self._factors
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes under the plan in force; infinity without one."""
+        return self._step_s
+
     def forget(self, node: str) -> None:
         """A node is gone: who comes back in its name is as fast as any."""
         self._factors.pop(node, None)
@@ -127,6 +137,11 @@ class Crew:
     def plan(self) -> ExecutionPlan | None:
         """The plan in force; None before the first, and after all state was lost."""
         return self._plan
+
+    @property
+    def is_computing(self) -> bool:
+        """Steps are committed: nobody is waited for, and no plan is on its way."""
+        return self._plan is not None and self._pending is None and self._stopped_s is None
 
     @property
     def has_finished(self) -> bool:

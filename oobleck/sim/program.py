@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from oobleck.control.messages import Pace
+from oobleck.control.pace_meter import PaceMeter
 from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.planner import Place
 from oobleck.schedule import section_stops
@@ -68,6 +70,7 @@ class Programs:
         self._running: _Running | None = None
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
+        self._pace = PaceMeter(place.device, clock())
 
     def execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
         """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
@@ -80,6 +83,7 @@ class Programs:
             raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")
         self.on_begin()
         times = self._tempo.program(lane.pipeline, lane.stage, len(microbatches), lane.schedule)
+        compute_s = self._tempo.compute_s(lane.pipeline, lane.stage, len(microbatches))
         self._running = running = _Running(self._clock(), times)
         try:
             done, began_s = 0, 0.0
@@ -99,6 +103,7 @@ class Programs:
             raise
         self._end()
         self._busy_in_step.append((running.began_s, self._clock()))
+        self._pace.add(compute_s, len(microbatches))
 
     def _run_section(self, work: Work, lane: Lane, takes_s: float) -> Moves:
         """Compute for a while; with a section on its way, look after it now and then."""
@@ -148,6 +153,10 @@ class Programs:
     def busy_s(self) -> tuple[tuple[float, float], ...]:
         """When this worker last computed for steps that are applied."""
         return tuple(self._busy_s)
+
+    def take_pace(self) -> Pace | None:
+        """The report of how fast this worker computes, where it is due."""
+        return self._pace.take(self._clock())
 
     def end_step(self) -> None:
         """The step in flight is applied: it was not computed for nothing."""

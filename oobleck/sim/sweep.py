@@ -58,6 +58,7 @@ from oobleck.control.messages import (
     WorkerExited,
     WorkerReady,
 )
+from oobleck.control.paces import found_out_s
 from oobleck.job import NodeSpec
 from oobleck.planner import Place, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
@@ -65,6 +66,7 @@ from oobleck.planner.what_if import moved_bytes, transfer_s
 from .agenda import Agenda
 from .crew import Crew, Stretch
 from .presence import Presence
+from .reports import Reports
 from .run_log import RunLog
 from .sweep_settings import SweepSettings, most_steps
 from .trace import (
@@ -133,8 +135,12 @@ class _Sweep:
         self._fence = 0
         self._is_over = False
         """All steps of the job are committed."""
-        self._scales_s = inf
-        """When the coordinator is next asked how many nodes should train."""
+        self._reviews_s = inf
+        """When the coordinator is next asked which nodes should train."""
+        self._reports = Reports(settings.profile) if any(isinstance(event, Slowed) for event in trace.events) else None
+        """None where all nodes are always as fast as the profile says."""
+        self._reporting = 0
+        """The number of the reports that are due."""
 
     def play(self, report: Callable[[float], None]) -> None:
         self.log.record(
@@ -242,7 +248,7 @@ class _Sweep:
             self._agenda.when_seen(self._agenda.now_s + self._costs.fence_s, lambda: self._answer(fence))
         if ordered is not None:
             self._take_order(ordered)
-        self._scale_later()
+        self._review_later()
 
     def _take_order(self, order: Order) -> None:
         self._order = order
@@ -279,24 +285,42 @@ class _Sweep:
 
         self._agenda.when_seen(coordinator.next_deadline(), tick)
 
-    def _scale_later(self) -> None:
-        """Let the coordinator look at how many nodes should train, when it wants to."""
+    def _review_later(self) -> None:
+        """Let the coordinator look at which nodes should train, when it wants to."""
         coordinator = self._coordinator
-        if coordinator is None or coordinator.scales_s >= self._scales_s:
+        if coordinator is None or coordinator.reviews_s >= self._reviews_s:
             return
-        due_s = self._scales_s = max(self._agenda.now_s, coordinator.scales_s)
+        due_s = self._reviews_s = max(self._agenda.now_s, coordinator.reviews_s)
 
         def look() -> None:
-            if self._scales_s == due_s:
-                self._scales_s = inf
-            if self._coordinator is not coordinator or self._agenda.now_s < coordinator.scales_s:
-                self._scale_later()
+            if self._reviews_s == due_s:
+                self._reviews_s = inf
+            if self._coordinator is not coordinator or self._agenda.now_s < coordinator.reviews_s:
+                self._review_later()
             elif self._nodes.members.keys().isdisjoint(self._nodes.silent):
                 self._carry_out(coordinator.handle_deadline(self._agenda.now_s))
             else:  # it would find a hang, which is only a loss that nobody has noticed yet
                 self._agenda.when_seen(self._agenda.now_s + self._costs.lease_s, look)
 
         self._agenda.when_seen(due_s, look)
+
+    def _report_later(self) -> None:
+        """Let the workers tell how fast they are, once they have computed at their pace for long enough."""
+        coordinator, plan, reports = self._coordinator, self._crew.plan, self._reports
+        if reports is None or coordinator is None or plan is None or not reports.untold(plan, self._crew.factors):
+            return
+        number = self._reporting = self._agenda.number()
+
+        def report() -> None:
+            if self._reporting != number or self._coordinator is not coordinator or self._crew.plan is not plan:
+                return
+            if not self._crew.is_computing or coordinator.phase is not Phase.TRAINING:
+                self._report_later()
+                return
+            for places, pace in reports.tell(plan, self._crew.factors):
+                self._feed(AllSaid(places=places, message=pace))
+
+        self._agenda.when_seen(self._agenda.now_s + found_out_s(self._crew.step_s), report)
 
     def _resume(self, order: Order) -> None:
         """All have adopted the plan: say so."""
@@ -308,6 +332,7 @@ class _Sweep:
         # The account sums up what each worker received: one of them says all of it.
         self._feed(AllSaid(places=places[:1], message=replace(resumed, received_bytes=num_bytes)))
         self._feed(AllSaid(places=places[1:], message=resumed))
+        self._report_later()
 
     # --- beginnings and ends ------------------------------------------------------------------------------------
 
@@ -356,8 +381,10 @@ class _Sweep:
 
     def _give_up(self, reason: str) -> None:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
-        self._coordinator, self._order, self._fence, self._scales_s = None, None, 0, inf
+        self._coordinator, self._order, self._fence, self._reviews_s = None, None, 0, inf
         self._crew.disband()
+        if self._reports is not None:
+            self._reports.clear()
         self.log.lose_all(self._agenda.now_s, reason)
         self._start()
 
@@ -378,6 +405,7 @@ class _Sweep:
                 self._be_heard([node])
             case Slowed(node=node, factor=factor):
                 self._crew.set_factor(node, factor, self._agenda.now_s)
+                self._report_later()
             case WorkerCrashed(node=node, device=device):
                 self._crash(node, device)
             case MasterCrashed(down_s=down_s):
@@ -423,9 +451,14 @@ class _Sweep:
 
     def _fail(self, node: str, cause: Cause, evidence: str) -> None:
         if node in self._nodes.members:
+            self._forget_pace(node)
             self._feed(NodeFailed(node=node, cause=cause, evidence=evidence))
             if not self.log.is_planned:
                 self._tick_later()
+
+    def _forget_pace(self, node: str) -> None:
+        if self._reports is not None:
+            self._reports.forget(node)
 
     def _be_heard(self, nodes: Iterable[str]) -> None:
         """Nodes that were frozen or cut off are well again: they go on, or join anew if they were given up."""
@@ -473,6 +506,7 @@ class _Sweep:
 
     def _end_worker(self, place: Place) -> None:
         self._crashed.add(place)
+        self._forget_pace(place.node)
         self._say(place, WorkerExited(device=place.device, pid=1, signal=9))
 
     def _worker_restarts(self, place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from oobleck.control.paces import microbatch_s
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile
 from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
 
@@ -71,6 +72,11 @@ class Tempo:
         if key not in self._programs:
             self._programs[key] = self._evaluate(*key)
         return self._programs[key][stage]
+
+    def compute_s(self, pipeline: Pipeline, stage: int, num_microbatches: int) -> float:
+        """Seconds in which a stage computes so many microbatches, those in which it waits left out."""
+        mine = pipeline.stages[stage]
+        return num_microbatches * microbatch_s(self._profile, mine) * self._factors[mine.places[0].node]
 
     def _evaluate(
         self, template: PipelineTemplate, factors: tuple[float, ...], num_microbatches: int, kind: ScheduleKind

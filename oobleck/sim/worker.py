@@ -348,6 +348,8 @@ class VirtualWorker:
         self._programs.end_step()
         self._bank.end_step()
         self._forget_step()
+        if (pace := self._programs.take_pace()) is not None:
+            self._say(pace)
         if self._lane is not None and (self._lane.stage == 0 or self._lane.is_last):
             self._say(StepCommitted(device=self.place.device, record=record))
 
@@ -393,6 +395,8 @@ class VirtualWorker:
         yield from pause("adopting")
         self._layers.adopt(wanted, received, keeping, initial=order.initial)
         self._records.edition = order.edition
+        if self._lane is None:
+            self._step_ended_s = self._clock()  # it has rested until now
         self._order, self._lane, self._reduction = order, lane, reduction
         self._reduce_s = self._tempo.reduce_s(order.plan)
         self._bank.adopt(order.generation, order.banked, reduction, is_last=lane is not None and lane.is_last)

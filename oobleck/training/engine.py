@@ -452,6 +452,8 @@ class Engine:
         self._standing.adopt(order, tuple(layers), tuple(keep))
         if self._records is not None:
             self._records.follow(order.edition, step=order.boundary)
+        if self._lane is None:
+            self._timesheet.begin_step()  # it has rested until now
         self._plan, self._commit_key, self._lane = plan, commit_group, None
         self._settle()
         sums = self._holdings.take(layers, states, keep=keep, order=order)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from oobleck.control.pace_meter import PaceMeter
 from oobleck.wire import Pace
 
 __all__ = ["Timesheet"]
 
-_PACE_INTERVAL_S = 1.0
 _STEPS_TIMED = 16
 """Over how many steps it is told what was computed and what waited for."""
 _BUSY_TIMES = 16
@@ -20,7 +20,7 @@ class Timesheet:
     """Mutable: grows with each stretch of computation, and is ruled off after each step."""
 
     def __init__(self, device: int) -> None:
-        self._pace = _PaceMeter(device)
+        self._pace = PaceMeter(device, time.monotonic())
         self._step_began_s = time.monotonic()
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
@@ -66,26 +66,4 @@ class Timesheet:
 
     def take_pace(self) -> Pace | None:
         """What the master compares nodes by, to find the slow ones: once a second at most."""
-        return self._pace.take()
-
-
-class _PaceMeter:
-    """Adds up computation, and hands out a report when it is due."""
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-        self._compute_s = 0.0
-        self._microbatches = 0
-        self._since_s = time.monotonic()
-
-    def add(self, compute_s: float, num_microbatches: int) -> None:
-        self._compute_s += compute_s
-        self._microbatches += num_microbatches
-
-    def take(self) -> Pace | None:
-        """The report that is due, and begin the next one; None while it is too early."""
-        if time.monotonic() < self._since_s + _PACE_INTERVAL_S or not self._microbatches:
-            return None
-        pace = Pace(device=self._device, compute_s=self._compute_s, microbatches=self._microbatches)
-        self._compute_s, self._microbatches, self._since_s = 0.0, 0, time.monotonic()
-        return pace
+        return self._pace.take(time.monotonic())

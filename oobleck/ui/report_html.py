@@ -140,7 +140,7 @@ def _throughput(history: History, summary: Summary) -> str:
             x=done.t_s,
             text=f"{duration_text(done.t_s)} {_recovery_text(done)}",
             label=_names_text(done.nodes, 1) or done.cause.replace("_", " "),
-            is_calm=done.cause in (Cause.JOINED, Cause.DRAINED, Cause.SCALED),
+            is_calm=Cause(done.cause).is_planned and done.cause != Cause.SLOW,
         )
         for done in summary.recoveries[:_MAX_ROWS]
     ]

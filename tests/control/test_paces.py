@@ -16,16 +16,29 @@ EXPECTED_S = 2 * 0.03
 
 @pytest.fixture
 def plan():
-    settings = PlannerSettings(num_microbatches=4, devices_per_node=1, max_devices_per_stage=1, fault_threshold=1)
-    return Planner(SHAPE.profile, settings).initial_plan([spec.name for spec in SHAPE.nodes]).plan
+    return plan_of(SHAPE)
 
 
-def report(paces: Paces, plan, factors: dict[str, float], *, times: int = 5) -> list[bool]:
-    """Have all nodes report; returns after each round whether there is something new."""
+def plan_of(shape: Shape):
+    settings = PlannerSettings(
+        num_microbatches=4,
+        devices_per_node=shape.devices,
+        max_devices_per_stage=1,
+        fault_threshold=1,
+        num_pipelines=shape.num_pipelines,
+    )
+    return Planner(shape.profile, settings).initial_plan([spec.name for spec in shape.nodes]).plan
+
+
+def report(paces: Paces, plan, factors: dict[object, float], *, times: int = 5, noise: float = 0.0) -> list[bool]:
+    """Have all workers report; returns after each round whether there is something new.
+
+    `factors` are those of nodes or of places; with `noise`, reports are by turns so much above and below them.
+    """
     changes = []
-    for _ in range(times):
+    for number in range(times):
         for place in plan.places:
-            factor = factors.get(place.node, 1.0)
+            factor = factors.get(place, factors.get(place.node, 1.0)) * (1 + noise * (-1) ** number)
             paces.note(place, Pace(device=0, compute_s=3 * factor * EXPECTED_S, microbatches=3), plan)
         changes.append(paces.take_change(plan))
     return changes
@@ -53,8 +66,64 @@ def test_a_node_between_slow_and_normal_stays_what_it_was(plan):
     paces = Paces(SHAPE.profile)
     assert True not in report(paces, plan, {"n1": 1.4})
     report(paces, plan, {"n1": 2.0})
-    report(paces, plan, {"n1": 1.4})
+    assert True in report(paces, plan, {"n1": 1.4})
+    assert paces.slow == {"n1": 1.4}
+    assert True not in report(paces, plan, {"n1": 1.3})
+
+
+def test_a_node_whose_pace_changes_is_what_it_was_until_its_reports_agree(plan):
+    paces = Paces(SHAPE.profile)
+    report(paces, plan, {"n1": 4.0})
+    assert report(paces, plan, {"n1": 2.0}) == [False, False, False, False, True]
+
+
+PEERS = Shape(num_nodes=6, layers_per_device=2, num_pipelines=3)
+"""Three pipelines of two stages: three workers do the same."""
+
+
+@pytest.mark.parametrize(("noise", "is_found"), [(0.0, True), (0.02, True), (0.1, False)])
+def test_among_peers_that_hardly_vary_a_little_slower_is_slow(noise: float, is_found: bool):
+    plan = plan_of(PEERS)
+    paces = Paces(PEERS.profile)
+    report(paces, plan, {"n1": 1.35}, noise=noise)
+    assert set(paces.slow) == ({"n1"} if is_found else set())
+
+
+def test_what_slows_all_workers_of_the_same_layers_is_the_profiles_fault():
+    plan = plan_of(PEERS)
+    paces = Paces(PEERS.profile)
+    assert True not in report(paces, plan, {pipeline.nodes[0]: 3.0 for pipeline in plan.pipelines})
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_one_slow_device_makes_a_node_slow(device: int):
+    shape = Shape(num_nodes=4, devices=2, layers_per_device=1)
+    plan = plan_of(shape)
+    paces = Paces(shape.profile)
+    assert report(paces, plan, {Place(node="n1", device=device): 2.0})[-1]
     assert paces.slow == {"n1": 2.0}
+    assert report(paces, plan, {})[-1]
+    assert paces.slow == {}
+
+
+def test_workers_that_report_at_different_times_are_heard_too(plan):
+    paces = Paces(SHAPE.profile)
+    changes = []
+    for number in range(8):
+        for place in plan.places:
+            if number % 2 == 0 or place.node != "n0":
+                factor = 2.0 if place.node == "n1" else 1.0
+                paces.note(place, Pace(device=0, compute_s=factor * EXPECTED_S, microbatches=1), plan)
+                changes.append(paces.take_change(plan))
+    assert True not in changes  # n0 has said too little
+    assert True in report(paces, plan, {"n1": 2.0}, times=2)
+
+
+def test_a_round_of_reports_costs_one_look(plan, monkeypatch: pytest.MonkeyPatch):
+    looks = []
+    monkeypatch.setattr("oobleck.control.paces._compare", lambda known, plan: looks.append(known) or {})
+    report(Paces(SHAPE.profile), plan, {}, times=9)
+    assert len(looks) == 5
 
 
 def test_a_node_gets_well_again(plan):

@@ -243,7 +243,7 @@ def test_all_nodes_are_used_without_a_decision_by_default() -> None:
     bench = training(ScalingSpec())
     assert plan(bench).spares == ()
     assert not bench.journal(ScalingDecided)
-    assert bench.coordinator.scales_s == float("inf")
+    assert bench.coordinator.reviews_s == float("inf")
 
 
 def test_a_run_that_began_with_too_few_nodes_takes_in_those_that_make_it_safe_at_once() -> None:

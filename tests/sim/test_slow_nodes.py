@@ -1,0 +1,105 @@
+"""Nodes that become slow, in both gears: they get less to do, rest, and get another chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from oobleck.control.journal import Cause, JournalEntry, PlanAdopted, RecoveryDone, StepDone, StepsDone
+from oobleck.control.summary import summarize
+from oobleck.sim.cluster_gear import ClusterRun
+from oobleck.sim.sweep import sweep
+from oobleck.sim.sweep_settings import SweepSettings
+from oobleck.sim.trace import Lost, MasterCrashed, Slowed, Trace, TraceEvent
+from tests.sim.test_gears import plans
+from tests.sim.virtual import Setting
+
+LONG = Setting(slowness=5.0, duration_s=300.0)
+"""Steps take 1.2 s, and 1.8 s on three nodes: a slow one is found out in 11 s, and tried again 20 times as late."""
+SLOW = Slowed(t_s=10.0, node="n1", factor=3.0)
+WELL = Slowed(t_s=40.0, node="n1", factor=1.0)
+NODES = ("n0", "n1", "n2", "n3")
+
+
+def run(*events: TraceEvent, setting: Setting = LONG) -> ClusterRun:
+    """A run in the cluster gear."""
+    played = replace(setting, events=events).run()
+    assert played.end.exit_code == 0, played.end.reason
+    assert (played.summary.steps_lost, played.summary.samples_repeated, played.summary.samples_missing) == (0, 0, 0)
+    return played
+
+
+def play(*events: TraceEvent, setting: Setting = LONG, duration_s: float = LONG.duration_s) -> tuple[JournalEntry, ...]:
+    """The same in the sweep gear."""
+    settings = SweepSettings(
+        profile=setting.profile,
+        global_batch_size=setting.job.global_batch_size,
+        fault_threshold=setting.job.fault_threshold,
+    )
+    return sweep(Trace(duration_s=duration_s, nodes=NODES, start=NODES, events=events), settings)
+
+
+def recoveries(entries: tuple[JournalEntry, ...]) -> list[tuple[Cause, tuple[str, ...]]]:
+    return [(entry.cause, entry.nodes) for entry in entries if isinstance(entry, RecoveryDone)]
+
+
+def newest_plan(entries: tuple[JournalEntry, ...]) -> PlanAdopted:
+    return [entry for entry in entries if isinstance(entry, PlanAdopted)][-1]
+
+
+@pytest.fixture(scope="module")
+def passing() -> tuple[JournalEntry, ...]:
+    """A run in which a slow-down passes."""
+    return run(SLOW, WELL).entries
+
+
+def test_a_slow_node_rests_and_is_taken_back_once_it_is_well(passing: tuple[JournalEntry, ...]):
+    assert recoveries(passing) == [(Cause.SLOW, ("n1",)), (Cause.RETRIED, ("n1",))]
+    assert "n1" in newest_plan(passing).plan.nodes
+    steps = [entry.record.duration_s for entry in passing if isinstance(entry, StepDone)]
+    assert steps[-1] == pytest.approx(steps[1], rel=0.01)
+
+
+def test_the_first_step_of_a_node_that_has_rested_is_not_as_long_as_its_rest(passing: tuple[JournalEntry, ...]):
+    assert max(entry.record.duration_s for entry in passing if isinstance(entry, StepDone)) < 5.0
+
+
+def test_a_new_master_tries_nodes_that_rest_for_what_it_does_not_know():
+    played = run(SLOW, WELL, MasterCrashed(t_s=50.0, down_s=1.0), setting=replace(LONG, duration_s=350.0))
+    assert recoveries(played.entries) == [(Cause.SLOW, ("n1",)), (Cause.RETRIED, ("n1",))]
+    assert "n1" in newest_plan(played.entries).plan.nodes
+
+
+def test_a_slow_node_that_is_tried_too_early_rests_twice_as_long():
+    journal = play(SLOW, duration_s=1000.0)
+    done = [entry for entry in journal if isinstance(entry, RecoveryDone)]
+    assert [entry.cause for entry in done] == [Cause.SLOW, Cause.RETRIED, Cause.SLOW, Cause.RETRIED, Cause.SLOW]
+    first_s, second_s = (retried.began_s - slow.t_s for slow, retried in zip(done[::2], done[1::2], strict=False))
+    assert second_s == pytest.approx(2 * first_s, rel=0.02)
+    assert newest_plan(journal).plan.spares == ("n1",)
+
+
+def test_tries_cost_little():
+    gone = summarize(play(Lost(t_s=10.0, node="n1"), duration_s=86_400.0))
+    assert summarize(play(SLOW, duration_s=86_400.0)).steps_committed > 0.99 * gone.steps_committed
+
+
+def test_a_slow_node_that_is_lost_while_it_rests_is_not_tried():
+    assert recoveries(play(SLOW, Lost(t_s=60.0, node="n1"), duration_s=1000.0)) == [(Cause.SLOW, ("n1",))]
+
+
+def test_a_slow_down_that_passes_costs_what_it_takes_to_find_out_and_to_rest():
+    usual_s = next(entry.record.duration_s for entry in play() if isinstance(entry, StepsDone))
+    journal = play(SLOW, WELL, duration_s=2000.0)
+    assert summarize(journal).steps_committed > (2000.0 - 120.0) / usual_s
+
+
+@pytest.mark.parametrize("layers_per_device", [4, 2])
+@pytest.mark.parametrize("events", [(SLOW,), (SLOW, WELL)])
+def test_both_gears_plan_alike_for_slow_nodes(layers_per_device: int, events: tuple[TraceEvent, ...]):
+    setting = replace(LONG, layers_per_device=layers_per_device)
+    played, journal = run(*events, setting=setting).entries, play(*events, setting=setting)
+    assert plans(journal) == plans(played)
+    assert recoveries(journal) == recoveries(played)
+    assert len(plans(journal)) > 1
