@@ -193,7 +193,8 @@ def test_a_wrong_key_and_an_unknown_host_key_say_what_to_do(
         (tmp_path / "config").write_text(wrong + unknown)
         (tmp_path / "hosts").write_text("wrong\nunknown\n")
         nodes = (str(tmp_path / "hosts"), "--ssh-config", str(tmp_path / "config"))
-        outcome = runner.run("--job", str(runner.job_file()), nodes=(*nodes, "--no-check"))
+        outcome = runner.run("--job", str(runner.job_file()), nodes=nodes)
+    assert "checking 2 nodes" in outcome.output
     assert_refused(runner, outcome, 1, "wrong: wrong lets your user in with none of the keys", "authorized_keys")
     assert f"connect once by `ssh -F {tmp_path}/config unknown`" in outcome.output
 
