@@ -358,6 +358,7 @@ class Coordinator:
             remains.profile,
             remains.generations,
             step_s=remains.predicted_step_s,
+            slow=remains.slow,
             restored_generation=restored.generation if restored else 0,
         )
         self._saving.begin([layer.name for layer in remains.profile.layers])

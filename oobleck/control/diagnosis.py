@@ -34,6 +34,7 @@ from .journal import (
     MasterResumed,
     NodeLost,
     Notice,
+    PaceChanged,
     PlanAdopted,
     RecoveryDone,
     RecoveryStarted,
@@ -82,6 +83,7 @@ class Failure(StrEnum):
     PEER = "peer"
     BAD_LOSS = "bad_loss"
     CORRUPTION = "corruption"
+    SLOW = "slow"
     UNFIT_NODE = "unfit_node"
     TERMINATION = "termination"
     MASTER_LOST = "master_lost"
@@ -104,6 +106,7 @@ _SUBJECT = {
     Failure.PEER: "a collective failed",
     Failure.BAD_LOSS: "the loss is not a number",
     Failure.CORRUPTION: "a copy of a layer differed",
+    Failure.SLOW: "a node became slow",
     Failure.UNFIT_NODE: "a node cannot take part",
     Failure.TERMINATION: "a node is about to be taken away",
     Failure.MASTER_LOST: "the master was lost",
@@ -125,6 +128,7 @@ _ADVICE = {
     Failure.CUT_OFF: "See the network between it and the others: `oobleck check` names the link or the node.",
     Failure.PEER: "Nothing to do unless it comes back; then check the network with `oobleck check`.",
     Failure.BAD_LOSS: "Lower the learning rate, or begin again from before that step.",
+    Failure.SLOW: "Look for other work on it, and for clocks that are throttled: `oobleck check` measures it.",
     Failure.CORRUPTION: "If it comes back, test the machine's memory: the copy was replaced, the cause was not.",
     Failure.UNFIT_NODE: "Do what the evidence says.",
     Failure.TERMINATION: "Nothing to do: the node hands its state over before it goes.",
@@ -263,6 +267,8 @@ class Diagnosis:
         self._has_bad_loss = False
         self._differing = ""
         """What was last said of copies that differ."""
+        self._slow: dict[str, str] = {}
+        """What was last said of nodes that are slow."""
         self._recent: deque[tuple[float, str]] = deque()  # (when, node) of roots, of the last ten minutes
 
     @property
@@ -279,6 +285,10 @@ class Diagnosis:
                 self._act(f"the worker of {entry.node} is started again")
             case NodeLost():
                 self._lose(entry)
+            case PaceChanged(node=node, factor=factor):
+                self._slow.pop(node, None)
+                if factor > 1:
+                    self._slow[node] = entry.describe()
             case RecoveryStarted():
                 self._begin_recovery(entry)
             case HangExplained():
@@ -345,7 +355,8 @@ class Diagnosis:
             self._act(f"the run goes on without {entry.node}")
 
     def _begin_recovery(self, entry: RecoveryStarted) -> None:
-        if entry.cause.is_planned and entry.cause is not Cause.SLOW:
+        slow = [node for node in entry.nodes if node in self._slow] if entry.cause is Cause.SLOW else []
+        if entry.cause.is_planned and not slow:
             return
         if self._open is None and self._drafts and self._drafts[-1].ended_s == entry.t_s:
             self._open = self._drafts[-1]  # the recovery of one loss was overtaken by this one
@@ -360,6 +371,9 @@ class Diagnosis:
             case Cause.CORRUPTION:
                 for node in entry.nodes:
                     self._find(entry.t_s, Failure.CORRUPTION, node, self._differing)
+            case Cause.SLOW:
+                for node in slow:
+                    self._find(entry.t_s, Failure.SLOW, node, self._slow[node])
             case _:
                 pass
         if self._open is not None:

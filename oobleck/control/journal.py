@@ -346,6 +346,20 @@ class ScalingDecided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaceChanged:
+    """A node has become slow, or slower, or faster."""
+
+    t_s: float
+    node: str
+    factor: float
+    """Its time over the usual: 1 where it is not slow any more."""
+
+    def describe(self) -> str:
+        times = f"{self.factor:.1f} times the usual time" if self.factor > 1 else "the usual time again"
+        return f"{self.node} takes {times}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted:
     """Nodes were lost; survivors are being fenced."""
 
@@ -540,6 +554,7 @@ JournalEntry = (
     | StepsDone
     | HangExplained
     | ScalingDecided
+    | PaceChanged
     | RecoveryStarted
     | LayersArriving
     | RecoveryDone

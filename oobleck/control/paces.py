@@ -38,8 +38,7 @@ _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
 class Paces:
     """Mutable: the latest reports of each worker in the plan."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+    def __init__(self) -> None:
         self._ratios: dict[Place, deque[float]] = {}
         """Measured over expected seconds for a microbatch, by worker."""
         self.slow: Mapping[str, float] = {}
@@ -48,14 +47,14 @@ class Paces:
         """Who has reported in this round."""
         self._is_round_over = False
 
-    def note(self, place: Place, pace: Pace, plan: ExecutionPlan) -> None:
-        """Take in what a worker's latest microbatches took."""
+    def note(self, place: Place, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
+        """Take in what a worker's latest microbatches took, where the profile expects something of it."""
         located = plan.locate(place)
         if located is None or not pace.microbatches:
             return
         stage = plan.pipelines[located[0]].stages[located[1]]
         ratios = self._ratios.setdefault(place, deque(maxlen=REPORTS_NEEDED))
-        ratios.append(pace.compute_s / pace.microbatches / microbatch_s(self._profile, stage))
+        ratios.append(pace.compute_s / pace.microbatches / microbatch_s(profile, stage))
         self._is_round_over |= place in self._heard
         self._heard.add(place)
         self._is_round_over |= len(self._heard) >= len(plan.places)

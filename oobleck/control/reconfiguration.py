@@ -133,9 +133,17 @@ class Reconfiguration:
         reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
         self._go_back(replace(moved, action=decision.action, reason=reason), candidate)
 
-    def restore(self, profile: Profile, generations: Generations, *, step_s: float, restored_generation: int) -> None:
+    def restore(
+        self,
+        profile: Profile,
+        generations: Generations,
+        *,
+        step_s: float,
+        slow: Mapping[str, float],
+        restored_generation: int,
+    ) -> None:
         """Go on from the plans that a journal knows, which others have ordered; steps take `step_s`."""
-        self._replanning.take_over(profile, generations.plan, step_s, from_s=self._outbox.now_s + _FINDING_S)
+        self._replanning.take_over(profile, generations.plan, step_s, slow, from_s=self._outbox.now_s + _FINDING_S)
         self.generations = generations
         self._restored_generation = restored_generation
 

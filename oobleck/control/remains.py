@@ -26,6 +26,7 @@ from .journal import (
     NodeConnected,
     NodeLeft,
     NodeLost,
+    PaceChanged,
     PlanAdopted,
     ProfileKnown,
     RecordsDealt,
@@ -57,6 +58,8 @@ class Remains:
     """Of all committed steps that are known."""
     predicted_step_s: float = 0.0
     """Of the newest plan."""
+    slow: dict[str, float] = field(default_factory=dict)
+    """How many times the usual time slow nodes take."""
     evaluated_step: int = 0
     """The newest whose evaluation is known."""
     restored: PlanAdopted | None = None
@@ -142,6 +145,10 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
                 remains.evaluated_step = min(remains.evaluated_step, entry.restored_step)
         case CheckpointSaved():
             remains.saved.append(KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at))
+        case PaceChanged(node=node, factor=factor) if factor > 1:
+            remains.slow[node] = factor
+        case PaceChanged(node=node):
+            remains.slow.pop(node, None)
         case ScalingDecided(num_nodes=num_nodes):
             remains.target = num_nodes
         case StepDone(record=record):
@@ -155,10 +162,15 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
             if cause is Cause.DRAINED:
                 for node in nodes:
                     remains.members[node].is_draining = True
+            if cause is Cause.RETRIED:
+                for node in nodes:
+                    remains.slow.pop(node, None)
         case NodeAdded(node=spec):
             remains.members.add(spec)
         case NodeConnected() | WorkerUp() | WorkerDown() | NodeLost() | NodeLeft():
             _move(remains.members[entry.node], entry, generation=remains.generations.current)
+            if isinstance(entry, WorkerDown | NodeLost | NodeLeft):
+                remains.slow.pop(entry.node, None)
         case _:
             pass
 

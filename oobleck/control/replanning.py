@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from oobleck.planner import Decision, ExecutionPlan, Place, Profile
 
 from .generations import Generations
+from .journal import PaceChanged
 from .membership import Membership
 from .messages import Pace, Status
 from .outbox import Outbox
@@ -71,7 +72,7 @@ class Replanning:
         self._make_planner = make_planner
         self._profile: Profile | None = None
         self._planner: Planner | None = None
-        self._paces: Paces | None = None
+        self._paces = Paces()
         self._probation = Probation()
         self._from_s = 0.0
         self.distrusted: dict[Place, frozenset[int]] = {}
@@ -81,13 +82,13 @@ class Replanning:
         """Plan by this profile."""
         self._profile = profile
 
-    def take_over(self, profile: Profile, plan: ExecutionPlan, step_s: float, *, from_s: float) -> None:
-        """Plan by this profile, from `from_s` on: before, a new master has more urgent things than to make a planner.
-
-        It does not know why nodes rest: each of them may have been slow.
-        """
+    def take_over(
+        self, profile: Profile, plan: ExecutionPlan, step_s: float, slow: Mapping[str, float], *, from_s: float
+    ) -> None:
+        """Plan by this profile, from `from_s` on: before, a new master has more urgent things to do."""
         self._profile, self._from_s = profile, from_s
-        self._probation.leave_out(plan.spares, self._outbox.now_s, found_out_s=found_out_s(step_s))
+        self._paces.slow = slow
+        self.plan_adopted(plan, step_s)
 
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan where nothing is lost."""
@@ -106,27 +107,26 @@ class Replanning:
     @property
     def slow(self) -> dict[str, float]:
         """How many times the usual time slow nodes take."""
-        return {} if self._paces is None else dict(self._paces.slow)
+        return dict(self._paces.slow)
 
     def note_pace(self, places: Iterable[Place], pace: Pace, plan: ExecutionPlan) -> list[str]:
         """Take in how fast workers compute; return the nodes whose pace makes another plan pay."""
-        paces = self._known_paces
-        before = paces.slow
+        profile, before = self.planner.profile, self.slow
         for place in places:
-            paces.note(place, pace, plan)
-        if not paces.take_change(plan):
+            self._paces.note(place, pace, plan, profile)
+        if not self._paces.take_change(plan):
             return []
-        changed = sorted(node for node in {*before, *paces.slow} if before.get(node) != paces.slow.get(node))
-        said = ", ".join(f"{node} takes {paces.slow.get(node, 1.0):.1f} times the usual time" for node in changed)
-        self._outbox.notice("warning", said)
+        after = self.slow
+        changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
+        for node in changed:
+            self._outbox.record(PaceChanged(t_s=self._outbox.now_s, node=node, factor=after.get(node, 1.0)))
         self._scaling.paces_changed()
         return changed if self._pays(plan) else []
 
     def forget_pace(self, node: str) -> None:
         """What was known of a node's pace is worth nothing."""
         self._probation.forget(node)
-        if self._paces is not None:
-            self._paces.forget(node)
+        self._paces.forget(node)
 
     def plan_adopted(self, plan: ExecutionPlan, step_s: float) -> None:
         """Steps take so long now; slow nodes that the plan leaves out are tried again later."""
@@ -142,15 +142,9 @@ class Replanning:
         """Take slow nodes that have waited for long enough for normal; return them if another plan pays then."""
         nodes = self._probation.take_due(self._outbox.now_s)
         for node in nodes:
-            self._known_paces.forget(node)
+            self._paces.forget(node)
         self._scaling.paces_changed()
         return nodes if self._pays(plan) else []
-
-    @property
-    def _known_paces(self) -> Paces:
-        if self._paces is None:
-            self._paces = Paces(self.planner.profile)
-        return self._paces
 
     def _pays(self, plan: ExecutionPlan) -> bool:
         """Whether another plan is better for the nodes as fast as they are."""

@@ -31,6 +31,7 @@ from .journal import (
     NodeLeft,
     NodeLost,
     Notice,
+    PaceChanged,
     PlanAdopted,
     ProfileKnown,
     RecordsDealt,
@@ -132,6 +133,7 @@ class RunView:
                 | ProfileKnown()
                 | HangExplained()
                 | CheckpointSaved()
+                | PaceChanged()
             ):
                 pass
             case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
@@ -251,6 +253,8 @@ def level_of(entry: JournalEntry) -> str:
             return "error"
         case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
             return "warning"
+        case PaceChanged():
+            return "warning" if entry.factor > 1 else "info"
         case RecoveryStarted():
             return "info" if entry.cause.is_planned else "warning"
         case PlanAdopted():

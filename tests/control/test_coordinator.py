@@ -32,6 +32,7 @@ from oobleck.control.journal import (
     NodeLeft,
     NodeLost,
     Notice,
+    PaceChanged,
     PlanAdopted,
     RecoveryDone,
     RecoveryStarted,
@@ -1067,11 +1068,32 @@ def test_a_new_master_learns_of_slow_nodes_once_it_has_found_them():
         for _ in range(5):
             for node in ("n0", "n1", "n2"):
                 bench.say(node, Pace(device=0, compute_s=3.0 if node == "n2" else 1.0, microbatches=4))
-        return [entry.text for entry in bench.journal(Notice)]
+        return [entry.describe() for entry in bench.journal(PaceChanged)]
 
     assert not tell_paces()
     bench.beat_until(bench.now_s + 2.0, "n0", "n1", "n2")
     assert tell_paces() == ["n2 takes 3.0 times the usual time"]
+
+
+def test_a_new_master_knows_the_slow_nodes_of_the_one_before():
+    bench = training()
+    bench.commit("n0", 1)
+    for factor in (3.0, 1.0, 2.0):
+        bench.commands.append(Record(entry=PaceChanged(t_s=bench.now_s, node="n2", factor=factor)))
+    succeed(bench, "n0", "n1", "n2")
+    remains = read_remains(bench.entries_before)
+    assert remains is not None
+    assert remains.slow == {"n2": 2.0}
+    ends = [
+        NodeLost(t_s=9.0, node="n2", cause=Cause.CONNECTION_LOST, evidence=""),
+        WorkerDown(t_s=9.0, node="n2", device=0, pid=8, reason=""),
+        RecoveryStarted(t_s=9.0, generation=2, nodes=("n2",), cause=Cause.RETRIED),
+        PaceChanged(t_s=9.0, node="n2", factor=1.0),
+    ]
+    for end in ends:
+        after = read_remains([*bench.entries_before, end])
+        assert after is not None
+        assert after.slow == {}
 
 
 def test_an_agent_that_is_another_one_has_lost_its_state():

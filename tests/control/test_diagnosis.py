@@ -26,6 +26,7 @@ from oobleck.control.journal import (
     MasterResumed,
     NodeLost,
     Notice,
+    PaceChanged,
     RecoveryStarted,
     WorkerDown,
 )
@@ -244,6 +245,21 @@ def test_a_copy_that_differs_is_told_with_who_said_so():
     assert (incident.root.failure, incident.root.node) == (Failure.CORRUPTION, "c")
     assert incident.root.evidence == differs
     assert incident.ended_s == 9.1
+
+
+def test_a_slow_node_is_told_once_it_is_planned_for():
+    slow = PaceChanged(t_s=9.0, node="c", factor=2.04)
+    incident = only(slow, recovering(9.0, 2, "c", cause=Cause.SLOW), recovered(9.1, 2, "c"))
+    assert (incident.root.failure, incident.root.node) == (Failure.SLOW, "c")
+    assert incident.root.evidence == "c takes 2.0 times the usual time"
+    assert incident.ended_s == 9.1
+    assert "oobleck check" in incident.advice
+
+
+def test_a_node_that_is_well_again_is_no_incident():
+    entries = [PaceChanged(t_s=9.0, node="c", factor=2.0), PaceChanged(t_s=50.0, node="c", factor=1.0)]
+    assert diagnose([START, *entries, recovering(50.0, 2, "c", cause=Cause.SLOW), recovered(50.1, 2, "c")]) == ()
+    assert entries[1].describe() == "c takes the usual time again"
 
 
 def test_a_node_at_fault_three_times_in_ten_minutes_is_to_be_taken_out():

@@ -65,7 +65,7 @@ def test_the_first_step_of_a_node_that_has_rested_is_not_as_long_as_its_rest(pas
     assert max(entry.record.duration_s for entry in passing if isinstance(entry, StepDone)) < 5.0
 
 
-def test_a_new_master_tries_nodes_that_rest_for_what_it_does_not_know():
+def test_a_new_master_knows_who_rests_for_being_slow_and_tries_them_too():
     played = run(SLOW, WELL, MasterCrashed(t_s=50.0, down_s=1.0), setting=replace(LONG, duration_s=350.0))
     assert recoveries(played.entries) == [(Cause.SLOW, ("n1",)), (Cause.RETRIED, ("n1",))]
     assert "n1" in newest_plan(played.entries).plan.nodes
