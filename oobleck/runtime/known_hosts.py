@@ -6,10 +6,10 @@ asyncssh alone reads fewer of them than ssh does, and takes `UserKnownHostsFile 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import asyncssh
 
@@ -44,15 +44,10 @@ class KnownHosts:
         return [str(path) for path in self.readable] or b""
 
 
-async def find_known_hosts(host: str, asked: Mapping[str, Any]) -> KnownHosts:
-    """Find where a host's key is looked up, by asyncssh's options for it and ssh's config.
-
-    To be awaited by asyncio. Raises ValueError for config files and keys that cannot be used.
-    """
-    options = await asyncssh.SSHClientConnectionOptions.construct(host=host, **asked)
-    config = options.config
-    user_files = config.get("UserKnownHostsFile", _USER_FILES)
-    global_files = config.get("GlobalKnownHostsFile", _GLOBAL_FILES)
+def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts:
+    """Find where a host's key is looked up, by all that asyncssh and ssh's config say of the host."""
+    user_files = cast("Iterable[str]", options.config.get("UserKnownHostsFile", _USER_FILES))
+    global_files = cast("Iterable[str]", options.config.get("GlobalKnownHostsFile", _GLOBAL_FILES))
     return KnownHosts(
         files=_expanded(*user_files, *global_files),
         host=str(options.host_key_alias or options.host),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -21,6 +21,7 @@ from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio, open_ssh_loop
 from .known_hosts import KnownHosts, find_known_hosts
+from .logins import Logins
 
 __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_ssh_loop"]
 
@@ -41,6 +42,8 @@ class SSHOptions:
     connect_timeout_s: float = 10.0
     keepalive_interval_s: float = 5.0
     keepalive_count_max: int = 3
+    logins: Logins = field(default_factory=Logins, repr=False, compare=False)
+    """Mutable: shared by all who connect with these options."""
 
     def for_node(self, node: NodeSpec) -> dict[str, object]:
         """asyncssh's options for a connection to `node`; what is left out it takes from ssh's files."""
@@ -164,15 +167,23 @@ def _end(process: asyncssh.SSHClientProcess[bytes]) -> None:
 
 
 async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
-    """Connect and authenticate. Raises NodeUnreachable, in words that say what to change."""
+    """Connect and authenticate. Raises NodeUnreachable, in words that say what to change.
+
+    Many may connect at once; they wait for each other, beyond the timeout, where one server would turn some away.
+    """
     asked = options.for_node(node)
     known_hosts: KnownHosts | None = None
+    server = _target(node)
     try:
-        with trio.fail_after(options.connect_timeout_s):
-            if "known_hosts" not in asked:
-                known_hosts = await await_asyncio(find_known_hosts, node.host, asked)
-                asked["known_hosts"] = known_hosts.as_option()
-            connection = await await_asyncio(asyncssh.connect, node.host, **asked)
+        if "known_hosts" not in asked:
+            construct = asyncssh.SSHClientConnectionOptions.construct
+            with trio.fail_after(options.connect_timeout_s):
+                found = await await_asyncio(construct, host=node.host, **asked)
+            known_hosts, server = find_known_hosts(found), _first_server(found)
+            asked["known_hosts"] = known_hosts.as_option()
+        async with options.logins.turn(server):
+            with trio.fail_after(options.connect_timeout_s):
+                connection = await await_asyncio(asyncssh.connect, node.host, **asked)
     except trio.TooSlowError as error:
         target = _target(node)
         reason = f"{target} did not answer SSH within {options.connect_timeout_s:g} s; check host, port and firewall"
@@ -186,6 +197,13 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
 
 def _target(node: NodeSpec) -> str:
     return f"{node.host}:{node.port}" if node.port is not None else node.host
+
+
+def _first_server(found: asyncssh.SSHClientConnectionOptions) -> str:
+    """The server that is asked first: a jump host where there is one. One behind a command may be any."""
+    if found.tunnel:
+        return str(found.tunnel).split(",")[0]
+    return "a proxy command" if found.proxy_command else f"{found.host}:{found.port}"
 
 
 def _explain_host_key(
@@ -218,6 +236,11 @@ def _explain(node: NodeSpec, error: Exception) -> str:
         case asyncssh.PermissionDenied():
             user = f"user {node.user}" if node.user else "your user"
             return f"{target} lets {user} in with none of the keys tried; add a public key to authorized_keys there"
+        case asyncssh.ConnectionLost() | ConnectionResetError():
+            return (
+                f"{target} closed the connection before anybody was let in; too many logins may be under way there "
+                "(MaxStartups in its sshd_config), or it turns this address away: its log says which"
+            )
         case ValueError():
             return f"ssh's own files cannot be used: {error}"
         case ConnectionRefusedError():

@@ -245,6 +245,57 @@ async def test_a_server_that_forwards_no_sockets_is_told_what_to_change(tmp_path
             await connection.aclose()
 
 
+STRICT = "MaxStartups 10"
+"""Where OpenSSH by default begins to turn some away by chance, all are."""
+
+NAMES = [f"n{number:02}" for number in range(16)]
+
+
+async def reach_all(options: SSHOptions) -> list[str]:
+    """Connect to all of `NAMES` at once; returns who let us in."""
+    let_in: list[str] = []
+
+    async def reach_one(name: str) -> None:
+        connection = await connect(NodeSpec(name=name, host=name), options)
+        let_in.append(name)
+        await connection.aclose()
+
+    async with trio.open_nursery() as nursery:
+        for name in NAMES:
+            nursery.start_soon(reach_one, name)
+    return sorted(let_in)
+
+
+@needs_openssh
+async def test_many_nodes_on_one_machine_can_be_reached_at_once(tmp_path):
+    with serve_openssh(tmp_path / "openssh", more_config=STRICT) as openssh:
+        async with open_ssh_loop():
+            assert await reach_all(written(tmp_path / "config", openssh.host_config(NAMES))) == NAMES
+
+
+@needs_openssh
+async def test_many_nodes_behind_a_jump_host_can_be_reached_at_once(tmp_path):
+    with (
+        serve_openssh(tmp_path / "jump", more_config=STRICT) as jump,
+        serve_openssh(tmp_path / "behind", more_config=f"MaxStartups {len(NAMES)}") as behind,
+    ):
+        nodes = behind.host_config(NAMES) + "  ProxyJump jump"
+        async with open_ssh_loop():
+            assert await reach_all(written(tmp_path / "config", jump.host_config(["jump"]), nodes)) == NAMES
+
+
+@needs_openssh
+async def test_a_server_that_is_asked_by_too_many_is_told_apart(tmp_path):
+    with serve_openssh(tmp_path / "openssh", more_config="MaxStartups 1") as openssh:
+        options = written(tmp_path / "config", openssh.host_config(["alpha"]))
+        with socket.create_connection((openssh.host, openssh.port)) as somebody:
+            assert somebody.recv(7) == b"SSH-2.0"
+            async with open_ssh_loop():
+                reason = await unreachable(ALPHA, options)
+    assert "closed the connection before anybody was let in" in reason
+    assert "MaxStartups" in reason
+
+
 # --- who is let in, and who is trusted -----------------------------------------------------------------------------
 
 
