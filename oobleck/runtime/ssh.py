@@ -7,6 +7,7 @@ wrong becomes a NodeUnreachable that says what to change.
 from __future__ import annotations
 
 import socket
+import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from .logins import Logins
 __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_ssh_loop"]
 
 T = TypeVar("T")
+
+_PROXY_END_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +83,18 @@ class CompletedCommand:
 class SSHConnection:
     """An authenticated connection to one node."""
 
-    def __init__(self, node: str, connection: asyncssh.SSHClientConnection) -> None:
+    def __init__(self, node: str, host: str, connection: asyncssh.SSHClientConnection) -> None:
+        """`host` is what was connected to in the end, by its name or address."""
         self._node = node
+        self._host = host
         self._connection = connection
+        self._proxy: subprocess.Popen[bytes] | None = connection.get_extra_info("subprocess")
 
     @property
     def peer_address(self) -> str:
-        """The node's address, as this connection reached it."""
-        return str(self._connection.get_extra_info("peername")[0])
+        """The node's address, as this connection reached it; its name, where another host reached it for us."""
+        peer = self._connection.get_extra_info("peername")  # none of a command, and an empty one of a jump host
+        return str(peer[0]) if peer and peer[0] else self._host
 
     @property
     def is_lost(self) -> bool:
@@ -152,6 +159,9 @@ class SSHConnection:
         """Close the connection, and what runs through it."""
         self._connection.close()
         await await_asyncio(self._connection.wait_closed)
+        with trio.move_on_after(_PROXY_END_S):  # asyncssh kills a ProxyCommand, and forgets it
+            while self._proxy is not None and self._proxy.returncode is None:  # noqa: ASYNC110
+                await trio.sleep(0.01)
 
 
 def _bytes(output: str | bytes | None) -> bytes:
@@ -173,13 +183,14 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
     """
     asked = options.for_node(node)
     known_hosts: KnownHosts | None = None
-    server = _target(node)
+    host, server = node.host, _target(node)
     try:
         if "known_hosts" not in asked:
             construct = asyncssh.SSHClientConnectionOptions.construct
             with trio.fail_after(options.connect_timeout_s):
                 found = await await_asyncio(construct, host=node.host, **asked)
-            known_hosts, server = find_known_hosts(found), _first_server(found)
+            host, server = str(found.host), _first_server(found)
+            known_hosts = find_known_hosts(found)
             asked["known_hosts"] = known_hosts.as_option()
         async with options.logins.turn(server):
             with trio.fail_after(options.connect_timeout_s):
@@ -192,7 +203,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
         raise NodeUnreachable(node.name, _explain_host_key(node, error, options, known_hosts)) from error
     except (asyncssh.Error, OSError, ValueError) as error:  # ValueError is what asyncssh finds wrong in files
         raise NodeUnreachable(node.name, _explain(node, error)) from error
-    return SSHConnection(node.name, connection)
+    return SSHConnection(node.name, host, connection)
 
 
 def _target(node: NodeSpec) -> str:

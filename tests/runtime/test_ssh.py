@@ -285,6 +285,22 @@ async def test_many_nodes_behind_a_jump_host_can_be_reached_at_once(tmp_path):
 
 
 @needs_openssh
+@pytest.mark.parametrize("how", ["ProxyJump jump", "ProxyCommand ssh -F {config} -W %h:%p jump"])
+async def test_a_node_that_another_host_reaches_for_us_is_known_by_the_name_it_has_there(how: str, openssh, tmp_path):
+    config = tmp_path / "config"
+    with serve_openssh(tmp_path / "behind") as behind:
+        node = behind.host_config(["alpha"]) + f"  {how.format(config=config)}"
+        options = written(config, openssh.host_config(["jump"]), node.replace("127.0.0.1", "localhost"))
+        behind.known_hosts.write_text(behind.known_hosts.read_text().replace("127.0.0.1", "localhost"))
+        async with open_ssh_loop():
+            connection = await connect(ALPHA, options)
+            assert connection.peer_address == "localhost"
+            assert (await connection.run("echo fine", timeout_s=5)).stdout == b"fine\n"
+            await connection.aclose()
+    assert "Accepted publickey" in openssh.log
+
+
+@needs_openssh
 async def test_a_server_that_is_asked_by_too_many_is_told_apart(tmp_path):
     with serve_openssh(tmp_path / "openssh", more_config="MaxStartups 1") as openssh:
         options = written(tmp_path / "config", openssh.host_config(["alpha"]))
