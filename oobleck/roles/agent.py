@@ -27,6 +27,7 @@ from oobleck.control.messages import (
     Leaving,
     MasterMessage,
     Order,
+    Pace,
     ProfileRequest,
     RecordsOver,
     SaveState,
@@ -375,6 +376,8 @@ class Agent:
                     for other in sorted(self._workers.keys() - {device}):
                         self._tell(other, message)
                     self._letters.add(message)
+                case Pace():
+                    self._letters.add_in_passing(message)
                 case StateSaved():
                     self._letters.add(message)
                     if self._safekeeping is not None:

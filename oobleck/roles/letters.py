@@ -2,7 +2,8 @@
 
 A master that is killed takes with it what it had received and not yet acted on. So an agent keeps what it said until
 a heartbeat that was said after it is answered, and says it again to the next master. A heartbeat that nothing depends
-on asks for no answer: where all is well, most do not.
+on asks for no answer: where all is well, most do not. What is only of use while it is new is never said again, and
+waits for the next message to go along with: a tunnel's packets cost the master more than what is in them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import deque
 
 import trio
 
-from oobleck.control.messages import AgentMessage, Heartbeat
+from oobleck.control.messages import AgentMessage, Heartbeat, Pace
 
 __all__ = ["Letters"]
 
@@ -25,6 +26,8 @@ class Letters:
         self._unsaid: deque[AgentMessage] = deque(maxlen=limit)
         self._unheard: deque[AgentMessage] = deque(maxlen=limit)
         """Said, heartbeats that ask among them, and not known to be heard."""
+        self._is_pressing = False
+        """Something unsaid is not only to go along with the next message."""
         self._sequence = 0
         self._is_sent = False
         """What was taken last is on its way."""
@@ -34,12 +37,17 @@ class Letters:
     def add(self, message: AgentMessage) -> None:
         """Have a message said."""
         self._unsaid.append(message)
+        self._is_pressing = True
         self._is_sent = False
         self._added.unpark_all()
 
+    def add_in_passing(self, message: Pace) -> None:
+        """Have a message said along with the next one, and never again."""
+        self._unsaid.append(message)
+
     def beat(self, *, asks: bool = False) -> None:
         """Have a heartbeat said. It is to be answered if it `asks`, or if something before it may not be heard."""
-        if asks or self._unsaid or self._unheard:
+        if asks or self._is_pressing or self._unheard:
             self.add(Heartbeat(sequence=self._sequence))
             self._sequence += 1
         else:
@@ -53,31 +61,33 @@ class Letters:
 
     def repeat_unheard(self) -> None:
         """Have everything said that no master has surely heard; heartbeats were for the one before."""
-        waiting = [message for message in (*self._unheard, *self._unsaid) if not isinstance(message, Heartbeat)]
+        waiting = [message for message in (*self._unheard, *self._unsaid) if not isinstance(message, Heartbeat | Pace)]
         self._unheard.clear()
         self._unsaid.clear()
         self._unsaid.extend(waiting)
+        self._is_pressing = bool(waiting)
         self._added.unpark_all()
 
     async def wait(self) -> None:
         """Wait until there is something to be said."""
-        while not self._unsaid:
+        while not self._is_pressing:
             await self._added.park()
 
     def take(self) -> list[AgentMessage]:
         """Return all that there is to be said. It counts as said."""
         said = list(self._unsaid)
         self._unsaid.clear()
-        self._unheard.extend(message for message in said if message is not _ALIVE)
+        self._is_pressing = False
+        self._unheard.extend(message for message in said if message is not _ALIVE and not isinstance(message, Pace))
         return said
 
     def note_sent(self) -> None:
         """What `take` returned is on its way."""
-        if not self._unsaid:
+        if not self._is_pressing:
             self._is_sent = True
             self._sent.unpark_all()
 
     async def all_said(self) -> None:
         """Wait until everything is on its way to a master."""
-        while self._unsaid or not self._is_sent:
+        while self._is_pressing or not self._is_sent:
             await self._sent.park()

@@ -40,6 +40,9 @@ _log = logging.getLogger("oobleck.cluster")
 
 _START_TIMEOUT_S = 30.0
 _COMMAND_TIMEOUT_S = 5.0
+_AT_ONCE = 32
+"""Handshakes and short commands under way. Those of a thousand nodes at once would keep this process busy for longer than
+any of them may take."""
 _NOT_FOUND = 127
 """A shell's exit status for a command that does not exist."""
 
@@ -91,6 +94,7 @@ class SSHCluster:
         self._paths = paths
         self._checks_returning = checks_returning
         self._let_go: set[str] = set()
+        self._turns = trio.CapacityLimiter(_AT_ONCE)
         self._connections: dict[str, SSHConnection] = {}
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._tending: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
@@ -106,7 +110,8 @@ class SSHCluster:
             connection = await self._connection(node)
             try:
                 if not attach:
-                    await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
+                    async with self._turns:
+                        await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
                     await self._check_if_returning(node)
                 completed = await connection.run(self._agent_command(node), timeout_s=_START_TIMEOUT_S)
                 socket = self._understand(node, completed)
@@ -176,7 +181,8 @@ class SSHCluster:
     async def _run(self, node: NodeSpec, command: str) -> int:
         connection = await self._connection(node)
         try:
-            return (await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)).exit_status
+            async with self._turns:
+                return (await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)).exit_status
         except (trio.BrokenResourceError, trio.TooSlowError) as error:
             with suppress(trio.BrokenResourceError):
                 await connection.aclose()
@@ -186,7 +192,8 @@ class SSHCluster:
         async with self._locks[node.name]:
             connection = self._connections.get(node.name)
             if connection is None or connection.is_lost:
-                connection = self._connections[node.name] = await connect(node, self._options)
+                async with self._turns:
+                    connection = self._connections[node.name] = await connect(node, self._options)
             return connection
 
     def _agent_command(self, node: NodeSpec) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from oobleck.control.messages import Finished, Heartbeat, StorePut
+from oobleck.control.messages import Finished, Heartbeat, Pace, StorePut
 from oobleck.roles.letters import Letters
 
 
@@ -78,3 +78,45 @@ async def test_keys_of_a_rendezvous_are_repeated_too():
     letters.take()
     letters.repeat_unheard()
     assert letters.take() == [put]
+
+
+PACE = Pace(device=0, compute_s=0.5, microbatches=4)
+
+
+async def test_a_word_in_passing_waits_for_the_next_one_to_go_along_with(autojump_clock):
+    letters = Letters(limit=100)
+    letters.add_in_passing(PACE)
+    with trio.move_on_after(10) as waiting:
+        await letters.wait()
+    assert waiting.cancelled_caught
+    letters.beat()
+    with trio.fail_after(0):
+        await letters.wait()
+    assert letters.take() == [PACE, Heartbeat(sequence=None)]
+
+
+async def test_a_word_in_passing_asks_for_no_answer_and_is_never_said_again():
+    letters = Letters(limit=100)
+    letters.add(word(1))
+    letters.add_in_passing(PACE)
+    assert letters.take() == [word(1), PACE]
+    letters.add_in_passing(PACE)
+    letters.beat()
+    assert letters.take() == [PACE, Heartbeat(sequence=0)]
+    letters.heard(0)
+    letters.add_in_passing(PACE)
+    letters.beat()
+    assert letters.take() == [PACE, Heartbeat(sequence=None)]  # the word that was to be heard is heard
+    letters.add_in_passing(PACE)
+    letters.repeat_unheard()
+    assert letters.take() == []
+
+
+async def test_the_end_does_not_wait_for_words_in_passing(autojump_clock):
+    letters = Letters(limit=100)
+    letters.add(word(1))
+    letters.take()
+    letters.add_in_passing(PACE)
+    letters.note_sent()
+    with trio.fail_after(0):
+        await letters.all_said()
