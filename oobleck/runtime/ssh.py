@@ -29,6 +29,8 @@ __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_s
 T = TypeVar("T")
 
 _PROXY_END_S = 2.0
+_CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
+"""These before asyncssh's own choice, unless ssh's config has one: a packet costs half of what ChaCha20 costs there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,10 +187,12 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
     known_hosts: KnownHosts | None = None
     host, server = node.host, _target(node)
     try:
+        construct = asyncssh.SSHClientConnectionOptions.construct
+        with trio.fail_after(options.connect_timeout_s):
+            found = await await_asyncio(construct, host=node.host, **asked)
+        if not found.config.get("Ciphers"):
+            asked["encryption_algs"] = _CIPHERS
         if "known_hosts" not in asked:
-            construct = asyncssh.SSHClientConnectionOptions.construct
-            with trio.fail_after(options.connect_timeout_s):
-                found = await await_asyncio(construct, host=node.host, **asked)
             host, server = str(found.host), _first_server(found)
             known_hosts = find_known_hosts(found)
             asked["known_hosts"] = known_hosts.as_option()

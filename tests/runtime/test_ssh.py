@@ -316,6 +316,22 @@ async def test_a_server_that_is_asked_by_too_many_is_told_apart(tmp_path):
 
 
 @needs_openssh
+@pytest.mark.parametrize(
+    ("lines", "cipher"),
+    [((), "aes128-gcm@openssh.com"), (("  Ciphers aes256-ctr",), "aes256-ctr")],
+    ids=("ours", "theirs"),
+)
+async def test_packets_take_the_cheapest_cipher_unless_the_config_names_others(lines, cipher, home: Path, tmp_path):
+    with serve_openssh(tmp_path / "openssh", more_config="LogLevel DEBUG1") as openssh:
+        async with open_ssh_loop():
+            connection = await connect(ALPHA, written(tmp_path / "config", openssh.host_config(["alpha"]), *lines))
+            assert (await connection.run("true", timeout_s=5)).exit_status == 0
+            await connection.aclose()
+        for direction in ("client->server", "server->client"):
+            assert f"kex: {direction} cipher: {cipher} " in openssh.log
+
+
+@needs_openssh
 async def test_an_unknown_host_key_is_refused_with_the_command_that_adds_it(openssh: OpenSSH, home: Path):
     node = NodeSpec(name="n", host="127.0.0.1", port=openssh.port, user="somebody")
     async with open_ssh_loop():
