@@ -41,8 +41,8 @@ _log = logging.getLogger("oobleck.cluster")
 _START_TIMEOUT_S = 30.0
 _COMMAND_TIMEOUT_S = 5.0
 _AT_ONCE = 32
-"""Handshakes and short commands under way. Those of a thousand nodes at once would keep this process busy for longer than
-any of them may take."""
+"""Handshakes and short commands under way. Those of a thousand nodes at once would keep this process busy for longer
+than any of them may take."""
 _NOT_FOUND = 127
 """A shell's exit status for a command that does not exist."""
 
