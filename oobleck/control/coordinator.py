@@ -480,9 +480,10 @@ class Coordinator:
             )
 
     def _pass_on(self, origin: str, message: StorePut) -> None:
-        for node in message.nodes:
-            if node != origin and node in self._members and self._members[node].is_ready:
-                self._outbox.send(node, message)
+        ready = self._members.ready_names
+        nodes = tuple(node for node in message.nodes if node != origin and node in ready)
+        if nodes:
+            self._outbox.pass_on(nodes, message.key, message.value)
 
     # --- from the start to the end -----------------------------------------------------------------------------
 

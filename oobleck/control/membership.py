@@ -133,6 +133,7 @@ class Membership:
         self._in_state: dict[tuple[NodeState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
         """What `in_state` has answered since any of them changed its state."""
+        self._ready_names: frozenset[str] | None = None
         self._on_host: defaultdict[str, list[Member]] = defaultdict(list)
         """The nodes of each machine once somebody has asked, for thousands ask when a run begins."""
         for spec in nodes:
@@ -168,6 +169,7 @@ class Membership:
         """What is remembered of who is in which state is not true any more."""
         self._in_state.clear()
         self._without_part.clear()
+        self._ready_names = None
 
     def in_state(self, *states: NodeState) -> tuple[Member, ...]:
         known = self._in_state.get(states)
@@ -228,6 +230,13 @@ class Membership:
     @property
     def ready(self) -> tuple[Member, ...]:
         return self.in_state(NodeState.READY)
+
+    @property
+    def ready_names(self) -> frozenset[str]:
+        """The names of the nodes that are ready; remembered until one of them moves."""
+        if self._ready_names is None:
+            self._ready_names = frozenset(member.spec.name for member in self.ready)
+        return self._ready_names
 
     def sharing_device(self, member: Member) -> int:
         """How many workers at most compute on one of a node's devices, over all nodes of its machine."""

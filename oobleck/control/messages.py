@@ -91,6 +91,7 @@ __all__ = [
     "StepRecords",
     "StopAgent",
     "StoragePaths",
+    "StoreKeys",
     "StorePut",
     "Survey",
     "Surveyed",
@@ -359,7 +360,7 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePut:
-    """A rendezvous key; the master passes it on to the nodes that want it, their agents to their workers."""
+    """A rendezvous key that a worker puts up; the master passes it on to the nodes that want it: see `StoreKeys`."""
 
     key: str
     value: bytes
@@ -541,6 +542,17 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreKeys:
+    """Rendezvous keys that workers elsewhere have put up, for all workers of a node.
+
+    Many in one message: where hundreds of workers form a group, each of them wants the keys of all others.
+    """
+
+    keys: tuple[tuple[str, bytes], ...]
+    """Names and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishStep:
     """Commit the step in flight, then train no further. The commit itself makes all workers agree on it."""
 
@@ -616,7 +628,7 @@ MasterMessage = (
     | ProfileRequest
     | Fence
     | Order
-    | StorePut
+    | StoreKeys
     | FinishStep
     | StopAgent
     | SaveState
@@ -657,7 +669,7 @@ WorkerBound = (
     | ProfileRequest
     | Fence
     | Order
-    | StorePut
+    | StoreKeys
     | FinishStep
     | SaveState
     | FindCheckpoints

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oobleck.planner import Place
 
-from .events import Command, Record, Send, SendAll
+from .events import Command, PassOn, Record, Send, SendAll
 from .journal import JournalEntry, Notice
 from .messages import Fence, MasterMessage, Order, RecordsOver, StepRecords
 
@@ -36,6 +36,10 @@ class Outbox:
     def send_all(self, places: tuple[Place, ...], message: Fence | Order | StepRecords | RecordsOver) -> None:
         """Send a message to many workers, to each for its own device."""
         self._commands.append(SendAll(places=places, message=message))
+
+    def pass_on(self, nodes: tuple[str, ...], key: str, value: bytes) -> None:
+        """Send a rendezvous key to nodes."""
+        self._commands.append(PassOn(nodes=nodes, key=key, value=value))
 
     def record(self, entry: JournalEntry) -> None:
         self._commands.append(Record(entry=entry))

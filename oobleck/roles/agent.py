@@ -38,6 +38,7 @@ from oobleck.control.messages import (
     StepRecords,
     StopAgent,
     StoragePaths,
+    StoreKeys,
     StorePut,
     Survey,
     WorkerBound,
@@ -264,7 +265,7 @@ class Agent:
                 | RecordsOver(device=device)
             ):
                 self._tell(device, message)
-            case StorePut():
+            case StoreKeys():
                 for device in sorted(self._workers):
                     self._tell(device, message)
             case StopAgent(reason=reason):
@@ -372,9 +373,9 @@ class Agent:
                 case WorkerFailed():
                     worker.traceback = message.traceback
                     worker.user_error = message.user_error
-                case StorePut():
+                case StorePut(key=key, value=value):
                     for other in sorted(self._workers.keys() - {device}):
-                        self._tell(other, message)
+                        self._tell(other, StoreKeys(keys=((key, value),)))
                     self._letters.add(message)
                 case Pace():
                     self._letters.add_in_passing(message)

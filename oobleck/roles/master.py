@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import trio
 
+from oobleck.control.bundles import bundle_keys
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import (
     Command,
@@ -19,6 +20,7 @@ from oobleck.control.events import (
     LookUpProfile,
     NodeFailed,
     NodeUp,
+    PassOn,
     ProfileFound,
     Record,
     Said,
@@ -138,6 +140,9 @@ class Master:
         return self._coordinator.handle(self.now_s, event)
 
     def _carry_out(self, commands: list[Command], nursery: trio.Nursery) -> None:
+        keys = [command for command in commands if isinstance(command, PassOn)]
+        for send in bundle_keys(keys):
+            self._post(send)
         for command in commands:
             match command:
                 case Send():
@@ -145,6 +150,8 @@ class Master:
                 case SendAll():
                     for send in command.each():
                         self._post(send)
+                case PassOn():
+                    pass  # it is on its way with others
                 case Record(entry=entry):
                     self._journal.append(entry)
                     for observer in self._observers:

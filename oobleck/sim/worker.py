@@ -23,7 +23,7 @@ from oobleck.control.messages import (
     Resumed,
     StepCommitted,
     StepRecords,
-    StorePut,
+    StoreKeys,
     Survey,
     Surveyed,
     WorkerBound,
@@ -116,8 +116,9 @@ class VirtualWorker:
         if self.is_stuck:
             return
         match message:
-            case StorePut(key=key):
-                self._groups.read(key)
+            case StoreKeys(keys=keys):
+                for key, _ in keys:
+                    self._groups.read(key)
                 self._announce()
             case Fence():
                 self._programs.note_microbatches()

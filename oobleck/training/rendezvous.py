@@ -7,7 +7,7 @@ a put is pushed to the nodes that will read it, and each worker reads from its o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -27,8 +27,12 @@ class Board:
 
     def put(self, key: str, value: bytes) -> None:
         """Note a key that was received. Called by the control thread."""
+        self.put_all([(key, value)])
+
+    def put_all(self, keys: Iterable[tuple[str, bytes]]) -> None:
+        """Note keys that were received together."""
         with self._changed:
-            self._values[key] = value
+            self._values.update(keys)
             self._changed.notify_all()
 
     def publish(self, key: str, value: bytes, nodes: tuple[str, ...]) -> None:

@@ -40,6 +40,7 @@ from oobleck.wire import (
     SaveState,
     SetUpWorker,
     StepRecords,
+    StoreKeys,
     StorePut,
     Survey,
     WorkerBound,
@@ -206,8 +207,8 @@ class _Worker:
     def _handle(self, message: WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""
         match message:
-            case StorePut(key=key, value=value):
-                self._board.put(key, value)
+            case StoreKeys(keys=keys):
+                self._board.put_all(keys)
             case Fence() if message.doorbells:
                 self._explain(message)
             case Fence():

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from oobleck import __version__
+from oobleck.control.bundles import bundle_keys
 from oobleck.control.coordinator import Coordinator, Phase
 from oobleck.control.events import (
     AddRequested,
@@ -24,6 +25,7 @@ from oobleck.control.events import (
     LookUpProfile,
     NodeFailed,
     NodeUp,
+    PassOn,
     ProfileFound,
     Record,
     Said,
@@ -45,6 +47,7 @@ from oobleck.control.messages import (
     RecordRun,
     StartWorker,
     StopAgent,
+    StoreKeys,
     StorePut,
     WorkerExited,
     WorkerReady,
@@ -349,7 +352,7 @@ class World:
             case KillWorker(device=device):
                 if device in node.workers:
                     self._crash(Place(node=node.spec.name, device=device))
-            case StorePut():
+            case StoreKeys():
                 for worker in node.workers.values():
                     worker.take(message)
             case _:
@@ -380,6 +383,9 @@ class World:
                     self._deliver(command)
                 case SendAll():
                     for send in command.each():
+                        self._deliver(send)
+                case PassOn():
+                    for send in bundle_keys([command]):
                         self._deliver(send)
                 case Connect(node=spec, attach=True):
                     self._attach(self.nodes[spec.name])
@@ -464,7 +470,7 @@ class World:
         if isinstance(message, StorePut):
             for device, worker in node.workers.items():
                 if device != place.device:
-                    worker.take(message)
+                    worker.take(StoreKeys(keys=((message.key, message.value),)))
         if not (node.is_cut or node.is_dropped):
             node.up.append(message)
 

@@ -16,6 +16,7 @@ from oobleck.control.events import (
     DrainRequested,
     KillRequested,
     NodeFailed,
+    PassOn,
     ProfileFound,
     Record,
     Send,
@@ -238,7 +239,7 @@ def test_heartbeats_that_ask_are_answered():
 def test_rendezvous_keys_go_to_those_who_want_them():
     bench = training()
     put = StorePut(key="k", value=b"v", nodes=("n0", "n1", "nowhere"))
-    assert bench.say("n0", put) == [Send(node="n1", message=put)]
+    assert bench.say("n0", put) == [PassOn(nodes=("n1",), key="k", value=b"v")]
     bench.fail("n1")
     assert bench.say("n0", put) == []
 

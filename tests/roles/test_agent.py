@@ -24,6 +24,7 @@ from oobleck.control.messages import (
     Status,
     StepCommitted,
     StopAgent,
+    StoreKeys,
     StorePut,
     WorkerExited,
     WorkerFailed,
@@ -221,12 +222,12 @@ async def test_rendezvous_keys_reach_the_other_workers_of_the_node_without_the_m
             await hear(link, WorkerStarted)
         put = StorePut(key="k", value=b"v", nodes=("n0", "n1"))
         first.say(put)
-        assert await second.hears(StorePut) == put
+        assert await second.hears(StoreKeys) == StoreKeys(keys=(("k", b"v"),))
         assert await hear(link, StorePut) == put
         assert first.told == []
-        theirs = StorePut(key="their", value=b"v", nodes=("n0",))
+        theirs = StoreKeys(keys=(("their", b"v"), ("too", b"w")))
         await link.master.send([theirs])
-        assert await first.hears(StorePut) == theirs
+        assert await first.hears(StoreKeys) == theirs
 
 
 async def test_the_end_of_a_worker_is_told_with_its_last_words(autojump_clock: MockClock):
