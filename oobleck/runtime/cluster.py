@@ -40,9 +40,8 @@ _log = logging.getLogger("oobleck.cluster")
 
 _START_TIMEOUT_S = 30.0
 _COMMAND_TIMEOUT_S = 5.0
-_AT_ONCE = 32
-"""Handshakes and short commands under way. Those of a thousand nodes at once would keep this process busy for longer
-than any of them may take."""
+_AT_ONCE = 128
+"""Short commands under way: thousands at once would keep this process busy for longer than any of them may take."""
 _NOT_FOUND = 127
 """A shell's exit status for a command that does not exist."""
 
@@ -192,8 +191,7 @@ class SSHCluster:
         async with self._locks[node.name]:
             connection = self._connections.get(node.name)
             if connection is None or connection.is_lost:
-                async with self._turns:
-                    connection = self._connections[node.name] = await connect(node, self._options)
+                connection = self._connections[node.name] = await connect(node, self._options)
             return connection
 
     def _agent_command(self, node: NodeSpec) -> str:

@@ -54,3 +54,22 @@ async def test_one_who_is_cancelled_gives_its_turn_back(autojump_clock):
     with trio.fail_after(1):
         async with logins.turn("one"):
             pass
+
+
+async def test_of_very_many_servers_a_hundred_or_so_have_their_turn_at_a_time(autojump_clock):
+    logins, most, began_s = Logins(), 0, trio.current_time()
+    under_way: set[int] = set()
+
+    async def log_in(number: int) -> None:
+        nonlocal most
+        async with logins.turn(f"server{number}"):
+            under_way.add(number)
+            most = max(most, len(under_way))
+            await trio.sleep(1)
+            under_way.remove(number)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(300):
+            nursery.start_soon(log_in, number)
+    assert most == 128
+    assert trio.current_time() - began_s == 3.0
