@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,8 @@ QUIET_S = 60.0
 """Without a fault, at the end of each trace: longer than anything is waited for."""
 BEGIN_S = 6.0
 """By then everybody trains, over slow links too."""
+FOUND_OUT_S = 12.0
+"""By then a slow node is left out."""
 RESUMED_S = 40.0
 """Leases, hangs and retries one after the other."""
 
@@ -142,6 +145,25 @@ def test_what_a_killed_master_had_not_heard_is_told_to_the_next(
     played = play(setting.trace, setting, seed)
     assert [entry.node for entry in played.entries if isinstance(entry, WorkerDown)] == [node]
     assert not any(isinstance(entry, NodeLost) for entry in played.entries), "it was started again in its place"
+
+
+@st.composite
+def slow_traces(draw: st.DrawFn) -> Trace:
+    """A node is slow for so long that it is left out, and goes on to be while other things happen."""
+    trace = draw(faulty((Slowed, Lost, Joined, WorkerCrashed, Noticed, MasterCrashed), min_nodes=4))
+    slow = Slowed(t_s=BEGIN_S, node="node0", factor=draw(st.floats(2.0, 4.0)))
+    events = tuple(replace(event, t_s=event.t_s + FOUND_OUT_S) for event in trace.events)
+    return replace(trace, events=(slow, *events), duration_s=trace.duration_s + FOUND_OUT_S)
+
+
+@examples(12)
+@given(trace=slow_traces(), setting=st.sampled_from((PLAIN, *SHAPES[6:10])), seed=seeds)
+def test_trying_slow_nodes_again_breaks_no_promise(trace: Trace, setting: Setting, seed: int):
+    """They are tried after seconds, not minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oobleck.control.probation._FIRST_WAIT", 0.2)
+        patch.setattr("oobleck.control.probation._LONGEST_WAIT", 0.8)
+        play(trace, setting, seed)
 
 
 @st.composite
