@@ -53,7 +53,9 @@ def sim(
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sample.")
     ] = None,
-    precision: Annotated[str, typer.Option("--precision", help="float32 or bfloat16, of estimates.")] = "bfloat16",
+    precision: Annotated[
+        str, typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, of estimates.")
+    ] = "bfloat16",
     recompute: Annotated[
         bool, typer.Option("--activation-checkpointing", help="Estimate with activations that are computed twice.")
     ] = False,
@@ -69,13 +71,27 @@ def sim(
         typer.Option("--policy", metavar="NAMES", help="oobleck, restart, varuna, bamboo, recycle; or several: a,b."),
     ] = "oobleck",
     checkpoint_interval: Annotated[
-        float, typer.Option("--checkpoint-interval", metavar="TIME", parser=duration_s, help="From one to the next.")
+        float,
+        typer.Option(
+            "--checkpoint-interval",
+            metavar="TIME",
+            parser=duration_s,
+            show_default="30m",
+            help="From one to the next.",
+        ),
     ] = 1800.0,
     spares: Annotated[
         int, typer.Option("--spares", metavar="S", min=0, help="Nodes that stand by, beside the others.")
     ] = 0,
     spare_start: Annotated[
-        float, typer.Option("--spare-start", metavar="TIME", parser=duration_s, help="Until a spare is there.")
+        float,
+        typer.Option(
+            "--spare-start",
+            metavar="TIME",
+            parser=duration_s,
+            show_default="1m",
+            help="Until a spare is there.",
+        ),
     ] = _SPARE_START_S,
     fault_threshold: Annotated[
         int, typer.Option("-f", "--fault-threshold", metavar="F", min=0, help="Simultaneous losses that cost no state.")
@@ -101,9 +117,14 @@ def sim(
         str,
         typer.Option("--schedule", metavar="KIND", help="Of policy oobleck: 1f1b, gpipe, zero-bubble, or auto."),
     ] = "1f1b",
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn in the cluster gear.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of what is drawn in the cluster gear.")] = 0,
     gear: Annotated[
-        str, typer.Option("--gear", help="sweep: from event to event; cluster: master and agents on virtual nodes.")
+        str,
+        typer.Option(
+            "--gear",
+            metavar="sweep|cluster",
+            help="sweep: from event to event; cluster: master and agents on virtual nodes.",
+        ),
     ] = "sweep",
     summary: Annotated[
         Path | None,

@@ -23,7 +23,7 @@ OutputOption = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Where the trace goes; standard output if left out."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of everything that is drawn.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Of everything that is drawn.")]
 
 
 def generate_trace(
@@ -47,7 +47,8 @@ def generate_trace(
         ),
     ] = None,
     shape: Annotated[
-        float | None, typer.Option("--weibull-shape", help="Of lifetimes; below 1 losses come in clusters.")
+        float | None,
+        typer.Option("--weibull-shape", metavar="K", help="Of lifetimes; below 1 losses come in clusters."),
     ] = None,
     batches: Annotated[
         str | None,
