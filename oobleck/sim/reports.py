@@ -37,19 +37,24 @@ class Reports:
         return [place for place in plan.places if self._told.get(place) != factors.get(place.node, 1.0)]
 
     def tell(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[Place, ...], Pace]]:
-        """Tell what is untold: yields (workers, what each of them says), round by round."""
+        """Tell what is untold: yields (workers, what each of them says), round by round.
+
+        Who stops listening, for a plan is made anew, has heard only those that have said it often enough.
+        """
         untold = frozenset(self.untold(plan, factors))
         groups: dict[tuple[StageTemplate, float], list[Place]] = defaultdict(list)
         paces: dict[tuple[StageTemplate, float], Pace] = {}
         for pipeline in plan.pipelines:
             for template, stage in zip(pipeline.template.stages, pipeline.stages, strict=True):
                 for place in untold.intersection(stage.places):
-                    factor = self._told[place] = factors.get(place.node, 1.0)
+                    factor = factors.get(place.node, 1.0)
                     key = template, factor
                     groups[key].append(place)
                     if key not in paces:
                         compute_s = factor * microbatch_s(self._profile, stage)
                         paces[key] = Pace(device=0, compute_s=compute_s, microbatches=1)
-        for _ in range(REPORTS_NEEDED + 1):
+        for number in range(REPORTS_NEEDED + 1):
             for key, places in groups.items():
                 yield tuple(places), paces[key]
+                if number == REPORTS_NEEDED - 1:
+                    self._told.update(dict.fromkeys(places, key[1]))

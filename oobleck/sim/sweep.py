@@ -319,6 +319,8 @@ class _Sweep:
                 return
             for places, pace in reports.tell(plan, self._crew.factors):
                 self._feed(AllSaid(places=places, message=pace))
+                if coordinator.phase is not Phase.TRAINING:
+                    break
 
         self._agenda.when_seen(self._agenda.now_s + found_out_s(self._crew.step_s), report)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.journal import Cause, JournalEntry, PlanAdopted, RecoveryDone, StepDone, StepsDone
+from oobleck.control.journal import Cause, JournalEntry, PaceChanged, PlanAdopted, RecoveryDone, StepDone, StepsDone
 from oobleck.control.summary import summarize
 from oobleck.sim.cluster_gear import ClusterRun
 from oobleck.sim.sweep import sweep
@@ -19,7 +19,6 @@ LONG = Setting(slowness=5.0, duration_s=300.0)
 """Steps take 1.2 s, and 1.8 s on three nodes: a slow one is found out in 11 s, and tried again 20 times as late."""
 SLOW = Slowed(t_s=10.0, node="n1", factor=3.0)
 WELL = Slowed(t_s=40.0, node="n1", factor=1.0)
-NODES = ("n0", "n1", "n2", "n3")
 
 
 def run(*events: TraceEvent, setting: Setting = LONG) -> ClusterRun:
@@ -37,7 +36,8 @@ def play(*events: TraceEvent, setting: Setting = LONG, duration_s: float = LONG.
         global_batch_size=setting.job.global_batch_size,
         fault_threshold=setting.job.fault_threshold,
     )
-    return sweep(Trace(duration_s=duration_s, nodes=NODES, start=NODES, events=events), settings)
+    nodes = tuple(f"n{index}" for index in range(setting.num_nodes))
+    return sweep(Trace(duration_s=duration_s, nodes=nodes, start=nodes, events=events), settings)
 
 
 def recoveries(entries: tuple[JournalEntry, ...]) -> list[tuple[Cause, tuple[str, ...]]]:
@@ -78,6 +78,14 @@ def test_a_slow_node_that_is_tried_too_early_rests_twice_as_long():
     first_s, second_s = (retried.began_s - slow.t_s for slow, retried in zip(done[::2], done[1::2], strict=False))
     assert second_s == pytest.approx(2 * first_s, rel=0.02)
     assert newest_plan(journal).plan.spares == ("n1",)
+
+
+def test_nodes_that_become_slow_together_are_all_found():
+    events = tuple(Slowed(t_s=10.0, node=node, factor=factor) for node, factor in (("n0", 2.0), ("n2", 4.0)))
+    setting = replace(LONG, num_nodes=7)
+    journal = play(*events, setting=setting)
+    found = {(entry.node, entry.factor) for entry in journal if isinstance(entry, PaceChanged) and entry.t_s < 60.0}
+    assert found == {("n0", 2.0), ("n2", 4.0)}
 
 
 def test_tries_cost_little():
