@@ -311,15 +311,18 @@ class _Sweep:
             return
         number = self._reporting = self._agenda.number()
 
+        def is_listening() -> bool:
+            return self._crew.is_computing and coordinator.phase is Phase.TRAINING
+
         def report() -> None:
             if self._reporting != number or self._coordinator is not coordinator or self._crew.plan is not plan:
                 return
-            if not self._crew.is_computing or coordinator.phase is not Phase.TRAINING:
+            if not is_listening():
                 self._report_later()
                 return
             for places, pace in reports.tell(plan, self._crew.factors):
                 self._feed(AllSaid(places=places, message=pace))
-                if coordinator.phase is not Phase.TRAINING:
+                if not is_listening():
                     break
 
         self._agenda.when_seen(self._agenda.now_s + found_out_s(self._crew.step_s), report)
