@@ -136,7 +136,7 @@ def _compare(known: Mapping[Place, Sequence[float]], plan: ExecutionPlan) -> dic
 
 def found_out_s(step_s: float) -> float:
     """Seconds in which a node that has become slow is found out: workers report once a second, or once a step."""
-    interval_s = step_s * math.ceil(INTERVAL_S / step_s)
+    interval_s = step_s * math.ceil(INTERVAL_S / step_s) if step_s else INTERVAL_S
     return (REPORTS_NEEDED + 1) * interval_s
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oobleck.control.messages import Pace
-from oobleck.control.paces import Paces
+from oobleck.control.paces import Paces, found_out_s
 from oobleck.planner import Place, Planner, PlannerSettings
 from tests.control.model import Shape
 
@@ -119,6 +119,11 @@ def test_workers_that_report_at_different_times_are_heard_too(plan):
                 changes.append(paces.take_change(plan))
     assert True not in changes  # n0 has said too little
     assert True in report(paces, plan, {"n1": 2.0}, times=2)
+
+
+@pytest.mark.parametrize(("step_s", "found_s"), [(2.5, 15.0), (0.4, 6 * 1.2), (1.0, 6.0), (0.0, 6.0)])
+def test_a_slow_node_is_found_out_by_its_sixth_report(step_s: float, found_s: float):
+    assert found_out_s(step_s) == pytest.approx(found_s)
 
 
 def test_a_round_of_reports_costs_one_look(plan, monkeypatch: pytest.MonkeyPatch):
