@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import trio
 
-from oobleck.control.bundles import bundle_keys
+from oobleck.control.bundles import KeyGathering
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import (
     Command,
@@ -79,6 +79,8 @@ class Master:
         self._observers: list[Callable[[JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
         self._outcome: End | None = None
+        self._keys = KeyGathering()
+        """Its times are trio's."""
 
     @property
     def now_s(self) -> float:
@@ -125,7 +127,7 @@ class Master:
     async def _next_commands(self) -> list[Command]:
         deadline_s = self._coordinator.next_deadline()
         at = math.inf if math.isinf(deadline_s) else self._started_s + deadline_s
-        with trio.move_on_at(at):
+        with trio.move_on_at(min(at, self._keys.due_s)):
             commands = self._feed(await self._inbox.receive())
             with suppress(trio.WouldBlock):  # heartbeats of many nodes come together: one wake-up serves them all
                 for _ in range(_EVENTS_AT_ONCE):
@@ -141,7 +143,7 @@ class Master:
 
     def _carry_out(self, commands: list[Command], nursery: trio.Nursery) -> None:
         keys = [command for command in commands if isinstance(command, PassOn)]
-        for send in bundle_keys(keys):
+        for send in self._keys.take_in(trio.current_time(), keys):
             self._post(send)
         for command in commands:
             match command:
@@ -151,7 +153,7 @@ class Master:
                     for send in command.each():
                         self._post(send)
                 case PassOn():
-                    pass  # it is on its way with others
+                    pass  # it goes with others
                 case Record(entry=entry):
                     self._journal.append(entry)
                     for observer in self._observers:

@@ -40,7 +40,7 @@ _log = logging.getLogger("oobleck.cluster")
 
 _START_TIMEOUT_S = 30.0
 _COMMAND_TIMEOUT_S = 5.0
-_AT_ONCE = 128
+_AT_ONCE = 32
 """Short commands under way: thousands at once would keep this process busy for longer than any of them may take."""
 _NOT_FOUND = 127
 """A shell's exit status for a command that does not exist."""
@@ -115,8 +115,11 @@ class SSHCluster:
                 completed = await connection.run(self._agent_command(node), timeout_s=_START_TIMEOUT_S)
                 socket = self._understand(node, completed)
                 return _Tunnel(connection, await connection.open_unix(socket))
-            except (trio.BrokenResourceError, trio.TooSlowError) as error:
+            except trio.BrokenResourceError as error:
                 raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
+            except trio.TooSlowError as error:
+                reason = "its agent could not be started: a command took too long; is the machine overloaded?"
+                raise NodeUnreachable(node.name, reason) from error
 
     async def _check_if_returning(self, node: NodeSpec) -> None:
         """Test a node alone that the run goes on without. Raises NodeUnfit with its fault."""

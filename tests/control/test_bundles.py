@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.bundles import bundle_keys
+from oobleck.control.bundles import KeyGathering, bundle_keys
 from oobleck.control.events import PassOn
 from oobleck.control.messages import StoreKeys
 from oobleck.wire import MAX_FRAME_BYTES, encode_frame
@@ -47,3 +49,28 @@ def test_every_key_comes_to_each_of_its_nodes_once_in_messages_that_frames_can_h
         heard[send.node] += send.message.keys
     for node, keys in heard.items():
         assert keys == [(each.key, each.value) for each in commands if node in each.nodes]
+
+
+CROWD = tuple(f"n{index}" for index in range(20))
+
+
+def test_a_key_that_few_nodes_want_goes_at_once():
+    gathering = KeyGathering()
+    (send,) = gathering.take_in(1.0, [PassOn(nodes=("n1",), key="a", value=b"0")])
+    assert send.message == StoreKeys(keys=(("a", b"0"),))
+    assert gathering.due_s == math.inf
+
+
+def test_keys_that_many_nodes_want_wait_a_moment_and_go_together():
+    gathering = KeyGathering()
+    assert gathering.take_in(1.0, [PassOn(nodes=CROWD, key="a", value=b"0")]) == []
+    due_s = gathering.due_s
+    assert 1.0 < due_s <= 1.01
+    assert gathering.take_in(1.001, [PassOn(nodes=CROWD[1:], key="b", value=b"1")]) == []
+    assert gathering.due_s == due_s
+    sends = {send.node: send.message for send in gathering.take_in(due_s, [])}
+    assert sends.keys() == set(CROWD)
+    assert sends["n0"] == StoreKeys(keys=(("a", b"0"),))
+    assert sends["n1"] == StoreKeys(keys=(("a", b"0"), ("b", b"1")))
+    assert gathering.due_s == math.inf
+    assert gathering.take_in(due_s + 1, []) == []
