@@ -111,11 +111,14 @@ def serve_openssh(
 ) -> Iterator[OpenSSH]:
     """Serve on a free port until the context ends; `environment` is that of every session.
 
+    Sessions have a home directory of their own: bash reads ~/.bashrc for sshd's commands too, and what users do there
+    (pyenv waits for a lock) takes as long as it takes.
+
     `within` is a command that runs others where `host` is an address of theirs, in a network namespace for instance.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     _make_keys(directory)
-    sessions = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **(environment or {})}
+    sessions = {"HOME": str(directory), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **(environment or {})}
     settings = " ".join(f"{name}={value}" for name, value in sessions.items())
     server = _start(directory, settings, more_config, host, within)
     key = (directory / "host_key.pub").read_text()
