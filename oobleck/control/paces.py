@@ -50,7 +50,7 @@ class Paces:
     def note(self, place: Place, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
         """Take in what a worker's latest microbatches took, where the profile expects something of it."""
         located = plan.locate(place)
-        if located is None or not pace.microbatches:
+        if located is None or not pace.microbatches or not 0 < pace.compute_s < math.inf:
             return
         stage = plan.pipelines[located[0]].stages[located[1]]
         ratios = self._ratios.setdefault(place, deque(maxlen=REPORTS_NEEDED))

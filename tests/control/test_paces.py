@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from oobleck.control.messages import Pace
@@ -156,8 +158,10 @@ def test_a_node_that_was_lost_is_taken_for_normal(plan):
     assert paces.slow == {}
 
 
-def test_reports_of_spares_and_of_no_work_are_left_out(plan):
+def test_reports_of_spares_of_no_work_and_of_no_time_are_left_out(plan):
     paces = Paces()
     paces.note(Place(node="n9", device=0), Pace(device=0, compute_s=9.0, microbatches=1), plan, SHAPE.profile)
-    paces.note(plan.places[0], Pace(device=0, compute_s=9.0, microbatches=0), plan, SHAPE.profile)
+    for compute_s, microbatches in ((9.0, 0), (0.0, 1), (math.nan, 1), (math.inf, 1), (-1.0, 1)):
+        said = Pace(device=0, compute_s=compute_s, microbatches=microbatches)
+        paces.note(plan.places[0], said, plan, SHAPE.profile)
     assert report(paces, plan, {"n1": 2.0})[-1]
