@@ -207,28 +207,6 @@ def test_a_trace_is_played_on_a_new_run(runner: Runner, endless_reference: Refer
     assert runner.left_over() == []
 
 
-@pytest.mark.slow
-def test_a_slow_node_is_found_and_planned_for(runner: Runner, endless_reference: Reference, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    nodes = ["node0", "node1", "node2", "node3"]
-    slow = {"t_s": 0, "kind": "node_slow", "node": "node1", "factor": 5}
-    trace.write_text(json.dumps({"version": 1, "duration_s": 60, "nodes": nodes, "events": [slow]}))
-    with runner.up("--job", str(runner.job_file()), "--steps", str(ENDLESS)) as up:
-        up.wait_for_step(3)
-        with runner.background("chaos", str(trace), "--tag", TAG, "--base-dir", str(runner.base_dir)) as played:
-            up.wait_for("node1 planned for")
-            up.wait_for_steps(3)
-            played.terminate()
-        assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0
-        outcome = up.finish()
-    (changed,) = (entry for entry in runner.journal() if entry["@type"] == "PaceChanged" and entry["node"] == "node1")
-    assert changed["factor"] > 1.25
-    recovery = outcome.summary["recoveries"][0]
-    assert (recovery["cause"], recovery["nodes"]) == ("slow", ["node1"])
-    assert (outcome.summary["steps_lost"], outcome.summary["samples_missing"]) == (0, 0)
-    assert_losses(outcome.summary["losses"], endless_reference)
-
-
 def test_a_master_is_crashed_under_a_run_that_somebody_else_has_started(runner: Runner, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     events = [

@@ -54,6 +54,9 @@ def test_a_slow_node_is_planned_for(runner: Runner) -> None:
         assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
+    changed = next(entry for entry in runner.journal() if entry["@type"] == "PaceChanged")
+    assert changed["node"] == "node1"
+    assert changed["factor"] > 1.25
     adopted = [entry for entry in runner.journal() if entry["@type"] == "PlanAdopted"]
     shares = {
         node: pipeline["num_microbatches"] for pipeline in adopted[1]["plan"]["pipelines"] for node in pipeline["nodes"]
