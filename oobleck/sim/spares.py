@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .trace import AgentCrashed, Healed, Joined, Lost, MasterCrashed, Partitioned, Trace, TraceEvent
+from .trace import AgentCrashed, Frozen, Healed, Joined, Lost, MasterCrashed, Partitioned, Thawed, Trace, TraceEvent
 
 __all__ = ["with_spares"]
 
@@ -32,6 +32,8 @@ class _Reserve:
         self._coming: deque[tuple[float, str]] = deque()
         self._replaced: set[str] = set()
         """Nodes that are lost, and stand by when they are back."""
+        self._frozen: set[str] = set()
+        """As far as it is seen."""
         self._activation_s = activation_s
 
     def play(self) -> Iterator[TraceEvent]:
@@ -62,6 +64,16 @@ class _Reserve:
                 self._forget(node)
                 self._replaced.add(node)
                 return False
+            case Frozen(node=node) if not self._is_waiting(node):
+                self._frozen.add(node)
+                return True
+            case Thawed(node=node):
+                is_seen = node in self._frozen
+                self._frozen.discard(node)
+                return is_seen
+            case Lost(node=node) | AgentCrashed(node=node):
+                self._frozen.discard(node)
+                return True
             case _:
                 return not self._is_waiting(event.node)
 

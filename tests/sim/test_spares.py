@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from oobleck.sim.resize import with_nodes
 from oobleck.sim.spares import with_spares
-from oobleck.sim.trace import AgentCrashed, Joined, Lost, Trace
+from oobleck.sim.trace import AgentCrashed, Frozen, Joined, Lost, Thawed, Trace
 from tests.sim.strategies import traces
 
 
@@ -21,6 +21,23 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_that_stands_by_when_it_is_ba
         Joined(t_s=160, node="spare0"),
         Lost(t_s=500, node="b"),
         Joined(t_s=560, node="a"),
+    )
+
+
+def test_a_node_that_froze_while_it_stood_by_is_well_when_it_is_needed() -> None:
+    events = (
+        Lost(t_s=100, node="a"),
+        Joined(t_s=200, node="a"),
+        Frozen(t_s=300, node="a"),
+        Lost(t_s=400, node="b"),
+        Thawed(t_s=500, node="a"),
+    )
+    trace = Trace(duration_s=1000, nodes=("a", "b"), start=("a", "b"), events=events)
+    assert with_spares(trace, 1, activation_s=10).events == (
+        Lost(t_s=100, node="a"),
+        Joined(t_s=110, node="spare0"),
+        Lost(t_s=400, node="b"),
+        Joined(t_s=410, node="a"),
     )
 
 
