@@ -33,7 +33,7 @@ def _path(runner: Runner) -> Path:
         head = head.replace(before, after)
     path = runner.job_file(head)
     text = path.read_text(encoding="utf-8").replace("data: {", "data: {validation_split: 0.1, ")
-    text = text.replace("max_steps: 24", "max_steps: 40")
+    text = text.replace("max_steps: 24", "max_steps: 60")
     path.write_text(text + SHARED, encoding="utf-8")
     return path
 
