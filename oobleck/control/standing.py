@@ -116,6 +116,16 @@ class Standing:
         return self._adopted
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """What is held under the plan in force."""
+        return self._layers
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """What is kept for others besides."""
+        return self._kept
+
+    @property
     def is_broken(self) -> bool:
         return self._broken
 

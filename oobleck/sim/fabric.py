@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
+from oobleck.control.groups import GroupKey
 from oobleck.planner import Place
 
-__all__ = ["Contribution", "Fabric", "GroupKey", "Violation", "Wait"]
+__all__ = ["Contribution", "Fabric", "Violation", "Wait", "label"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +33,10 @@ class Violation(AssertionError):
     """A promise of the protocol was broken."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GroupKey:
-    """What the members of a group agree on without talking (as `training.groups` has it)."""
-
-    purpose: str
-    generation: int
-    members: tuple[Place, ...]
-    name: str = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Keys are looked up and named far more often than they are made.
-        object.__setattr__(self, "name", f"{self.generation}/{self.purpose}/{','.join(map(str, self.members))}")
-        object.__setattr__(self, "_hash", hash((self.purpose, self.generation, self.members)))
-
-    def __hash__(self) -> int:
-        return self._hash
+@lru_cache(maxsize=4096)
+def label(key: GroupKey) -> str:
+    """A group's name with all its members, for people and for boards."""
+    return f"{key.generation}/{key.purpose}/{','.join(map(str, key.members))}"
 
 
 def _never() -> bool:
@@ -146,7 +135,7 @@ class Fabric:
         """Contribute to the group's all-reduce number `sequence`."""
         contributions = self._reductions[key, sequence]
         if place in contributions:
-            raise Violation(f"{place} posts all-reduce {sequence} of {key.name} twice")
+            raise Violation(f"{place} posts all-reduce {sequence} of {label(key)} twice")
         contributions[place] = value
         # Whoever posts a reduction has completed the one two before it, so nobody asks for that any more.
         self._reductions.pop((key, sequence - 3), None)
@@ -162,7 +151,7 @@ class Fabric:
         if key not in self._totals or self._totals[key][0] != sequence:
             agreed = {(each.step, each.versions) for each in found.values()}
             if len(agreed) > 1 or next(iter(agreed))[0] != step:
-                raise Violation(f"{key.name} mixes steps or versions in step {step}: {found}")
+                raise Violation(f"{label(key)} mixes steps or versions in step {step}: {found}")
             numbers = tuple(sorted(chain.from_iterable(each.numbers for each in found.values())))
             self._totals[key] = sequence, numbers
         return self._totals[key][1]

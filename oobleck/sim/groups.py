@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 
+from oobleck.control.groups import GroupKey
 from oobleck.control.messages import StorePut
 from oobleck.control.standing import Standing
 from oobleck.planner import Place
 
-from .fabric import Contribution, Fabric, GroupKey, Violation, Wait
+from .fabric import Contribution, Fabric, Violation, Wait, label
 from .moves import Moves
 
 __all__ = ["GroupTable"]
@@ -48,15 +49,15 @@ class GroupTable:
             return
         awaited: list[str] = []
         for key in missing:
-            name = f"{key.name}/{self._place}"
+            name = f"{label(key)}/{self._place}"
             if name in self._board:
-                raise Violation(f"{self._place} forms {key.name} twice")
+                raise Violation(f"{self._place} forms {label(key)} twice")
             self._board.add(name)
             nodes = tuple(sorted({place.node for place in key.members}))
             self._put(StorePut(key=name, value=b"", nodes=nodes))
-            awaited += [f"{key.name}/{member}" for member in key.members]
+            awaited += [f"{label(key)}/{member}" for member in key.members]
         yield Wait(
-            f"the groups {', '.join(key.name for key in missing)}",
+            f"the groups {', '.join(label(key) for key in missing)}",
             lambda: self._board.issuperset(awaited) and all(self._fabric.is_whole(key.members) for key in missing),
             self._standing.is_fenced,
             lambda: any(map(self._fabric.lacks_a_member, missing)),
@@ -72,7 +73,7 @@ class GroupTable:
     def post(self, key: GroupKey, value: Contribution) -> int:
         """Take part in a group's next all-reduce; returns its number."""
         if len(key.members) > 1 and key not in self._formed:
-            raise Violation(f"{self._place} has not formed {key.name}")
+            raise Violation(f"{self._place} has not formed {label(key)}")
         sequence = self._posted[key]
         self._posted[key] += 1
         self._fabric.post(key, sequence, self._place, value)
@@ -83,7 +84,7 @@ class GroupTable:
     ) -> Generator[Wait, None, tuple[int, ...]]:
         """Wait for what all brought to an all-reduce of a step, put together."""
         yield Wait(
-            f"all-reduce {sequence} of {key.name} in step {step}",
+            f"all-reduce {sequence} of {label(key)} in step {step}",
             lambda: self._fabric.is_complete(key, sequence),
             self._standing.is_fenced,
             lambda: self._fabric.lacks_a_member(key),

@@ -5,8 +5,7 @@ Losses and tensors have no part in the protocol. What must never happen to a lay
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.control.messages import BankRecord, CommitRecord
@@ -87,9 +86,9 @@ class HeldLayers:
             raise Violation(f"{self._place} is to send layer {layer}, which it does not hold")
         return self.kept[layer] if layer in self.kept else self.held[layer]
 
-    def states(self, layers: AbstractSet[int]) -> dict[int, Version]:
+    def states(self, layers: Iterable[int]) -> dict[int, Version]:
         """Those of some layers that are here."""
-        return {layer: self.state(layer) for layer in sorted(layers & (self.kept.keys() | self.held.keys()))}
+        return {layer: self.state(layer) for layer in layers}
 
     def adopt(
         self, wanted: Collection[int], received: dict[int, Version], keeping: dict[int, Version], *, initial: bool

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from oobleck.control.bank import Bank
+from oobleck.control.effects import Compute, Effects
+from oobleck.control.groups import GroupKey, PlaceInPlan
 from oobleck.control.messages import Pace
 from oobleck.control.pace_meter import PaceMeter
 from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.planner import Place
 from oobleck.schedule import section_stops
 
-from .bank import Bank
-from .fabric import Fabric, GroupKey, Violation, Wait
-from .lane import Lane
-from .moves import Moves, pause
+from .fabric import Fabric, Violation, Wait, label
+from .moves import Moves
 from .tempo import ProgramTimes, Tempo
 
 __all__ = ["Programs", "Work"]
@@ -55,14 +56,14 @@ class Programs:
         *,
         tempo: Tempo,
         clock: Callable[[], float],
-        on_begin: Callable[[], None],
+        carry_out: Callable[[Effects], Moves],
     ) -> None:
-        """`on_begin` is called whenever one is begun."""
+        """`bank` is looked after while a program runs; `carry_out` carries its effects out."""
         self.place = place
         self.fabric = fabric
         self.standing = standing
         self.bank = bank
-        self.on_begin = on_begin
+        self.carry_out = carry_out
         self.spoiled: set[GroupKey] = set()
         """Groups whose traffic was given up half-way: their messages cannot be told apart any more."""
         self._tempo = tempo
@@ -72,69 +73,50 @@ class Programs:
         self._busy_in_step: list[tuple[float, float]] = []
         self._pace = PaceMeter(place.device, clock())
 
-    def execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
+    def execute(self, work: Work, seat: PlaceInPlan, program: Compute) -> Moves:
         """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
 
         At the end of each section but the last, what is done is to be banked.
         """
-        if self.standing.is_broken:
-            raise PeerLost("a program of this step failed half-way before")
-        if lane.key in self.spoiled:
-            raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")
-        self.on_begin()
-        times = self._tempo.program(lane.pipeline, lane.stage, len(microbatches), lane.schedule)
-        compute_s = self._tempo.compute_s(lane.pipeline, lane.stage, len(microbatches))
+        microbatches = program.microbatches
+        if seat.lane_key in self.spoiled:
+            raise Violation(f"{self.place} computes over {label(seat.lane_key)}, which was given up half-way before")
+        times = self._tempo.program(seat.pipeline, seat.stage, len(microbatches), seat.schedule)
+        compute_s = self._tempo.compute_s(seat.pipeline, seat.stage, len(microbatches))
         self._running = running = _Running(self._clock(), times)
         try:
             done, began_s = 0, 0.0
-            for stop in section_stops(len(microbatches), num_sections):
+            for stop in section_stops(len(microbatches), program.num_sections):
                 is_last = stop == len(microbatches)
                 ends_s = times.end_s if is_last else times.backward_ends_s[stop - 1]
-                yield from self._run_section(work, lane, ends_s - began_s)
+                yield from self._run_section(work, seat, ends_s - began_s)
                 work.microbatches += microbatches[done:stop]
                 done, began_s = stop, ends_s
                 if not is_last:
-                    yield from self.begin_bank(work)
-        except (Interrupted, PeerLost) as error:
-            self.spoiled.add(lane.key)
+                    yield from self.carry_out(self.bank.begin(work.step))
+        except (Interrupted, PeerLost):
+            self.spoiled.add(seat.lane_key)
             self._end()
-            if isinstance(error, PeerLost):
-                self.standing.note_broken()
             raise
         self._end()
         self._busy_in_step.append((running.began_s, self._clock()))
         self._pace.add(compute_s, len(microbatches))
 
-    def _run_section(self, work: Work, lane: Lane, takes_s: float) -> Moves:
+    def _run_section(self, work: Work, seat: PlaceInPlan, takes_s: float) -> Moves:
         """Compute for a while; with a section on its way, look after it now and then."""
         stopped = self.standing.is_pipeline_stopped
-        parts = 3 if self.bank.is_busy else 1
+        parts = 3 if self.bank.section is not None and self.bank.section.failure is None else 1
         for part in range(parts):
             yield Wait(
                 f"a program of step {work.step}",
                 lambda: not stopped(),
                 stopped,
-                lambda: self.fabric.lacks_a_member(lane.key),
-                touches_network=len(lane.places) > 1,
+                lambda: self.fabric.lacks_a_member(seat.lane_key),
+                touches_network=len(seat.pipeline.places) > 1,
                 takes_s=takes_s / parts,
             )
             if part < parts - 1:
-                yield from self.bank.look()
-
-    def begin_bank(self, work: Work) -> Moves:
-        """Have what is done banked beside what follows; nothing is banked any more once that has failed."""
-        try:
-            yield from self.bank.settle()
-        except PeerLost:
-            return
-        except Interrupted:
-            if self.standing.is_pipeline_stopped():
-                raise
-            return
-        yield from pause("about to post a section")
-        if not self.standing.is_fenced():
-            mine, work.microbatches = tuple(work.microbatches), []
-            self.bank.begin(work.step, mine)
+                yield from self.carry_out(self.bank.look())
 
     def _end(self) -> None:
         self.note_microbatches()

@@ -44,9 +44,10 @@ class Records:
     def is_told(self, step: int) -> bool:
         return (self.edition, step) in self._told
 
-    def is_over(self, step: int) -> bool:
-        """Whether nothing comes after a step."""
-        return self.edition in self._over and self._over[self.edition].step == step
+    def over_after(self, step: int) -> RecordsOver | None:
+        """What was said, if it was that no step comes after this one."""
+        over = self._over.get(self.edition)
+        return over if over is not None and over.step == step else None
 
     def runs_of(self, step: int) -> tuple[RecordRun, ...]:
         return self._told[self.edition, step].runs if self.are_needed else ()

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
+from oobleck.control.groups import GroupKey
 from oobleck.control.messages import Order
 from oobleck.control.standing import Standing
 from oobleck.planner import LayerTransfer, Place
 
-from .fabric import Fabric, GroupKey, Violation, Wait
+from .fabric import Fabric, Violation, Wait
 from .layers import HeldLayers, Version
 from .moves import pause
 from .tempo import Tempo
 
-__all__ = ["Transfers", "transfer_key"]
-
-
-def transfer_key(order: Order) -> GroupKey:
-    """The group of all who send or receive layers."""
-    members = {place for item in order.transfers for place in (item.source, item.target)}
-    return GroupKey("transfer", order.generation, tuple(sorted(members)))
+__all__ = ["Transfers"]
 
 
 class Transfers:
@@ -37,16 +32,18 @@ class Transfers:
         self._tempo = tempo
         self._clock = clock
 
-    def exchange(self, order: Order, key: GroupKey, layers: HeldLayers) -> Generator[Wait, None, dict[int, Version]]:
-        """Send what an order has this worker send; return the layers that it receives."""
+    def exchange(
+        self, order: Order, key: GroupKey | None, layers: HeldLayers
+    ) -> Generator[Wait, None, dict[int, Version]]:
+        """Send what an order has this worker send; return the layers that it receives. None: it does neither."""
         for tag, item in enumerate(order.transfers):
-            if item.source == self._place:
+            if key is not None and item.source == self._place:
                 self._fabric.send(key, self._place, item.target, tag, layers.state(item.layer))
         yield from pause("sent layers")
         began_s, self.received_bytes = self._clock(), 0
         received: dict[int, Version] = {}
         for tag, item in enumerate(order.transfers):
-            if item.target == self._place:
+            if key is not None and item.target == self._place:
                 state = yield from self._receive(key, tag, item)
                 if received.setdefault(item.layer, state) != state:
                     raise Violation(f"{self._place} receives layer {item.layer} in parts of different versions")

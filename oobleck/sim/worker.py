@@ -1,15 +1,56 @@
-"""Virtual workers: they follow orders move by move as `training.engine` does, around the real `Standing`.
+"""Virtual workers: drivers of the follower and its `Standing`, like `training.engine`, in virtual time.
 
-The training thread is a generator that yields wherever the real one may be preempted or has to wait, so that
-whoever steps it chooses the interleaving. What must never happen, such as a sum that lacks a microbatch, raises
-`Violation` on the spot.
+What is done, and in which order, is `control.follower`'s. Here each effect becomes moves: the training thread is a
+generator that yields wherever the real one may be preempted or has to wait, so that whoever steps it chooses the
+interleaving. What must never happen, such as a layer that nobody sent, raises `Violation` on the spot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
+from typing import assert_never
 
+from oobleck.control.effects import (
+    FAILURES,
+    Adopt,
+    Agree,
+    Agreed,
+    Apply,
+    AwaitOrder,
+    AwaitRecords,
+    AwaitSection,
+    BankEffect,
+    BeginStep,
+    CompareReplicas,
+    Compute,
+    Effect,
+    Effects,
+    Evaluate,
+    Evaluation,
+    Exchange,
+    Fold,
+    ForgetStep,
+    FormGroups,
+    GiveBack,
+    KeepGroups,
+    Outcome,
+    PostSection,
+    PostTotals,
+    PrepareToSave,
+    ReadCheckpoint,
+    Reduce,
+    ReportFinished,
+    ReportResumed,
+    Save,
+    SaveEnd,
+    Say,
+    ShareLossScale,
+    TakeSums,
+    TakeTotals,
+)
+from oobleck.control.follower import Follower
+from oobleck.control.groups import Committee, GroupKey, PlaceInPlan
 from oobleck.control.messages import (
     CommitRecord,
     Fence,
@@ -21,7 +62,6 @@ from oobleck.control.messages import (
     RecordsFailed,
     RecordsOver,
     Resumed,
-    StepCommitted,
     StepRecords,
     StoreKeys,
     Survey,
@@ -29,23 +69,21 @@ from oobleck.control.messages import (
     WorkerBound,
     WorkerMessage,
 )
-from oobleck.control.sections import num_sections_of, shares_of
 from oobleck.control.standing import Interrupted, PeerLost, Standing
-from oobleck.errors import ShardUnreadable
 from oobleck.job import JobSpec
 from oobleck.planner import Place
 
-from .bank import Bank
+from .buckets import Bucket, buckets_of
 from .fabric import Contribution, Fabric, Violation, Wait
 from .groups import GroupTable
-from .lane import Lane, Reduction
 from .layers import HeldLayers, Version
 from .moves import Moves, pause
 from .program import Programs, Work
 from .records import Records
+from .sections import SectionSums
 from .shards import VirtualShards
 from .tempo import Tempo
-from .transfer import Transfers, transfer_key
+from .transfer import Transfers
 
 __all__ = ["VirtualWorker"]
 
@@ -80,7 +118,7 @@ class VirtualWorker:
         self.is_stuck = False
         """The process is stopped: neither of its threads does anything, and nobody notices by its connection."""
         self.taken: dict[int, tuple[RecordRun, ...]] = {}
-        """The records of the steps that it has agreed to commit."""
+        """The records of the steps that it has applied."""
         self._job = job
         self._say = say
         self._tempo = tempo
@@ -90,23 +128,24 @@ class VirtualWorker:
         self._layers = HeldLayers(place, num_microbatches=job.num_microbatches)
         self._groups = GroupTable(place, fabric, self.standing, put=say, form_group_s=tempo.form_group_s)
         self._transfers = Transfers(place, fabric, self.standing, tempo=tempo, clock=clock)
-        self._bank = Bank(self.standing, fabric, self._groups, self._layers, on_failed=self._say_failed)
-        self._programs = self.programs(
-            place, fabric, self.standing, self._bank, tempo=tempo, clock=clock, on_begin=self._say_resumed
+        self._follower = Follower(
+            job, place, self.standing, records=self._records if self._records.are_needed else None, evaluates=True
         )
-        self._order: Order | None = None
-        """The one whose plan is in force."""
-        self._lane: Lane | None = None
-        self._reduction: Reduction | None = None
+        self._sections = SectionSums(self.standing, fabric, self._groups, self._layers)
+        self._programs = self.programs(
+            place, fabric, self.standing, self._follower.bank, tempo=tempo, clock=clock, carry_out=self._carry_out
+        )
+        self._seat: PlaceInPlan | None = None
+        """In the plan in force; None for a spare."""
+        self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
+        """The groups in which the gradients of its layers are summed, those of the newest committee."""
         self._work: Work | None = None
-        self._base_done = False
-        self._segments_done: set[int] = set()
+        self._received: dict[int, Version] = {}
         self._reduced: dict[int, tuple[int, ...]] = {}
         self._reduce_s = 0.0
         """How long that takes under the plan in force."""
         self._step_ended_s = clock()
-        self._resumed_generation: int | None = None
-        self._thread = self._run()
+        self._thread = self._carry_out(self._follower.run())
         self.wait = next(self._thread)
 
     # --- what the environment does ---------------------------------------------------------------------------
@@ -171,89 +210,97 @@ class VirtualWorker:
         """End the wait with an error of the network."""
         self.wait = self._thread.throw(PeerLost(self.wait.what))
 
-    # --- the training thread ---------------------------------------------------------------------------------
+    # --- the training thread: effects become moves -------------------------------------------------------------
 
-    def _run(self) -> Moves:
+    def _carry_out(self, effects: Effects) -> Moves:
+        """Carry effects out, one after the other; what fails is for the follower to handle."""
+        outcome: Outcome = None
+        failure: Exception | None = None
         while True:
-            yield Wait("an order", lambda: self.standing.has_order)
-            order = self.standing.take_order()
-            assert order is not None
             try:
-                yield from self._follow(order)
-                if (yield from self._train()):
-                    self._say(Finished(device=self.place.device, applied=self.standing.applied))
-            except Interrupted:
-                continue
-            except PeerLost as error:
-                yield from pause("report")
-                self._say_failed(order.generation, error)
-            except ShardUnreadable as error:
-                yield from pause("report")
-                failed = RecordsFailed(
-                    device=self.place.device,
-                    generation=order.generation,
-                    shard=error.shard,
-                    position=error.position,
-                    problem=error.problem,
+                effect = effects.send(outcome) if failure is None else effects.throw(failure)
+            except StopIteration:
+                return
+            outcome, failure = None, None
+            try:
+                outcome = yield from self._do(effect)
+            except FAILURES as error:
+                failure = error
+
+    def _do(self, effect: Effect) -> Generator[Wait, None, Outcome]:
+        match effect:
+            case AwaitOrder():
+                return (yield from self._await_order())
+            case Compute():
+                yield from self._compute(effect)
+            case Reduce():
+                yield from self._reduce(effect)
+            case Agree():
+                return (yield from self._agree(effect))
+            case Apply(record=record):
+                yield from self._apply(record)
+            case ForgetStep():
+                self._work, self._reduced = None, {}
+                self._programs.forget_step()
+            case BeginStep(step=step):
+                yield from self._begin_step(step)
+            case Say(message=message):
+                if isinstance(message, PeerFailed | RecordsFailed):
+                    yield from pause("report")
+                self._say(message)
+            case ReportResumed(generation=generation):
+                self._report_resumed(generation)
+            case ReportFinished():
+                self._say(Finished(device=self.place.device, applied=self.standing.applied))
+            case AwaitRecords(step=step):
+                yield Wait(
+                    f"the records of step {step}",
+                    lambda: self._records.is_told(step) or self._records.over_after(step - 1) is not None,
+                    self.standing.is_fenced,
                 )
-                self._say(failed)
+            case Evaluate():
+                return (yield from self._evaluate(effect))
+            case FormGroups(keys=keys, committee=committee):
+                yield from self._groups.form(self._with_buckets(keys, committee))
+            case KeepGroups(keys=keys, committee=committee):
+                self._groups.keep(self._with_buckets(keys, committee))
+            case Exchange(order=order, key=key):
+                self._received = yield from self._transfers.exchange(order, key, self._layers)
+                yield from pause("about to adopt")
+            case Adopt():
+                yield from self._adopt(effect)
+            case ReadCheckpoint():
+                raise Violation(f"{self.place} has nothing to restore from: nothing is saved on virtual nodes")
+            case Save() | SaveEnd() | PrepareToSave() | CompareReplicas() | ShareLossScale():
+                pass  # nothing is saved on virtual nodes, and layers have no numbers
+            case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
+                return (yield from self._bank(effect))
+            case _:
+                assert_never(effect)
+        return None
 
-    def _follow(self, order: Order) -> Moves:
-        yield from pause("took an order")
-        if order.catch_up is not None and self.standing.catch_up(order.catch_up):
-            yield from self._apply(order.catch_up)
-        if order.catch_up_bank is not None:
-            self._bank.catch_up(order.catch_up_bank)
-        given_back = self._bank.give_back()
-        if self._work is not None:
-            self._work.microbatches += given_back
-        if order.finish is None:
-            self._forget_step()
-        elif self.standing.applied == order.finish - 1:
-            yield from self._finish(order, order.finish)
-        yield from self._adopt(order)
-
-    def _train(self) -> Generator[Wait, None, bool]:
-        order, lane, reduction = self._order, self._lane, self._reduction
-        if lane is None:
-            return False
+    def _await_order(self) -> Generator[Wait, None, Order]:
+        yield Wait("an order", lambda: self.standing.has_order)
+        order = self.standing.take_order()
         assert order is not None
-        assert reduction is not None
-        stop = False
-        while not stop and (yield from self._has_next()):
-            yield from self._compute(order, lane, self.standing.applied + 1, banks=True)
-            stop = yield from self._end_step(lane, reduction)
-        return True
+        yield from pause("took an order")
+        return order
+
+    def _report_resumed(self, generation: int) -> None:
+        self._say(
+            Resumed(
+                device=self.place.device,
+                generation=generation,
+                transfer_s=self._transfers.took_s,
+                received_bytes=self._transfers.received_bytes,
+                resumed_s=self._clock(),
+                busy_s=self._programs.busy_s,
+            )
+        )
 
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def _has_next(self) -> Generator[Wait, None, bool]:
-        step, records = self.standing.applied, self._records
-        if not records.are_needed or step >= self._job.max_steps:
-            return step < self._job.max_steps
-        if not records.is_told(step + 1):
-            self._say_resumed()
-            yield Wait(
-                f"the records of step {step + 1}",
-                lambda: records.is_told(step + 1) or records.is_over(step),
-                self.standing.is_fenced,
-            )
-        return records.is_told(step + 1)
-
-    def _compute(self, order: Order, lane: Lane, step: int, *, banks: bool = False) -> Generator[Wait, None, Work]:
-        work = self._work
-        if work is None or work.step != step:
-            work = yield from self._begin_step(step)
-        if not self._base_done:
-            self._read(work)
-            before = order.banked.microbatches if step == order.boundary + 1 else ()
-            number = num_sections_of(order.plan, before, order.num_sections) if banks else 1
-            yield from self._programs.execute(work, lane, shares_of(order.plan, before)[lane.index], number)
-            self._base_done = True
-        return work
-
-    def _begin_step(self, step: int) -> Generator[Wait, None, Work]:
-        self._forget_step()
+    def _begin_step(self, step: int) -> Moves:
         if self._records.are_needed:
             yield Wait(
                 f"the records of step {step}, to finish it",
@@ -261,63 +308,20 @@ class VirtualWorker:
                 self.standing.is_pipeline_stopped,
             )
         self._work = Work(step)
-        return self._work
 
-    def _read(self, work: Work) -> None:
-        try:
-            self._records.read(work.step)
-        except ShardUnreadable:
-            self.standing.note_broken()
-            raise
+    def _compute(self, program: Compute) -> Moves:
+        assert self._work is not None
+        assert self._seat is not None
+        self._records.read(program.step)
+        yield from self._programs.execute(self._work, self._seat, program)
 
-    def _say_failed(self, generation: int, error: PeerLost) -> None:
-        self._say(PeerFailed(device=self.place.device, generation=generation, detail=str(error)))
-
-    def _say_resumed(self) -> None:
-        generation, self._resumed_generation = self._resumed_generation, None
-        if generation is not None:
-            self._say(
-                Resumed(
-                    device=self.place.device,
-                    generation=generation,
-                    transfer_s=self._transfers.took_s,
-                    received_bytes=self._transfers.received_bytes,
-                    resumed_s=self._clock(),
-                    busy_s=self._programs.busy_s,
-                )
-            )
-
-    def _end_step(self, lane: Lane, reduction: Reduction) -> Generator[Wait, None, bool]:
-        """Reduce, commit and apply the step; returns whether all agreed to stop after it."""
-        work = self._work
-        assert work is not None
-        yield from self._bank.settle()
-        if self.standing.is_fenced():
-            raise Interrupted  # it may have left out a section, for which others wait in the same groups
-        mine = tuple(work.microbatches)
-        yield from self._reduce(reduction, work.step, mine)
-        yield from pause("about to commit")
-        wish = (_STOP,) if self.standing.is_stop_wanted or self._records.is_last(work.step) else ()
-        key = reduction.commit_key
-        sequence = self._groups.post(key, Contribution(work.step, (*wish, *(mine if lane.is_last else ()))))
-        said = yield from self._groups.sum(key, sequence, work.step)
-        yield from pause("agreed to commit")
-        num_stops = said.count(_STOP)
-        loss = self._bank.loss + len(said) - num_stops
-        if loss != self._job.num_microbatches:
-            raise Violation(f"step {work.step}: {self.place} knows the losses of {loss} microbatches")
-        record = self._record(work.step, key.generation)
-        self.standing.begin_apply(record)
-        if runs := self._records.runs_of(record.step):
-            self.taken[record.step] = runs
-        yield from self._apply(record)
-        return num_stops > 0
-
-    def _reduce(self, reduction: Reduction, step: int, mine: tuple[int, ...]) -> Moves:
+    def _reduce(self, effect: Reduce) -> Moves:
+        assert self._work is not None
+        mine, step = tuple(self._work.microbatches), effect.step
         runs = hash(self._records.runs_of(step))
         posted = [
             (key, layers, self._groups.post(key, Contribution(step, mine, (*self._layers.digests(layers), runs))))
-            for key, layers in reduction.buckets
+            for key, layers in self._buckets_of(effect.committee)
         ]
         yield from pause("posted the reductions")
         self._reduced = {}
@@ -327,7 +331,22 @@ class VirtualWorker:
             self._reduced.update(dict.fromkeys(layers, summed))
             takes_s = 0.0  # those of the first one cover all
         yield from pause("reduced")
-        self.standing.note_reduced(step)
+
+    def _agree(self, effect: Agree) -> Generator[Wait, None, Agreed]:
+        assert self._work is not None
+        yield from pause("about to commit")
+        key, step = effect.committee.key, effect.step
+        mine = tuple(self._work.microbatches) if self._tells else ()
+        sequence = self._groups.post(key, Contribution(step, (*((_STOP,) if effect.stop else ()), *mine)))
+        said = yield from self._groups.sum(key, sequence, step)
+        yield from pause("agreed to commit")
+        num_stops = said.count(_STOP)
+        return Agreed(self._record(step, key.generation), said[num_stops:], stop=num_stops > 0, save=False)
+
+    @property
+    def _tells(self) -> bool:
+        """It tells of microbatches: of a pipeline's stages, the last one knows of losses."""
+        return self._seat is not None and self._seat.is_last
 
     def _record(self, step: int, generation: int) -> CommitRecord:
         return CommitRecord(
@@ -343,71 +362,70 @@ class VirtualWorker:
         )
 
     def _apply(self, record: CommitRecord) -> Moves:
+        if runs := self._records.runs_of(record.step):
+            self.taken[record.step] = runs
         yield from pause("applying")
         self._layers.apply(self._reduced, record)
         self._step_ended_s = self._clock()
         self._programs.end_step()
-        self._bank.end_step()
-        self._forget_step()
         if (pace := self._programs.take_pace()) is not None:
             self._say(pace)
-        if self._lane is not None and (self._lane.stage == 0 or self._lane.is_last):
-            self._say(StepCommitted(device=self.place.device, record=record))
 
-    def _forget_step(self) -> None:
-        self._work = None
-        self._base_done = False
-        self._segments_done.clear()
-        self._programs.forget_step()
-        self._reduced = {}
-        self.standing.begin_step()
+    def _evaluate(self, effect: Evaluate) -> Generator[Wait, None, Evaluation]:
+        """All sum their losses, which takes no time here."""
+        key = effect.committee.key
+        sequence = self._groups.post(key, Contribution(effect.step, ()))
+        yield from self._groups.sum(key, sequence, effect.step)
+        self._step_ended_s = self._clock()
+        return Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
+
+    def _bank(self, effect: BankEffect) -> Generator[Wait, None, Outcome]:
+        match effect:
+            case PostSection(step=step, number=number):
+                yield from pause("about to post a section")
+                assert self._work is not None
+                mine, self._work.microbatches = tuple(self._work.microbatches), []
+                self._sections.post(number, step, mine)
+            case TakeSums():
+                return (yield from self._sections.take_sums())
+            case PostTotals():
+                yield from self._sections.post_totals()
+            case TakeTotals():
+                return (yield from self._sections.take_totals())
+            case Fold(record=record):
+                self._sections.fold(record)
+            case AwaitSection():
+                yield self._sections.arrival()
+            case GiveBack():
+                mine = self._sections.give_back()
+                if self._work is not None:
+                    self._work.microbatches += mine
+            case _:
+                assert_never(effect)
+        return None
 
     # --- from one plan to the next ---------------------------------------------------------------------------
 
-    def _finish(self, order: Order, step: int) -> Moves:
-        before, lane = self._order, self._lane
-        if before is None or lane is None:
-            return
-        reduction = Reduction.of(before.plan, lane, order.generation, order.lost)
-        if any(node in order.lost for node in lane.pipeline.nodes):
-            yield from self._begin_step(step)
-        else:
-            work = yield from self._compute(before, lane, step)
-            for segment in order.segments:
-                if segment.pipeline == lane.index and segment.segment not in self._segments_done:
-                    yield from self._programs.execute(work, lane, segment.microbatches)
-                    self._segments_done.add(segment.segment)
-        yield from self._groups.form(reduction.keys)
-        yield from self._end_step(lane, reduction)
+    def _with_buckets(self, keys: tuple[GroupKey, ...], committee: Committee | None) -> list[GroupKey]:
+        return [*keys, *([] if committee is None else (key for key, _ in self._buckets_of(committee)))]
 
-    def _adopt(self, order: Order) -> Moves:
-        moving = transfer_key(order)
-        keys = [moving] if self.place in moving.members else []
-        lane, reduction = Lane.find(order, self.place), None
-        if lane is not None:
-            reduction = Reduction.of(order.plan, lane, order.generation)
-            keys += [lane.key, *reduction.keys]
-        yield from self._groups.form(keys)
-        received = yield from self._transfers.exchange(order, moving, self._layers)
-        yield from pause("about to adopt")
-        wanted = () if lane is None else lane.layers
-        keeping = self._states_to_keep(order, wanted)
-        self.standing.adopt(order, wanted, tuple(keeping))
+    def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
+        if self._buckets is None or self._buckets[0] is not committee:
+            self._buckets = committee, buckets_of(committee, self.place)
+        return self._buckets[1]
+
+    def _adopt(self, effect: Adopt) -> Moves:
         yield from pause("adopting")
-        self._layers.adopt(wanted, received, keeping, initial=order.initial)
+        order, wanted = effect.order, tuple(effect.layers)
+        keeping = self._layers.states(effect.keep)
+        self._layers.adopt(wanted, self._received, keeping, initial=order.initial)
         self._records.edition = order.edition
-        if self._lane is None:
+        if self._seat is None:
             self._step_ended_s = self._clock()  # it has rested until now
-        self._order, self._lane, self._reduction = order, lane, reduction
+        self._seat, self._received = effect.place, {}
         self._reduce_s = self._tempo.reduce_s(order.plan)
-        self._bank.adopt(order.generation, order.banked, reduction, is_last=lane is not None and lane.is_last)
+        if effect.committee is not None:
+            self._sections.adopt(self._buckets_of(effect.committee), effect.committee.key, tells=self._tells)
         for layer, version in self.layers.items():
             if version.banked != order.banked.microbatches:
                 raise Violation(f"{self.place} adopts layer {layer} with {version.banked} banked, not {order.banked}")
-        self._groups.keep(keys)
-        self._resumed_generation = order.generation
-
-    def _states_to_keep(self, order: Order, wanted: tuple[int, ...]) -> dict[int, Version]:
-        if self.standing.applied != order.boundary or not self._bank.is_at(order.banked):
-            return {}
-        return self._layers.states({item.layer for item in order.transfers}.difference(wanted))

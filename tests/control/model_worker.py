@@ -5,15 +5,16 @@ A fault may strike between any two of them, and messages between stages may be l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from oobleck.control.effects import Compute
+from oobleck.control.groups import PlaceInPlan
 from oobleck.control.messages import WorkerMessage
 from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.job import JobSpec
 from oobleck.planner import Place, Profile
 from oobleck.schedule import Instruction, Op, compile_schedule
-from oobleck.sim.fabric import Fabric, Violation, Wait
-from oobleck.sim.lane import Lane
+from oobleck.sim.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.moves import Moves
 from oobleck.sim.program import Programs, Work
 from oobleck.sim.shards import VirtualShards
@@ -26,67 +27,61 @@ __all__ = ["SteppedWorker"]
 class SteppedPrograms(Programs):
     """Programs without a clock, with messages between stages."""
 
-    def execute(self, work: Work, lane: Lane, microbatches: Sequence[int], num_sections: int = 1) -> Moves:
+    def execute(self, work: Work, seat: PlaceInPlan, program: Compute) -> Moves:
         schedule = compile_schedule(
-            lane.schedule,
-            num_stages=len(lane.places),
-            num_microbatches=len(microbatches),
-            num_sections=num_sections,
+            seat.schedule,
+            num_stages=seat.num_stages,
+            num_microbatches=len(program.microbatches),
+            num_sections=program.num_sections,
             commits=False,
         )
-        if self.standing.is_broken:
-            raise PeerLost("a program of this step failed half-way before")
-        self.on_begin()
         try:
-            for instruction in schedule.programs[lane.stage]:
+            for instruction in schedule.programs[seat.stage]:
                 assert instruction.microbatch is not None
                 if instruction.op is Op.BANK:
-                    yield from self.begin_bank(work)
+                    yield from self.carry_out(self.bank.begin(work.step))
                 else:
-                    yield from self._instruct(instruction, microbatches[instruction.microbatch], work, lane)
-                    yield from self.bank.look()
-        except PeerLost:
-            self.spoiled.add(lane.key)
-            self.standing.note_broken()
-            raise
-        except Interrupted:
-            self.spoiled.add(lane.key)
+                    yield from self._instruct(instruction, program.microbatches[instruction.microbatch], work, seat)
+                    yield from self.carry_out(self.bank.look())
+        except (Interrupted, PeerLost):
+            self.spoiled.add(seat.lane_key)
             raise
 
-    def _instruct(self, instruction: Instruction, microbatch: int, work: Work, lane: Lane) -> Moves:
+    def _instruct(self, instruction: Instruction, microbatch: int, work: Work, seat: PlaceInPlan) -> Moves:
         stopped = self.standing.is_pipeline_stopped
         match instruction.op:
             case Op.LOAD:
                 yield Wait("load", lambda: not stopped(), stopped)
             case Op.RECV_F | Op.RECV_B:
-                yield from self._receive(instruction.op, microbatch, work, lane)
+                yield from self._receive(instruction.op, microbatch, work, seat)
             case Op.SEND_F | Op.SEND_B:
                 forward = instruction.op is Op.SEND_F
-                target = lane.places[lane.stage + (1 if forward else -1)]
-                yield Wait("send", lambda: True, can_fail=lambda: self.fabric.lacks_a_member(lane.key))
+                target = seat.pipeline.places[seat.stage + (1 if forward else -1)]
+                yield Wait("send", lambda: True, can_fail=lambda: self.fabric.lacks_a_member(seat.lane_key))
                 tag = 2 * microbatch + (not forward)
-                self.fabric.send(lane.key, self.place, target, tag, (work.step, microbatch))
+                self.fabric.send(seat.lane_key, self.place, target, tag, (work.step, microbatch))
             case Op.BACKWARD_INPUT:
                 yield Wait("backward_input", lambda: not stopped(), stopped)
             case Op.BACKWARD | Op.BACKWARD_WEIGHT:
                 yield Wait("backward", lambda: not stopped(), stopped)
-                if lane.key in self.spoiled:
-                    raise Violation(f"{self.place} computes over {lane.key.name}, which was given up half-way before")
+                if seat.lane_key in self.spoiled:
+                    group = label(seat.lane_key)
+                    raise Violation(f"{self.place} computes over {group}, which was given up half-way before")
                 self.standing.note_microbatch()
                 work.microbatches.append(microbatch)
 
-    def _receive(self, op: Op, microbatch: int, work: Work, lane: Lane) -> Moves:
+    def _receive(self, op: Op, microbatch: int, work: Work, seat: PlaceInPlan) -> Moves:
         forward = op is Op.RECV_F
-        source = lane.places[lane.stage + (-1 if forward else 1)]
+        source = seat.pipeline.places[seat.stage + (-1 if forward else 1)]
         tag = 2 * microbatch + (not forward)
         yield Wait(
             f"{op.value} of microbatch {microbatch} of step {work.step}",
-            lambda: self.fabric.has_mail(lane.key, source, self.place, tag),
+            lambda: self.fabric.has_mail(seat.lane_key, source, self.place, tag),
             self.standing.is_pipeline_stopped,
-            lambda: self.fabric.lacks_a_member(lane.key),
+            lambda: self.fabric.lacks_a_member(seat.lane_key),
             touches_network=True,
         )
-        received = self.fabric.receive(lane.key, source, self.place, tag)
+        received = self.fabric.receive(seat.lane_key, source, self.place, tag)
         if received != (work.step, microbatch):
             raise Violation(f"{self.place} wants microbatch {microbatch} of step {work.step}, got {received}")
 
