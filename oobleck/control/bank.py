@@ -159,6 +159,7 @@ class Bank:
         """Give up the section on its way: it counts as work that was done of the step, not banked."""
         section, self.section = self.section, None
         if section is not None:
+            self._standing.give_back_section()
             yield GiveBack(section.number)
 
     # --- how it moves --------------------------------------------------------------------------------------

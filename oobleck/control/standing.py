@@ -186,6 +186,11 @@ class Standing:
             self._check_fence()
             self._bank_reduced = number
 
+    def give_back_section(self) -> None:
+        """Note that the sums of the section on its way are dropped: nobody has banked it, and it cannot be banked."""
+        with self._lock:
+            self._bank_reduced = None
+
     def bank(self, record: BankRecord) -> None:
         """Pass the point of no return of a section: no failure of others takes it any more.
 

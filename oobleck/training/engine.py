@@ -1,63 +1,116 @@
-"""The training thread's work: run steps, end them together, and follow orders from one plan to the next.
+"""The training thread's work: a driver of the follower, with torch and process groups.
 
-What is decided elsewhere arrives as an order; the engine carries it out and never chooses. What was computed of the
-step in flight (`step.py`) lasts until the step is applied or forgotten, what is banked of it (`banking.py`) until it is
-applied; a plan gives and takes layers (`holdings.py`).
+What is done with an order, and what comes first, is `control.follower`'s; the engine carries its effects out and never
+chooses. What was computed of the step in flight (`step.py`) lasts until the step is applied or forgotten, what is
+banked of it (`sections.py`) until it is applied; a plan gives and takes layers (`holdings.py`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn, assert_never
 
 import torch
 
-from oobleck.control.sections import shares_of
-from oobleck.control.standing import Interrupted, PeerLost, Standing
+from oobleck.control.effects import (
+    Adopt,
+    Agree,
+    Agreed,
+    Apply,
+    AwaitOrder,
+    AwaitRecords,
+    AwaitSection,
+    BeginStep,
+    CompareReplicas,
+    Compute,
+    Effect,
+    Effects,
+    Evaluate,
+    Evaluation,
+    Exchange,
+    Fold,
+    ForgetStep,
+    FormGroups,
+    GiveBack,
+    KeepGroups,
+    Outcome,
+    PostSection,
+    PostTotals,
+    PrepareToSave,
+    ReadCheckpoint,
+    Reduce,
+    ReportFinished,
+    ReportResumed,
+    Save,
+    SaveEnd,
+    Say,
+    ShareLossScale,
+    TakeSums,
+    TakeTotals,
+    drive,
+)
+from oobleck.control.follower import Follower
+from oobleck.control.groups import Committee, GroupKey, PlaceInPlan
+from oobleck.control.standing import Standing
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import Place
 from oobleck.wire import (
     CommitRecord,
     Evaluating,
     EvaluationDone,
+    Finished,
     LayersMoving,
     Order,
     Pace,
     PeerFailed,
+    RecordsFailed,
     ReplicaDigests,
+    RestoreFailed,
     Resumed,
     StepCommitted,
 )
 
-from .banking import Account, Bank
 from .data import Dataset
 from .digests import digest_of
 from .evaluation import Evaluator
 from .executor import Lane
-from .groups import Group, GroupKey, GroupTable
+from .groups import Group, GroupTable
 from .holdings import Holdings
 from .models import ModelStructure, StageModel
 from .optimizer import Optimizer
-from .place_in_plan import PlaceInPlan
 from .precision import Precision
-from .reduction import Bucket, GradientReducer, commit, commit_key, make_buckets, squared_norm
+from .reduction import GradientReducer, commit, make_buckets, squared_norm
 from .saving import Saving
+from .sections import SectionGroups, SectionSums
 from .signals import Signals
 from .step import StepInFlight
 from .tensor_parallel import Share, install
 from .timesheet import Timesheet
-from .transfer import exchange_layers, transfer_key
+from .transfer import LayerState, exchange_layers
 
 __all__ = ["Engine"]
 
-Report = StepCommitted | Resumed | Evaluating | EvaluationDone | PeerFailed | Pace | LayersMoving | ReplicaDigests
+Report = (
+    StepCommitted
+    | Resumed
+    | Finished
+    | Evaluating
+    | EvaluationDone
+    | PeerFailed
+    | RecordsFailed
+    | RestoreFailed
+    | Pace
+    | LayersMoving
+    | ReplicaDigests
+)
 
 
 class Engine:
-    """Everything that one worker trains with. Only the training thread touches it."""
+    """Everything that one worker trains with. Only the training thread touches it; `run` is all that it does."""
 
     def __init__(
         self,
@@ -74,8 +127,10 @@ class Engine:
         signals: Signals,
         standing: Standing,
         saving: Saving | None,
+        next_order: Callable[[], Order],
         report: Callable[[Report], None],
     ) -> None:
+        """`next_order` waits for an order and takes it; `report` tells the master."""
         self._job = job
         self._place = place
         self._share = share
@@ -87,6 +142,7 @@ class Engine:
         self._signals = signals
         self._standing = standing
         self._saving = saving
+        self._next_order = next_order
         self._report = report
         self._records = dataset.records
         self._precision = Precision.of(job.dtype)
@@ -105,114 +161,162 @@ class Engine:
             if validation is not None and job.eval_steps
             else None
         )
-        self._bank = Bank(
+        self._follower = Follower(job, place, standing, records=dataset.records, evaluates=self._evaluator is not None)
+        self._sections = SectionSums(
+            self._follower.bank,
             standing,
             groups,
             signals,
             num_microbatches=job.num_microbatches,
             tells=self._share.rank == 0,
-            on_banked=lambda: self._holdings.let_go_of_kept(),
-            on_failed=self._say_failed,
+            work=lambda: self._step.work,
+            carry_out=self._drive,
+            on_folded=lambda: self._holdings.let_go_of_kept(),
         )
         self._holdings = Holdings(
-            job, place, whole=structure, share=share, model=self._model, optimizer=optimizer, bank=self._bank
+            job, place, whole=structure, share=share, model=self._model, optimizer=optimizer, sections=self._sections
         )
         self._timesheet = Timesheet(place.device)
         self._step = StepInFlight(
             job,
             dataset,
             self._model,
-            bank=self._bank,
+            bank=self._follower.bank,
+            sections=self._sections,
             standing=standing,
             signals=signals,
             timesheet=self._timesheet,
-            on_compute=self._say_resumed,
         )
-        self._plan: ExecutionPlan | None = None
         self._lane: Lane | None = None
-        self._reducer: GradientReducer | None = None
-        self._commit_key: GroupKey | None = None
-        self._resumed_generation: int | None = None
+        self._reducer: tuple[Committee, GradientReducer] | None = None
+        """Of the newest committee."""
+        self._received: dict[int, LayerState] = {}
+        """Layers that have come, until a plan that takes them is in force."""
+        self._formed_s = 0.0
         self._transfer_s = 0.0
         self._received_bytes = 0
 
-    def follow(self, order: Order) -> None:
-        """Carry an order out up to the point where its plan is in force.
+    def run(self) -> NoReturn:
+        """Follow orders for ever."""
+        self._drive(self._follower.run())
+        raise AssertionError("the follower never ends")
 
-        Raises Interrupted or PeerLost, and CorruptCheckpoint where an order to restore one cannot be followed.
-        """
-        if order.catch_up is not None and self._standing.catch_up(order.catch_up):
-            self._apply(order.catch_up)
-        if order.catch_up_bank is not None:
-            self._bank.catch_up(order.catch_up_bank)
-        self._bank.give_back(self._step.work)
-        if order.finish is None:
-            self._step.forget()
-        elif self._standing.applied == order.finish - 1:
-            self._finish(order, order.finish)
-        self._adopt(order)
+    def _drive(self, effects: Effects) -> None:
+        drive(effects, self._carry_out)
 
-    def train(self) -> bool:
-        """Run steps to the job's last one, or to the one whose commit agrees to stop; False for a spare.
+    def _carry_out(self, effect: Effect) -> Outcome:
+        """Carry one effect out. Raises what the effect may raise."""
+        match effect:
+            case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
+                return self._sections.carry_out(effect)
+            case Compute():
+                self._compute(effect)
+            case Reduce(committee=committee):
+                self._step.reduced = self._reducer_of(committee).finish(
+                    self._standing.is_fenced, plus=self._sections.sums
+                )
+            case Agree():
+                return self._agree(effect)
+            case Apply(record=record):
+                self._apply(record)
+            case ForgetStep():
+                self._step.forget()
+            case BeginStep(step=step):
+                self._step.begin(step, scale=self._holdings.scale)
+            case Save(record=record, committee=committee):
+                self._save(record, committee)
+            case PrepareToSave(committee=committee):
+                if self._saving is not None:
+                    self._saving.prepare(committee.plan, self._holdings.named_state)
+            case SaveEnd():
+                self._save_end(effect)
+            case CompareReplicas(record=record):
+                self._tell_digests(record)
+            case Say(message=message):
+                self._report(message)
+            case ReportResumed(generation=generation):
+                self._report_resumed(generation)
+            case ReportFinished():
+                self._report_finished()
+            case AwaitRecords(step=step):
+                self._await_records(step)
+            case Evaluate():
+                return self._evaluate(effect)
+            case AwaitOrder():
+                return self._next_order()
+            case FormGroups(keys=keys, committee=committee):
+                self._groups.form([*keys, *self._bucket_keys(committee)], self._standing.is_fenced)
+                self._formed_s = time.monotonic()
+            case KeepGroups(keys=keys, committee=committee):
+                self._groups.keep_only([*keys, *self._bucket_keys(committee)])
+            case ReadCheckpoint(order=order, layers=layers):
+                assert order.restore is not None
+                assert self._saving is not None
+                self._holdings.read(order.restore, layers, order.transfers, self._saving)
+            case Exchange():
+                self._exchange(effect)
+            case ShareLossScale(committee=committee, is_current=is_current):
+                sum_up = None if committee is None else partial(self._sum_over, committee)
+                self._holdings.agree_on_loss_scale(sum_up, is_current=is_current)
+            case Adopt():
+                self._adopt(effect)
+            case _:
+                assert_never(effect)
+        return None
 
-        Raises Interrupted or PeerLost.
-        """
-        if self._lane is None:
-            return False
-        assert self._plan is not None
-        assert self._reducer is not None
-        assert self._commit_key is not None
-        stop = False
-        if not self._bank.before:  # else in the middle of a step, before which it was done
-            self._evaluate(self._plan, self._lane, self._commit_key)
-        while not stop and self._has_next(self._plan):
-            self._compute(self._plan, self._lane, self._standing.applied + 1, reducer=self._reducer)
-            stop = self._end_step(self._reducer, self._commit_key)
-            if not stop:
-                self._evaluate(self._plan, self._lane, self._commit_key)
-        return True
+    # --- words -----------------------------------------------------------------------------------------------
 
-    def _evaluate(self, plan: ExecutionPlan, lane: Lane, key: GroupKey) -> None:
-        """Evaluate the model if it is due. Raises Interrupted or PeerLost."""
-        step = self._standing.applied
-        if self._evaluator is None or not self._job.is_evaluated(step):
-            return
-        located = plan.locate(self._place)
-        assert located is not None
-        self._say_resumed()
-        # An evaluation may be given up half-way, which leaves sums that nobody completes: they have a group of their
-        # own, that is not used again then.
-        places = plan.pipelines[located[0]].stages[located[1]].places
-        with self._summing_over(GroupKey("evaluation", key.generation, places), self._standing.is_fenced):
-            outcome = self._evaluator.run(
-                step,
-                model=self._model,
-                lane=lane,
-                share=(located[0], len(plan.pipelines)),
-                generation=key.generation,
-                everyone=self._groups[key] if len(key.members) > 1 else None,
-                interrupted=self._standing.is_fenced,
-            )
-        self._timesheet.begin_step()
-        if lane.is_first or lane.is_last:
-            done = EvaluationDone(
-                device=self._place.device,
-                step=step,
-                loss=outcome.loss,
-                num_samples=outcome.num_samples,
-                duration_s=outcome.duration_s,
-            )
-            self._report(done)
+    def _report_resumed(self, generation: int) -> None:
+        resumed = Resumed(
+            device=self._place.device,
+            generation=generation,
+            transfer_s=self._transfer_s,
+            received_bytes=self._received_bytes,
+            resumed_s=time.monotonic(),
+            busy_s=self._timesheet.busy_s,
+        )
+        self._report(resumed)
 
-    def _say_failed(self, generation: int, error: PeerLost) -> None:
-        self._report(PeerFailed(device=self._place.device, generation=generation, detail=str(error)))
+    def _report_finished(self) -> None:
+        computed_s, waited_s = self._timesheet.spent()
+        finished = Finished(
+            device=self._place.device,
+            applied=self._standing.applied,
+            computed_s=computed_s,
+            waited_s=waited_s,
+        )
+        self._report(finished)
 
     def _say_evaluating(self, step: int) -> None:
         self._report(Evaluating(device=self._place.device, step=step))
 
-    def time_spent(self) -> tuple[float, float]:
-        """Seconds of the latest steps in which this worker computed, and in which it waited for others."""
-        return self._timesheet.spent()
+    def _tell_digests(self, record: CommitRecord) -> None:
+        layers = tuple(self._model.layers)
+        digests = tuple(digest_of(self._holdings.named_state(layer).values()) for layer in layers)
+        self._report(
+            ReplicaDigests(
+                device=self._place.device,
+                step=record.step,
+                generation=record.generation,
+                layers=layers,
+                digests=digests,
+            )
+        )
+
+    # --- a step ----------------------------------------------------------------------------------------------
+
+    def _await_records(self, step: int) -> None:
+        records = self._records
+        assert records is not None
+        self._signals.wait(
+            lambda: records.is_told(step) or records.over_after(step - 1) is not None, self._standing.is_fenced
+        )
+        self._timesheet.begin_step()
+
+    def _compute(self, program: Compute) -> None:
+        assert self._lane is not None
+        assert self._reducer is not None
+        self._step.execute(self._lane, program, self._reducer[1])
 
     def _sum_in_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the devices that share the stage, in place. Raises Interrupted or PeerLost."""
@@ -220,140 +324,37 @@ class Engine:
         self._stage_sums.all_reduce(tensor, self._signals).wait(self._stage_stops)
         return tensor
 
-    @contextmanager
-    def _summing_over(self, key: GroupKey, interrupted: Callable[[], bool]) -> Iterator[None]:
-        """Within the block the devices of the stage sum in this group, formed if need be, until `interrupted`."""
-        if len(key.members) == 1:
-            yield
-            return
-        self._groups.form([key], interrupted)
-        before = self._stage_sums, self._stage_stops
-        self._stage_sums, self._stage_stops = self._groups[key], interrupted
-        try:
-            yield
-        finally:
-            self._stage_sums, self._stage_stops = before
-
-    # --- a step ----------------------------------------------------------------------------------------------
-
-    def _compute(self, plan: ExecutionPlan, lane: Lane, step: int, *, reducer: GradientReducer | None = None) -> None:
-        """Compute the pipeline's own share of a step, unless that is done. Raises Interrupted or PeerLost."""
-        located = plan.locate(self._place)
-        assert located is not None
-        microbatches = shares_of(plan, self._bank.before)[located[0]]
-        self._step.compute(step, lane, microbatches, scale=self._holdings.scale, reducer=reducer)
-
-    def _has_next(self, plan: ExecutionPlan) -> bool:
-        """Whether another step comes; where that is not known yet, wait. What is not saved at the end is, now."""
-        step, records = self._standing.applied, self._records
-        if records is None or step >= self._job.max_steps:
-            return step < self._job.max_steps
-        if not records.is_told(step + 1):
-            self._say_resumed()
-            self._signals.wait(
-                lambda: records.is_told(step + 1) or records.over_after(step) is not None, self._standing.is_fenced
-            )
-            self._timesheet.begin_step()
-        if records.is_told(step + 1):
-            return True
-        over = records.over_after(step)
-        assert over is not None
-        if over.save and self._saving is not None:
-            self._saving.save(plan, (), step, over.generation, self._holdings.named_state, position=over.position)
-            self._settle()
-        return False
-
-    def _say_resumed(self) -> None:
-        """Report once after each adoption, at the first computation under the new plan."""
-        generation, self._resumed_generation = self._resumed_generation, None
-        if generation is not None:
-            resumed = Resumed(
-                device=self._place.device,
-                generation=generation,
-                transfer_s=self._transfer_s,
-                received_bytes=self._received_bytes,
-                resumed_s=time.monotonic(),
-                busy_s=self._timesheet.busy_s,
-            )
-            self._report(resumed)
-
-    def _end_step(self, reducer: GradientReducer, key: GroupKey, *, lost: Collection[str] = ()) -> bool:
-        """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
-        work = self._step.work
+    def _agree(self, effect: Agree) -> Agreed:
+        """Take part in the commit's all-reduce. Raises Interrupted or PeerLost."""
+        work, committee = self._step.work, effect.committee
         assert work is not None
-        interrupted = self._standing.is_fenced
-        self._bank.settle()
-        if interrupted():
-            raise Interrupted  # it may have left out a section, for which others wait in the same groups
-        reduced = self._step.reduced = reducer.finish(interrupted, plus=self._bank.sums)
-        self._standing.note_reduced(work.step)
         outcome = commit(
-            key,
+            committee.key,
             # The other devices of the stage have the same to tell.
             loss=work.loss if self._share.rank == 0 else 0.0,
-            squared_grad_norm=squared_norm(reducer.buckets, reduced, self._place),
-            stop=self._standing.is_stop_wanted or (self._records is not None and self._records.is_last(work.step)),
-            save=self._saving is not None and self._saving.is_wanted(work.step),
+            squared_grad_norm=squared_norm(self._reducer_of(committee).buckets, self._step.reduced, self._place),
+            stop=effect.stop,
+            save=self._saving is not None and self._saving.is_wanted(effect.step),
             counts=work.counts if self._share.rank == 0 else {},
-            banked=self._bank.microbatches,
             num_microbatches=self._job.num_microbatches,
             groups=self._groups,
             signals=self._signals,
-            interrupted=interrupted,
+            interrupted=self._standing.is_fenced,
         )
-        assert outcome.repeated == outcome.missing == 0, f"step {work.step}: microbatches counted {outcome.counts}"
         record = CommitRecord(
-            step=work.step,
-            generation=key.generation,
-            loss=self._bank.loss + outcome.loss,
+            step=effect.step,
+            generation=committee.generation,
+            loss=self._follower.bank.loss + outcome.loss,
             grad_norm=outcome.grad_norm / self._holdings.scale,
             loss_scale=self._holdings.scale,
             is_skipped=self._precision.scales_loss and not math.isfinite(outcome.grad_norm),
-            learning_rate=self._optimizer.learning_rate(work.step),
+            learning_rate=self._optimizer.learning_rate(effect.step),
             num_samples=work.num_samples,
-            samples_repeated=outcome.repeated * self._job.microbatch_size,
-            samples_missing=outcome.missing * self._job.microbatch_size,
+            samples_repeated=0,
+            samples_missing=0,
             duration_s=self._timesheet.step_s,
         )
-        self._standing.begin_apply(record)
-        self._apply(record)
-        self._save(lost, record, is_wanted=outcome.save or outcome.stop)
-        self._tell_digests(record)
-        return outcome.stop
-
-    def _save(self, lost: Collection[str], record: CommitRecord, *, is_wanted: bool) -> None:
-        """Save this worker's share after a step, if all agreed to in its commit or training ends with it."""
-        if self._saving is None:
-            return
-        assert self._plan is not None
-        if is_wanted or record.step == self._job.max_steps:
-            position = None if self._records is None else self._records.position
-            self._saving.save(
-                self._plan, lost, record.step, record.generation, self._holdings.named_state, position=position
-            )
-        elif not lost:
-            self._saving.prepare(self._plan, self._holdings.named_state)
-
-    def _settle(self) -> None:
-        """Have nothing changed that is still being saved."""
-        if self._saving is not None:
-            self._saving.settle()
-
-    def _tell_digests(self, record: CommitRecord) -> None:
-        """Let the copies of layers be compared, after every so many steps."""
-        every = self._job.checkpoint.compare_steps
-        if every and record.step % every == 0:
-            layers = tuple(self._model.layers)
-            digests = tuple(digest_of(self._holdings.named_state(layer).values()) for layer in layers)
-            self._report(
-                ReplicaDigests(
-                    device=self._place.device,
-                    step=record.step,
-                    generation=record.generation,
-                    layers=layers,
-                    digests=digests,
-                )
-            )
+        return Agreed(record, outcome.counted, stop=outcome.stop, save=outcome.save)
 
     def _apply(self, record: CommitRecord) -> None:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
@@ -369,63 +370,79 @@ class Engine:
         self._holdings.loss_scale = scale.after(is_skipped=record.is_skipped)
         self._timesheet.end_step()
         self._holdings.let_go_of_kept()
-        self._bank.end_step()
-        self._step.forget()
+        self._sections.end_step()
         if (pace := self._timesheet.take_pace()) is not None:
             self._report(pace)
-        if self._lane is not None and (self._lane.is_first or self._lane.is_last):
-            self._report(StepCommitted(device=self._place.device, record=record))
+
+    def _save(self, record: CommitRecord, committee: Committee) -> None:
+        if self._saving is not None:
+            position = None if self._records is None else self._records.position
+            self._saving.save(
+                committee.plan,
+                committee.lost,
+                record.step,
+                record.generation,
+                self._holdings.named_state,
+                position=position,
+            )
+
+    def _save_end(self, effect: SaveEnd) -> None:
+        if self._saving is not None:
+            plan, over = effect.committee.plan, effect.over
+            self._saving.save(plan, (), over.step, over.generation, self._holdings.named_state, position=over.position)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Have nothing changed that is still being saved."""
+        if self._saving is not None:
+            self._saving.settle()
+
+    def _evaluate(self, effect: Evaluate) -> Evaluation:
+        """Evaluate the model. Raises Interrupted or PeerLost."""
+        committee, interrupted = effect.committee, self._standing.is_fenced
+        located = committee.plan.locate(self._place)
+        assert located is not None
+        assert self._lane is not None
+        assert self._evaluator is not None
+        with self._evaluation_sums(effect, interrupted):
+            outcome = self._evaluator.run(
+                effect.step,
+                model=self._model,
+                lane=self._lane,
+                share=(located[0], len(committee.plan.pipelines)),
+                generation=committee.generation,
+                everyone=self._groups[committee.key] if len(committee.key.members) > 1 else None,
+                interrupted=interrupted,
+            )
+        self._timesheet.begin_step()
+        return outcome
+
+    @contextmanager
+    def _evaluation_sums(self, effect: Evaluate, interrupted: Callable[[], bool]) -> Iterator[None]:
+        """Within the block the devices of the stage sum in the evaluation's own group, until `interrupted`."""
+        key = effect.stage_key
+        if len(key.members) == 1:
+            yield
+            return
+        self._groups.form([key], interrupted)
+        before = self._stage_sums, self._stage_stops
+        self._stage_sums, self._stage_stops = self._groups[key], interrupted
+        try:
+            yield
+        finally:
+            self._stage_sums, self._stage_stops = before
 
     # --- from one plan to the next -----------------------------------------------------------------------------
 
-    def _finish(self, order: Order, step: int) -> None:
-        """Finish the step in flight under the old plan, without the nodes that it lost.
-
-        Members of whole pipelines complete their share and the extra segments; the others contribute zeros, and
-        so receive the sums and stay current.
-        """
-        plan, lane = self._plan, self._lane
-        if plan is None or lane is None:
-            return  # a spare, or a newcomer: it takes no part in the old plan
-        located = plan.locate(self._place)
-        assert located is not None
-        pipeline = plan.pipelines[located[0]]
-        buckets, key = self._reduction_keys(plan, order.generation, order.lost)
-        if any(node in order.lost for node in pipeline.nodes):
-            self._step.begin(step, scale=self._holdings.scale)
-        else:
-            self._compute(plan, lane, step)
-            for segment in order.segments:
-                if segment.pipeline == located[0]:
-                    self._step.compute_segment(lane, segment)
-        self._groups.form([key, *(bucket.key for bucket in buckets)], self._standing.is_fenced)
-        self._end_step(self._reducer_of(buckets), key, lost=order.lost)
-
-    def _adopt(self, order: Order) -> None:
-        """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
-        plan = order.plan
-        place = PlaceInPlan.find(plan, self._place, order.pipeline_generations)
-        moving = transfer_key(order.transfers, order.generation)
-        if moving is not None and self._place not in moving.members:
-            moving = None
-        buckets: tuple[Bucket, ...] = ()
-        commit_group: GroupKey | None = None
-        keys = [] if moving is None else [moving]
-        if place is not None:
-            buckets, commit_group = self._reduction_keys(plan, order.generation)
-            keys += [place.lane_key, place.stage_key, commit_group, *(bucket.key for bucket in buckets)]
-        self._groups.form(keys, self._standing.is_fenced)
-        began_s = time.monotonic()
-        layers = place.layers if place is not None else range(0)
-        if order.restore is not None:
-            assert not order.banked.microbatches, "a checkpoint is of a whole step"
-            assert self._saving is not None
-            self._holdings.read(order.restore, layers, order.transfers, self._saving)
+    def _exchange(self, effect: Exchange) -> None:
+        """Exchange the layers that change hands. Raises Interrupted or PeerLost."""
+        order = effect.order
         has_bank = bool(order.banked.microbatches)
-        states = exchange_layers(
+        self._received = {}
+        self._received = exchange_layers(
             order.transfers,
             place=self._place,
-            group=None if moving is None else self._groups[moving],
+            group=None if effect.key is None else self._groups[effect.key],
             state_of=partial(self._holdings.state_of, has_bank=has_bank),
             empty_state=partial(self._holdings.empty_state, has_bank=has_bank),
             size_of=partial(self._holdings.state_size, has_bank=has_bank),
@@ -441,62 +458,55 @@ class Engine:
             signals=self._signals,
             interrupted=self._standing.is_fenced,
         )
-        self._transfer_s = time.monotonic() - began_s
-        self._received_bytes = sum(tensor.nbytes for state in states.values() for tensor in state)
-        is_current = self._standing.applied == order.boundary
-        self._holdings.agree_on_loss_scale(
-            None if commit_group is None else partial(self._sum_over, commit_group),
-            is_current=is_current or order.restore is not None,
-        )
-        keep = self._holdings.to_keep(order, layers, is_current=is_current)
-        self._standing.adopt(order, tuple(layers), tuple(keep))
+        self._transfer_s = time.monotonic() - self._formed_s
+        self._received_bytes = sum(tensor.nbytes for state in self._received.values() for tensor in state)
+
+    def _sum_over(self, committee: Committee, vector: torch.Tensor) -> None:
+        """Add a vector up over all who commit together, in place. Raises Interrupted or PeerLost."""
+        if len(committee.key.members) > 1:
+            self._groups[committee.key].all_reduce(vector, self._signals).wait(self._standing.is_fenced)
+
+    def _adopt(self, effect: Adopt) -> None:
+        """Hold the layers of a plan. Nothing can interrupt this: the plan is in force."""
+        order, place, committee = effect.order, effect.place, effect.committee
         if self._records is not None:
             self._records.follow(order.edition, step=order.boundary)
         if self._lane is None:
             self._timesheet.begin_step()  # it has rested until now
-        self._plan, self._commit_key, self._lane = plan, commit_group, None
+        self._lane = None
         self._settle()
-        sums = self._holdings.take(layers, states, keep=keep, order=order)
-        self._reducer = self._reducer_of(buckets)
-        self._bank.adopt(self._account_of(order, commit_group, self._reducer), sums)
-        if place is not None:
-            group = self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None
-            self._lane = Lane(
-                stage=place.stage,
-                num_stages=place.num_stages,
-                group=group,
-                rank=self._share.rank,
-                degree=self._share.degree,
-                schedule=order.schedules[place.pipeline],
+        sums = self._holdings.take(effect.layers, self._received, keep=effect.keep, order=order)
+        self._received = {}
+        groups = None
+        if committee is not None:
+            groups = SectionGroups(
+                parameters=self._model.parameters, reducer=self._reducer_of(committee), everyone=committee.key
             )
+        self._sections.adopt(groups, sums)
+        if place is not None:
+            self._lane = self._lane_of(place)
             self._stage_sums = self._groups[place.stage_key] if self._share.degree > 1 else None
-        self._groups.keep_only(keys)
-        self._resumed_generation = order.generation
 
-    def _sum_over(self, key: GroupKey, vector: torch.Tensor) -> None:
-        """Add a vector up over a group, in place. Raises Interrupted or PeerLost."""
-        if len(key.members) > 1:
-            self._groups[key].all_reduce(vector, self._signals).wait(self._standing.is_fenced)
-
-    def _reduction_keys(
-        self, plan: ExecutionPlan, generation: int, lost: Collection[str] = ()
-    ) -> tuple[tuple[Bucket, ...], GroupKey]:
-        """The buckets of this worker and the group of the commit, among the nodes that are left."""
-        buckets = make_buckets(plan, self._place, self._share, generation=generation, lost=lost)
-        return buckets, commit_key(plan, generation=generation, lost=lost)
-
-    def _reducer_of(self, buckets: Sequence[Bucket]) -> GradientReducer:
-        return GradientReducer(buckets, self._model.parameters, self._groups, self._signals)
-
-    def _account_of(self, order: Order, key: GroupKey | None, reducer: GradientReducer) -> Account | None:
-        if key is None:
-            return None
-        return Account(
-            plan=order.plan,
-            generation=order.generation,
-            num_sections=order.num_sections,
-            before=order.banked,
-            parameters=self._model.parameters,
-            reducer=reducer,
-            key=key,
+    def _lane_of(self, place: PlaceInPlan) -> Lane:
+        return Lane(
+            stage=place.stage,
+            num_stages=place.num_stages,
+            group=self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None,
+            rank=self._share.rank,
+            degree=self._share.degree,
+            schedule=place.schedule,
         )
+
+    def _reducer_of(self, committee: Committee) -> GradientReducer:
+        """What sums this worker's gradients with the others of a committee."""
+        if self._reducer is None or self._reducer[0] is not committee:
+            buckets = make_buckets(
+                committee.plan, self._place, self._share, generation=committee.generation, lost=committee.lost
+            )
+            reducer = GradientReducer(buckets, self._model.parameters, self._groups, self._signals)
+            self._reducer = committee, reducer
+        return self._reducer[1]
+
+    def _bucket_keys(self, committee: Committee | None) -> Sequence[GroupKey]:
+        """The groups in which this worker's gradients are summed."""
+        return () if committee is None else [bucket.key for bucket in self._reducer_of(committee).buckets]

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from oobleck.control.effects import Evaluation
 from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
@@ -27,7 +27,7 @@ from .randomness import derive_seed
 from .signals import Signals
 from .staging import Pending
 
-__all__ = ["Evaluation", "Evaluator"]
+__all__ = ["Evaluator"]
 
 _PROGRESS_INTERVAL_S = 1.0
 _TAGS = 1 << 30
@@ -36,15 +36,6 @@ _SENDS_AHEAD = 2
 
 
 _Send = tuple[Pending, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The outcome of one evaluation, equal on every rank."""
-
-    loss: float
-    num_samples: int
-    duration_s: float
 
 
 class Evaluator:

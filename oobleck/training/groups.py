@@ -11,20 +11,19 @@ they would hold up what the GPU does next.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
+from oobleck.control.groups import GroupKey
 from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.planner import Place
 
@@ -43,20 +42,6 @@ _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane
 _MAX_PARALLEL = 8
 _NCCL_POLL_S = 1e-3
 _PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class GroupKey:
-    """What the members of a group agree on without talking."""
-
-    purpose: Literal["pipeline", "stage", "evaluation", "reduce", "transfer"]
-    generation: int
-    members: tuple[Place, ...]
-
-    @property
-    def name(self) -> str:
-        digest = hashlib.blake2s(";".join(map(str, self.members)).encode(), digest_size=8).hexdigest()
-        return f"{self.generation}/{self.purpose}/{digest}"
 
 
 class Group:

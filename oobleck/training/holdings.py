@@ -14,12 +14,12 @@ from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, Place
 from oobleck.wire import Order, Restore
 
-from .banking import Bank
 from .loss_scale import LossScale
 from .models import ModelStructure, StageModel
 from .optimizer import Optimizer
 from .precision import Precision
 from .saving import Saving
+from .sections import SectionSums
 from .tensor_parallel import Share, initialize_share
 from .transfer import LayerState, fill_state
 
@@ -41,7 +41,7 @@ class Holdings:
         share: Share,
         model: StageModel,
         optimizer: Optimizer,
-        bank: Bank,
+        sections: SectionSums,
     ) -> None:
         """`whole` is the structure of which `share` is this device's."""
         self._job = job
@@ -52,7 +52,7 @@ class Holdings:
         self._precision = Precision.of(job.dtype)
         self._model = model
         self._optimizer = optimizer
-        self._bank = bank
+        self._sections = sections
         self._kept: dict[int, LayerState] = {}
         self.loss_scale: LossScale | None = LossScale(scale=job.initial_loss_scale)
         """None where others went on without this worker: it must be told before it takes part again."""
@@ -70,7 +70,7 @@ class Holdings:
         if layer in self._kept:
             return self._kept[layer]
         names = self._structure.layer_parameters(layer)
-        return self._optimizer.layer_tensors(names) + (self._bank.tensors_of(names) if has_bank else ())
+        return self._optimizer.layer_tensors(names) + (self._sections.tensors_of(names) if has_bank else ())
 
     def empty_state(self, layer: int, *, has_bank: bool = False) -> LayerState:
         """Memory for a layer that is about to come."""
@@ -139,35 +139,21 @@ class Holdings:
             else LossScale(scale=self._job.initial_loss_scale)
         )
 
-    def to_keep(self, order: Order, layers: Collection[int], *, is_current: bool) -> dict[int, LayerState]:
-        """The layers that others are to receive, and that this worker holds no longer.
-
-        They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
-        has them read from here. A worker that was left out, and missed steps or sections since, has nothing
-        worth keeping.
-        Nothing is copied: what is let go does not change any more, and a tied parameter that stays here changes with
-        the next step, up to which the layers are kept.
-        """
-        if not is_current or not self._bank.is_at(order.banked):
-            return {}
-        moving = {item.layer for item in order.transfers}.difference(layers)
-        held = moving.intersection(self._model.layers)
-        kept = {layer: state for layer, state in self._kept.items() if layer in moving}
-        has_bank = bool(order.banked.microbatches)
-        return kept | {layer: self.state_of(layer, has_bank=has_bank) for layer in sorted(held)}
-
     def take(
-        self, layers: range, received: Mapping[int, LayerState], *, keep: dict[int, LayerState], order: Order
+        self, layers: range, received: Mapping[int, LayerState], *, keep: Collection[int], order: Order
     ) -> dict[str, torch.Tensor]:
         """Hold exactly these layers: with their initial values, with what was received, or as they are here already.
 
-        Returns the banked sums of their parameters, received or held here, if there are any.
+        Those to `keep` are kept for others besides. Nothing is copied: what is let go does not change any more, and a
+        tied parameter that stays here changes with the next step, up to which the layers are kept. Returns the banked
+        sums of the held layers' parameters, received or held here, if there are any.
         """
-        states = {layer: state for layer, state in self._kept.items() if layer in layers} | dict(received)
-        self._kept = keep
         has_bank = bool(order.banked.microbatches)
+        kept = {layer: self.state_of(layer, has_bank=has_bank) for layer in keep}
+        states = {layer: state for layer, state in self._kept.items() if layer in layers} | dict(received)
+        self._kept = kept
         given: dict[str, tuple[torch.Tensor, ...]] = {}
-        sums = dict(self._bank.sums)
+        sums = dict(self._sections.sums)
         for layer, state in sorted(states.items()):
             names = self._structure.layer_parameters(layer)
             if has_bank:

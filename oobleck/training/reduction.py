@@ -27,7 +27,7 @@ __all__ = [
     "Commit",
     "GradientReducer",
     "commit",
-    "commit_key",
+    "counted_in",
     "make_buckets",
     "squared_norm",
 ]
@@ -58,16 +58,8 @@ class Commit:
     grad_norm: float
     stop: bool
     save: bool
-    counts: tuple[int, ...]
-    """How often each microbatch of the step was counted; anything but 1 is a bug of ours."""
-
-    @property
-    def repeated(self) -> int:
-        return sum(max(0, count - 1) for count in self.counts)
-
-    @property
-    def missing(self) -> int:
-        return sum(count == 0 for count in self.counts)
+    counted: tuple[int, ...]
+    """The microbatches of the step that were counted, as often as they were, sorted."""
 
 
 def make_buckets(
@@ -134,11 +126,6 @@ def _rank(bucket: Bucket, structure: ModelStructure) -> tuple[int, GroupKey, str
     """When a backward pass completes a bucket: with the first layer of all its parameters."""
     first_layer = min(structure.layers_with(name)[0] for name in bucket.parameters)
     return -first_layer, bucket.key, bucket.parameters[0]
-
-
-def commit_key(plan: ExecutionPlan, *, generation: int, lost: Collection[str] = ()) -> GroupKey:
-    """The group of all workers that take part in the commit."""
-    return GroupKey("reduce", generation, tuple(place for place in plan.places if place.node not in lost))
 
 
 class GradientReducer:
@@ -301,7 +288,6 @@ def commit(
     stop: bool,
     save: bool,
     counts: Mapping[int, int],
-    banked: Collection[int],
     num_microbatches: int,
     groups: GroupTable,
     signals: Signals,
@@ -309,8 +295,7 @@ def commit(
 ) -> Commit:
     """Take part in the commit. Whoever returns from it knows that all have reduced all their gradients.
 
-    The microbatches that are `banked` count once, for all. Raises Interrupted or PeerLost: then nothing is known, and
-    the coordinator decides.
+    Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
     """
     vector = torch.zeros(4 + num_microbatches, dtype=torch.float64)
     vector[0], vector[1], vector[2], vector[3] = loss, squared_grad_norm, float(stop), float(save)
@@ -319,11 +304,15 @@ def commit(
     if len(key.members) > 1:
         groups[key].all_reduce(vector, signals).wait(interrupted)
     values = vector.tolist()
-    before = frozenset(banked)
     return Commit(
         loss=values[0],
         grad_norm=values[1] ** 0.5,
         stop=values[2] > 0,
         save=values[3] > 0,
-        counts=tuple(round(value) + (microbatch in before) for microbatch, value in enumerate(values[4:])),
+        counted=counted_in(values[4:]),
     )
+
+
+def counted_in(counts: Sequence[float]) -> tuple[int, ...]:
+    """Microbatches, each as often as it was counted."""
+    return tuple(microbatch for microbatch, count in enumerate(counts) for _ in range(round(count)))

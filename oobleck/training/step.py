@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from oobleck.control.standing import PeerLost, Standing
-from oobleck.errors import ShardUnreadable
+from oobleck.control.bank import Bank
+from oobleck.control.effects import Compute
+from oobleck.control.standing import Standing
 from oobleck.job import JobSpec
 from oobleck.schedule import ScheduleKind, compile_schedule
-from oobleck.wire import Segment
 
-from .banking import Bank
 from .data import Dataset
 from .devices import synchronize
 from .executor import Lane, StepWork, execute
 from .models import StageModel
 from .reduction import GradientReducer
 from .sampling import samples_of_step
+from .sections import SectionSums
 from .signals import Signals
 from .timesheet import Timesheet
 from .weight_gradients import WeightGradients
@@ -38,26 +38,23 @@ class StepInFlight:
         model: StageModel,
         *,
         bank: Bank,
+        sections: SectionSums,
         standing: Standing,
         signals: Signals,
         timesheet: Timesheet,
-        on_compute: Callable[[], None],
     ) -> None:
-        """`on_compute` is called before anything is computed under a plan."""
         self._job = job
         self._dataset = dataset
         self._model = model
         self._bank = bank
+        self._sections = sections
         self._standing = standing
         self._signals = signals
         self._timesheet = timesheet
-        self._on_compute = on_compute
         self._put_off = self._put_off_weights() if job.may_split_backward else None
         self.work: StepWork | None = None
         self.reduced: dict[str, torch.Tensor] = {}
         """Its gradients, by parameter, once they are summed over all."""
-        self._base_done = False
-        self._segments_done: set[int] = set()
 
     def _put_off_weights(self) -> WeightGradients:
         put_off = WeightGradients()
@@ -66,9 +63,8 @@ class StepInFlight:
                 put_off.put_off(module)
         return put_off
 
-    def begin(self, step: int, *, scale: float) -> StepWork:
-        """Begin a step anew; its loss is multiplied with `scale`. Raises Interrupted where its records never come."""
-        self.forget()
+    def begin(self, step: int, *, scale: float) -> None:
+        """Begin a step; its loss is multiplied with `scale`. Raises Interrupted where its records never come."""
         self._model.loss_scale = scale
         samples, num_items = self._samples_of(step)
         self.work = StepWork(
@@ -78,7 +74,6 @@ class StepInFlight:
             microbatch_size=self._job.microbatch_size,
             num_items=num_items,
         )
-        return self.work
 
     def forget(self) -> None:
         """Nothing is done of the step but what is banked."""
@@ -86,10 +81,7 @@ class StepInFlight:
             parameter.grad = None
         self.work = None
         self.reduced = {}
-        self._base_done = False
-        self._segments_done.clear()
         self._timesheet.forget_step()
-        self._standing.begin_step()
 
     def _samples_of(self, step: int) -> tuple[Sequence[int], int]:
         """Return the samples of a step, and the tokens they predict; of shards, once they are told."""
@@ -103,98 +95,53 @@ class StepInFlight:
 
     # --- computing -----------------------------------------------------------------------------------------
 
-    def compute(
-        self,
-        step: int,
-        lane: Lane,
-        microbatches: Sequence[int],
-        *,
-        scale: float,
-        reducer: GradientReducer | None = None,
-    ) -> None:
-        """Run this stage's program for its pipeline's own share of the step; nothing when that is done already.
+    def execute(self, lane: Lane, program: Compute, reducer: GradientReducer) -> None:
+        """Run this stage's program for some microbatches; where it posts sums, with this reducer.
 
-        With a `reducer`, gradients are banked in sections, and the last section's begin to be reduced with the last
-        backward pass. Raises Interrupted, PeerLost or ShardUnreadable.
+        Raises Interrupted, PeerLost or ShardUnreadable.
         """
         work = self.work
-        if work is None or work.step != step:
-            work = self.begin(step, scale=scale)
-        if self._base_done:
-            return
-        if reducer is None:
-            self._execute(work, lane, microbatches, nullcontext())
-        else:
-            around_last = self._overlapping(reducer, lane)
-            self._execute(work, lane, microbatches, around_last, num_sections=self._bank.num_sections)
-        self._base_done = True
-
-    def compute_segment(self, lane: Lane, segment: Segment) -> None:
-        """Run the program for microbatches of a broken pipeline, once. Raises as `compute` does."""
-        assert self.work is not None
-        if segment.segment not in self._segments_done:
-            self._execute(self.work, lane, segment.microbatches, nullcontext(), commits=False)
-            self._segments_done.add(segment.segment)
-
-    @contextmanager
-    def _overlapping(self, reducer: GradientReducer, lane: Lane) -> Iterator[None]:
-        """Around the last backward pass: post what is final meanwhile, unless a section is still to be banked."""
-        self._bank.look()
-        # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-        overlaps = not _splits_backward(lane) and self._bank.is_clear and not self._standing.is_fenced()
-        with reducer.overlapping() if overlaps else nullcontext():
-            yield
-
-    def _execute(
-        self,
-        work: StepWork,
-        lane: Lane,
-        microbatches: Sequence[int],
-        around_last: AbstractContextManager[None],
-        *,
-        num_sections: int = 1,
-        commits: bool = True,
-    ) -> None:
+        assert work is not None
         schedule = compile_schedule(
             lane.schedule,
             num_stages=lane.num_stages,
-            num_microbatches=len(microbatches),
-            num_sections=num_sections,
-            commits=commits,
+            num_microbatches=len(program.microbatches),
+            num_sections=program.num_sections,
+            commits=program.posts_sums,
         )
-        if self._standing.is_broken:
-            # It failed after the fence was answered, so the coordinator counts on this pipeline. Say it again, now
-            # under the order's generation; what was computed cannot be continued.
-            raise PeerLost("a program of this step failed half-way before")
-        self._on_compute()
         if self._put_off is not None:
             self._put_off.engage(is_on=_splits_backward(lane))
         began_s, waited_s = time.monotonic(), self._signals.waited_s
-        try:
-            execute(
-                schedule.programs[lane.stage],
-                microbatches,
-                work=work,
-                model=self._model,
-                dataset=self._dataset,
-                lane=lane,
-                on_backward=self._standing.note_microbatch,
-                around_last=around_last,
-                put_off=self._put_off if _splits_backward(lane) else None,
-                bank=self._bank if num_sections > 1 else None,
-                signals=self._signals,
-                interrupted=self._standing.is_pipeline_stopped,
-            )
-        except (PeerLost, ShardUnreadable):
-            self._standing.note_broken()
-            raise
+        execute(
+            schedule.programs[lane.stage],
+            program.microbatches,
+            work=work,
+            model=self._model,
+            dataset=self._dataset,
+            lane=lane,
+            on_backward=self._standing.note_microbatch,
+            around_last=self._overlapping(reducer, lane) if program.posts_sums else nullcontext(),
+            put_off=self._put_off if _splits_backward(lane) else None,
+            bank=self._sections if program.num_sections > 1 else None,
+            signals=self._signals,
+            interrupted=self._standing.is_pipeline_stopped,
+        )
         synchronize(self._model.device)  # what was launched is not computed yet, and times are of what is
         self._timesheet.add(
             began_s,
             time.monotonic(),
             waited_s=self._signals.waited_s - waited_s,
-            num_microbatches=len(microbatches),
+            num_microbatches=len(program.microbatches),
         )
+
+    @contextmanager
+    def _overlapping(self, reducer: GradientReducer, lane: Lane) -> Iterator[None]:
+        """Around the last backward pass: post what is final meanwhile, unless a section is still to be banked."""
+        self._sections.look()
+        # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
+        overlaps = not _splits_backward(lane) and self._bank.may_post_step
+        with reducer.overlapping() if overlaps else nullcontext():
+            yield
 
 
 def _splits_backward(lane: Lane) -> bool:

@@ -22,7 +22,7 @@ import torch
 from oobleck.control.standing import PeerLost
 from oobleck.planner import LayerTransfer, Place
 
-from .groups import Group, GroupKey
+from .groups import Group
 from .signals import Signals
 from .staging import Pending
 
@@ -34,7 +34,6 @@ __all__ = [
     "cut_into_chunks",
     "exchange_layers",
     "fill_state",
-    "transfer_key",
 ]
 
 CHUNK_BYTES = 16 << 20
@@ -55,12 +54,6 @@ class Chunk:
     first: int
     stop: int
     tag: int
-
-
-def transfer_key(transfers: Sequence[LayerTransfer], generation: int) -> GroupKey | None:
-    """The group of all who send or receive; None when nothing moves."""
-    members = {place for item in transfers for place in (item.source, item.target)}
-    return GroupKey("transfer", generation, tuple(sorted(members))) if members else None
 
 
 def exchange_layers(

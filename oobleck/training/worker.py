@@ -1,8 +1,4 @@
-"""The worker process: the agent's messages in, a training thread that follows orders, words back.
-
-    order ──> resolve the step in flight ──> form groups ──> exchange layers ──> adopt ──> train
-      ^                                                                                     │
-      └────────────── Interrupted (a fence) or PeerLost (reported, then a fence) ◄──────────┘
+"""The worker process: the agent's messages in, a training thread that follows orders (`engine.py`), words back.
 
 The control thread answers fences at once, whatever the training thread is doing (`control/standing.py`).
 """
@@ -22,21 +18,17 @@ from typing import NoReturn
 
 import torch
 
-from oobleck.control.standing import Interrupted, PeerLost, Standing
-from oobleck.errors import CorruptCheckpoint, ShardUnreadable, UserError
+from oobleck.control.standing import Standing
+from oobleck.errors import UserError
 from oobleck.planner import profile_to_json
 from oobleck.wire import (
     Fence,
     FindCheckpoints,
-    Finished,
     FinishStep,
     Order,
-    PeerFailed,
     Profiled,
     ProfileRequest,
-    RecordsFailed,
     RecordsOver,
-    RestoreFailed,
     SaveState,
     SetUpWorker,
     StepRecords,
@@ -144,10 +136,11 @@ class _Worker:
             signals=self._signals,
             standing=self._standing,
             saving=self._saving,
+            next_order=self._next_order,
             report=link.send,
         )
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Follow orders for ever."""
         self._link.start_reader(self._handle)
         self._link.send(
@@ -167,42 +160,7 @@ class _Worker:
             )
         )
         gc.freeze()
-        while True:
-            order = self._next_order()
-            try:
-                self._engine.follow(order)
-                if self._engine.train():
-                    computed_s, waited_s = self._engine.time_spent()
-                    finished = Finished(
-                        device=self._device,
-                        applied=self._standing.applied,
-                        computed_s=computed_s,
-                        waited_s=waited_s,
-                    )
-                    self._link.send(finished)
-            except Interrupted:
-                continue
-            except PeerLost as error:
-                self._link.send(PeerFailed(device=self._device, generation=order.generation, detail=str(error)))
-            except ShardUnreadable as error:
-                failed = RecordsFailed(
-                    device=self._device,
-                    generation=order.generation,
-                    shard=error.shard,
-                    position=error.position,
-                    problem=error.problem,
-                )
-                self._link.send(failed)
-            except CorruptCheckpoint as error:
-                assert order.restore is not None
-                self._link.send(
-                    RestoreFailed(
-                        device=self._device,
-                        generation=order.generation,
-                        name=order.restore.name,
-                        problem=str(error),
-                    )
-                )
+        self._engine.run()
 
     def _handle(self, message: WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""

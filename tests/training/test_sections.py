@@ -12,16 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from oobleck.control.messages import NOTHING, BankRecord, Fence, Order
+from oobleck.control.bank import Bank
+from oobleck.control.effects import Effect, Effects, Outcome, Say, drive
+from oobleck.control.messages import BankRecord, Fence, Order, PeerFailed
 from oobleck.control.sections import shares_of
 from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
 from oobleck.schedule import ScheduleKind, section_stops
-from oobleck.training.banking import Account, Bank
 from oobleck.training.executor import StepWork
 from oobleck.training.groups import GroupKey, GroupTable
 from oobleck.training.reduction import Bucket, GradientReducer
 from oobleck.training.rendezvous import Board
+from oobleck.training.sections import SectionGroups, SectionSums
 from oobleck.training.signals import Signals
 
 A, B, C = (Place(node=node, device=0) for node in "abc")
@@ -85,15 +87,18 @@ class Worker:
         self.keys = {everyone, *owners.values()}
         self.reducer = reducer(self.buckets, self.parameters, self.groups, self.signals)
         self.num_banked = 0
-        self.failed: list[tuple[int, PeerLost]] = []
-        self.bank = Bank(
+        self.failed: list[PeerFailed] = []
+        self.bank = Bank(self.standing, device=place.device)
+        self.sections = SectionSums(
+            self.bank,
             self.standing,
             self.groups,
             self.signals,
             num_microbatches=MICROBATCHES,
             tells=True,
-            on_banked=self._note_banked,
-            on_failed=lambda generation, error: self.failed.append((generation, error)),
+            work=lambda: self.work,
+            carry_out=self._drive,
+            on_folded=self._note_banked,
         )
         self.share = shares_of(self.plan)[places.index(place)]
         self.stops = section_stops(len(self.share), num_sections)
@@ -105,20 +110,14 @@ class Worker:
             pipeline_generations=(1,) * len(places),
             schedules=(ScheduleKind.ONE_F_ONE_B,) * len(places),
             boundary=0,
+            num_sections=num_sections,
         )
         self.standing.give_order(order)
         self.standing.take_order()
         self.standing.adopt(order, (0,))
-        account = Account(
-            plan=self.plan,
-            generation=1,
-            num_sections=num_sections,
-            before=NOTHING,
-            parameters=self.parameters,
-            reducer=self.reducer,
-            key=everyone,
-        )
-        self.bank.adopt(account, {})
+        self.bank.adopt(order, is_spare=False)
+        groups = SectionGroups(parameters=self.parameters, reducer=self.reducer, everyone=everyone)
+        self.sections.adopt(groups, {})
 
     def form(self) -> None:
         self.groups.form(self.keys, lambda: False)
@@ -137,16 +136,45 @@ class Worker:
             self.compute(microbatch)
             time.sleep(randomness.choice([0, 0, 0.002]))
             if randomness.random() < 0.5:
-                self.bank.look()
+                self.look()
             if position + 1 in self.stops[:-1]:
-                self.bank.begin(self.work)
-        self.bank.settle()
-        return self.reducer.finish(lambda: False, plus=self.bank.sums)
+                self.begin()
+        self.settle()
+        return self.reducer.finish(lambda: False, plus=self.sections.sums)
 
     def answer_what_was_posted(self) -> None:
         """Take part in sums that others have begun and given up: a group in which one is stuck cannot be let go."""
         self.reducer.begin({})
         self.reducer.finish(lambda: False)
+
+    def begin(self) -> None:
+        self.sections.begin(self.work)
+
+    def look(self) -> None:
+        self.sections.look()
+
+    def settle(self) -> None:
+        self._drive(self.bank.settle())
+
+    def give_back(self) -> None:
+        self._drive(self.bank.give_back())
+
+    def catch_up(self, record: BankRecord) -> None:
+        self._drive(self.bank.catch_up(record))
+
+    def end_step(self) -> None:
+        self.end_step()
+        self.sections.end_step()
+
+    def _drive(self, effects: Effects) -> None:
+        drive(effects, self._carry_out)
+
+    def _carry_out(self, effect: Effect) -> Outcome:
+        if isinstance(effect, Say):
+            assert isinstance(effect.message, PeerFailed)
+            self.failed.append(effect.message)
+            return None
+        return self.sections.carry_out(effect)
 
     def _note_banked(self) -> None:
         self.num_banked += 1
@@ -228,8 +256,8 @@ def test_the_next_step_begins_with_nothing_banked() -> None:
     workers = workers_of((A, B), num_sections=3, whole=True)
     run_all(workers, 0)
     for worker in workers:
-        worker.bank.end_step()
-        assert (worker.bank.sums, worker.bank.microbatches, worker.bank.loss) == ({}, (), 0.0)
+        worker.end_step()
+        assert (worker.sections.sums, worker.bank.microbatches, worker.bank.loss) == ({}, (), 0.0)
         worker.work.losses, worker.work.counts = [], {}
         for parameter in worker.parameters.values():
             parameter.grad = None
@@ -242,15 +270,15 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
     half = len(first.share) // 2
     for microbatch in first.share[:half]:
         first.compute(microbatch)
-    first.bank.begin(first.work)
+    first.begin()
     assert all(parameter.grad is None for parameter in first.parameters.values()), "nothing is copied"
     assert first.work.counts == {}
     for microbatch in first.share[half:]:
         first.compute(microbatch)
-    first.bank.look()  # the other has not begun, and never will
-    assert not first.bank.is_clear
-    first.bank.give_back(first.work)
-    assert first.bank.is_clear
+    first.look()  # the other has not begun, and never will
+    assert first.bank.section is not None
+    first.give_back()
+    assert first.bank.section is None
     assert first.bank.microbatches == ()
     assert first.work.counts == dict.fromkeys(first.share, 1)
     assert first.work.loss == sum(first.share)
@@ -265,17 +293,17 @@ def test_a_section_that_fails_is_told_at_once_and_the_program_goes_on() -> None:
     first = Worker(A, (A,), lambda _key, _value: None, num_sections=3, whole=True, reducer=Severed)
     first.form()
     first.compute(first.share[0])
-    first.bank.begin(first.work)
-    first.bank.look()
-    ((generation, _),) = first.failed
-    assert generation == 1
+    first.begin()
+    first.look()
+    (failed,) = first.failed
+    assert failed.generation == 1
     first.compute(first.share[1])
-    first.bank.begin(first.work)
+    first.begin()
     assert first.work.counts == {first.share[1]: 1}
     assert len(first.failed) == 1
     with pytest.raises(PeerLost):
-        first.bank.settle()
-    first.bank.give_back(first.work)
+        first.settle()
+    first.give_back()
     assert sorted(first.work.counts) == sorted(first.share[:2])
 
 
@@ -285,17 +313,17 @@ def test_nothing_is_banked_after_a_fence_and_the_program_goes_on() -> None:
     for worker in (first, other):
         worker.compute(worker.share[0])
     first.standing.answer(Fence(device=0, generation=2, lost=()))
-    first.bank.begin(first.work)
-    assert first.bank.is_clear
+    first.begin()
+    assert first.bank.section is None
     assert first.work.counts == {first.share[0]: 1}
-    other.bank.begin(other.work)
+    other.begin()
     status = other.standing.answer(Fence(device=0, generation=2, lost=()))
     assert (status.banked, status.bank_reduced) == (None, None)
-    other.bank.look()
-    other.bank.begin(other.work)  # does not wait for what will never come
+    other.look()
+    other.begin()  # does not wait for what will never come
     with pytest.raises(Interrupted):
-        other.bank.settle()
-    other.bank.give_back(other.work)
+        other.settle()
+    other.give_back()
     assert other.work.counts == {other.share[0]: 1}
     first.answer_what_was_posted()
 
@@ -303,10 +331,10 @@ def test_nothing_is_banked_after_a_fence_and_the_program_goes_on() -> None:
 def test_a_stopped_pipeline_does_not_wait_to_bank() -> None:
     first, other = workers_of((A, B), num_sections=3)
     first.compute(first.share[0])
-    first.bank.begin(first.work)
+    first.begin()
     first.standing.answer(Fence(device=0, generation=2, lost=("a",)))
     with pytest.raises(Interrupted):
-        first.bank.begin(first.work)
+        first.begin()
     other.answer_what_was_posted()
 
 
@@ -316,21 +344,21 @@ def test_whoever_holds_the_sums_banks_them_by_order() -> None:
     for worker in (first, other):
         for microbatch in worker.share[: worker.stops[0]]:
             worker.compute(microbatch)
-        worker.bank.begin(worker.work)
-    wait_for(lambda: (first.bank.look(), first.standing.answer(Fence(device=0, generation=0, lost=())))[1].bank_reduced)
+        worker.begin()
+    wait_for(lambda: (first.look(), first.standing.answer(Fence(device=0, generation=0, lost=())))[1].bank_reduced)
     first.standing.answer(Fence(device=0, generation=2, lost=()))
-    other.bank.settle()
+    other.settle()
     banked = other.standing.answer(Fence(device=0, generation=2, lost=())).banked
     assert isinstance(banked, BankRecord)
-    first.bank.look()
-    assert first.bank.sums == {}
-    first.bank.catch_up(banked)
-    assert first.bank.is_clear
+    first.look()
+    assert first.sections.sums == {}
+    first.catch_up(banked)
+    assert first.bank.section is None
     assert first.bank.microbatches == other.bank.microbatches
     assert first.bank.loss == other.bank.loss == sum(first.bank.microbatches)
     for name in ("all", "both", "last"):
-        assert torch.equal(first.bank.sums[name], other.bank.sums[name])
-    first.bank.catch_up(banked)
+        assert torch.equal(first.sections.sums[name], other.sections.sums[name])
+    first.catch_up(banked)
     assert first.num_banked == 1, "once is enough"
 
 
@@ -340,15 +368,15 @@ def test_a_wait_for_something_else_does_not_hold_up_the_others_section() -> None
     arrived = threading.Event()
 
     def wait_for_message() -> None:
-        first.bank.look_until(arrived.is_set, lambda: False, [B])
+        first.sections.look_until(arrived.is_set, lambda: False, [B])
 
     for worker in (first, other):
         for microbatch in worker.share[: worker.stops[0]]:
             worker.compute(microbatch)
-        worker.bank.begin(worker.work)
+        worker.begin()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_message)
-        other.bank.settle()
+        other.settle()
         waiting.result(timeout=60)
     assert first.num_banked == other.num_banked == 1
     assert not arrived.is_set(), "with nothing to look after, the wait is the caller's own"
@@ -361,9 +389,9 @@ def test_a_microbatch_that_is_counted_twice_is_not_banked() -> None:
             worker.compute(microbatch)
     other.work.counts[first.share[0]] = 1
     for worker in (first, other):
-        worker.bank.begin(worker.work)
+        worker.begin()
     with ThreadPoolExecutor(2) as pool:
-        for settling in [pool.submit(worker.bank.settle) for worker in (first, other)]:
+        for settling in [pool.submit(worker.settle) for worker in (first, other)]:
             with pytest.raises(AssertionError, match="section 1 of step 1: microbatches counted"):
                 settling.result(timeout=60)
     assert first.num_banked == other.num_banked == 0

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oobleck.control.groups import transfer_key
 from oobleck.planner import LayerTransfer, Place
 from oobleck.training.groups import GroupTable
 from oobleck.training.rendezvous import Board
 from oobleck.training.signals import Signals
-from oobleck.training.transfer import LayerState, cut_into_chunks, exchange_layers, transfer_key
+from oobleck.training.transfer import LayerState, cut_into_chunks, exchange_layers
 
 A, B, C, D = (Place(node=node, device=0) for node in "abcd")
 
