@@ -2,6 +2,7 @@
 
     python tools/mutations.py                  all of them, about ten minutes on two cores
     python tools/mutations.py stale_answers    some of them
+    python tools/mutations.py --end-to-end     those of what workers do that real workers are tried with, too
     python tools/mutations.py --table          the table of docs/cluster_gear.md
 
 Every mutation is applied to a copy of the package, and the property is run there: unchanged code passes it (the tests
@@ -21,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 280
+END_TO_END_TIMEOUT_S = 900
 
 COMMIT = "tests/control/test_commit.py::test_faults_of_all_kinds_break_no_promise"
 KILLS = "tests/control/test_commit.py::test_killed_nodes_break_no_promise"
@@ -44,7 +46,11 @@ class Mutation:
     old: str
     new: str
     caught_by: str
+    end_to_end: str = ""
+    """A test with real workers that catches it as well, where one was tried."""
 
+
+FOLLOWER = "oobleck/control/follower.py"
 
 MUTATIONS = (
     Mutation(
@@ -75,8 +81,12 @@ MUTATIONS = (
         name="commit_without_agreement",
         what="a step is committed without the all-reduce over everybody",
         file="oobleck/sim/worker.py",
-        old="        said = yield from self._groups.sum(key, sequence, work.step)",
-        new="        said = (*wish, *range(self._job.num_microbatches - int(self._bank.loss)))",
+        old="        said = yield from self._groups.sum(key, sequence, step)\n        yield from",
+        new=(
+            "        banked = self._follower.bank.microbatches\n"
+            "        said = tuple(each for each in range(self._job.num_microbatches) if each not in banked)\n"
+            "        yield from"
+        ),
         caught_by=KILLS,
     ),
     Mutation(
@@ -241,26 +251,110 @@ MUTATIONS = (
         new="before.wait_s",
         caught_by="tests/sim/test_slow_nodes.py::test_a_slow_node_that_is_tried_too_early_rests_twice_as_long",
     ),
+    Mutation(
+        name="applied_first",
+        what="a worker applies a step before it passes the commit's point of no return",
+        file=FOLLOWER,
+        old=("        self._standing.begin_apply(agreed.record)\n        yield from self._apply(agreed.record)\n"),
+        new=("        yield from self._apply(agreed.record)\n        self._standing.begin_apply(agreed.record)\n"),
+        caught_by=KILLS,
+    ),
+    Mutation(
+        name="unclaimed_reduction",
+        what="a worker joins a commit without saying that it has the reduced gradients",
+        file=FOLLOWER,
+        old="        self._standing.note_reduced(step)\n",
+        new="",
+        caught_by=KILLS,
+    ),
+    Mutation(
+        name="adopted_first",
+        what="a plan is adopted before its layers are there",
+        file=FOLLOWER,
+        old="        yield Exchange(order, moving)\n",
+        new="        self._standing.adopt(order, tuple(layers))\n        yield Exchange(order, moving)\n",
+        caught_by=KILLS,
+    ),
+    Mutation(
+        name="fenced_reduction",
+        what="after a fence a worker posts a step's sums where others still wait for those of a section",
+        file=FOLLOWER,
+        old="            raise Interrupted  # it may have left out a section,",
+        new="            pass  #",
+        caught_by=SECTIONS,
+    ),
+    Mutation(
+        name="section_kept_back",
+        what="a section that was not banked is not given back",
+        file="oobleck/control/bank.py",
+        old="            yield GiveBack(section.number)\n",
+        new="",
+        caught_by=SECTIONS,
+        end_to_end="tests/e2e/test_sections.py::test_what_is_banked_is_not_run_again_by_a_plan_within_the_step",
+    ),
+    Mutation(
+        name="no_catching_up",
+        what="a worker does not apply the step that it is ordered to catch up with",
+        file=FOLLOWER,
+        old="        if order.catch_up is not None and self._standing.catch_up(order.catch_up):\n",
+        new="        if False and order.catch_up is not None:\n",
+        caught_by=KILLS,
+    ),
+    Mutation(
+        name="share_done_twice",
+        what="a pipeline that finishes a step computes its own share once more",
+        file=FOLLOWER,
+        old="        if self._share_done:\n",
+        new="        if self._share_done and ends_under_plan:\n",
+        caught_by=KILLS,
+        end_to_end="tests/e2e/test_losses.py::test_killed_nodes_cost_no_step_and_change_no_loss",
+    ),
+    Mutation(
+        name="segments_done_twice",
+        what="a pipeline that is ordered again to finish a step computes its segments once more",
+        file=FOLLOWER,
+        old=" and segment.segment not in self._segments_done:\n",
+        new=":\n",
+        caught_by=COMMIT,
+    ),
+    Mutation(
+        name="never_finished",
+        what="a step that is ordered to be finished is left out",
+        file=FOLLOWER,
+        old="        elif self._standing.applied == order.finish - 1:\n",
+        new="        elif self._standing.applied == order.finish:\n",
+        caught_by=KILLS,
+        end_to_end="tests/e2e/test_losses.py::test_killed_nodes_cost_no_step_and_change_no_loss",
+    ),
+    Mutation(
+        name="evaluated_within_a_step",
+        what="a plan in the middle of a step begins with an evaluation",
+        file=FOLLOWER,
+        old="        if not self.bank.before:  # else",
+        new="        if True:  # else",
+        caught_by="tests/control/test_follower.py::test_a_plan_in_the_middle_of_a_step_is_not_evaluated_before_it",
+    ),
 )
 
 
-def is_caught(mutation: Mutation, copy: Path) -> bool:
-    """Apply a mutation, run its property, and undo it."""
+def is_caught(mutation: Mutation, copy: Path, test: str, timeout_s: float = TIMEOUT_S) -> bool:
+    """Apply a mutation, run a test, and undo it."""
     path = copy / mutation.file
     text = path.read_text()
     if text.count(mutation.old) != 1:
         raise SystemExit(f"{mutation.name}: {mutation.file} has its text {text.count(mutation.old)} times, not once")
     path.write_text(text.replace(mutation.old, mutation.new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", mutation.caught_by]
-    environment = os.environ | {"HYPOTHESIS_PROFILE": "hasty"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", test]
+    # Workers of an end-to-end test are processes in other directories.
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "hasty", "PYTHONPATH": str(copy)}
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return False
     finally:
         path.write_text(text)
     if done.returncode not in (0, 1):
-        raise SystemExit(f"{mutation.name}: the property could not be run:\n{done.stdout[-2000:]}")
+        raise SystemExit(f"{mutation.name}: the test could not be run:\n{done.stdout[-2000:]}")
     return done.returncode == 1
 
 
@@ -274,7 +368,9 @@ def main() -> int:
     if "--table" in sys.argv:
         print(table())
         return 0
-    chosen = [mutation for mutation in MUTATIONS if mutation.name in sys.argv[1:] or not sys.argv[1:]]
+    is_real = "--end-to-end" in sys.argv
+    named = [word for word in sys.argv[1:] if not word.startswith("--")]
+    chosen = [each for each in MUTATIONS if each.name in named or (not named and (each.end_to_end or not is_real))]
     missed = 0
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
@@ -283,7 +379,10 @@ def main() -> int:
         shutil.copy(ROOT / "pyproject.toml", copy)
         for mutation in chosen:
             began_s = time.monotonic()
-            caught = is_caught(mutation, copy)
+            if is_real:
+                caught = is_caught(mutation, copy, mutation.end_to_end, END_TO_END_TIMEOUT_S)
+            else:
+                caught = is_caught(mutation, copy, mutation.caught_by)
             missed += not caught
             verdict = "caught" if caught else "NOT CAUGHT"
             print(f"{verdict:10s} {mutation.name:26s} {time.monotonic() - began_s:5.0f} s", flush=True)

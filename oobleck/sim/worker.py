@@ -229,8 +229,6 @@ class VirtualWorker:
 
     def _do(self, effect: Effect) -> Generator[Wait, None, Outcome]:
         match effect:
-            case AwaitOrder():
-                return (yield from self._await_order())
             case Compute():
                 yield from self._compute(effect)
             case Reduce():
@@ -248,10 +246,14 @@ class VirtualWorker:
                 if isinstance(message, PeerFailed | RecordsFailed):
                     yield from pause("report")
                 self._say(message)
+            case Save() | SaveEnd() | PrepareToSave() | CompareReplicas() | ShareLossScale():
+                pass  # nothing is saved on virtual nodes, and layers have no numbers
             case ReportResumed(generation=generation):
                 self._report_resumed(generation)
             case ReportFinished():
                 self._say(Finished(device=self.place.device, applied=self.standing.applied))
+            case AwaitOrder():
+                return (yield from self._await_order())
             case AwaitRecords(step=step):
                 yield Wait(
                     f"the records of step {step}",
@@ -271,8 +273,6 @@ class VirtualWorker:
                 yield from self._adopt(effect)
             case ReadCheckpoint():
                 raise Violation(f"{self.place} has nothing to restore from: nothing is saved on virtual nodes")
-            case Save() | SaveEnd() | PrepareToSave() | CompareReplicas() | ShareLossScale():
-                pass  # nothing is saved on virtual nodes, and layers have no numbers
             case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
                 return (yield from self._bank(effect))
             case _:

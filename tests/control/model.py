@@ -2,7 +2,7 @@
 
 Everything that can happen next has a name ("work n0:0", "up n1", …), so a schedule is a list of names: whoever
 chooses them (see `schedules`) decides every interleaving, and a failure can be written down and played again.
-The real Coordinator, Planner and Standing run; the training threads follow the protocol as the engine does.
+The real Coordinator, Planner, Follower and Standing run: only programs and what carries effects out are the model's.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Shape:
     num_pipelines: int | None = None
     reductions: int = 1
     """How often gradients are reduced in a step."""
+    eval_steps: int | None = None
     schedule: ScheduleName = "1f1b"
     shards: tuple[int, ...] = ()
     """How many records each shard has; empty where the data is in no shards."""
@@ -116,6 +117,7 @@ class Shape:
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions,
+            eval_steps=self.eval_steps,
             schedule=self.schedule,
             data=DataSpec(
                 shards=tuple(f"shard{number}" for number in range(len(self.shards))),

@@ -1,4 +1,4 @@
-"""The model's workers: the simulator's, with programs that are run instruction by instruction.
+"""The model's workers: the simulator's, and so the real follower, with programs run instruction by instruction.
 
 A fault may strike between any two of them, and messages between stages may be lost or arrive.
 """

@@ -24,12 +24,14 @@ SHAPES = (
     Shape(reductions=2),
     Shape(num_nodes=5, layers_per_device=2, schedule="zero-bubble"),
     Shape(num_nodes=5, layers_per_device=2, schedule="gpipe"),
+    Shape(num_nodes=4, num_pipelines=2, eval_steps=2),
 )
 IN_SECTIONS = (
     Shape(reductions=2),
     Shape(num_nodes=5, layers_per_device=2, num_microbatches=6, reductions=3),
     Shape(num_nodes=5, layers_per_device=2, num_microbatches=12, layer_s=0.6, reductions=4),
     Shape(num_nodes=6, layers_per_device=3, num_layers=6, num_microbatches=9, layer_s=0.6, reductions=3),
+    Shape(num_nodes=4, num_microbatches=12, layer_s=0.6, reductions=4, eval_steps=1),
 )
 
 

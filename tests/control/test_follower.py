@@ -799,10 +799,11 @@ upsets = st.builds(
 )
 
 
-def strike(driver: Driver, upset: Upset, generation: int) -> None:
-    """Have something go wrong while the next order is followed."""
+def strike(driver: Driver, upset: Upset, generation: int) -> list[Status]:
+    """Have something go wrong while the next order is followed; returns where the answer to a fence will be."""
     numbers = count()
     is_over = False
+    answers: list[Status] = []
 
     def carry(effect: Effect) -> None:
         nonlocal is_over
@@ -810,12 +811,26 @@ def strike(driver: Driver, upset: Upset, generation: int) -> None:
             if upset.kind == FAILURE:
                 driver.is_failed = isinstance(effect, Compute)
                 raise PeerLost("reset")
-            driver.fence(generation, upset.lost)
+            answers.append(driver.fence(generation, upset.lost))
             is_over = upset.kind == STALL
         if is_over:
             raise Interrupted
 
     driver.upset = carry
+    return answers
+
+
+def moments(status: Status) -> tuple[object, ...]:
+    """What of an answer stays true until the next order; programs of whole pipelines go on."""
+    return (
+        status.applied,
+        status.last_record,
+        status.reduced,
+        status.adopted,
+        status.layers,
+        status.banked,
+        status.bank_reduced,
+    )
 
 
 def next_order(driver: Driver, status: Status, upset: Upset, generation: int) -> Order:
@@ -864,11 +879,12 @@ def test_wherever_it_is_interrupted_its_answer_is_what_it_has_and_it_goes_on_fro
     driver = Driver(job=job(eval_steps=2), evaluates=True, **dict.fromkeys(sorted(slow), True))
     given = order(1, first, num_sections=3)
     for generation, upset in enumerate(upsets, 2):
-        strike(driver, upset, generation)
+        answers = strike(driver, upset, generation)
         driver.follow(given)
         driver.upset = lambda _effect: None
         status = driver.fence(generation, upset.lost)
         driver.check(status)
+        assert all(moments(answer) == moments(status) for answer in answers)
         given = next_order(driver, status, upset, generation)
     driver.follow(given)
     assert driver.applied == driver.job.max_steps

@@ -163,7 +163,7 @@ class Worker:
         self._drive(self.bank.catch_up(record))
 
     def end_step(self) -> None:
-        self.end_step()
+        self.bank.end_step()
         self.sections.end_step()
 
     def _drive(self, effects: Effects) -> None:
