@@ -83,7 +83,7 @@ from .holdings import Holdings
 from .models import ModelStructure, StageModel
 from .optimizer import Optimizer
 from .precision import Precision
-from .reduction import GradientReducer, commit, make_buckets, squared_norm
+from .reduction import Bucket, GradientReducer, commit, make_buckets, squared_norm
 from .saving import Saving
 from .sections import SectionGroups, SectionSums
 from .signals import Signals
@@ -188,8 +188,10 @@ class Engine:
             timesheet=self._timesheet,
         )
         self._lane: Lane | None = None
+        self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
+        """Those of the newest committee."""
         self._reducer: tuple[Committee, GradientReducer] | None = None
-        """Of the newest committee."""
+        """Under the plan in force."""
         self._received: dict[int, LayerState] = {}
         """Layers that have come, until a plan that takes them is in force."""
         self._formed_s = 0.0
@@ -212,9 +214,7 @@ class Engine:
             case Compute():
                 self._compute(effect)
             case Reduce(committee=committee):
-                self._step.reduced = self._reducer_of(committee).finish(
-                    self._standing.is_fenced, plus=self._sections.sums
-                )
+                self._reduce(committee)
             case Agree():
                 return self._agree(effect)
             case Apply(record=record):
@@ -324,6 +324,14 @@ class Engine:
         self._stage_sums.all_reduce(tensor, self._signals).wait(self._stage_stops)
         return tensor
 
+    def _reduce(self, committee: Committee) -> None:
+        """Sum the step's gradients; what is posted already was with the reducer of the plan in force."""
+        assert self._reducer is not None
+        in_force, reducer = self._reducer
+        if committee is not in_force:
+            reducer = self._new_reducer(committee)
+        self._step.reduced = reducer.finish(self._standing.is_fenced, plus=self._sections.sums)
+
     def _agree(self, effect: Agree) -> Agreed:
         """Take part in the commit's all-reduce. Raises Interrupted or PeerLost."""
         work, committee = self._step.work, effect.committee
@@ -332,7 +340,7 @@ class Engine:
             committee.key,
             # The other devices of the stage have the same to tell.
             loss=work.loss if self._share.rank == 0 else 0.0,
-            squared_grad_norm=squared_norm(self._reducer_of(committee).buckets, self._step.reduced, self._place),
+            squared_grad_norm=squared_norm(self._buckets_of(committee), self._step.reduced, self._place),
             stop=effect.stop,
             save=self._saving is not None and self._saving.is_wanted(effect.step),
             counts=work.counts if self._share.rank == 0 else {},
@@ -477,11 +485,11 @@ class Engine:
         self._settle()
         sums = self._holdings.take(effect.layers, self._received, keep=effect.keep, order=order)
         self._received = {}
-        groups = None
+        self._reducer, groups = None, None
         if committee is not None:
-            groups = SectionGroups(
-                parameters=self._model.parameters, reducer=self._reducer_of(committee), everyone=committee.key
-            )
+            reducer = self._new_reducer(committee)
+            self._reducer = committee, reducer
+            groups = SectionGroups(parameters=self._model.parameters, reducer=reducer, everyone=committee.key)
         self._sections.adopt(groups, sums)
         if place is not None:
             self._lane = self._lane_of(place)
@@ -497,16 +505,18 @@ class Engine:
             schedule=place.schedule,
         )
 
-    def _reducer_of(self, committee: Committee) -> GradientReducer:
-        """What sums this worker's gradients with the others of a committee."""
-        if self._reducer is None or self._reducer[0] is not committee:
+    def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
+        """What this worker's gradients are summed in with the others of a committee."""
+        if self._buckets is None or self._buckets[0] is not committee:
             buckets = make_buckets(
                 committee.plan, self._place, self._share, generation=committee.generation, lost=committee.lost
             )
-            reducer = GradientReducer(buckets, self._model.parameters, self._groups, self._signals)
-            self._reducer = committee, reducer
-        return self._reducer[1]
+            self._buckets = committee, buckets
+        return self._buckets[1]
 
     def _bucket_keys(self, committee: Committee | None) -> Sequence[GroupKey]:
-        """The groups in which this worker's gradients are summed."""
-        return () if committee is None else [bucket.key for bucket in self._reducer_of(committee).buckets]
+        return () if committee is None else [bucket.key for bucket in self._buckets_of(committee)]
+
+    def _new_reducer(self, committee: Committee) -> GradientReducer:
+        """What sums the gradients of the layers that are held now."""
+        return GradientReducer(self._buckets_of(committee), self._model.parameters, self._groups, self._signals)
