@@ -373,6 +373,8 @@ class VirtualWorker:
 
     def _evaluate(self, effect: Evaluate) -> Generator[Wait, None, Evaluation]:
         """All sum their losses, which takes no time here."""
+        if any(version.banked for version in self.layers.values()):
+            raise Violation(f"{self.place} evaluates in the middle of step {effect.step + 1}")
         key = effect.committee.key
         sequence = self._groups.post(key, Contribution(effect.step, ()))
         yield from self._groups.sum(key, sequence, effect.step)

@@ -873,7 +873,7 @@ def after_next(driver: Driver) -> tuple[int, ...]:
     slow=st.sets(st.sampled_from(["slow_sections", "slow_totals"])),
 )
 @examples(400)
-def test_wherever_it_is_interrupted_its_answer_is_what_it_has_and_it_goes_on_from_there(
+def test_an_answer_stays_true_wherever_the_worker_is_interrupted(
     first: ExecutionPlan, upsets: list[Upset], slow: set[str]
 ):
     driver = Driver(job=job(eval_steps=2), evaluates=True, **dict.fromkeys(sorted(slow), True))
