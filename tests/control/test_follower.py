@@ -769,6 +769,7 @@ def test_a_spare_has_nothing_banked():
     driver.follow(order(1))
     bank = driver.follower.bank
     assert (bank.num_sections, bank.microbatches, bank.is_at(NOTHING)) == (1, (), True)
+    assert bank.may_post_step
 
 
 # --- interruptions wherever they may come ----------------------------------------------------------------------

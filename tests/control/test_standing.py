@@ -260,6 +260,14 @@ def test_a_section_that_a_peer_has_banked_is_banked_by_order_once(worker: Worker
     assert worker.fence(3).banked == bank_record(1)
 
 
+def test_the_sums_of_a_section_that_is_given_back_are_not_here(worker: Worker):
+    worker.standing.note_bank_reduced(1)
+    worker.fence(2)
+    worker.standing.give_back_section()
+    assert worker.fence(3).bank_reduced is None
+    assert not worker.standing.catch_up_bank(bank_record(1))
+
+
 def test_a_section_of_another_plan_is_not_the_one_that_is_reduced_here(worker: Worker):
     worker.standing.note_bank_reduced(1)
     worker.fence(2)
