@@ -470,7 +470,7 @@ class Engine:
                 schedule=order.schedules[place.pipeline],
             )
             self._stage_sums = self._groups[place.stage_key] if self._share.degree > 1 else None
-        self._groups.keep_only(keys)
+        self._groups.keep_only(keys, generation=order.generation)
         self._resumed_generation = order.generation
 
     def _sum_over(self, key: GroupKey, vector: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Process groups of one worker: made when a plan needs them, dropped when it no longer does.
 
 A group is known by its purpose, the generation it was made in, and its members, so that the members agree on
-it without talking. A group in which something went wrong is never destroyed (destroying a stuck Gloo group
-blocks): it is kept aside, and a new one is formed beside it.
+it without talking. Groups that end together share a network (`network.py`): those of a generation, but for those of
+the pipeline, which may outlive it. What is put aside is never waited for, whatever is stuck in it; it ends by itself.
 
 Gloo carries all messages, those of tensors on a GPU through the host's memory (`staging.py`). Where each member of a
 group has a GPU of its own, NCCL sums tensors there; the kernels of one that is given up are aborted at once, since
@@ -12,7 +12,6 @@ they would hold up what the GPU does next.
 from __future__ import annotations
 
 import hashlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -29,8 +28,8 @@ from oobleck.control.standing import Interrupted, PeerLost
 from oobleck.planner import Place
 
 from .devices import Carrier, carrier_of, device_identity, prepare_nccl
-from .doorbell import no_place_to_listen
 from .inbox import Inbox
+from .network import Network, open_device
 from .rendezvous import Board, BoardStore
 from .signals import Signals
 from .staging import Courier, HostCopy, Pending, Posting, StagedReceive
@@ -43,6 +42,7 @@ _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane
 _MAX_PARALLEL = 8
 _NCCL_POLL_S = 1e-3
 _PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
+_PURPOSES_OF_A_LANE = ("pipeline", "stage")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -124,7 +124,7 @@ class Group:
         return self._inboxes[source]
 
     def close(self) -> None:
-        """Let go of the helper threads; the group itself stays, as what is stuck in it cannot be ended."""
+        """Let go of the helper threads; those that are stuck end with the group's network."""
         for inbox in self._inboxes.values():
             inbox.close()
         if self._courier is not None:
@@ -251,9 +251,11 @@ class GroupTable:
         self._computes_on = device or torch.device("cpu")
         self._board = board
         self._signals = signals
+        self._address = address
         self._groups: dict[GroupKey, Group] = {}
-        self._abandoned: list[Group] = []
-        self._network_device = open_device(address)
+        self._networks: dict[tuple[int, bool], Network] = {}
+        """By generation, and whether it is that of a pipeline."""
+        open_device(address)  # a useless address is found at the start, not in the first plan
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
@@ -269,10 +271,11 @@ class GroupTable:
             return
 
         formed: list[Group] = []
+        networks = {key: self._network_of(key) for key in missing}
 
         def form_all() -> None:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
-                formed.extend(pool.map(self._form_one, missing))
+                formed.extend(pool.map(lambda key: self._form_one(key, networks[key]), missing))
             for group in formed:  # everybody in the order of the keys: NCCL's own barriers could deadlock otherwise
                 self._open_nccl(group)
 
@@ -286,33 +289,47 @@ class GroupTable:
             self._give_up(formed)
             raise PeerLost(f"forming groups of generation {missing[0].generation}: {error}") from error
         self._groups.update((group.key, group) for group in formed)
+        self._board.forget([group.key.name for group in formed])
 
-    def keep_only(self, keys: Iterable[GroupKey]) -> None:
-        """Put every other group aside."""
+    def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
+        """Let go of every other group, and of what was told of groups of older generations: none is formed any more."""
         wanted = set(keys)
-        self._give_up(self._groups.pop(key) for key in sorted(self._groups.keys() - wanted))
+        self._give_up([self._groups.pop(key) for key in sorted(self._groups.keys() - wanted)])
+        self._board.forget_before(generation)
 
     def _give_up(self, groups: Iterable[Group]) -> None:
-        """Put groups aside that were not all formed."""
+        """Close groups, and end the networks that are left without any."""
         for group in groups:
             group.close()
-            self._abandoned.append(group)
+        used = {_network_key(key) for key in self._groups}
+        for key in sorted(self._networks.keys() - used):
+            self._networks.pop(key).end()
+        self._board.wake()
 
-    def _form_one(self, key: GroupKey) -> Group:
-        store = self._store_of(key)
+    def _network_of(self, key: GroupKey) -> Network:
+        shared = _network_key(key)
+        if shared not in self._networks:
+            self._networks[shared] = Network(self._address)
+        return self._networks[shared]
+
+    def _form_one(self, key: GroupKey, network: Network) -> Group:
+        store = self._store_of(key, network)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-        options._devices = [self._network_device]
+        options._devices = [network.device]
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
         prefixed = PrefixStore(key.name, store)
-        group = ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
-        group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
-        return Group(key, self._place, group, store, stages=self._stages)
+        with network.forming():
+            process_group = ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
+            process_group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
+            group = Group(key, self._place, process_group, store, stages=self._stages)
+            network.keep(group)
+        return group
 
     def _open_nccl(self, group: Group) -> None:
         """Let NCCL carry a group's sums, where each member has a GPU of its own. A barrier among them."""
         if self._computes_on.type != "cuda" or group.key.purpose not in _PURPOSES_THAT_SUM:
             return
-        store = self._store_of(group.key)
+        store = self._store_of(group.key, self._network_of(group.key))
         prefixed = PrefixStore(f"{group.key.name}/nccl", store)
         prefixed.set(f"gpu/{group.rank}", device_identity(self._computes_on) or "")
         told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(group.key.members))]
@@ -324,18 +341,10 @@ class GroupTable:
             nccl = kind(prefixed, group.rank, len(group.key.members), options)
             group.use_nccl(nccl, store, torch.zeros(1, device=self._computes_on), _FORMING_TIMEOUT_S)
 
-    def _store_of(self, key: GroupKey) -> BoardStore:
-        return BoardStore(self._board, tuple(sorted({place.node for place in key.members})), _FORMING_TIMEOUT_S)
+    def _store_of(self, key: GroupKey, network: Network) -> BoardStore:
+        nodes = tuple(sorted({place.node for place in key.members}))
+        return BoardStore(self._board, nodes, _FORMING_TIMEOUT_S, lambda: network.is_over)
 
 
-def open_device(address: str) -> object:
-    """Open the network device of an address, a host name or a network interface of this machine.
-
-    Raises ConfigError where nobody can listen there.
-    """
-    try:
-        if address in (name for _, name in socket.if_nameindex()):
-            return ProcessGroupGloo.create_device(interface=address)
-        return ProcessGroupGloo.create_device(hostname=address)
-    except RuntimeError as error:
-        raise no_place_to_listen(address) from error
+def _network_key(key: GroupKey) -> tuple[int, bool]:
+    return key.generation, key.purpose in _PURPOSES_OF_A_LANE
