@@ -59,7 +59,10 @@ def elastic_run(
     nodes: Sequence[str] = ("--local", "4"),
     within: Sequence[str] = (),
 ) -> Iterator[Elastic]:
-    """Start a run, by the command `within` if there is one; when the test has ended it, all that it computed must be right, and nothing be left."""
+    """Start a run, by the command `within` if there is one.
+
+    When the test has ended it, all that it computed must be right, and nothing be left.
+    """
     given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *options)
     with runner.up(*given, nodes=nodes, within=within) as up:
         run = Elastic(runner, up)
