@@ -26,6 +26,9 @@ __all__ = ["Network", "open_device"]
 
 _GRACE_S = 1.0
 _POLL_S = 0.02
+_MISLEADING = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+"""Variables that have Gloo tell connections apart by the peer's rank alone: those of groups that share a device would be
+taken for each other, and wait for ever."""
 _opening = threading.Lock()
 
 
@@ -96,10 +99,12 @@ def open_device(address: str) -> object:
 
     Raises ConfigError where nobody can listen there.
     """
+    for name in _MISLEADING:
+        os.environ.pop(name, None)
     try:
         if address in (name for _, name in socket.if_nameindex()):
-            return ProcessGroupGloo.create_device(interface=address)
-        return ProcessGroupGloo.create_device(hostname=address)
+            return ProcessGroupGloo.create_device(interface=address, lazy_init=False)
+        return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
     except RuntimeError as error:
         raise no_place_to_listen(address) from error
 
