@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -180,16 +181,18 @@ class Engine:
         located = plan.locate(self._place)
         assert located is not None
         self._say_resumed()
-        # An evaluation may be given up half-way, which leaves sums that nobody completes: they have a group of their
-        # own, that is not used again then.
-        places = plan.pipelines[located[0]].stages[located[1]].places
-        with self._summing_over(GroupKey("evaluation", key.generation, places), self._standing.is_fenced):
+        # An evaluation may be given up half-way, which leaves messages and sums that nobody completes: they have groups
+        # of their own, that end with the plan.
+        pipeline = plan.pipelines[located[0]]
+        stage_key = GroupKey("evaluation", key.generation, pipeline.stages[located[1]].places)
+        lane_key = GroupKey("forward", key.generation, pipeline.places)
+        self._groups.form([stage_key, lane_key], self._standing.is_fenced)
+        with self._summing_over(stage_key, self._standing.is_fenced):
             outcome = self._evaluator.run(
                 step,
                 model=self._model,
-                lane=lane,
+                lane=replace(lane, group=None if lane.group is None else self._groups[lane_key]),
                 share=(located[0], len(plan.pipelines)),
-                generation=key.generation,
                 everyone=self._groups[key] if len(key.members) > 1 else None,
                 interrupted=self._standing.is_fenced,
             )
@@ -222,11 +225,10 @@ class Engine:
 
     @contextmanager
     def _summing_over(self, key: GroupKey, interrupted: Callable[[], bool]) -> Iterator[None]:
-        """Within the block the devices of the stage sum in this group, formed if need be, until `interrupted`."""
+        """Within the block the devices of the stage sum in this group, until `interrupted`."""
         if len(key.members) == 1:
             yield
             return
-        self._groups.form([key], interrupted)
         before = self._stage_sums, self._stage_stops
         self._stage_sums, self._stage_stops = self._groups[key], interrupted
         try:

@@ -49,7 +49,7 @@ _PURPOSES_OF_A_LANE = ("pipeline", "stage")
 class GroupKey:
     """What the members of a group agree on without talking."""
 
-    purpose: Literal["pipeline", "stage", "evaluation", "reduce", "transfer"]
+    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer"]
     generation: int
     members: tuple[Place, ...]
 

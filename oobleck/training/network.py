@@ -27,8 +27,8 @@ __all__ = ["Network", "open_device"]
 _GRACE_S = 1.0
 _POLL_S = 0.02
 _MISLEADING = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
-"""Variables that have Gloo tell connections apart by the peer's rank alone: those of groups that share a device would be
-taken for each other, and wait for ever."""
+"""Variables that have Gloo tell connections apart by the peer's rank alone: those of groups that share a device would
+be taken for each other, and wait for ever."""
 _opening = threading.Lock()
 
 
