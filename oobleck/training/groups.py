@@ -12,6 +12,8 @@ they would hold up what the GPU does next.
 from __future__ import annotations
 
 import hashlib
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from oobleck.control.standing import Interrupted, PeerLost
+from oobleck.errors import ConfigError
 from oobleck.planner import Place
 
 from .devices import Carrier, carrier_of, device_identity, prepare_nccl
@@ -40,6 +43,8 @@ __all__ = ["Group", "GroupKey", "GroupTable", "Reduction", "open_device"]
 _FORMING_TIMEOUT_S = 60.0
 _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane, never by a timeout down here
 _MAX_PARALLEL = 8
+_SPARE_DESCRIPTORS = 16
+"""For a network's own, and what else is opened now and then."""
 _NCCL_POLL_S = 1e-3
 _PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
 _PURPOSES_OF_A_LANE = ("pipeline", "stage")
@@ -264,11 +269,13 @@ class GroupTable:
         """Form those of the groups that are not there yet, all at once.
 
         Each forming is a barrier among the group's members; in parallel no order of theirs can deadlock.
-        Raises Interrupted, or PeerLost when a member does not come.
+        Raises Interrupted, or PeerLost when a member does not come; ConfigError where this process may not open as
+        many sockets, for Gloo would end it.
         """
         missing = sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
         if not missing:
             return
+        _require_descriptors(sum(len(key.members) - 1 for key in missing))
 
         formed: list[Group] = []
         networks = {key: self._network_of(key) for key in missing}
@@ -348,3 +355,14 @@ class GroupTable:
 
 def _network_key(key: GroupKey) -> tuple[int, bool]:
     return key.generation, key.purpose in _PURPOSES_OF_A_LANE
+
+
+def _require_descriptors(num_connections: int) -> None:
+    """Raise ConfigError where so many connections more cannot be made: Gloo ends the process in the middle of it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + num_connections + _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise ConfigError(
+            f"a worker needs {needed} open files to reach all others, and may have {limit} on this node; raise the "
+            "limit there (`ulimit -n`, up to `ulimit -Hn`, which its administrator sets)"
+        )

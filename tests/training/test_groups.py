@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from oobleck.control.standing import Interrupted, PeerLost
+from oobleck.errors import ConfigError
 from oobleck.planner import Place
 from oobleck.training.groups import GroupKey, GroupTable
 from oobleck.training.rendezvous import Board
@@ -238,3 +240,14 @@ def test_forming_that_is_given_up_ends_at_once_and_its_keys_are_not_kept() -> No
 def _form_in_vain(member: Member, is_over: threading.Event) -> None:
     with pytest.raises(Interrupted):
         member.table.form([GroupKey("reduce", 1, (A, B))], is_over.is_set)
+
+
+def test_too_few_descriptors_are_named_before_gloo_ends_the_process() -> None:
+    (alone,) = members((A,))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"needs \d+ open files .* may have \d+ on this node; .*`ulimit -n`"):
+            alone.table.form([GroupKey("reduce", 1, (A, B))], never)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
