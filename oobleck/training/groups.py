@@ -279,6 +279,8 @@ class GroupTable:
 
         formed: list[Group] = []
         networks = {key: self._network_of(key) for key in missing}
+        for network in set(networks.values()):
+            network.open_door()
 
         def form_all() -> None:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
@@ -295,6 +297,8 @@ class GroupTable:
         except (RuntimeError, TimeoutError) as error:
             self._give_up(formed)
             raise PeerLost(f"forming groups of generation {missing[0].generation}: {error}") from error
+        for network in set(networks.values()):
+            network.close_door()
         self._groups.update((group.key, group) for group in formed)
         self._board.forget([group.key.name for group in formed])
 

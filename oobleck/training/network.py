@@ -5,13 +5,18 @@ group waits for the thread. What wakes it is the end of the connection. Gloo doe
 of its devices has an epoll instance of its own, and the kernel tells what is registered there. So groups that end
 together share a device, and when they end, their connections are shut down: first what we say (a peer that is slower
 still gets all that it was sent), after a while what we hear as well.
+
+Gloo takes in whoever connects, waits for ever for the first word, and ends the process when no descriptor is left. So
+strangers find nobody at home but in the moment in which groups are formed: the kernel drops what they send.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +34,11 @@ _POLL_S = 0.02
 _MISLEADING = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 """Variables that have Gloo tell connections apart by the peer's rank alone: those of groups that share a device would
 be taken for each other, and wait for ever."""
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7); Python names neither
+_DROP_ALL = ctypes.create_string_buffer(
+    struct.pack("HBBI", 0x06, 0, 0, 0)
+)  # the filter's one instruction: keep 0 bytes
+_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
 _opening = threading.Lock()
 
 
@@ -63,6 +73,14 @@ class Network:
         with self._lock:
             self._kept.append(group)
 
+    def open_door(self) -> None:
+        """Let peers connect, before they are told where."""
+        self._on_listeners(lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0))
+
+    def close_door(self) -> None:
+        """Let nobody connect any more; what is connected stays so. A kernel that cannot do it leaves the door open."""
+        self._on_listeners(lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER))
+
     def end(self) -> None:
         """Let go of everything, on a thread of its own that ends with it."""
         self.is_over = True
@@ -87,6 +105,11 @@ class Network:
         for fd, inode in connections:
             _on_socket(fd, inode, lambda connection: connection.shutdown(how))
         return len(connections)
+
+    def _on_listeners(self, act: Callable[[socket.socket], Any]) -> None:
+        for fd, inode in [] if self._epoll is None else _registered_sockets(self._epoll):
+            if _is_listening(fd, inode):
+                _on_socket(fd, inode, act)
 
     def _connections(self) -> list[tuple[int, int]]:
         """Descriptors and inodes of what is connected."""

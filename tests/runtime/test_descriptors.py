@@ -25,7 +25,7 @@ def limits_after(ulimits: str) -> str:
 
 
 def test_the_soft_limit_becomes_the_hard_one() -> None:
-    assert limits_after("ulimit -H -n 400 && ulimit -S -n 100") == "400 400 400\n"
+    assert limits_after("ulimit -S -n 100 && ulimit -H -n 400") == "400 400 400\n"
     assert limits_after("ulimit -n 200") == "200 200 200\n"
 
 
