@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from oobleck.runtime.control_client import AddRequest, ControlRequest, DrainRequest, KillRequest, request
@@ -124,3 +127,19 @@ def test_fifty_changes_fit_into_few_descriptors(start: Callable[..., Any], runne
         assert settled(run, runner, "node0", expected=first) == first
         assert resident_bytes(worker_pids(runner)["node0"]) - bytes_before < 32 << 20
         run.stop()
+
+
+@pytest.mark.slow
+def test_idle_connections_to_its_ports_do_not_end_a_local_run(start: Callable[..., Any], runner: Runner) -> None:
+    """More than there are descriptors for, from anybody on this machine; and a node comes and goes meanwhile."""
+    within = ("/bin/sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
+    with start("--set", "control.lease_s=30", nodes=("--local", "3"), within=within) as run, ExitStack() as idle:
+        master = psutil.Process(run.up.process.pid)
+        ports = {one.laddr.port for one in master.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+        assert len(ports) == 3
+        for number in range(400):
+            idle.enter_context(socket.create_connection(("127.0.0.1", sorted(ports)[number % 3])))
+        kill_and_add(run, runner)
+        run.up.wait_for_steps(3)
+        run.stop()
+    assert "Traceback" not in "".join(run.up.output)
