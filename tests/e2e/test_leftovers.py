@@ -27,31 +27,32 @@ SETTLING_S = 20.0
 
 @dataclass(frozen=True)
 class Holdings:
-    """What the processes of a survivor, and the master, have open."""
+    """What the processes of those that stay have open."""
 
     worker_descriptors: int
     worker_threads: int
-    agent_descriptors: int
+    agents_descriptors: tuple[int, ...]
     master_descriptors: int
 
 
-def holdings(run: Elastic, runner: Runner, node: str) -> Holdings:
-    worker = worker_pids(runner)[node]
-    agent = int((runner.agent_directory(node) / "agent.pid").read_text())
+def holdings(run: Elastic, runner: Runner) -> Holdings:
+    """Of node0's worker, which lives all along, of the agents that stay, and of the master."""
+    worker = worker_pids(runner)["node0"]
+    agents = [int((runner.agent_directory(node) / "agent.pid").read_text()) for node in ("node0", "node1")]
     return Holdings(
         worker_descriptors=_count(worker, "fd"),
         worker_threads=_count(worker, "task"),
-        agent_descriptors=_count(agent, "fd"),
+        agents_descriptors=tuple(_count(agent, "fd") for agent in agents),
         master_descriptors=_count(run.up.process.pid, "fd"),
     )
 
 
-def settled(run: Elastic, runner: Runner, node: str, expected: Holdings | None = None) -> Holdings:
+def settled(run: Elastic, runner: Runner, expected: Holdings | None = None) -> Holdings:
     """What is held once it is no more than expected; without an expectation, once it stays for a second."""
     end_s = time.monotonic() + SETTLING_S
     before: list[Holdings] = []
     while time.monotonic() < end_s:
-        before.append(holdings(run, runner, node))
+        before.append(holdings(run, runner))
         if before[-1] == expected or (expected is None and len(before) > 10 and len(set(before[-10:])) == 1):
             break
         time.sleep(0.1)
@@ -101,11 +102,11 @@ def test_a_survivor_of_many_plans_holds_what_it_held_after_the_first_few(
     with start("--set", "control.lease_s=30", nodes=("--local", "3")) as run:
         for change in EVERY_KIND:
             change(run, runner)
-        first = settled(run, runner, "node0")
+        first = settled(run, runner)
         for change in (*[restart_a_worker] * 4, *EVERY_KIND):
             change(run, runner)
         run.up.wait_for_steps(3)
-        assert settled(run, runner, "node0", expected=first) == first
+        assert settled(run, runner, expected=first) == first
         run.stop()
 
 
@@ -115,7 +116,7 @@ def test_fifty_changes_fit_into_few_descriptors(start: Callable[..., Any], runne
     within = ("/bin/sh", "-c", 'ulimit -n 128; exec "$@"', "sh")
     with start("--set", "control.lease_s=30", nodes=("--local", "3"), within=within) as run:
         drain_and_add(run, runner)
-        first = settled(run, runner, "node0")
+        first = settled(run, runner)
         for _ in range(8):
             for change in EVERY_KIND:
                 change(run, runner)
@@ -124,7 +125,7 @@ def test_fifty_changes_fit_into_few_descriptors(start: Callable[..., Any], runne
             for change in EVERY_KIND:
                 change(run, runner)
         run.up.wait_for_steps(3)
-        assert settled(run, runner, "node0", expected=first) == first
+        assert settled(run, runner, expected=first) == first
         assert resident_bytes(worker_pids(runner)["node0"]) - bytes_before < 32 << 20
         run.stop()
 
