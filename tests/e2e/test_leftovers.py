@@ -137,9 +137,8 @@ def test_idle_connections_to_its_ports_do_not_end_a_local_run(start: Callable[..
     with start("--set", "control.lease_s=30", nodes=("--local", "3"), within=within) as run, ExitStack() as idle:
         master = psutil.Process(run.up.process.pid)
         ports = {one.laddr.port for one in master.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
-        assert len(ports) == 3
         for number in range(400):
-            idle.enter_context(socket.create_connection(("127.0.0.1", sorted(ports)[number % 3])))
+            idle.enter_context(socket.create_connection(("127.0.0.1", sorted(ports)[number % len(ports)])))
         kill_and_add(run, runner)
         run.up.wait_for_steps(3)
         run.stop()
