@@ -92,6 +92,9 @@ def restart_a_worker(run: Elastic, runner: Runner) -> None:
     run.up.wait_for("node1 taken in; restart_worker")
 
 
+ALL = ("--local", "4")
+"""They form two pipelines of two, so that node0 has neighbours of the same kinds whenever all are in."""
+
 Change = Callable[[Elastic, Runner], None]
 EVERY_KIND: Sequence[Change] = (restart_a_worker, drain_and_add, kill_and_add)
 
@@ -99,7 +102,7 @@ EVERY_KIND: Sequence[Change] = (restart_a_worker, drain_and_add, kill_and_add)
 def test_a_survivor_of_many_plans_holds_what_it_held_after_the_first_few(
     start: Callable[..., Any], runner: Runner
 ) -> None:
-    with start("--set", "control.lease_s=30", nodes=("--local", "3")) as run:
+    with start("--set", "control.lease_s=30", nodes=ALL) as run:
         for change in EVERY_KIND:
             change(run, runner)
         first = settled(run, runner)
@@ -114,7 +117,7 @@ def test_a_survivor_of_many_plans_holds_what_it_held_after_the_first_few(
 def test_fifty_changes_fit_into_few_descriptors(start: Callable[..., Any], runner: Runner) -> None:
     """Each process may have 128: what one plan left behind would be too much after a few more."""
     within = ("/bin/sh", "-c", 'ulimit -n 128; exec "$@"', "sh")
-    with start("--set", "control.lease_s=30", nodes=("--local", "3"), within=within) as run:
+    with start("--set", "control.lease_s=30", nodes=ALL, within=within) as run:
         drain_and_add(run, runner)
         first = settled(run, runner)
         for _ in range(6):
