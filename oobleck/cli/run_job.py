@@ -30,6 +30,7 @@ from oobleck.roles.master import Master
 from oobleck.runtime.check_nodes import check_nodes
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
+from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.journal_file import JournalWriter, read_journal, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
@@ -85,6 +86,8 @@ class Run:
 
 def run_job(run: Run) -> int:
     """Run the job to its end; returns the exit code."""
+    limit = raise_descriptor_limit()  # virtual nodes inherit it
+    require_descriptors(limit, run.num_local or len(run.nodes), are_virtual=bool(run.num_local))
     directory = RunDirectory(base_dir=run.base_dir, tag=run.job.tag)
     directory.create()
     console = Console(stderr=run.as_json)

@@ -208,7 +208,9 @@ class Evaluate:
     step: int
     committee: Committee
     stage_key: GroupKey
-    """Where the devices that share the stage sum: an evaluation may be given up half-way."""
+    """Where the devices that share the stage sum."""
+    lane_key: GroupKey
+    """What links the pipeline's stages meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

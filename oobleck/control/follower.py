@@ -255,9 +255,12 @@ class Follower:
         if not self._evaluates or not self._job.is_evaluated(step):
             return
         yield from self._resume()
-        # One may be given up half-way, which leaves sums that nobody completes: they have a group of their own.
+        # One may be given up half-way, which leaves messages and sums that nobody completes: they have groups of their
+        # own, that end with the plan.
         stage_key = GroupKey("evaluation", committee.generation, seat.stage_key.members)
-        outcome = yield Evaluate(step, committee, stage_key)
+        lane_key = GroupKey("forward", committee.generation, seat.lane_key.members)
+        yield FormGroups((stage_key, lane_key), None)
+        outcome = yield Evaluate(step, committee, stage_key, lane_key)
         assert isinstance(outcome, Evaluation)
         if seat.is_first or seat.is_last:
             yield Say(

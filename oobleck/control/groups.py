@@ -22,7 +22,7 @@ __all__ = ["Committee", "GroupKey", "PlaceInPlan", "transfer_key"]
 class GroupKey:
     """What the members of a group agree on without talking."""
 
-    purpose: Literal["pipeline", "stage", "evaluation", "reduce", "transfer"]
+    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer"]
     generation: int
     members: tuple[Place, ...]
     _hash: int = field(init=False, repr=False, compare=False)

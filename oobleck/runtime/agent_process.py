@@ -31,6 +31,8 @@ from oobleck.wire import FrameDecoder
 
 from .agent_dir import AgentDir
 from .checkpoint_store import NodeCheckpoints
+from .descriptors import raise_descriptor_limit
+from .listening import accept as accept_client
 from .notice import await_notice
 from .run_dir import MAX_SOCKET_PATH_BYTES, private_directory
 from .workers import ForkingWorkerHost
@@ -43,6 +45,7 @@ _log = logging.getLogger("oobleck.agent")
 def main() -> None:
     """Become the agent of a node, in the background; the foreground process says where and leaves."""
     arguments = _parse_arguments()
+    raise_descriptor_limit()  # the fork server and the workers inherit it
     directory = AgentDir(arguments.run, arguments.node)
     directory.create()
     if _answers(directory.socket):
@@ -127,7 +130,7 @@ async def _serve(
     listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
 
     async def accept() -> MasterConnection:
-        return MessageChannel(await listening.accept(), FrameDecoder(MasterMessage))
+        return MessageChannel(await accept_client(listening), FrameDecoder(MasterMessage))
 
     def hello(generation: int, devices: tuple[int, ...]) -> Hello:
         return Hello(

@@ -32,6 +32,7 @@ from .control_client import (
     encode_error,
     request,
 )
+from .listening import serve_clients
 from .run_dir import MAX_SOCKET_PATH_BYTES
 
 __all__ = [
@@ -70,9 +71,10 @@ async def serve_control(
     that is slow, broken or gone costs nobody else anything: each has its own task and 10 seconds.
     """
     listening = trio.socket.from_stdlib_socket(await trio.to_thread.run_sync(_listen, path))
-    serve_client = partial(_serve_client, handle=handle, clients=trio.CapacityLimiter(_MAX_CLIENTS))
+    serve_client = partial(_serve_client, handle=handle)
+    listeners = [trio.SocketListener(listening)]
     try:
-        await trio.serve_listeners(serve_client, [trio.SocketListener(listening)], task_status=task_status)
+        await serve_clients(serve_client, listeners, max_clients=_MAX_CLIENTS, task_status=task_status)
     finally:
         _remove(path)
 
@@ -109,8 +111,8 @@ def _is_alive(path: Path) -> bool:
     return True
 
 
-async def _serve_client(stream: trio.SocketStream, *, handle: Handle, clients: trio.CapacityLimiter) -> None:
-    async with stream, clients:
+async def _serve_client(stream: trio.SocketStream, *, handle: Handle) -> None:
+    async with stream:
         with trio.move_on_after(_CLIENT_TIMEOUT_S):
             try:
                 await stream.send_all(await _answer(stream, handle))

@@ -1,22 +1,30 @@
 """Which host keys are trusted: those in ssh's own files, the user's and the machine's.
 
-asyncssh alone reads fewer of them than ssh does, and takes `UserKnownHostsFile none` for leave to check nothing.
+asyncssh alone reads fewer of them than ssh does, and takes `UserKnownHostsFile none` for leave to check nothing. It
+would also parse every key of every file for each connection, which with a file for thousands of nodes blocks the
+master for minutes. So files are indexed once, and asyncssh gets the lines that a host may match: what they mean is
+its business.
 """
 
 from __future__ import annotations
 
+import binascii
+import hmac
 import os
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import asyncssh
 
-__all__ = ["KnownHosts", "find_known_hosts"]
+__all__ = ["HostKeyFiles", "KnownHosts", "find_known_hosts"]
 
 _USER_FILES = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
 _GLOBAL_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+_MARKERS = ("@cert-authority", "@revoked")
+_SIGNS_OF_A_PATTERN = frozenset("*?|/!")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +40,94 @@ class KnownHosts:
     def readable(self) -> tuple[Path, ...]:
         return tuple(path for path in self.files if os.access(path, os.R_OK) and path.is_file())
 
-    @property
-    def knows_host(self) -> bool:
+    def knows_host(self, files: HostKeyFiles) -> bool:
         """Whether any key of this host is there. Raises OSError or ValueError for broken files."""
-        known = asyncssh.read_known_hosts([str(path) for path in self.readable])
-        host_keys, authorities, *_ = known.match(self.host, "", self.port)
+        host_keys, authorities, *_ = files.trusted(self.readable).match(self.host, "", self.port)
         return bool(host_keys or authorities)
 
-    def as_option(self) -> list[str] | bytes:
+    def as_option(self, files: HostKeyFiles) -> asyncssh.SSHKnownHosts | bytes:
         """The value of asyncssh's `known_hosts`; without any file nothing is trusted."""
-        return [str(path) for path in self.readable] or b""
+        return files.trusted(self.readable) if self.readable else b""
+
+
+class HostKeyFiles:
+    """Mutable: known_hosts files as they were when they were read last. One that has changed is read again."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], _Index]] = {}
+
+    def trusted(self, paths: Sequence[Path]) -> asyncssh.SSHKnownHosts:
+        """What asyncssh is to look hosts up in. Raises OSError or ValueError for broken files, then or now."""
+        for path in paths:
+            self.index_of(path)
+        return _Trusted(self, paths)
+
+    def index_of(self, path: Path) -> _Index:
+        """Return a file's index; O(lines) where the file is new or has changed. Raises OSError or ValueError."""
+        told = path.stat()
+        version = (told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns)
+        known = self._known.get(path)
+        if known is None or known[0] != version:
+            known = self._known[path] = version, _Index(path.read_text(encoding="utf-8"))
+        return known[1]
+
+
+class _Trusted(asyncssh.SSHKnownHosts):
+    """Files in ssh's order, of which asyncssh parses the lines that matter."""
+
+    def __init__(self, files: HostKeyFiles, paths: Sequence[Path]) -> None:
+        super().__init__()
+        self._files = files
+        self._paths = paths
+
+    def match(self, host: str, addr: str, port: int | None) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+        names = {name for name in (host, addr) if name}
+        if port:
+            names |= {f"[{name}]:{port}" for name in names}
+        lines = (line for path in self._paths for line in self._files.index_of(path).lines_for(sorted(names)))
+        return asyncssh.import_known_hosts("\n".join(lines)).match(host, addr, port)
+
+
+class _Index:
+    """The lines of one file by the names that they are for. What has no plain name may be for any host."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines()
+        self._by_name: defaultdict[str, list[int]] = defaultdict(list)
+        self._hashed: list[tuple[bytes, bytes, int]] = []
+        self._always: list[int] = []
+        for number, line in enumerate(self._lines):
+            words = line.split(None, 2)
+            if not words or words[0].startswith("#"):
+                continue
+            pattern = words[1] if words[0] in _MARKERS and len(words) > 1 else words[0]
+            if (hashed := _hashed(pattern)) is not None:
+                self._hashed.append((*hashed, number))
+            elif _SIGNS_OF_A_PATTERN.isdisjoint(pattern) and not pattern.startswith("@") and len(words) > 1:
+                for name in pattern.split(","):
+                    self._by_name[name].append(number)
+            else:
+                self._always.append(number)  # a pattern, or nonsense, of which asyncssh is to complain
+
+    def lines_for(self, names: Iterable[str]) -> list[str]:
+        """Return the lines that may be for one of the names, in the file's order; O(hashed lines)."""
+        found = {*self._always}
+        for name in names:
+            found.update(self._by_name.get(name, ()))
+            value = name.encode()
+            found.update(number for salt, digest, number in self._hashed if hmac.digest(salt, value, "sha1") == digest)
+        return [self._lines[number] for number in sorted(found)]
+
+
+def _hashed(pattern: str) -> tuple[bytes, bytes] | None:
+    """The salt and the hash of a host name that is hashed; None for anything else."""
+    words = pattern.split("|")
+    if len(words) != 4 or words[:2] != ["", "1"]:
+        return None
+    try:
+        return binascii.a2b_base64(words[2]), binascii.a2b_base64(words[3])
+    except binascii.Error:
+        return None
 
 
 def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts:

@@ -2,12 +2,16 @@
 
 Everything else is as with real hosts: the same connections, agents and sockets. Its keys are made for one run, are
 kept in memory, and die with it. It listens on loopback only, one port for each virtual node.
+
+Any user of this machine can connect to a port of loopback. Who does so without the key holds a descriptor, so that
+few may, and not for long; asyncssh alone would let them wait for two minutes, and end with the last descriptor.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -19,12 +23,18 @@ import trio
 from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import await_asyncio, awaitable_by_asyncio
+from .descriptors import raise_descriptor_limit
+from .listening import accept
 from .ssh import SSHOptions
 
 __all__ = ["serve_local_nodes"]
 
 _HOST = "127.0.0.1"
 _READ_BYTES = 1 << 16
+_LOGIN_TIMEOUT_S = 10.0
+_LOGINS_A_NODE = 8
+"""As many as `logins.py` lets begin at one server."""
+_OTHER_LOGINS = 24
 
 
 @asynccontextmanager
@@ -39,34 +49,66 @@ async def serve_local_nodes(count: int) -> AsyncIterator[tuple[tuple[NodeSpec, .
     authorized = asyncssh.import_authorized_keys(client_key.export_public_key().decode())
     async with trio.open_nursery() as commands:
         runner = _CommandRunner(commands)
-        servers = [
-            await await_asyncio(
-                asyncssh.listen,
-                _HOST,
-                0,
-                server_factory=_Server,
-                server_host_keys=[host_key],
-                authorized_client_keys=authorized,
-                process_factory=awaitable_by_asyncio(runner.run),
-                encoding=None,
-                config=None,
-            )
-            for _ in range(count)
-        ]
-        nodes = tuple(
-            NodeSpec(name=f"node{index}", host=_HOST, port=server.sockets[0].getsockname()[1], user="oobleck")
-            for index, server in enumerate(servers)
+        options = await await_asyncio(
+            asyncssh.SSHServerConnectionOptions.construct,
+            server_factory=_Server,
+            server_host_keys=[host_key],
+            authorized_client_keys=authorized,
+            process_factory=awaitable_by_asyncio(runner.run),
+            encoding=None,
+            login_timeout=_LOGIN_TIMEOUT_S,
         )
-        options = SSHOptions(client_keys=(client_key,), host_keys=(host_key.convert_to_public(),), use_defaults=False)
+        listeners = [listener for _ in range(count) for listener in await trio.open_tcp_listeners(0, host=_HOST)]
+        limit = raise_descriptor_limit() // 3
+        doorkeeper = _Doorkeeper(options, max_logins=min(limit, _OTHER_LOGINS + _LOGINS_A_NODE * count))
+        for listener in listeners:
+            commands.start_soon(doorkeeper.serve, listener)
+        nodes = tuple(
+            NodeSpec(name=f"node{index}", host=_HOST, port=listener.socket.getsockname()[1], user="oobleck")
+            for index, listener in enumerate(listeners)
+        )
+        reached_by = SSHOptions(
+            client_keys=(client_key,), host_keys=(host_key.convert_to_public(),), use_defaults=False
+        )
         try:
-            yield nodes, options
+            yield nodes, reached_by
         finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(2):
-                for server in servers:
-                    server.close()
-                for server in servers:
-                    await await_asyncio(server.wait_closed)
             commands.cancel_scope.cancel()
+
+
+class _Doorkeeper:
+    """Takes connections in. Of too many that have not yet shown the key, the oldest goes: it had the most time."""
+
+    def __init__(self, options: asyncssh.SSHServerConnectionOptions, *, max_logins: int) -> None:
+        self._options = options
+        self._max_logins = max_logins
+        self._logins: dict[trio.CancelScope, None] = {}
+
+    async def serve(self, listener: trio.SocketListener) -> None:
+        """Take in whoever comes, until cancelled."""
+        async with listener, trio.open_nursery() as logins:
+            while True:
+                stream = await accept(listener)
+                while len(self._logins) >= self._max_logins:
+                    oldest = next(iter(self._logins))
+                    del self._logins[oldest]
+                    oldest.cancel()
+                scope = trio.CancelScope()
+                self._logins[scope] = None
+                logins.start_soon(self._log_in, stream, scope)
+
+    async def _log_in(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        """Wait until a client has shown its key. After that asyncssh has the connection, and ends with it."""
+        connection = socket.socket(fileno=stream.socket.detach())
+        is_in = False
+        try:
+            with scope, suppress(asyncssh.Error, OSError):
+                await await_asyncio(asyncssh.run_server, connection, config=None, options=self._options)
+                is_in = True
+        finally:
+            self._logins.pop(scope, None)
+            if not is_in:
+                connection.close()
 
 
 class _Server(asyncssh.SSHServer):

@@ -19,6 +19,7 @@ from oobleck.control.journal import JournalEntry, StepDone
 from oobleck.control.metrics import Metrics, MetricSample
 from oobleck.errors import UsageError
 
+from .listening import serve_clients
 from .run_dir import MAX_SOCKET_PATH_BYTES
 from .tensorboard_file import TensorBoardFile
 
@@ -27,6 +28,7 @@ __all__ = ["MetricsAddress", "MetricsOutput", "parse_metrics_address", "serve_me
 _log = logging.getLogger("oobleck.metrics")
 
 _CLIENT_TIMEOUT_S = 5.0
+_MAX_CLIENTS = 32
 _MAX_REQUEST_BYTES = 16_384
 _BOARD_KEYS = ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s", "mfu", "goodput", "nodes")
 
@@ -143,7 +145,7 @@ async def serve_metrics(
     except OSError as error:
         raise UsageError(f"--metrics: cannot listen there: {error.strerror}") from error
     try:
-        await trio.serve_listeners(serve_client, listeners, task_status=task_status)
+        await serve_clients(serve_client, listeners, max_clients=_MAX_CLIENTS, task_status=task_status)
     finally:
         if address.path is not None:
             address.path.unlink(missing_ok=True)

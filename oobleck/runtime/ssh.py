@@ -21,7 +21,7 @@ from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio, open_ssh_loop
-from .known_hosts import KnownHosts, find_known_hosts
+from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
 from .logins import Logins
 
 __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_ssh_loop"]
@@ -49,6 +49,8 @@ class SSHOptions:
     keepalive_count_max: int = 3
     logins: Logins = field(default_factory=Logins, repr=False, compare=False)
     """Mutable: shared by all who connect with these options."""
+    host_key_files: HostKeyFiles = field(default_factory=HostKeyFiles, repr=False, compare=False)
+    """Mutable, too."""
 
     def for_node(self, node: NodeSpec) -> dict[str, object]:
         """asyncssh's options for a connection to `node`; what is left out it takes from ssh's files."""
@@ -195,7 +197,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
         if "known_hosts" not in asked:
             host, server = str(found.host), _first_server(found)
             known_hosts = find_known_hosts(found)
-            asked["known_hosts"] = known_hosts.as_option()
+            asked["known_hosts"] = known_hosts.as_option(options.host_key_files)
         async with options.logins.turn(server):
             with trio.fail_after(options.connect_timeout_s):
                 connection = await await_asyncio(asyncssh.connect, node.host, **asked)
@@ -228,7 +230,7 @@ def _explain_host_key(
     if known_hosts is None:
         return f"the host key of {_target(node)} is not the pinned one ({error})"
     files = " and ".join(str(path) for path in known_hosts.readable) or str(known_hosts.files[0])
-    if known_hosts.knows_host:
+    if known_hosts.knows_host(options.host_key_files):
         return (
             f"{_target(node)} shows another host key than {files} has for it: it was installed anew, or somebody else "
             f"answers in its place; if you know that it is the right one, `ssh-keygen -R` removes the old key"

@@ -10,9 +10,9 @@ import fcntl
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from oobleck.errors import ConfigError
 from oobleck.planner import Place
@@ -22,6 +22,7 @@ __all__ = ["hang_doorbell", "no_place_to_listen", "ring_all"]
 
 _RING_TIMEOUT_S = 0.5
 _MAX_PARALLEL = 32
+_REST_S = 0.1
 _SIOCGIFADDR = 0x8915
 
 
@@ -38,8 +39,10 @@ def hang_doorbell(place: Place, address: str) -> Doorbell:
 
     def answer() -> None:
         while True:
-            with suppress(OSError):
+            try:
                 listener.accept()[0].close()
+            except OSError:  # the caller is gone, or there are no descriptors left: take a rest
+                time.sleep(_REST_S)
 
     threading.Thread(target=answer, daemon=True, name="doorbell").start()
     return Doorbell(place=place, host=host, port=port)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn, assert_never
 
@@ -247,8 +248,8 @@ class Engine:
             case FormGroups(keys=keys, committee=committee):
                 self._groups.form([*keys, *self._bucket_keys(committee)], self._standing.is_fenced)
                 self._formed_s = time.monotonic()
-            case KeepGroups(keys=keys, committee=committee):
-                self._groups.keep_only([*keys, *self._bucket_keys(committee)])
+            case KeepGroups(keys=keys, committee=committee, generation=generation):
+                self._groups.keep_only([*keys, *self._bucket_keys(committee)], generation=generation)
             case ReadCheckpoint(order=order, layers=layers):
                 assert order.restore is not None
                 assert self._saving is not None
@@ -412,13 +413,13 @@ class Engine:
         assert located is not None
         assert self._lane is not None
         assert self._evaluator is not None
+        lane = self._lane
         with self._evaluation_sums(effect, interrupted):
             outcome = self._evaluator.run(
                 effect.step,
                 model=self._model,
-                lane=self._lane,
+                lane=replace(lane, group=None if lane.group is None else self._groups[effect.lane_key]),
                 share=(located[0], len(committee.plan.pipelines)),
-                generation=committee.generation,
                 everyone=self._groups[committee.key] if len(committee.key.members) > 1 else None,
                 interrupted=interrupted,
             )
@@ -432,7 +433,6 @@ class Engine:
         if len(key.members) == 1:
             yield
             return
-        self._groups.form([key], interrupted)
         before = self._stage_sums, self._stage_stops
         self._stage_sums, self._stage_stops = self._groups[key], interrupted
         try:

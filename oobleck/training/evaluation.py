@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from oobleck.control.effects import Evaluation
-from oobleck.control.standing import Interrupted, PeerLost
+from oobleck.control.standing import PeerLost
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
 
@@ -23,14 +23,12 @@ from .data import Dataset
 from .executor import Lane
 from .groups import Group
 from .models import MicrobatchKey, StageModel
-from .randomness import derive_seed
 from .signals import Signals
 from .staging import Pending
 
 __all__ = ["Evaluator"]
 
 _PROGRESS_INTERVAL_S = 1.0
-_TAGS = 1 << 30
 _SENDS_AHEAD = 2
 """Messages that a stage sends before the next stage has taken them, at most: what they cost in memory."""
 
@@ -50,9 +48,6 @@ class Evaluator:
         self._dataset = dataset
         self._signals = signals
         self._on_progress = on_progress
-        self._given_up: list[_Send] = []
-        """What the next stage never took of evaluations that were given up. It stays, a few messages for each: the
-        group may go on, and a send whose tensor is let go holds up all that follow it there."""
         num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
         self._num_microbatches = num_samples // job.microbatch_size
         if not self._num_microbatches:
@@ -68,24 +63,20 @@ class Evaluator:
         model: StageModel,
         lane: Lane,
         share: tuple[int, int],
-        generation: int,
         everyone: Group | None,
         interrupted: Callable[[], bool],
     ) -> Evaluation:
         """Evaluate the model of a step, together with all others in the plan.
 
         `share` is this pipeline's number and how many there are, `everyone` the group of all workers, if there are
-        others. Raises Interrupted or PeerLost; nothing is lost by it but the evaluation.
+        others. Raises Interrupted or PeerLost; nothing is lost by it but the evaluation, whose messages may be stuck in
+        the groups then.
         """
         began_s = time.monotonic()
-        sends: deque[_Send] = deque()
-        try:
-            total = self._sum_losses(step, model, lane, share, generation, sends, interrupted)
-            if everyone is not None:
-                everyone.all_reduce(total, self._signals).wait(interrupted)
-        except (Interrupted, PeerLost):
-            self._given_up += sends
-            raise
+        sends: deque[_Send] = deque()  # until all have what they need: one that is let go holds up those after it
+        total = self._sum_losses(step, model, lane, share, sends, interrupted)
+        if everyone is not None:
+            everyone.all_reduce(total, self._signals).wait(interrupted)
         return Evaluation(
             loss=float(total),
             num_samples=self._num_microbatches * self._job.microbatch_size,
@@ -98,7 +89,6 @@ class Evaluator:
         model: StageModel,
         lane: Lane,
         share: tuple[int, int],
-        generation: int,
         sends: deque[_Send],
         interrupted: Callable[[], bool],
     ) -> torch.Tensor:
@@ -110,15 +100,13 @@ class Evaluator:
                 if time.monotonic() - told_s >= _PROGRESS_INTERVAL_S:
                     told_s = time.monotonic()
                     self._on_progress(step)
-                # Of an evaluation that was given up, a receive may still be waiting in a group that goes on.
-                tag = _TAGS + derive_seed("evaluation", generation, step, microbatch) % _TAGS
-                hidden = self._received(model, lane, tag, interrupted)
+                hidden = self._received(model, lane, microbatch, interrupted)
                 output = self._forward(model, hidden, step, microbatch)
                 if not lane.is_last:
                     if len(sends) == _SENDS_AHEAD:
                         self._signals.call(partial(_wait_sent, sends[0][0]), interrupted)
                         sends.popleft()
-                    sends.append(_send(output.contiguous(), lane, tag))
+                    sends.append(_send(output.contiguous(), lane, microbatch))
                 elif lane.rank == 0:  # the other devices of the stage have the same to tell
                     total += float(output)
         return total

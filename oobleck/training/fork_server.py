@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 
 from .imports import quick_imports
 
@@ -28,6 +29,7 @@ FORKED = 0
 
 _IDLE_TIMEOUT_S = 20.0
 _EXIT_LISTENER_TAKEN = 3
+_REST_S = 0.1
 
 
 class _ForkServer:
@@ -58,7 +60,12 @@ class _ForkServer:
                 return
 
     def _accept(self) -> None:
-        client, _ = self._listener.accept()
+        try:
+            client, _ = self._listener.accept()
+        except OSError as error:  # the client is gone, or there are no descriptors left: others still need this server
+            sys.stderr.write(f"the fork server cannot take a client in: {error.strerror}\n")
+            time.sleep(_REST_S)
+            return
         self._clients[client.fileno()] = client
         self._selector.register(client, selectors.EVENT_READ)
 

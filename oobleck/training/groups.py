@@ -1,8 +1,8 @@
 """Process groups of one worker: made when a plan needs them, dropped when it no longer does.
 
 A group is known by its purpose, the generation it was made in, and its members, so that the members agree on
-it without talking. A group in which something went wrong is never destroyed (destroying a stuck Gloo group
-blocks): it is kept aside, and a new one is formed beside it.
+it without talking. Groups that end together share a network (`network.py`): those of a generation, but for those of
+the pipeline, which may outlive it. What is put aside is never waited for, whatever is stuck in it; it ends by itself.
 
 Gloo carries all messages, those of tensors on a GPU through the host's memory (`staging.py`). Where each member of a
 group has a GPU of its own, NCCL sums tensors there; the kernels of one that is given up are aborted at once, since
@@ -11,7 +11,8 @@ they would hold up what the GPU does next.
 
 from __future__ import annotations
 
-import socket
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,11 +26,12 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 
 from oobleck.control.groups import GroupKey
 from oobleck.control.standing import Interrupted, PeerLost
+from oobleck.errors import ConfigError
 from oobleck.planner import Place
 
 from .devices import Carrier, carrier_of, device_identity, prepare_nccl
-from .doorbell import no_place_to_listen
 from .inbox import Inbox
+from .network import Network, open_device
 from .rendezvous import Board, BoardStore
 from .signals import Signals
 from .staging import Courier, HostCopy, Pending, Posting, StagedReceive
@@ -40,8 +42,11 @@ __all__ = ["Group", "GroupKey", "GroupTable", "Reduction", "open_device"]
 _FORMING_TIMEOUT_S = 60.0
 _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane, never by a timeout down here
 _MAX_PARALLEL = 8
+_SPARE_DESCRIPTORS = 16
+"""For a network's own, and what else is opened now and then."""
 _NCCL_POLL_S = 1e-3
 _PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
+_PURPOSES_OF_A_LANE = ("pipeline", "stage")
 
 
 class Group:
@@ -109,7 +114,7 @@ class Group:
         return self._inboxes[source]
 
     def close(self) -> None:
-        """Let go of the helper threads; the group itself stays, as what is stuck in it cannot be ended."""
+        """Let go of the helper threads; those that are stuck end with the group's network."""
         for inbox in self._inboxes.values():
             inbox.close()
         if self._courier is not None:
@@ -148,7 +153,8 @@ class Group:
         """End what runs on the GPU, on a thread of its own: it may take its time."""
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            threading.Thread(target=nccl.abort, daemon=True, name=f"abort {self.key.name}").start()
+            held = [nccl, self._nccl_store, self._given_up]
+            threading.Thread(target=_abort_nccl, args=(held,), daemon=True, name=f"abort {self.key.name}").start()
 
     def _sum(self, tensor: torch.Tensor, announce: Callable[[], None]) -> Sum:
         if tensor.is_cuda and self._nccl is not None:
@@ -236,9 +242,11 @@ class GroupTable:
         self._computes_on = device or torch.device("cpu")
         self._board = board
         self._signals = signals
+        self._address = address
         self._groups: dict[GroupKey, Group] = {}
-        self._abandoned: list[Group] = []
-        self._network_device = open_device(address)
+        self._networks: dict[tuple[int, bool], Network] = {}
+        """By generation, and whether it is that of a pipeline."""
+        open_device(address)  # a useless address is found at the start, not in the first plan
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
@@ -247,17 +255,22 @@ class GroupTable:
         """Form those of the groups that are not there yet, all at once.
 
         Each forming is a barrier among the group's members; in parallel no order of theirs can deadlock.
-        Raises Interrupted, or PeerLost when a member does not come.
+        Raises Interrupted, or PeerLost when a member does not come; ConfigError where this process may not open as
+        many sockets, for Gloo would end it.
         """
         missing = sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
         if not missing:
             return
+        _require_descriptors(sum(len(key.members) - 1 for key in missing))
 
         formed: list[Group] = []
+        networks = {key: self._network_of(key) for key in missing}
+        for network in set(networks.values()):
+            network.open_door()
 
         def form_all() -> None:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
-                formed.extend(pool.map(self._form_one, missing))
+                formed.extend(pool.map(lambda key: self._form_one(key, networks[key]), missing))
             for group in formed:  # everybody in the order of the keys: NCCL's own barriers could deadlock otherwise
                 self._open_nccl(group)
 
@@ -270,34 +283,50 @@ class GroupTable:
         except (RuntimeError, TimeoutError) as error:
             self._give_up(formed)
             raise PeerLost(f"forming groups of generation {missing[0].generation}: {error}") from error
+        for network in set(networks.values()):
+            network.close_door()
         self._groups.update((group.key, group) for group in formed)
+        self._board.forget([group.key.name for group in formed])
 
-    def keep_only(self, keys: Iterable[GroupKey]) -> None:
-        """Put every other group aside."""
+    def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
+        """Let go of every other group, and of what was told of groups of older generations: none is formed any more."""
         wanted = set(keys)
-        self._give_up(self._groups.pop(key) for key in sorted(self._groups.keys() - wanted))
+        self._give_up([self._groups.pop(key) for key in sorted(self._groups.keys() - wanted)])
+        self._board.forget_before(generation)
 
     def _give_up(self, groups: Iterable[Group]) -> None:
-        """Put groups aside that were not all formed."""
+        """Close groups, and end the networks that are left without any."""
         for group in groups:
             group.close()
-            self._abandoned.append(group)
+        used = {_network_key(key) for key in self._groups}
+        for key in sorted(self._networks.keys() - used):
+            self._networks.pop(key).end()
+        self._board.wake()
 
-    def _form_one(self, key: GroupKey) -> Group:
-        store = self._store_of(key)
+    def _network_of(self, key: GroupKey) -> Network:
+        shared = _network_key(key)
+        if shared not in self._networks:
+            self._networks[shared] = Network(self._address)
+        return self._networks[shared]
+
+    def _form_one(self, key: GroupKey, network: Network) -> Group:
+        store = self._store_of(key, network)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-        options._devices = [self._network_device]
+        options._devices = [network.device]
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
         prefixed = PrefixStore(key.name, store)
-        group = ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
-        group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
-        return Group(key, self._place, group, store, stages=self._stages)
+        with network.forming():
+            process_group = ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
+            process_group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
+            group = Group(key, self._place, process_group, store, stages=self._stages)
+            network.keep(group)
+        return group
 
     def _open_nccl(self, group: Group) -> None:
         """Let NCCL carry a group's sums, where each member has a GPU of its own. A barrier among them."""
         if self._computes_on.type != "cuda" or group.key.purpose not in _PURPOSES_THAT_SUM:
             return
-        store = self._store_of(group.key)
+        store = self._store_of(group.key, self._network_of(group.key))
         prefixed = PrefixStore(f"{group.key.name}/nccl", store)
         prefixed.set(f"gpu/{group.rank}", device_identity(self._computes_on) or "")
         told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(group.key.members))]
@@ -309,18 +338,27 @@ class GroupTable:
             nccl = kind(prefixed, group.rank, len(group.key.members), options)
             group.use_nccl(nccl, store, torch.zeros(1, device=self._computes_on), _FORMING_TIMEOUT_S)
 
-    def _store_of(self, key: GroupKey) -> BoardStore:
-        return BoardStore(self._board, tuple(sorted({place.node for place in key.members})), _FORMING_TIMEOUT_S)
+    def _store_of(self, key: GroupKey, network: Network) -> BoardStore:
+        nodes = tuple(sorted({place.node for place in key.members}))
+        return BoardStore(self._board, nodes, _FORMING_TIMEOUT_S, lambda: network.is_over)
 
 
-def open_device(address: str) -> object:
-    """Open the network device of an address, a host name or a network interface of this machine.
+def _abort_nccl(held: list[Any]) -> None:
+    """End a group of NCCL's, before the store that it may still use and the tensors that it may still write to."""
+    held[0].abort()
+    held.pop(0)
 
-    Raises ConfigError where nobody can listen there.
-    """
-    try:
-        if address in (name for _, name in socket.if_nameindex()):
-            return ProcessGroupGloo.create_device(interface=address)
-        return ProcessGroupGloo.create_device(hostname=address)
-    except RuntimeError as error:
-        raise no_place_to_listen(address) from error
+
+def _network_key(key: GroupKey) -> tuple[int, bool]:
+    return key.generation, key.purpose in _PURPOSES_OF_A_LANE
+
+
+def _require_descriptors(num_connections: int) -> None:
+    """Raise ConfigError where so many connections more cannot be made: Gloo ends the process in the middle of it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + num_connections + _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise ConfigError(
+            f"a worker needs {needed} open files to reach all others, and may have {limit} on this node; raise the "
+            "limit there (`ulimit -n`, up to `ulimit -Hn`, which its administrator sets)"
+        )

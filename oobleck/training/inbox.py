@@ -37,7 +37,7 @@ class Inbox:
         self._signals = signals
         self._expected: SimpleQueue[tuple[int, Post] | None] = SimpleQueue()
         self._ready: deque[torch.Tensor] = deque()
-        self._failure: PeerLost | None = None
+        self._failure: str | None = None  # an error would hold on to what it was raised by
         self._room = threading.Semaphore(RECEIVES_AHEAD)
         threading.Thread(target=self._receive_all, daemon=True, name=f"receive from {source}").start()
 
@@ -55,7 +55,7 @@ class Inbox:
             self._signals.wait(self.has_arrived, interrupted, [self.source])
         if not self._ready:
             assert self._failure is not None
-            raise self._failure
+            raise PeerLost(self._failure)
         tensor = self._ready.popleft()
         self._room.release()
         return tensor
@@ -74,7 +74,7 @@ class Inbox:
                 self._ready.append(tensor)
                 self._signals.announce()
         except PeerLost as error:
-            self._failure = error
+            self._failure = str(error)
             self._signals.announce()
 
     def _post_ahead(self, posted: deque[tuple[Pending, torch.Tensor]]) -> bool:

@@ -2,7 +2,7 @@
 
 Nothing in torch wakes a thread that waits for a peer which froze (`ProcessGroupGloo.abort` does not), so the
 training thread never blocks in torch: helper threads do, and the training thread waits here, for them or for
-a reason to give up. What it gives up is left behind with its helper thread; both are daemons.
+a reason to give up. What it gives up is left behind with its helper thread, until what that waits for has ended.
 """
 
 from __future__ import annotations
@@ -76,17 +76,25 @@ class Signals:
         """
         outcomes: dict[int, T] = {}
         failures: list[BaseException] = []
+        is_over = False
 
         def run(index: int) -> None:
             try:
                 outcomes[index] = blocking[index]()
             except BaseException as error:  # noqa: BLE001  handed to the waiting thread
-                failures.append(error)
+                with self._changed:
+                    if not is_over:
+                        failures.append(error)
             self.announce()
 
         for index in range(len(blocking)):
             threading.Thread(target=run, args=(index,), daemon=True, name="abandonable").start()
-        self.wait(lambda: bool(failures) or len(outcomes) == len(blocking), interrupted, waits_for)
-        if failures:
-            raise failures[0]
-        return [outcomes[index] for index in range(len(blocking))]
+        try:
+            self.wait(lambda: bool(failures) or len(outcomes) == len(blocking), interrupted, waits_for)
+            if failures:
+                raise failures[0]
+            return [outcomes[index] for index in range(len(blocking))]
+        finally:
+            with self._changed:  # an error that is kept would keep, by its traceback, what was being waited for
+                is_over = True
+                failures.clear()

@@ -533,7 +533,7 @@ def test_a_plan_begins_with_the_evaluation_that_is_due_before_its_first_step():
     driver.follow(order(1, ROW))
     driver.upset = lambda _effect: None
     asked = driver.follow(order(2, ROW, boundary=1))
-    assert names(asked)[:8] == ["ForgetStep", *ADOPT, "ReportResumed", "Evaluate"]
+    assert names(asked)[:9] == ["ForgetStep", *ADOPT, "ReportResumed", "FormGroups", "Evaluate"]
     assert not [effect for effect in asked if isinstance(effect, Say)], "a stage in the middle has nothing to tell"
 
 

@@ -53,11 +53,18 @@ class Elastic:
 
 @contextmanager
 def elastic_run(
-    runner: Runner, reference: Reference, *options: str, nodes: Sequence[str] = ("--local", "4")
+    runner: Runner,
+    reference: Reference,
+    *options: str,
+    nodes: Sequence[str] = ("--local", "4"),
+    within: Sequence[str] = (),
 ) -> Iterator[Elastic]:
-    """Start a run; when the test has ended it, all that it computed must be right, and nothing be left."""
+    """Start a run, by the command `within` if there is one.
+
+    When the test has ended it, all that it computed must be right, and nothing be left.
+    """
     given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *options)
-    with runner.up(*given, nodes=nodes) as up:
+    with runner.up(*given, nodes=nodes, within=within) as up:
         run = Elastic(runner, up)
         up.wait_for_step(5)
         yield run

@@ -17,6 +17,7 @@ from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.ssh import SSHOptions, connect, open_ssh_loop
 
 from .ssh_servers import reach, until
+from .test_listening import no_descriptor_left
 
 
 def listening_ports() -> set[tuple[str, int]]:
@@ -143,3 +144,39 @@ async def test_sixteen_connections_at_once_are_served():
             for index in range(16):
                 nursery.start_soon(ask, nodes[index % 4], options)
         assert answers == [b"fine\n"] * 16
+
+
+def connections_to(port: int) -> int:
+    """How many connections to a port this process holds at the server's end."""
+    held = psutil.Process().net_connections(kind="tcp")
+    return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in held)
+
+
+async def test_idle_connections_hold_few_descriptors_and_keep_nobody_out():
+    """Anybody on this machine may connect, and say nothing."""
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options):
+        idle = [socket.create_connection((node.host, node.port)) for _ in range(200)]
+        try:
+            connection = await connect(node, options)
+            assert (await connection.run("echo fine", timeout_s=10)).stdout == b"fine\n"
+            await until(lambda: connections_to(node.port) <= 40)
+            await connection.aclose()
+        finally:
+            for each in idle:
+                each.close()
+
+
+async def test_the_server_outlives_a_lack_of_descriptors(caplog: pytest.LogCaptureFixture):
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options):
+        waiting = [socket.socket() for _ in range(5)]
+        with no_descriptor_left():
+            for each in waiting:
+                each.connect((node.host, node.port))
+            await until(lambda: "no client can be taken in" in caplog.text)
+            await trio.sleep(0.3)
+        assert caplog.text.count("no client can be taken in") == 1
+        connection = await connect(node, options)
+        assert (await connection.run("echo fine", timeout_s=10)).stdout == b"fine\n"
+        await connection.aclose()
+        for each in waiting:
+            each.close()

@@ -1,0 +1,64 @@
+"""Accepting connections, whatever clients do: as many as there is room for, and none that ends the process.
+
+A process that runs out of descriptors is told so by `accept`, for a client that did nothing wrong. That passes: trio's
+own `serve_listeners` takes a rest and goes on, and so is it done here, but with one line in the log, not a traceback
+for each attempt; and beyond a number of clients nobody is accepted before somebody has left.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+
+__all__ = ["accept", "serve_clients"]
+
+_log = logging.getLogger("oobleck.listening")
+
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REST_S = 0.1
+
+
+async def accept(listener: trio.SocketListener) -> trio.SocketStream:
+    """Wait for a client; through a lack of descriptors, too, which is said once."""
+    is_said = False
+    while True:
+        try:
+            return await listener.accept()
+        except OSError as error:
+            if error.errno not in _SHORTAGES:
+                raise
+            if not is_said:
+                is_said = True
+                _log.warning("no client can be taken in: %s; raise `ulimit -n`, if it stays so", error.strerror)
+            await trio.sleep(_REST_S)
+
+
+async def serve_clients(
+    serve: Callable[[trio.SocketStream], Awaitable[object]],
+    listeners: Sequence[trio.SocketListener],
+    *,
+    max_clients: int,
+    task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve clients, each in a task of its own, until cancelled; further ones wait until somebody has left."""
+    room = trio.Semaphore(max_clients)
+
+    async def serve_and_leave(stream: trio.SocketStream) -> None:
+        try:
+            await serve(stream)
+        finally:
+            room.release()
+
+    async def accept_all(listener: trio.SocketListener) -> None:
+        async with listener:
+            while True:
+                await room.acquire()
+                clients.start_soon(serve_and_leave, await accept(listener))
+
+    async with trio.open_nursery() as clients:
+        for listener in listeners:
+            clients.start_soon(accept_all, listener)
+        task_status.started(list(listeners))
