@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from oobleck.job import JobSpec
 from oobleck.planner import Place
@@ -58,6 +59,17 @@ class Ending:
         """An exception ended a worker."""
         self._tracebacks[place] = (self._progress.last_step, traceback)
 
+    def is_same_error(self, nodes: Collection[str]) -> bool:
+        """Whether one exception, by its last line, has ended a worker on each of these nodes since the newest step."""
+        fresh = {place.node: text for place, text in self._fresh.items()}
+        errors = {text.strip().rpartition("\n")[2] for node, text in fresh.items() if node in nodes}
+        return len(errors) == 1 and fresh.keys() >= set(nodes)
+
+    @property
+    def _fresh(self) -> dict[Place, str]:
+        """By worker: the exceptions since the newest committed step."""
+        return {place: text for place, (step, text) in self._tracebacks.items() if step == self._progress.last_step}
+
     def stop(self, event: StopRequested) -> None:
         """Have training end with the step in flight."""
         self._stop = event
@@ -96,7 +108,7 @@ class Ending:
 
     def explain(self, over: RunOver) -> str:
         """The reason to tell: what ended workers, if nothing was committed since, is the one behind the other."""
-        fresh = {place: text for place, (step, text) in self._tracebacks.items() if step == self._progress.last_step}
+        fresh = self._fresh
         if not fresh or over.exit_code != _FAILED:
             return over.reason
         place, text = next(iter(fresh.items()))
