@@ -71,6 +71,7 @@ from .run_log import RunLog
 from .sweep_settings import SweepSettings, most_steps
 from .trace import (
     AgentCrashed,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -413,6 +414,8 @@ class _Sweep:
                 self._report_later()
             case WorkerCrashed(node=node, device=device):
                 self._crash(node, device)
+            case ForkServerCrashed():
+                pass  # nobody waits for it, unless a worker ends within seconds of it
             case MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
             case Partitioned(nodes=nodes):
