@@ -52,6 +52,8 @@ _ANSWERS_S = 30.0
 """How long workers may look for checkpoints."""
 _FINDING_S = 2.0
 """How long a master that takes over finds its nodes."""
+_NOBODY: frozenset[str] = frozenset()
+"""Whose state is lost where all go back: everybody has what is gone back to, whatever became of the processes."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -437,7 +439,7 @@ class Reconfiguration:
             elif isinstance(error, PlanningError):
                 raise RunOver(self._exit_code, self._cannot_go_on(error)) from error
             else:
-                self._fall_back(base, error, lost=absent)
+                self._fall_back(base, error)
             return
         lost = absent.intersection(base.nodes)
         redone = 0
@@ -468,11 +470,11 @@ class Reconfiguration:
             bank_reduced=None,
         )
 
-    def _fall_back(self, base: ExecutionPlan, error: Unrecoverable, *, lost: frozenset[str]) -> None:
+    def _fall_back(self, base: ExecutionPlan, error: Unrecoverable) -> None:
         """A layer has no living copy: go back to the newest checkpoint, once workers have told what they can read."""
         assert self._account is not None
         if not self._saving.is_enabled:
-            self._begin_again(base, error, lost=lost)
+            self._begin_again(base, error)
             return
         now_s = self._outbox.now_s
         places = [place for member in self._members.ready for place in member.places]
@@ -486,11 +488,11 @@ class Reconfiguration:
         self._tell_problems()
         candidate = self._restoring.newest_of_this_run(base.num_layers)
         if candidate is None:
-            self._begin_again(base, error, lost=lost)
+            self._begin_again(base, error)
             return
         held = {place: layers for place, layers in candidate.held.items() if place in places}
         try:
-            decision = self._replanning.replan(base, held, lost=lost)
+            decision = self._replanning.replan(base, held, lost=_NOBODY)
         except (PlanningError, Unrecoverable) as another:
             raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
         reason = f"{error}; back to the checkpoint of step {candidate.step}: {decision.reason}"
@@ -498,7 +500,7 @@ class Reconfiguration:
         self._saving.restored()
         self._go_back(replace(decision, action=Action.CHECKPOINT, reason=reason), candidate)
 
-    def _begin_again(self, base: ExecutionPlan, error: Unrecoverable, *, lost: frozenset[str]) -> None:
+    def _begin_again(self, base: ExecutionPlan, error: Unrecoverable) -> None:
         """Nothing is saved: begin with the model's initial values, where the state was lost with workers alone.
 
         Raises RunOver where a node took the last copy of a layer with it, or the run began with a checkpoint that is
@@ -513,7 +515,7 @@ class Reconfiguration:
         places = [place for member in self._members.ready for place in member.places]
         whole = frozenset(range(base.num_layers))
         try:
-            decision = self._replanning.replan(base, dict.fromkeys(places, whole), lost=lost)
+            decision = self._replanning.replan(base, dict.fromkeys(places, whole), lost=_NOBODY)
         except (PlanningError, Unrecoverable) as another:
             raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
         step = self._progress.last_step

@@ -150,7 +150,9 @@ def end_command(run_id: str, node: str) -> str:
 def clean_command(run_id: str, node: str) -> str:
     """Like `end_command`; removes the run's directory as well, unless others use it."""
     job = f'"{_base()}"/{shlex.quote(run_id)}'
-    return f'{end_command(run_id, node)}; rm -f {job}/fork.lock {job}/fork.pid; rmdir {job} "{_base()}" 2>/dev/null; true'
+    return (
+        f'{end_command(run_id, node)}; rm -f {job}/fork.lock {job}/fork.pid; rmdir {job} "{_base()}" 2>/dev/null; true'
+    )
 
 
 def _pids(processes: str) -> str:
