@@ -520,7 +520,6 @@ class Reconfiguration:
             raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
         step = self._progress.last_step
         what = f"no checkpoint: all {step} steps are run again, from the model's initial values"
-        self._outbox.notice("warning", f"{error}, and there is {what}")
         reason = f"{error}; {what}: {decision.reason}"
         self._account.steps_lost += step
         self._saving.restored()
@@ -530,6 +529,7 @@ class Reconfiguration:
         verdict = Verdict(applied=0, catch_up=None, adopted=None, held={})
         decision = replace(decision, action=Action.BEGIN_AGAIN, reason=reason, transfers=())
         self._order(decision, verdict, finish=None, goes_back=True)
+        self._outbox.notice("warning", f"{error}, and there is {what}")
 
     def _go_back(self, decision: Decision, candidate: Candidate) -> None:
         """Order everybody to a checkpoint."""

@@ -224,6 +224,9 @@ class _Sweep:
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
+                case SendAll(message=Order(initial=True)) if self._crew.last_record is not None:
+                    self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
+                    return
                 case SendAll(message=Order() as order):
                     ordered = order  # the same for all, but for the device
                 case Disconnect(node=node):

@@ -44,7 +44,7 @@ def test_all_workers_and_the_fork_server_are_killed_and_all_go_back_to_what_memo
     start: Callable[..., Any], runner: Runner
 ) -> None:
     with start(*SAVED, loses_steps=True) as run:
-        run.up.wait_for("is saved")
+        run.up.wait_for_step(10)
         kill_workers(runner, *NODES)
         go_on(run)
         # Nobody stops for the fork server; a worker that ends while there is none waits for the next one.
