@@ -53,6 +53,8 @@ class Ending:
         """(generation, worker) of those that train no further."""
         self._over: RunOver | None = None
         """Training has ended; its last save may still be on the way to the disk."""
+        self._over_step = 0
+        """The step after which it has."""
         self.due_s = math.inf
 
     def note_traceback(self, place: Place, traceback: str) -> None:
@@ -92,12 +94,17 @@ class Ending:
             self._over = RunOver(0, f"stopped; {steps}")
         else:
             self._over = RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
+        self._over_step = self._progress.last_step
         self._progress.expect_none()
         self.due_s = min(self.due_s, self._outbox.now_s + _LAST_SAVE_S)
 
     def follow_up(self) -> None:
         """Ask every new plan's workers to finish once a stop is wanted. Raises RunOver once nothing is waited for."""
-        if self._over is not None and (self._saving.is_settled or self._outbox.now_s >= self.due_s):
+        if self._progress.last_step < self._over_step:  # its state was lost before it was saved
+            self._over, self._over_step, self.due_s = None, 0, math.inf
+        # While no worker is left, nobody can tell what is saved.
+        is_settled = bool(self._members.ready) and self._saving.is_settled
+        if self._over is not None and (is_settled or self._outbox.now_s >= self.due_s):
             raise self._over
         generations = self._reconfiguration.generations
         if self._stop is not None and self._asked_to_finish != generations.newest:

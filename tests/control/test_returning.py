@@ -25,6 +25,7 @@ from oobleck.control.messages import (
     AgentStopped,
     CheckpointsFound,
     FindCheckpoints,
+    Finished,
     ForkServerEnded,
     ProfileRequest,
     StartWorker,
@@ -121,6 +122,22 @@ def test_a_run_without_workers_goes_back_to_what_their_memory_has():
     assert (plan.action, plan.restored, plan.restored_step) == (Action.CHECKPOINT, name, 5)
     bench.resume("n0", "n1")
     assert bench.journal(RecoveryDone)[-1].steps_lost == 2
+
+
+def test_workers_that_end_before_the_last_step_is_saved_run_it_again():
+    bench = test_checkpoints.training(CheckpointSpec(save_steps=5))
+    bench.commit("n0", 100)
+    for node in ("n0", "n1"):
+        bench.say(node, Finished(device=0, applied=100, computed_s=1.0, waited_s=1.0))
+    assert bench.ended is None, "the last step is not saved yet"
+    crash(bench, "n0", "n1")
+    again(bench, "n0", "n1", saves=True)
+    request = max(each.request for each in bench.messages(bench.commands) if isinstance(each, FindCheckpoints))
+    for node in ("n0", "n1"):
+        found = (test_checkpoints.state(95, in_memory=True),)
+        bench.say(node, CheckpointsFound(device=0, request=request, found=found, problems=(), unfinished=()))
+    assert bench.ended is None
+    assert bench.orders[-1].boundary == 95
 
 
 def test_where_some_layers_have_no_copy_left_the_others_wait_for_their_workers_too():

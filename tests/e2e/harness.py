@@ -200,11 +200,11 @@ class Runner:
                 time.sleep(0.2)
 
     def kill_fork_server(self) -> None:
-        """Kill it, warm as it is."""
-        assert self._warm is not None, "the run under way has a fork server"
+        """Kill it, warm as it is; the next run keeps another one."""
         os.kill(int(self._fork_server.with_name("fork.pid").read_text()), signal.SIGKILL)
-        self._warm.close()
-        self._warm = None
+        if self._warm is not None:
+            self._warm.close()
+            self._warm = None
 
     @property
     def _fork_server(self) -> Path:
