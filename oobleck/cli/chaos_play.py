@@ -22,6 +22,7 @@ from oobleck.runtime.control_client import (
 )
 from oobleck.sim.trace import (
     AgentCrashed,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -138,6 +139,8 @@ class Player:
                 return f"{node} takes {factor:g} times as long"
             case WorkerCrashed(device=device):
                 return self._signal(node, "KILL", f"worker{device}", f"lost the worker of device {device}")
+            case ForkServerCrashed():
+                return self._signal(node, "KILL", "fork_server", "lost its fork server")
             case AgentCrashed():
                 return self._signal(node, "KILL", "agent", "lost its agent")
             case Noticed():

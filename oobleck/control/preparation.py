@@ -8,7 +8,7 @@ from __future__ import annotations
 from oobleck import __version__
 from oobleck.errors import ConfigError, PeerError
 from oobleck.job import JobSpec
-from oobleck.planner import Profile, profile_from_json
+from oobleck.planner import Place, Profile, profile_from_json
 
 from .events import Command, LookUpProfile, NodeUp, ProfileFound, Send, StoreProfile
 from .membership import Member, Membership, NodeState
@@ -27,6 +27,10 @@ class Preparation:
         self._members = members
         self._python_version = python_version
         self._key: str | None = None
+        self._measures: Place | None = None
+        """The worker that was asked to measure the profile."""
+        self._is_unmeasured = False
+        """It was lost, and no other one was there to be asked."""
         self.profile: Profile | None = None
 
     def misfit(self, hello: Hello) -> str | None:
@@ -79,6 +83,8 @@ class Preparation:
                 f"{member.spec.name} and {other.node} would start from different weights; give model.path the same "
                 "files on all nodes"
             )
+        if self._is_unmeasured:
+            return self._ask(Place(node=member.spec.name, device=message.device))
         if self.profile is not None or self._key is not None:
             return []
         assert member.hello is not None
@@ -100,15 +106,29 @@ class Preparation:
                 pass  # torn or of an older version: measured again, and overwritten
             else:
                 return []
+        return self._have_measured()
+
+    def worker_lost(self, place: Place) -> list[Command]:
+        """A worker has ended, and is started again: have another one measure what it was to."""
+        if self.profile is not None or self._measures is None or self._measures.node != place.node:
+            return []
+        return self._have_measured()
+
+    def _have_measured(self) -> list[Command]:
+        """Ask any worker that is ready, or else the first that is."""
         member = next((member for member in self._members.living if member.ready), None)
-        if member is None:
-            return []  # lost since it asked; a failure to start ends the run
-        return [Send(node=member.spec.name, message=ProfileRequest(device=min(member.ready)))]
+        self._is_unmeasured = member is None
+        return [] if member is None else self._ask(Place(node=member.spec.name, device=min(member.ready)))
+
+    def _ask(self, place: Place) -> list[Command]:
+        self._measures, self._is_unmeasured = place, False
+        return [Send(node=place.node, message=ProfileRequest(device=place.device))]
 
     def take_measurement(self, message: Profiled) -> list[Command]:
         """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""
         if self._key is None or self.profile is not None:
             raise PeerError("sent a profile that nobody asked for")
+        self._measures = None
         self.profile = profile_from_json(message.profile_json, source="measured profile")
         return [StoreProfile(key=self._key, profile_json=message.profile_json)]
 

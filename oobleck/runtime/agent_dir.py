@@ -62,6 +62,10 @@ class AgentDir:
         return self.job_path / "fork.sock"
 
     @property
+    def fork_server_pid(self) -> Path:
+        return self.job_path / "fork.pid"
+
+    @property
     def fork_server_lock(self) -> Path:
         return self.job_path / "fork.lock"
 
@@ -102,9 +106,11 @@ def _is_ours(pid_file: Path) -> bool:
 def signal_command(run_id: str, node: str, signal: str, *, processes: str = "*") -> str:
     """A shell command that sends a signal (KILL, STOP, …) to the node's agent and workers; fails if there are none.
 
-    `processes` chooses among them: `agent`, `worker0`, or a shell's pattern.
+    `processes` chooses among them: `agent`, `worker0`, or a shell's pattern; or it is `fork_server`, which forks the
+    workers of all nodes of a machine.
     """
-    return f"(cd {_directory(run_id, node)} && kill -{signal} $({_pids(processes)})) 2>/dev/null"
+    chosen = "../fork" if processes == "fork_server" else processes
+    return f"(cd {_directory(run_id, node)} && kill -{signal} $({_pids(chosen)})) 2>/dev/null"
 
 
 def kill_command(run_id: str, node: str) -> str:
@@ -144,7 +150,9 @@ def end_command(run_id: str, node: str) -> str:
 def clean_command(run_id: str, node: str) -> str:
     """Like `end_command`; removes the run's directory as well, unless others use it."""
     job = f'"{_base()}"/{shlex.quote(run_id)}'
-    return f'{end_command(run_id, node)}; rm -f {job}/fork.lock; rmdir {job} "{_base()}" 2>/dev/null; true'
+    return (
+        f'{end_command(run_id, node)}; rm -f {job}/fork.lock {job}/fork.pid; rmdir {job} "{_base()}" 2>/dev/null; true'
+    )
 
 
 def _pids(processes: str) -> str:

@@ -13,6 +13,7 @@ from oobleck.job import NodeSpec
 from .cluster import VirtualCluster
 from .trace import (
     AgentCrashed,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -73,6 +74,8 @@ class Faults:
                 cluster.slow_down(node, factor)
             case WorkerCrashed(node=node, device=device):
                 cluster.crash_worker(node, device)
+            case ForkServerCrashed(node=node):
+                cluster.crash_fork_server(node)
             case AgentCrashed(node=node):
                 cluster.crash_agent(node)
             case MasterCrashed(down_s=down_s):

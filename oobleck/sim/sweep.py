@@ -71,6 +71,7 @@ from .run_log import RunLog
 from .sweep_settings import SweepSettings, most_steps
 from .trace import (
     AgentCrashed,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -223,6 +224,9 @@ class _Sweep:
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
+                case SendAll(message=Order(initial=True)) if self._crew.last_record is not None:
+                    self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
+                    return
                 case SendAll(message=Order() as order):
                     ordered = order  # the same for all, but for the device
                 case Disconnect(node=node):
@@ -413,6 +417,8 @@ class _Sweep:
                 self._report_later()
             case WorkerCrashed(node=node, device=device):
                 self._crash(node, device)
+            case ForkServerCrashed():
+                pass  # nobody waits for it, unless a worker ends within seconds of it
             case MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
             case Partitioned(nodes=nodes):

@@ -8,7 +8,7 @@ the names; `trace_from_json` and `trace_to_json` are inverses.
     away                joined                                                  here
     here                lost, agent_crashed                                     away
     here                frozen                                                  frozen
-    here                slow, worker_crashed, notice                            here
+    here                slow, worker_crashed, fork_server_crashed, notice       here
     frozen              thawed                                                  here
     frozen              lost                                                    away
 """
@@ -27,6 +27,7 @@ from oobleck.json_table import JsonTable
 __all__ = [
     "TRACE_VERSION",
     "AgentCrashed",
+    "ForkServerCrashed",
     "Frozen",
     "Healed",
     "Joined",
@@ -120,6 +121,14 @@ class AgentCrashed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForkServerCrashed:
+    """The process that forks a node's workers ends; those that live go on, and a next one is started."""
+
+    t_s: float
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MasterCrashed:
     """The master process ends, and is started again `down_s` seconds later."""
 
@@ -161,7 +170,7 @@ class Noticed:
         _check_seconds("grace_s", self.grace_s)
 
 
-NodeEvent = Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | AgentCrashed | Noticed
+NodeEvent = Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | ForkServerCrashed | AgentCrashed | Noticed
 """What happens to one node."""
 
 TraceEvent = NodeEvent | MasterCrashed | Partitioned | Healed
@@ -173,6 +182,7 @@ _KINDS: dict[str, type[TraceEvent]] = {
     "node_thawed": Thawed,
     "node_slow": Slowed,
     "worker_crashed": WorkerCrashed,
+    "fork_server_crashed": ForkServerCrashed,
     "agent_crashed": AgentCrashed,
     "master_crashed": MasterCrashed,
     "partition": Partitioned,

@@ -152,6 +152,10 @@ class Holdings:
         kept = {layer: self.state_of(layer, has_bank=has_bank) for layer in keep}
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | dict(received)
         self._kept = kept
+        if order.initial:  # whatever was trained is of a past that never was
+            states = {}
+            self._model.adopt(0, 0, {})
+            self._optimizer.adopt({})
         given: dict[str, tuple[torch.Tensor, ...]] = {}
         sums = dict(self._sections.sums)
         for layer, state in sorted(states.items()):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from oobleck.sim.trace import (
     AgentCrashed,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -22,7 +23,10 @@ from oobleck.sim.trace import (
     WorkerCrashed,
 )
 
-_ANY = (Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, Noticed, MasterCrashed, Partitioned, Healed)
+_ANY = (
+    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, Noticed, MasterCrashed, Partitioned, Healed,
+    ForkServerCrashed,
+)  # fmt: skip
 
 
 @st.composite
@@ -50,7 +54,7 @@ def traces(
         well, away = sorted(here - frozen), sorted(set(nodes) - here)
         targets = {
             Lost: sorted(here), Joined: away, Frozen: well, Thawed: sorted(frozen), Slowed: well, WorkerCrashed: well,
-            AgentCrashed: well, Noticed: well, MasterCrashed: nodes, Partitioned: nodes,
+            AgentCrashed: well, ForkServerCrashed: well, Noticed: well, MasterCrashed: nodes, Partitioned: nodes,
             Healed: nodes if partitioned else (),
         }  # fmt: skip
         possible = [kind for kind in kinds if targets[kind]]
