@@ -143,7 +143,8 @@ class Session:
 
     async def _kill_on_request(self, node: str) -> None:
         self._check_living(node)
-        await self._master.kill(node)
+        if not await self._master.kill(node):
+            raise UsageError(f"{node} has no process of this run that can be killed; `oobleck status` tells how it is")
 
     async def _signal(self, request: SignalRequest) -> Mapping[str, object]:
         spec = self._spec(request.node)
