@@ -40,10 +40,10 @@ class RunningRun:
         return request(self._directory.control_socket, asked, _ANSWER_TIMEOUT_S)
 
     def crash_master(self, down_s: float) -> None:
-        pid = self._directory.master_pid
-        if pid is None:
+        master = self._directory.master
+        if master is None:
             raise UsageError(f"{self._directory.path} does not say which process is the run's master")
-        restart_master(pid, "--resume", "auto", down_s=down_s)
+        restart_master(master, "--resume", "auto", down_s=down_s)
         _wait_until_it_listens(self._directory)
 
     def wait_until(self, at_s: float) -> bool:

@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
 EXIT_CODES_TEXT = """\b
 Exit codes:
   0         done
-  1         the job failed
+  1         the job failed, or the answer could not be written
   2         wrong usage
   75        stopped, and can be resumed
   78        a file or a plan that cannot be used

@@ -38,11 +38,14 @@ from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.run_dir import RunDirectory
 from oobleck.runtime.script_process import CallbackProcess
 from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
+from oobleck.streams import Output, lasting
+from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
 
 from .exit_codes import ExitCode
 from .hostfile_watch import watch_hostfile
 from .job_file import changed_keys
+from .log_output import background_logging
 from .options import NUM_SPARE_NODES, SLOW_FACTOR
 from .session import Session
 from .start_check import choose_nodes
@@ -90,23 +93,34 @@ def run_job(run: Run) -> int:
     require_descriptors(limit, run.num_local or len(run.nodes), are_virtual=bool(run.num_local))
     directory = RunDirectory(base_dir=run.base_dir, tag=run.job.tag)
     directory.create()
-    console = Console(stderr=run.as_json)
+    stdout = lasting(sys.stdout)
+    output = lasting(sys.stderr) if run.as_json else stdout
+    console = console_on(output)
     if run.plain or not console.is_terminal:
-        console.out(f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
-    with directory.lock():
-        end, summary = trio.run(_run, run, directory, console)
+        say(output, f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
+    with directory.lock(), background_logging():
+        end, summary = trio.run(_run, run, directory, output)
+    is_told = run.summary is None or _write_summary(run.summary, summary)
     if summary.generations:  # else nothing was trained, and there is nothing to tell
         console.print(summary_table(summary))
-    if run.summary is not None:
-        run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
     if run.as_json:
-        print(summary.to_json())  # noqa: T201  the answer
+        stdout.write(f"{summary.to_json()}\n")
     if end.exit_code != ExitCode.DONE:
         Console(stderr=True).print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return end.exit_code
+    return end.exit_code if is_told else end.exit_code or ExitCode.FAILED
 
 
-async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End, Summary]:
+def _write_summary(path: Path, summary: Summary) -> bool:
+    """Write the file that was asked for; False, and a message, where the world has changed since the start."""
+    try:
+        path.write_text(summary.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"oobleck: --summary: {path}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
+        return False
+    return True
+
+
+async def _run(run: Run, directory: RunDirectory, output: Output) -> tuple[End, Summary]:
     async with open_ssh_loop(), _nodes(run) as (known, options), trio.open_nursery() as nursery:
         cluster = SSHCluster(
             run.job.tag,
@@ -118,7 +132,7 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
         )
         past = await _find_past(run, directory, cluster, known)
         is_check_due = run.check and not run.num_local and past.remains is None
-        chosen, remarks = await _check(run, directory, options, console) if is_check_due else (known, ())
+        chosen, remarks = await _check(run, directory, options, output) if is_check_due else (known, ())
         with JournalWriter(directory.journal) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen)
             session = Session(
@@ -136,7 +150,7 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
                 nursery.start_soon(watch_hostfile, run.hostfile, run.nodes, session)
             try:
                 async with trio.open_nursery() as watching:
-                    session.show(console, watching, plain=run.plain)
+                    session.show(output, watching, plain=run.plain)
                     callbacks = _start_callbacks(run.job, master, directory, watching)
                     end = await master.run()
                     if callbacks is not None:
@@ -153,10 +167,10 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
 
 
 async def _check(
-    run: Run, directory: RunDirectory, options: SSHOptions, console: Console
+    run: Run, directory: RunDirectory, options: SSHOptions, output: Output
 ) -> tuple[tuple[NodeSpec, ...], tuple[Remark, ...]]:
     """Check the nodes of the hostfile; returns those to begin with, and what is to be said."""
-    console.out(f"oobleck up: checking {len(run.nodes)} nodes (--no-check leaves this out)")
+    say(output, f"oobleck up: checking {len(run.nodes)} nodes (--no-check leaves this out)")
     paths = _remote_paths(run, directory)
     report = await check_nodes(
         run.nodes, options, python=paths.python, directory=paths.base_dir, slow_factor=SLOW_FACTOR

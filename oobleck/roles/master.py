@@ -104,10 +104,13 @@ class Master:
         """Feed an event. Raises trio.WouldBlock when the master is hopelessly behind."""
         self._events.send_nowait(event)
 
-    async def kill(self, node: str) -> None:
-        """Kill a node, as if its power had been cut. Its loss is then met as any other. Raises NodeUnreachable."""
+    async def kill(self, node: str) -> bool:
+        """Kill a node, as if its power had been cut. Its loss is then met as any other. Raises NodeUnreachable.
+
+        Returns False where nothing was there to be killed, or is still there.
+        """
         self.submit(KillRequested(node=node))
-        await self._cluster.kill(self._nodes[node])
+        return await self._cluster.kill(self._nodes[node])
 
     async def run(self) -> End:
         """Run the job; returns how it ended, when nothing of it is left running."""

@@ -74,8 +74,11 @@ class Cluster(Protocol):
         """
         ...
 
-    async def kill(self, node: NodeSpec) -> None:
-        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
+    async def kill(self, node: NodeSpec) -> bool:
+        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable.
+
+        Returns False where nothing was there to be killed, or is still there.
+        """
         ...
 
     async def clean(self, node: NodeSpec) -> None:

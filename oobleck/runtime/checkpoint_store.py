@@ -18,11 +18,14 @@ from oobleck.control.messages import StoragePaths
 from oobleck.errors import CorruptCheckpoint
 from oobleck.job import CheckpointSpec
 
-from .agent_dir import AgentDir, has_living_agents
-from .run_dir import private_directory
+from .agent_dir import AgentDir
+from .places import private_directory
+from .process_id import ProcessId
 
 __all__ = ["NodeCheckpoints", "remove_stale_memory"]
 
+_OWNER = "agent.pid"
+"""Which process answers for what lies in a directory in memory; where its other files are depends on TMPDIR."""
 _STALE_S = 86_400.0
 """Memory of a run that nobody has gone on with for so long is given back by the next run of another name."""
 
@@ -40,9 +43,10 @@ class NodeCheckpoints:
         """Settle where things lie, and make the directory in memory. Raises ConfigError."""
         path = self._default_directory if spec.directory is None else Path(spec.directory).expanduser().absolute()
         self._checkpoints = CheckpointDirectory(path)
-        remove_stale_memory(self._memory.parent, now_s=time.time())
         for level in (self._memory.parent.parent, self._memory.parent, self._memory):
             private_directory(level)
+        (self._memory / _OWNER).write_text(f"{ProcessId.of(os.getpid())}\n", encoding="ascii")
+        remove_stale_memory(self._memory.parent, now_s=time.time())  # after: what is somebody else's is not removed
         return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
 
     async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
@@ -82,5 +86,10 @@ def remove_stale_memory(run_memory: Path, *, now_s: float) -> None:
     for path in run_memory.parent.glob("*/"):
         with suppress(OSError):
             newest_s = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
-            if path != run_memory and now_s - newest_s > _STALE_S and not has_living_agents(path.name):
+            if path != run_memory and now_s - newest_s > _STALE_S and not _has_living_agents(path):
                 shutil.rmtree(path)
+
+
+def _has_living_agents(run_memory: Path) -> bool:
+    owners = map(ProcessId.read, run_memory.glob(f"*/{_OWNER}"))
+    return any(owner.lives for owner in owners if owner is not None)

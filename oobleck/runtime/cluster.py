@@ -140,9 +140,12 @@ class SSHCluster:
         except NodeUnreachable:
             return False
 
-    async def kill(self, node: NodeSpec) -> None:
-        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
-        await self._run(node, kill_command(self._run_id, node.name))
+    async def kill(self, node: NodeSpec) -> bool:
+        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable.
+
+        Returns False where nothing was there to be killed, or is still there.
+        """
+        return await self._run(node, kill_command(self._run_id, node.name)) == 0
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
         """Send a signal to processes of the node (see `signal_command`); False where there are none.

@@ -28,6 +28,7 @@ from oobleck.roles.ports import WorkerEnd
 from oobleck.wire import FrameDecoder
 
 from .agent_dir import AgentDir
+from .process_id import ProcessId
 
 __all__ = ["ForkingWorkerHost", "Worker"]
 
@@ -42,6 +43,7 @@ class Worker:
 
     def __init__(self, pid: int, channel: MessageChannel[WorkerBound, WorkerMessage]) -> None:
         self.pid = pid
+        self._process = ProcessId.of(pid)
         self._channel = channel
         self._ended = trio.Event()
         self._end = WorkerEnd()
@@ -57,9 +59,8 @@ class Worker:
         return self._end
 
     def kill(self) -> None:
-        if not self._ended.is_set():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None:  # else it had ended before we could look
+            self._process.send(signal.SIGKILL)
 
     def note_end(self, wait_status: int | None) -> None:
         """Note how the process ended, as `waitpid` told; None when nobody could tell."""
@@ -134,7 +135,7 @@ class ForkingWorkerHost:
         stream = trio.SocketStream(ours)
         worker = Worker(pid, MessageChannel(stream, FrameDecoder(WorkerMessage)))
         self._workers[pid] = worker
-        self._directory.pid_file(f"worker{setup.place.device}").write_text(f"{pid}\n")
+        self._directory.note_process(f"worker{setup.place.device}", pid)
         await worker.send([setup])
         return worker
 

@@ -211,11 +211,13 @@ class VirtualCluster:
                 self._nursery.start_soon(machine.agent.run)
             return _Tunnel(machine.agent.connect(), f"address of {node.name}")
 
-    async def kill(self, node: NodeSpec) -> None:
+    async def kill(self, node: NodeSpec) -> bool:
         machine = self._machine(node)
         await self._shake_hands(machine, timeout_s=_COMMAND_TIMEOUT_S)
-        if machine.agent is not None:
-            machine.agent.end()
+        if machine.agent is None:
+            return False
+        machine.agent.end()
+        return True
 
     async def clean(self, node: NodeSpec) -> None:
         with suppress(NodeUnreachable):

@@ -67,7 +67,7 @@ def kill(runner: Runner, nodes: Sequence[str], pattern: str = "*.pid") -> None:
     for node in nodes:
         for path in runner.agent_directory(node).glob(pattern):
             with suppress(ProcessLookupError):
-                os.kill(int(path.read_text()), signal.SIGKILL)
+                os.kill(int(path.read_text().split()[0]), signal.SIGKILL)
 
 
 def plans_within_steps(runner: Runner) -> list[dict[str, Any]]:

@@ -147,7 +147,7 @@ class Storm:
     def _signal(self, node: str, pattern: str, number: signal.Signals) -> None:
         for path in self.runner.agent_directory(node).glob(pattern):
             with suppress(ProcessLookupError, FileNotFoundError, ValueError):
-                os.kill(int(path.read_text()), number)
+                os.kill(int(path.read_text().split()[0]), number)
 
     def _command(self, command: str, node: str) -> bool:
         """A command that comes too early or too late is refused; that is an answer, too."""

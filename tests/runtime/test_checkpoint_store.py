@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from oobleck.job import CheckpointSpec
 from oobleck.runtime.agent_dir import AgentDir
-from oobleck.runtime.checkpoint_store import remove_stale_memory
+from oobleck.runtime.checkpoint_store import NodeCheckpoints, remove_stale_memory
+from oobleck.runtime.process_id import ProcessId
 
 DAY_S = 86_400.0
 NOW_S = 1_800_000_000.0
@@ -33,22 +36,54 @@ def test_memory_of_runs_that_ended_long_ago_is_given_back(tmp_path: Path) -> Non
     assert (old.exists(), recent.exists(), own.exists()) == (False, True, True)
 
 
-def test_memory_of_a_run_whose_agent_lives_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    living = left_behind(tmp_path / "memory", "living", 9 * DAY_S)
-    directory = AgentDir("living", "node0")
-    directory.create()
-    command = [sys.executable, "-c", "input('up')", "oobleck"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
-        assert agent.stdout is not None
-        assert agent.stdout.read(2) == b"up"
-        directory.pid_file("agent").write_text(f"{agent.pid}\n")
-        remove_stale_memory(tmp_path / "memory" / "own", now_s=NOW_S)
+def test_memory_of_a_run_whose_agent_lives_is_kept(tmp_path: Path) -> None:
+    """Wherever TMPDIR was when it began: what tells is beside the states."""
+    living = left_behind(tmp_path, "living", 9 * DAY_S)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as agent:
+        (living / "node0" / "agent.pid").write_text(f"{ProcessId.of(agent.pid)}\n")
+        for path in (living, *living.rglob("*")):
+            os.utime(path, (NOW_S - 9 * DAY_S, NOW_S - 9 * DAY_S))
+        remove_stale_memory(tmp_path / "own", now_s=NOW_S)
         assert living.exists()
         agent.communicate(b"\n")
-    remove_stale_memory(tmp_path / "memory" / "own", now_s=NOW_S)
+    remove_stale_memory(tmp_path / "own", now_s=NOW_S)
     assert not living.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_what_another_user_has_put_in_our_place_is_not_emptied(tmp_path: Path) -> None:
+    user = 54_321
+    place = Path("/dev/shm") / f"oobleck-{user}"
+    stale = left_behind(tmp_path, "stale", 9 * DAY_S)
+    for path in (tmp_path, stale, *stale.rglob("*")):
+        os.chown(path, user, user)
+    place.symlink_to(tmp_path)
+    try:
+        said = as_user(user, lambda: NodeCheckpoints(AgentDir("run", "node0"), default_directory=tmp_path))
+    finally:
+        place.unlink()
+    assert f"{place} must be a directory that belongs to you, and not a link; it is a link of user 0" in said
+    assert (stale / "node0" / "device0.1").exists()
+
+
+def as_user(user: int, make: Callable[[], NodeCheckpoints]) -> str:
+    """What another user is told who opens the memory."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setuid(user)
+            make().open(CheckpointSpec(), run="run")
+            os.write(writing, b"nothing")
+        except BaseException as error:  # noqa: BLE001  a process of its own: the test hears what it was
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as said:
+        text = said.read().decode()
+    os.waitpid(child, 0)
+    return text
 
 
 def test_nothing_to_give_back_is_no_error(tmp_path: Path) -> None:

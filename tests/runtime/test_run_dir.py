@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, RunDirectory, default_base_dir, private_directory
+from oobleck.runtime.places import private_directory
+from oobleck.runtime.process_id import ProcessId
+from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, RunDirectory, default_base_dir
 
 HOLD_THE_LOCK = """
 import sys
@@ -72,7 +74,7 @@ def test_a_base_directory_that_cannot_be_made_is_named(tmp_path):
 def test_a_link_in_place_of_a_directory_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="belongs to you, and not a link"):
+    with pytest.raises(ConfigError, match="belongs to you, and not a link; it is a link"):
         private_directory(tmp_path / "link")
 
 
@@ -88,7 +90,9 @@ def test_a_deep_base_directory_gets_a_short_socket_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize("variable", ["", "/" + "r" * 95])
 def test_without_a_usable_runtime_directory_the_temporary_one_serves(tmp_path, monkeypatch, variable):
     monkeypatch.setenv("XDG_RUNTIME_DIR", variable)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path)[:20] + "z" * 60)
+    long = tmp_path / ("z" * 60)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
     path = run_in(tmp_path / ("x" * 90)).control_socket
     assert path.parent == Path(f"/tmp/oobleck-{os.getuid()}")
 
@@ -121,4 +125,38 @@ def test_the_lock_can_be_taken_again_after_it_was_given_back(tmp_path):
     run.create()
     for _ in range(2):
         with run.lock():
-            assert (run.path / "lock").read_text() == f"{os.getpid()}\n"
+            assert run.master == ProcessId.of(os.getpid())
+
+
+def test_an_existing_base_directory_keeps_its_mode(tmp_path):
+    base = tmp_path / "shared"
+    base.mkdir()
+    base.chmod(0o1777)
+    run_in(base).create()
+    assert mode_of(base) == 0o1777
+    assert mode_of(base / "t") == 0o700
+
+
+def test_a_run_is_the_same_by_every_name_of_its_base_directory(tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "link").symlink_to(scratch)
+    monkeypatch.chdir(tmp_path)
+    names = [scratch, tmp_path / "link", Path("link"), Path("scratch/../link/"), tmp_path / "link" / "." / ""]
+    runs = [run_in(name) for name in names]
+    runs[1].create()
+    assert {run.path for run in runs} == {scratch / "t"}
+    assert len({run.run_id for run in runs}) == len({run.control_socket for run in runs}) == 1
+
+
+def test_a_link_that_points_nowhere_yet_is_followed(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    run_in(tmp_path / "link").create()
+    assert mode_of(tmp_path / "scratch" / "t") == 0o700
+
+
+def test_a_base_directory_that_ssh_cannot_name_is_refused(tmp_path):
+    name = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    with pytest.raises(ConfigError, match="its name must be UTF-8"):
+        run_in(name).create()
+    assert not name.exists()

@@ -174,7 +174,7 @@ def _step(entry: dict[str, object]) -> int:
 
 def _pids(run: Run, node: str, pattern: str = "*.pid") -> list[int]:
     run_id = RunDirectory(base_dir=run.base_dir, tag=_TAG).run_id
-    return [int(path.read_text()) for path in AgentDir(run_id, node).path.glob(pattern)]
+    return [int(path.read_text().split()[0]) for path in AgentDir(run_id, node).path.glob(pattern)]
 
 
 def _signal(pids: list[int], number: int) -> None:
