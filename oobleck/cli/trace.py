@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import UsageError
+from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
 
 from .durations import duration_s
 from .options import JsonOption
@@ -115,7 +116,7 @@ def convert_trace(
     """
     from oobleck.sim.convert import FORMATS, convert, detect_format
 
-    text = _read_text(file)
+    text = read_input(file, "trace", most_bytes=MAX_DATA_BYTES)
     name = format_name or detect_format(text)
     if name is None:
         raise UsageError(f"{file}: its format was not recognised; name it with --format {'|'.join(FORMATS)}")
@@ -147,14 +148,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace file. Raises ConfigError that names the file, and the event where there is one."""
     from oobleck.sim.trace import trace_from_json
 
-    return trace_from_json(_read_text(path), source=str(path))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return trace_from_json(read_input(path, "trace", most_bytes=MAX_DATA_BYTES), source=str(path))
 
 
 def _write(trace: Trace, output: Path | None) -> None:

@@ -12,10 +12,11 @@ import typer
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
+from oobleck.runtime.input_file import read_input
 
 from .hostfile import parse_hostfile
 from .options import BaseDirOption, JsonOption, base_dir_of
-from .read_job import read_job, read_text
+from .read_job import read_job
 from .save_every import with_save_every
 from .scaling_option import parse_scaling
 
@@ -227,15 +228,15 @@ def read_nodes(hostfile: Path | None, local: int | None) -> tuple[NodeSpec, ...]
             raise UsageError(f"--local: {local} nodes are not possible here; it must be 1 to {most}")
         return ()
     assert hostfile is not None
-    nodes = parse_hostfile(read_text(hostfile, "hostfile"), source=str(hostfile))
+    nodes = parse_hostfile(read_input(hostfile, "hostfile"), source=str(hostfile))
     if not nodes:
         raise ConfigError(f"{hostfile}: names no node; write one host a line")
     return nodes
 
 
 def readable_file(path: Path, what: str) -> Path:
-    """A file that others will read, from anywhere. Raises UsageError where it cannot be read."""
-    read_text(path, what)
+    """A file that others will read, from anywhere. Raises UserError where it cannot be read."""
+    read_input(path, what)
     return path.expanduser().absolute()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError
+from oobleck.json_table import parse_json
 
 from .profile import NetworkProfile
 
@@ -114,9 +114,9 @@ def device_sheet(name: str) -> DeviceSheet:
 def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
     """Read a data sheet with the field names of `DeviceSheet`; ConfigError names the field that is wrong."""
     try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}: not JSON: {error}") from None
+        document = parse_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{source}: must be an object, not {type(document).__name__}")
     known = [field.name for field in fields(DeviceSheet)]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.errors import ConfigError
-from oobleck.json_table import JsonTable
+from oobleck.json_table import JsonTable, parse_json
 
 __all__ = [
     "PROFILE_VERSION",
@@ -182,11 +182,7 @@ def profile_from_json(text: str, *, source: str = "profile") -> Profile:
     expected; an unknown key is an error that suggests the nearest known one.
     """
     try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}: not JSON: {error}") from None
-    try:
-        return _read_profile(JsonTable(document, "the file"))
+        return _read_profile(JsonTable(parse_json(text), "the file"))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from oobleck.errors import ConfigError
-from oobleck.json_table import JsonTable
+from oobleck.json_table import JsonTable, parse_json, shown
 
 __all__ = [
     "TRACE_VERSION",
@@ -363,11 +363,7 @@ def trace_from_json(text: str, *, source: str = "trace") -> Trace:
     content, or the field, and what was expected.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not JSON: {error}") from None
-    try:
-        return _read_trace(JsonTable(document, "the file"))
+        return _read_trace(JsonTable(parse_json(text), "the file"))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
 
