@@ -135,7 +135,9 @@ _MODEL_BOUNDS: Mapping[str, Bounds] = {
     **dict.fromkeys(("n_layer", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"), _LAYERS),
     **dict.fromkeys(("n_head", "num_attention_heads", "num_key_value_heads", "num_heads", "n_heads"), _HEADS),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
-    **dict.fromkeys(("n_embd", "hidden_size", "d_model", "intermediate_size", "n_inner", "ffn_dim", "head_dim"), _WIDTH),
+    **dict.fromkeys(
+        ("n_embd", "hidden_size", "d_model", "intermediate_size", "n_inner", "ffn_dim", "head_dim"), _WIDTH
+    ),
     **dict.fromkeys(("n_positions", "n_ctx", "max_position_embeddings"), _WIDTH),
     "vocab_size": _VOCABULARY,
 }
@@ -249,7 +251,7 @@ class OptimizerSpec:
     """The class of torch.optim in small letters; `TrainingArguments`' adamw_torch and adamw_torch_fused too."""
     optim_args: Mapping[str, Scalar] = field(default_factory=dict)
     """Further arguments of that class."""
-    learning_rate: float = _number(1e-3, 0, 1e6, excluded=(0,))
+    learning_rate: float = _number(1e-3, 1e-30, 1e6)
     adam_beta1: float = _number(0.9, 0, 1, excluded=(1,))
     adam_beta2: float = _number(0.95, 0, 1, excluded=(1,))
     adam_epsilon: float = _number(1e-8, 0, 1)

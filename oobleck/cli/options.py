@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, default_base_dir
+from oobleck.user_path import expand_user
 
 __all__ = ["NUM_SPARE_NODES", "SLOW_FACTOR", "BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of"]
 
@@ -40,4 +41,4 @@ TagOption = Annotated[
 
 def base_dir_of(given: Path | None) -> Path:
     """The directory of all runs that an option names, or the default one."""
-    return given.expanduser() if given is not None else default_base_dir()
+    return expand_user(given) if given is not None else default_base_dir()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.user_path import expand_user
 
 __all__ = ["MAX_DATA_BYTES", "MAX_TEXT_BYTES", "read_input"]
 
@@ -45,13 +46,15 @@ def read_input(path: Path, what: str, *, most_bytes: int = MAX_TEXT_BYTES, patie
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not a text file ({error.reason} at byte {error.start}); it must be UTF-8") from error
+        raise ConfigError(
+            f"{place}: not a text file ({error.reason} at byte {error.start}); it must be UTF-8"
+        ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _read(path: Path, place: str, most_bytes: int, patience_s: float) -> bytes:
     """All bytes of a file. Without O_NONBLOCK, a pipe that nobody writes to could not even be opened."""
-    descriptor = os.open(path.expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    descriptor = os.open(expand_user(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         found = os.fstat(descriptor)
         if stat.S_ISDIR(found.st_mode):

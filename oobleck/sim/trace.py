@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from oobleck.errors import ConfigError
-from oobleck.json_table import JsonTable, parse_json, shown
+from oobleck.json_table import JsonTable, parse_json
 
 __all__ = [
     "TRACE_VERSION",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
+from oobleck.user_path import expand_user
 
 __all__ = ["read_rows"]
 
@@ -39,7 +39,7 @@ def read_rows(data: DataSpec, path: str) -> Iterator[bytes]:
 
 def _load(data: DataSpec, path: str) -> Any:
     datasets = _package()
-    directory = Path(path).expanduser()
+    directory = expand_user(path)
     if path.startswith(_LOCAL_BEGINNINGS) and not directory.exists():
         raise ConfigError(
             f"data.dataset_path: {path} does not exist on this node; give a directory, or a name of the hub"

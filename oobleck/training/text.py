@@ -13,6 +13,7 @@ from pathlib import Path
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
+from oobleck.user_path import expand_user
 
 from .dataset_rows import read_rows
 
@@ -79,7 +80,7 @@ def _files(data: DataSpec) -> Iterator[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         yield from _walk(root, without=_OTHER_PEOPLES, suffix=".py")
     for name in data.paths:
-        path = Path(name).expanduser()
+        path = expand_user(name)
         if path.is_dir():
             yield from _walk(path)
         elif path.is_file():
