@@ -55,7 +55,7 @@ class JsonTable:
                 raise ConfigError(f"{self.where}: {key} is missing")
 
     def text(self, key: str) -> str:
-        value = self.items[key]
+        value = self._item(key)
         if not isinstance(value, str):
             raise ConfigError(f"{self.where}: {key} is {shown(value)}; it must be text")
         return _whole(value, f"{self.where}: {key}")
@@ -68,14 +68,14 @@ class JsonTable:
         return value
 
     def integer(self, key: str) -> int:
-        value = self.items[key]
+        value = self._item(key)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{self.where}: {key} is {shown(value)}; it must be a whole number")
         return value
 
     def number(self, key: str) -> float:
         """Return a number, which may be infinite or none at all: JSON's reader knows `Infinity` and `NaN`."""
-        value = self.items[key]
+        value = self._item(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.where}: {key} is {shown(value)}; it must be a number")
         try:
@@ -84,7 +84,7 @@ class JsonTable:
             return math.inf
 
     def list(self, key: str) -> list[object]:
-        value = self.items[key]
+        value = self._item(key)
         if not isinstance(value, list):
             raise ConfigError(f"{self._place_of(key)} must be a list, not {type(value).__name__}")
         return value
@@ -99,7 +99,12 @@ class JsonTable:
         return tuple(found)
 
     def table(self, key: str) -> JsonTable:
-        return JsonTable(self.items[key], self._place_of(key))
+        return JsonTable(self._item(key), self._place_of(key))
+
+    def _item(self, key: str) -> object:
+        if key not in self.items:
+            raise ConfigError(f"{self.where}: {key} is missing")
+        return self.items[key]
 
     def _place_of(self, key: str) -> str:
         return f"{self.where}: {key}" if self.where != "the file" else key

@@ -14,6 +14,5 @@ def expand_user(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ConfigError(
-            f"{path}: it is not known whose home {Path(path).parts[0]} is; write the whole path"
-        ) from error
+        user = Path(path).parts[0]
+        raise ConfigError(f"{path}: there is no home that {user} stands for; write the whole path") from error

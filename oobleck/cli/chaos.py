@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from oobleck.errors import UsageError
+from oobleck.job import MAX_NODES, MAX_STEPS
 from oobleck.runtime.control_client import find_run
 from oobleck.runtime.run_dir import RunDirectory
 from oobleck.sim.trace import Trace
@@ -29,7 +30,8 @@ def chaos(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="A failure trace; see `oobleck trace`.")],
     *,
     local: Annotated[
-        int | None, typer.Option("--local", metavar="N", help="Play it on a new run, on N virtual nodes.")
+        int | None,
+        typer.Option("--local", metavar="N", min=1, max=MAX_NODES, help="Play it on a new run, on N virtual nodes."),
     ] = None,
     tag: TagOption = None,
     speedup: Annotated[float, typer.Option("--speedup", metavar="X", help="Play it X times as fast.")] = 1.0,
@@ -38,7 +40,10 @@ def chaos(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of its job.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", help="Its steps; by default it goes on to the trace's end.")
+        int | None,
+        typer.Option(
+            "--steps", metavar="N", min=1, max=MAX_STEPS, help="Its steps; by default it goes on to the trace's end."
+        ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the dashboard.")] = False,
     summary: Annotated[
@@ -52,7 +57,7 @@ def chaos(
     trace's end. Times count from the first step, or from now where training goes on already.
     """
     if not 0 < speedup <= 1e6:
-        raise UsageError(f"--speedup: {speedup:g} is not possible; it must be above 0")
+        raise UsageError(f"--speedup: {speedup:g} is not possible; it must be above 0, and at most 1,000,000")
     trace = read_trace(trace_file)
     base = base_dir_of(base_dir)
     if local is None:

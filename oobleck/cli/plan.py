@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
+from oobleck.job import MAX_DEVICES, MAX_NODES
 
-from .options import JsonOption
+from .options import MAX_BATCH, MAX_TOKENS, JsonOption
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner, Profile
@@ -34,21 +35,37 @@ def plan(
             "--device", metavar="NAME", help="Estimate: A40, A100, H100, H200, CPU, or a data sheet as .json."
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes to plan for: node0, node1, …")],
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, max=MAX_NODES, help="Nodes to plan for: node0, node1, …")
+    ],
     devices_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="G", min=1, help="Devices of each node.")
+        int, typer.Option("--gpus-per-node", metavar="G", min=1, max=MAX_DEVICES, help="Devices of each node.")
     ] = 1,
     fault_threshold: Annotated[
         int,
-        typer.Option("-f", "--fault-threshold", metavar="F", help="Simultaneous node failures that never cost state."),
+        typer.Option(
+            "-f",
+            "--fault-threshold",
+            metavar="F",
+            min=0,
+            max=MAX_NODES,
+            help="Simultaneous node failures that never cost state.",
+        ),
     ] = 1,
-    global_batch: Annotated[int, typer.Option("--global-batch", metavar="B", min=1, help="Samples in one step.")],
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", metavar="B", min=1, max=MAX_BATCH, help="Samples in one step.")
+    ],
     microbatch: Annotated[
-        int | None, typer.Option("--microbatch", metavar="b", help="Samples in one microbatch; a profile has its own.")
+        int | None,
+        typer.Option(
+            "--microbatch", metavar="b", min=1, max=MAX_BATCH, help="Samples in one microbatch; a profile has its own."
+        ),
     ] = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sample; a profile has its own."),
+        typer.Option(
+            "--sequence-length", metavar="T", min=1, max=MAX_TOKENS, help="Tokens of a sample; a profile has its own."
+        ),
     ] = None,
     precision: Annotated[
         str, typer.Option("--precision", help="float32 or bfloat16: of estimates, and of the peak that MFU refers to.")
@@ -57,7 +74,8 @@ def plan(
         bool, typer.Option("--activation-checkpointing", help="Estimate with activations that are computed twice.")
     ] = False,
     pipelines: Annotated[
-        int | None, typer.Option("--pipelines", metavar="P", help="Ask the planner for exactly P pipelines.")
+        int | None,
+        typer.Option("--pipelines", metavar="P", min=1, max=MAX_NODES, help="Ask the planner for exactly P pipelines."),
     ] = None,
     schedule: Annotated[
         str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto: the quicker of the last two.")

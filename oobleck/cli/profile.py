@@ -29,7 +29,7 @@ def profile(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job.")
     ] = None,
     workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, help="How many workers are to share this machine.")
+        int, typer.Option("--workers", metavar="N", min=1, max=1024, help="How many workers are to share this machine.")
     ] = 1,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here as well.")

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oobleck.errors import UsageError
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import MAX_NODES
 from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
 
 from .durations import duration_s
-from .options import JsonOption
+from .options import MAX_SEED, JsonOption
 
 if TYPE_CHECKING:
     from oobleck.sim.generate import FailureModel
@@ -24,12 +25,16 @@ OutputOption = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Where the trace goes; standard output if left out."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Of everything that is drawn.")]
+SeedOption = Annotated[
+    int, typer.Option("--seed", metavar="N", min=-MAX_SEED, max=MAX_SEED, help="Of everything that is drawn.")
+]
 
 
 def generate_trace(
     *,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of the cluster: node0, node1, …")],
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, max=MAX_NODES, help="Nodes of the cluster: node0, node1, …")
+    ],
     duration: Annotated[
         float, typer.Option("--duration", metavar="TIME", parser=duration_s, help="Length: 10m, 3.1h, 54d.")
     ],
@@ -83,11 +88,15 @@ def generate_trace(
         raise UsageError("--duration is 0; a trace has to last")
     if repair is not None and no_repair:
         raise UsageError("--repair and --no-repair were both given; leave one out")
-    model = _model(preset, mtbf, nodes)
-    model = _changed(
-        model, shape=shape, batches=batches, repair=repair, no_repair=no_repair, notice=notice, fail_slow=fail_slow
-    )
-    _write(generate(model, num_nodes=nodes, duration_s=duration, seed=seed), output)
+    try:  # there is no file: whatever is wrong was said on the command line
+        model = _model(preset, mtbf, nodes)
+        model = _changed(
+            model, shape=shape, batches=batches, repair=repair, no_repair=no_repair, notice=notice, fail_slow=fail_slow
+        )
+        trace = generate(model, num_nodes=nodes, duration_s=duration, seed=seed)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    _write(trace, output)
 
 
 def convert_trace(
@@ -104,7 +113,11 @@ def convert_trace(
     nodes: Annotated[
         int | None,
         typer.Option(
-            "--nodes", metavar="N", min=1, help="Size of the cluster, where the file names only nodes that fail."
+            "--nodes",
+            metavar="N",
+            min=1,
+            max=MAX_NODES,
+            help="Size of the cluster, where the file names only nodes that fail.",
         ),
     ] = None,
     seed: SeedOption = 0,

@@ -46,9 +46,7 @@ def read_input(path: Path, what: str, *, most_bytes: int = MAX_TEXT_BYTES, patie
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{place}: not a text file ({error.reason} at byte {error.start}); it must be UTF-8"
-        ) from error
+        raise ConfigError(f"{place}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

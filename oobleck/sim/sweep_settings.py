@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.control.planning import planner_for, schedules_for
-from oobleck.job import ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
+from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import Planner, Profile
 
 from .costs import RecoveryCosts
@@ -80,4 +80,4 @@ def most_steps(trace: Trace, settings: SweepSettings) -> int:
     if settings.max_steps is not None:
         return settings.max_steps
     schedules = schedules_for(settings.job(max_steps=1), settings.profile, plan)
-    return int(trace.duration_s / Pace(settings.profile).step_s(plan, {}, schedules)) + 1
+    return min(MAX_STEPS, int(trace.duration_s / Pace(settings.profile).step_s(plan, {}, schedules)) + 1)
