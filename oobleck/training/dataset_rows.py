@@ -9,6 +9,8 @@ from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 from oobleck.user_path import expand_user
 
+from .columns import problem_with_columns
+
 __all__ = ["read_rows"]
 
 _ROWS_AT_ONCE = 1000
@@ -31,6 +33,10 @@ def read_rows(data: DataSpec, path: str) -> Iterator[bytes]:
     kind = getattr(rows.features[column], "dtype", "several values a row")
     if kind not in _TEXT_TYPES:
         raise ConfigError(f"data.text_column: {column!r} of {path} holds {kind}; name a column that holds text")
+    others = (name for name in rows.column_names if name != column)
+    problem = problem_with_columns(others, holds_list=lambda name: not hasattr(rows.features[name], "dtype"))
+    if problem is not None:
+        raise ConfigError(f"data.dataset_path: {path}: {problem}")
     for batch in rows.select_columns([column]).iter(batch_size=_ROWS_AT_ONCE):
         for text in batch[column]:
             if text:

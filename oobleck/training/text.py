@@ -15,6 +15,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 from oobleck.user_path import expand_user
 
+from .columns import problem_with_columns
 from .dataset_rows import read_rows
 
 __all__ = ["read_documents"]
@@ -68,10 +69,13 @@ def _lines(path: Path, content: bytes, column: str) -> Iterator[bytes]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(value, Mapping) or not isinstance(value.get(column), str):
             raise ConfigError(f"{path}:{number}: has no text under {column!r}; name its key by data.text_column")
+        problem = problem_with_columns(value, holds_list=lambda name, row=value: isinstance(row[name], list))  # type: ignore[misc]  # a default binds the row
+        if problem is not None:
+            raise ConfigError(f"{path}:{number}: {problem}")
         yield value[column].encode(errors="replace")
 
 
