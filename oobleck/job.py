@@ -16,6 +16,7 @@ from oobleck.errors import ConfigError
 
 __all__ = [
     "MAX_DEVICES",
+    "MAX_MICROBATCHES",
     "MAX_NODES",
     "MAX_STEPS",
     "Bounds",
@@ -46,7 +47,7 @@ _MAX_SECONDS = 1e9
 _LEAST_SECONDS = 1e-3
 _MAX_TEXT_CHARS = 1 << 20
 _MAX_TOKENS = 1 << 24
-_MAX_MICROBATCHES = 65_536
+MAX_MICROBATCHES = 65_536
 """Of one step: every one of them is some instructions of a worker's program."""
 _SHOWN_CHARS = 200
 
@@ -432,7 +433,7 @@ class JobSpec:
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
     schedule: ScheduleName = "1f1b"
     """`auto` has every plan choose for each of its pipelines: zero-bubble where that saves time, else 1f1b."""
-    reductions_per_step: int | Literal["auto"] = _number("auto", 1, _MAX_MICROBATCHES, note="or auto")  # type: ignore[assignment]  # one of its words
+    reductions_per_step: int | Literal["auto"] = _number("auto", 1, MAX_MICROBATCHES, note="or auto")  # type: ignore[assignment]  # one of its words
     """How often a step's gradients are reduced, so that a failure costs a part of a step at most: a long step several
     times, by default. Each but the last keeps the sums so far in memory of their own."""
     tensor_parallel: int = _number(1, 1, MAX_DEVICES)
@@ -456,10 +457,10 @@ class JobSpec:
             f"a multiple of microbatch_size ({self.microbatch_size})",
         )
         _require(
-            self.num_microbatches <= _MAX_MICROBATCHES,
+            self.num_microbatches <= MAX_MICROBATCHES,
             "global_batch_size",
             self.global_batch_size,
-            f"at most {_MAX_MICROBATCHES:,} microbatches of {self.microbatch_size}; raise microbatch_size",
+            f"at most {MAX_MICROBATCHES:,} microbatches of {self.microbatch_size}; raise microbatch_size",
         )
         _require(
             math.frexp(self.initial_loss_scale)[0] == 0.5,

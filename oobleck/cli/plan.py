@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.job import MAX_DEVICES, MAX_NODES
+from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES
 
+from .numbers import whole
 from .options import MAX_BATCH, MAX_TOKENS, JsonOption
 
 if TYPE_CHECKING:
@@ -36,10 +37,10 @@ def plan(
         ),
     ] = None,
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, max=MAX_NODES, help="Nodes to plan for: node0, node1, …")
+        int, typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes to plan for: node0, node1, …")
     ],
     devices_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="G", min=1, max=MAX_DEVICES, help="Devices of each node.")
+        int, typer.Option("--gpus-per-node", metavar="G", parser=whole(1, MAX_DEVICES), help="Devices of each node.")
     ] = 1,
     fault_threshold: Annotated[
         int,
@@ -47,24 +48,29 @@ def plan(
             "-f",
             "--fault-threshold",
             metavar="F",
-            min=0,
-            max=MAX_NODES,
+            parser=whole(0, MAX_NODES),
             help="Simultaneous node failures that never cost state.",
         ),
     ] = 1,
     global_batch: Annotated[
-        int, typer.Option("--global-batch", metavar="B", min=1, max=MAX_BATCH, help="Samples in one step.")
+        int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
     ],
     microbatch: Annotated[
         int | None,
         typer.Option(
-            "--microbatch", metavar="b", min=1, max=MAX_BATCH, help="Samples in one microbatch; a profile has its own."
+            "--microbatch",
+            metavar="b",
+            parser=whole(1, MAX_BATCH),
+            help="Samples in one microbatch; a profile has its own.",
         ),
     ] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(
-            "--sequence-length", metavar="T", min=1, max=MAX_TOKENS, help="Tokens of a sample; a profile has its own."
+            "--sequence-length",
+            metavar="T",
+            parser=whole(1, MAX_TOKENS),
+            help="Tokens of a sample; a profile has its own.",
         ),
     ] = None,
     precision: Annotated[
@@ -75,7 +81,9 @@ def plan(
     ] = False,
     pipelines: Annotated[
         int | None,
-        typer.Option("--pipelines", metavar="P", min=1, max=MAX_NODES, help="Ask the planner for exactly P pipelines."),
+        typer.Option(
+            "--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Ask the planner for exactly P pipelines."
+        ),
     ] = None,
     schedule: Annotated[
         str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto: the quicker of the last two.")
@@ -148,6 +156,11 @@ def _planner(
     if global_batch_size % profile.microbatch_size:
         raise UsageError(
             f"--global-batch is {global_batch_size}; it must be a multiple of {profile.microbatch_size}, the microbatch"
+        )
+    if global_batch_size > MAX_MICROBATCHES * profile.microbatch_size:
+        raise UsageError(
+            f"--global-batch is {global_batch_size}; it must be at most {MAX_MICROBATCHES:,} microbatches of "
+            f"{profile.microbatch_size}"
         )
     settings = PlannerSettings(
         num_microbatches=global_batch_size // profile.microbatch_size,

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.job import MAX_DEVICES, MAX_NODES, MAX_STEPS
+from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
 
 from .durations import duration_s
+from .numbers import whole
 from .options import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption
 from .scaling_option import parse_scaling
 from .trace import read_trace
@@ -50,16 +51,20 @@ def sim(
         str | None, typer.Option("--device", metavar="NAME", help="Estimate: A40, A100, H100, …, or a data sheet.")
     ] = None,
     global_batch: Annotated[
-        int, typer.Option("--global-batch", metavar="B", min=1, max=MAX_BATCH, help="Samples in one step.")
+        int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
     ],
     microbatch: Annotated[
         int | None,
         typer.Option(
-            "--microbatch", metavar="b", min=1, max=MAX_BATCH, help="Samples in one microbatch; a profile has its own."
+            "--microbatch",
+            metavar="b",
+            parser=whole(1, MAX_BATCH),
+            help="Samples in one microbatch; a profile has its own.",
         ),
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", metavar="T", min=1, max=MAX_TOKENS, help="Tokens of a sample.")
+        int | None,
+        typer.Option("--sequence-length", metavar="T", parser=whole(1, MAX_TOKENS), help="Tokens of a sample."),
     ] = None,
     precision: Annotated[
         str, typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, of estimates.")
@@ -70,11 +75,14 @@ def sim(
     nodes: Annotated[
         int | None,
         typer.Option(
-            "--nodes", metavar="N", min=1, max=MAX_NODES, help="The trace's first N nodes, or healthy ones beside them."
+            "--nodes",
+            metavar="N",
+            parser=whole(1, MAX_NODES),
+            help="The trace's first N nodes, or healthy ones beside them.",
         ),
     ] = None,
     devices_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="G", min=1, max=MAX_DEVICES, help="Devices of each node.")
+        int, typer.Option("--gpus-per-node", metavar="G", parser=whole(1, MAX_DEVICES), help="Devices of each node.")
     ] = 1,
     policy: Annotated[
         str,
@@ -92,7 +100,9 @@ def sim(
     ] = 1800.0,
     spares: Annotated[
         int,
-        typer.Option("--spares", metavar="S", min=0, max=_MAX_SPARES, help="Nodes that stand by, beside the others."),
+        typer.Option(
+            "--spares", metavar="S", parser=whole(0, _MAX_SPARES), help="Nodes that stand by, beside the others."
+        ),
     ] = 0,
     spare_start: Annotated[
         float,
@@ -107,11 +117,15 @@ def sim(
     fault_threshold: Annotated[
         int,
         typer.Option(
-            "-f", "--fault-threshold", metavar="F", min=0, max=MAX_NODES, help="Simultaneous losses that cost no state."
+            "-f",
+            "--fault-threshold",
+            metavar="F",
+            parser=whole(0, MAX_NODES),
+            help="Simultaneous losses that cost no state.",
         ),
     ] = 1,
     pipelines: Annotated[
-        int | None, typer.Option("--pipelines", metavar="P", min=1, max=MAX_NODES, help="Exactly P pipelines.")
+        int | None, typer.Option("--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Exactly P pipelines.")
     ] = None,
     scaling: Annotated[
         str,
@@ -124,7 +138,7 @@ def sim(
     steps: Annotated[
         int | None,
         typer.Option(
-            "--steps", metavar="N", min=1, max=MAX_STEPS, help="Of policy oobleck: the job ends after N steps."
+            "--steps", metavar="N", parser=whole(1, MAX_STEPS), help="Of policy oobleck: the job ends after N steps."
         ),
     ] = None,
     reductions: Annotated[
@@ -137,7 +151,9 @@ def sim(
     ] = "1f1b",
     seed: Annotated[
         int,
-        typer.Option("--seed", metavar="N", min=-MAX_SEED, max=MAX_SEED, help="Of what is drawn in the cluster gear."),
+        typer.Option(
+            "--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Of what is drawn in the cluster gear."
+        ),
     ] = 0,
     gear: Annotated[
         str,
@@ -245,6 +261,11 @@ def _settings(
     if global_batch % profile.microbatch_size:
         raise UsageError(
             f"--global-batch is {global_batch}; it must be a multiple of {profile.microbatch_size}, the microbatch"
+        )
+    if global_batch > MAX_MICROBATCHES * profile.microbatch_size:
+        raise UsageError(
+            f"--global-batch is {global_batch}; it must be at most {MAX_MICROBATCHES:,} microbatches of "
+            f"{profile.microbatch_size}"
         )
     if checkpoint_interval_s <= 0:
         raise UsageError("--checkpoint-interval is 0; it must be longer")

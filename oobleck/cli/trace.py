@@ -13,6 +13,7 @@ from oobleck.job import MAX_NODES
 from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
 
 from .durations import duration_s
+from .numbers import real, whole
 from .options import MAX_SEED, JsonOption
 
 if TYPE_CHECKING:
@@ -26,14 +27,15 @@ OutputOption = Annotated[
     typer.Option("-o", "--output", metavar="FILE", help="Where the trace goes; standard output if left out."),
 ]
 SeedOption = Annotated[
-    int, typer.Option("--seed", metavar="N", min=-MAX_SEED, max=MAX_SEED, help="Of everything that is drawn.")
+    int, typer.Option("--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Of everything that is drawn.")
 ]
 
 
 def generate_trace(
     *,
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, max=MAX_NODES, help="Nodes of the cluster: node0, node1, …")
+        int,
+        typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes of the cluster: node0, node1, …"),
     ],
     duration: Annotated[
         float, typer.Option("--duration", metavar="TIME", parser=duration_s, help="Length: 10m, 3.1h, 54d.")
@@ -54,7 +56,9 @@ def generate_trace(
     ] = None,
     shape: Annotated[
         float | None,
-        typer.Option("--weibull-shape", metavar="K", help="Of lifetimes; below 1 losses come in clusters."),
+        typer.Option(
+            "--weibull-shape", metavar="K", parser=real(0.1, 10), help="Of lifetimes; below 1 losses come in clusters."
+        ),
     ] = None,
     batches: Annotated[
         str | None,
@@ -72,7 +76,10 @@ def generate_trace(
     fail_slow: Annotated[
         float | None,
         typer.Option(
-            "--fail-slow", metavar="RATE", min=0, help="Slow-downs in 1,000 node-days: 24 minutes, 1.1 to 2 times."
+            "--fail-slow",
+            metavar="RATE",
+            parser=real(0, 1e6),
+            help="Slow-downs in 1,000 node-days: 24 minutes, 1.1 to 2 times.",
         ),
     ] = None,
     seed: SeedOption = 0,
@@ -115,8 +122,7 @@ def convert_trace(
         typer.Option(
             "--nodes",
             metavar="N",
-            min=1,
-            max=MAX_NODES,
+            parser=whole(1, MAX_NODES),
             help="Size of the cluster, where the file names only nodes that fail.",
         ),
     ] = None,

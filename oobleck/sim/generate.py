@@ -145,6 +145,8 @@ class _Generator:
     def __init__(self, model: FailureModel, num_nodes: int, duration_s: float, seed: int) -> None:
         _require(1 <= num_nodes <= MAX_NODES, "nodes", num_nodes, f"from 1 to {MAX_NODES:,}")
         _require(0 < duration_s <= MAX_SECONDS, "duration_s", duration_s, f"above 0, and at most {MAX_SECONDS:,.0f}")
+        if _expected_events(model, num_nodes, duration_s) > MAX_EVENTS:
+            raise _too_many(duration_s)
         self._model = model
         self._duration_s = duration_s
         self._seed = seed
@@ -162,10 +164,7 @@ class _Generator:
         while self._queue:
             t_s, _, what, number, life = heapq.heappop(self._queue)
             if len(self._events) > MAX_EVENTS:
-                raise ConfigError(
-                    f"more than {MAX_EVENTS:,} events until {t_s:,.0f} s; ask for a shorter duration, fewer nodes, or "
-                    "fewer failures"
-                )
+                raise _too_many(t_s)
             if life == self._lives[number]:
                 self._happen(t_s, what, number)
         events = tuple(sorted([*self._events, *self._notices()], key=lambda event: event.t_s))
@@ -245,6 +244,20 @@ class _Generator:
                         yield Noticed(t_s=noticed_s, node=node, grace_s=t_s - noticed_s)
                 case _:
                     pass
+
+
+def _expected_events(model: FailureModel, num_nodes: int, duration_s: float) -> float:
+    """About how many at least: of nodes that take as long to come back as the slowest ones do."""
+    if not model.repairs:
+        return 0.0
+    return 2 * num_nodes * duration_s / (model.mean_time_to_failure_s + model.repairs[-1][1])
+
+
+def _too_many(until_s: float) -> ConfigError:
+    return ConfigError(
+        f"more than {MAX_EVENTS:,} events until {until_s:,.0f} s; ask for a shorter duration, fewer nodes, or fewer "
+        "failures"
+    )
 
 
 def _draw(rng: random.Random, quantiles: Sequence[tuple[float, float]]) -> float:

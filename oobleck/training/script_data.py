@@ -22,8 +22,8 @@ class ScriptSamples:
     """A source of samples: a list, an array, a torch dataset. An item is a row of tokens, or has it as `input_ids`.
 
     Labels and masks are refused, unless they say only what holds without them: labels that are the tokens, masks of
-    ones. Raises ConfigError for what has no length, no samples, or samples of another length or with other tokens than the
-    job says.
+    ones. Raises ConfigError for what has no length, no samples, or samples of another length or with other tokens than
+    the job says.
     """
 
     def __init__(self, make: Callable[[], Any], *, sequence_length: int, vocab_size: int) -> None:

@@ -191,7 +191,7 @@ def test_a_png_is_drawn_or_the_extra_for_it_is_named(profile_file, tmp_path, cap
         (
             ("--profile", "-", "--nodes", 2, "--global-batch", 4, "-f", -1),
             ExitCode.USAGE,
-            "-1 is not in the range 0<=x<=16384",
+            "-1 is not possible; it must be a whole number from 0 to 16,384",
         ),
     ],
 )

@@ -64,7 +64,11 @@ def test_info_draws_the_nodes_over_time(tmp_path: Path, capsys: pytest.CaptureFi
             2,
             "'2' is not SIZE:WEIGHT",
         ),
-        (["generate", "--nodes", "2", "--duration", "1h", "--mtbf", "1h", "--weibull-shape", "0"], 2, "shape is 0"),
+        (
+            ["generate", "--nodes", "2", "--duration", "1h", "--mtbf", "1h", "--weibull-shape", "0"],
+            2,
+            "'--weibull-shape': 0 is not possible",
+        ),
         (
             ["generate", "--nodes", "2", "--duration", "1h", "--mtbf", "1h", "--repair", "1h", "--no-repair"],
             2,

@@ -77,7 +77,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["hosts", "--tag", "../up"], 2, ["tag", "'../up'", "letters, digits"]),
         (["hosts", "--steps", "0"], 2, ["--steps: max_steps: 0", "from 1 to"]),
         (["hosts", "--steps", "9" * 23], 2, ["--steps: max_steps: 9999", "from 1 to"]),
-        (["hosts", "--steps", "9" * 5000], 2, ["--steps", "not a valid int"]),
+        (["hosts", "--steps", "9" * 5000], 2, ["--steps", "integer"]),
         (["hosts", "--seed", "9" * 20], 2, ["--seed: seed: 9999"]),
         (["hosts", "-f", "-1"], 2, ["-f: fault_threshold: -1"]),
         (["hosts", "--keep", "0"], 2, ["--keep: checkpoint.save_total_limit: 0"]),
