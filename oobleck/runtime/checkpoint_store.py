@@ -17,6 +17,7 @@ from oobleck.checkpoint import CheckpointDirectory, Manifest, Shard, find_slots
 from oobleck.control.messages import StoragePaths
 from oobleck.errors import CorruptCheckpoint
 from oobleck.job import CheckpointSpec
+from oobleck.user_path import expand_user
 
 from .agent_dir import AgentDir
 from .places import private_directory
@@ -41,7 +42,7 @@ class NodeCheckpoints:
 
     def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
         """Settle where things lie, and make the directory in memory. Raises ConfigError."""
-        path = self._default_directory if spec.directory is None else Path(spec.directory).expanduser().absolute()
+        path = self._default_directory if spec.directory is None else expand_user(spec.directory).absolute()
         self._checkpoints = CheckpointDirectory(path)
         for level in (self._memory.parent.parent, self._memory.parent, self._memory):
             private_directory(level)

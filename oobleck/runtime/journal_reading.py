@@ -8,6 +8,7 @@ from pathlib import Path
 
 from oobleck.control.journal import JobEnded, JournalEntry
 from oobleck.errors import ConfigError, PeerError, UsageError
+from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
 
 from .run_dir import RunDirectory
@@ -27,7 +28,7 @@ def find_journal(base_dir: Path, run: str | None) -> Path:
         if not found:
             raise UsageError(f"no run has left a journal in {base_dir}; name another --base-dir")
         return found[-1]
-    named = Path(run).expanduser()
+    named = expand_user(run)
     candidates = [RunDirectory(base_dir=base_dir, tag=run).journal] if "/" not in run else []
     candidates += [named, named / "journal.jsonl"]
     for path in candidates:

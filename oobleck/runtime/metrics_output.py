@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import trio
 from oobleck.control.journal import JournalEntry, StepDone
 from oobleck.control.metrics import Metrics, MetricSample
 from oobleck.errors import UsageError
+from oobleck.user_path import expand_user
 
 from .listening import serve_clients
 from .run_dir import MAX_SOCKET_PATH_BYTES
@@ -30,6 +32,7 @@ _log = logging.getLogger("oobleck.metrics")
 _CLIENT_TIMEOUT_S = 5.0
 _MAX_CLIENTS = 32
 _MAX_REQUEST_BYTES = 16_384
+_PORT = re.compile(r"[0-9]{1,5}")
 _BOARD_KEYS = ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s", "mfu", "goodput", "nodes")
 
 
@@ -95,13 +98,13 @@ class MetricsAddress:
 def parse_metrics_address(text: str) -> MetricsAddress:
     """Read `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError: nobody else's business is served."""
     if text.startswith("unix:"):
-        path = Path(text.removeprefix("unix:")).expanduser().absolute()
+        path = expand_user(text.removeprefix("unix:")).absolute()
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise UsageError(f"--metrics: {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
         return MetricsAddress(path=path)
     host, _, port = text.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
-    if not port.isdecimal() or not 1 <= int(port) <= 65_535:
+    if not _PORT.fullmatch(port) or not 1 <= int(port) <= 65_535:
         raise UsageError(f"--metrics: {text!r} is not unix:PATH, PORT or 127.0.0.1:PORT")
     if not _is_loopback(host):
         raise UsageError(

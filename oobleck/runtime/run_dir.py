@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.user_path import expand_user
 
 from .places import private_directory, temporary_directory
 from .process_id import ProcessId
@@ -35,7 +36,7 @@ MAX_SOCKET_PATH_BYTES = 100
 def default_base_dir() -> Path:
     """The directory of all runs: $OOBLECK_BASE_DIR, or `~/.oobleck`."""
     configured = os.environ.get(BASE_DIR_VARIABLE)
-    return Path(configured).expanduser() if configured else Path.home() / ".oobleck"
+    return expand_user(configured or "~/.oobleck")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from oobleck.errors import ConfigError
-from oobleck.json_table import JsonTable
+from oobleck.job import MAX_DEVICES, MAX_NODES
+from oobleck.json_table import JsonTable, parse_json, shown
 
 __all__ = [
+    "MAX_EVENTS",
+    "MAX_SECONDS",
     "TRACE_VERSION",
     "AgentCrashed",
     "Frozen",
@@ -48,6 +51,11 @@ __all__ = [
 ]
 
 TRACE_VERSION = 1
+MAX_EVENTS = 1_000_000
+MAX_SECONDS = 5e8
+"""Fifteen years: half as long again as the longest failure trace that is published."""
+_LEAST_SECONDS = 1e-3
+_MAX_SLOWNESS = 1e6
 
 
 # --- what can happen ------------------------------------------------------------------------------------------
@@ -94,8 +102,8 @@ class Slowed:
     factor: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor >= 1):
-            raise ConfigError(f"factor is {self.factor!r}; it must be a number of at least 1, the usual speed")
+        if not 1 <= self.factor <= _MAX_SLOWNESS:
+            raise ConfigError(f"factor is {self.factor!r}; it must be from 1, the usual speed, to {_MAX_SLOWNESS:,.0f}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +115,8 @@ class WorkerCrashed:
     device: int = 0
 
     def __post_init__(self) -> None:
-        if self.device < 0:
-            raise ConfigError(f"device is {self.device}; it must be at least 0")
+        if not 0 <= self.device < MAX_DEVICES:
+            raise ConfigError(f"device is {shown(self.device)}; it must be at least 0, and less than {MAX_DEVICES}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +191,8 @@ _NAMES = {event_type: kind for kind, event_type in _KINDS.items()}
 
 
 def _check_seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds, at least 0")
+    if not 0 <= value <= MAX_SECONDS:
+        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds, from 0 to {MAX_SECONDS:,.0f}")
 
 
 # --- a trace --------------------------------------------------------------------------------------------------
@@ -205,8 +213,14 @@ class Trace:
     """Where the trace comes from, for people."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.duration_s) and self.duration_s > 0):
-            raise ConfigError(f"duration_s is {self.duration_s!r}; it must be a number of seconds above 0")
+        if not _LEAST_SECONDS <= self.duration_s <= MAX_SECONDS:
+            raise ConfigError(
+                f"duration_s is {self.duration_s!r}; it must be a number of seconds from {_LEAST_SECONDS} to "
+                f"{MAX_SECONDS:,.0f} (fifteen years)"
+            )
+        for name, number, most in (("nodes", len(self.nodes), MAX_NODES), ("events", len(self.events), MAX_EVENTS)):
+            if number > most:
+                raise ConfigError(f"there are {number:,} {name}; a trace has at most {most:,}")
         for name, nodes in (("nodes", self.nodes), ("start", self.start)):
             if twice := [node for node, number in Counter(nodes).items() if number > 1]:
                 raise ConfigError(f"{name} names {twice[0]!r} twice")
@@ -363,11 +377,7 @@ def trace_from_json(text: str, *, source: str = "trace") -> Trace:
     content, or the field, and what was expected.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not JSON: {error}") from None
-    try:
-        return _read_trace(JsonTable(document, "the file"))
+        return _read_trace(JsonTable(parse_json(text), "the file"))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
 
@@ -388,7 +398,7 @@ def _read_trace(table: JsonTable) -> Trace:
 
 
 def _read_event(value: object, index: int) -> TraceEvent:
-    table = JsonTable(value, f"event {index} {json.dumps(value)}")
+    table = JsonTable(value, f"event {index} {shown(value)}")
     kind = table.text("kind") if "kind" in table.items else None
     if kind not in _KINDS:
         raise ConfigError(f"{table.where}: kind is {kind!r}; it must be one of {', '.join(_KINDS)}")

@@ -16,8 +16,9 @@ import torch
 from oobleck.checkpoint import CheckpointDirectory, Manifest, checkpoint_name
 from oobleck.control.data_position import DataPosition
 from oobleck.control.shares import shares_of
-from oobleck.errors import CorruptCheckpoint
+from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.planner import ExecutionPlan, Place
+from oobleck.user_path import expand_user
 from oobleck.wire import (
     CheckpointsFound,
     FindCheckpoints,
@@ -198,7 +199,11 @@ class Saving:
 
     def _look_elsewhere(self, path: Path, found: list[FoundState], problems: list[str]) -> None:
         """Look where the user says: at one checkpoint, or at a directory of them."""
-        path = path.expanduser()
+        try:
+            path = expand_user(path)
+        except ConfigError as error:
+            problems.append(str(error))
+            return
         if (path / "manifest.json").exists():
             self._look_into(CheckpointDirectory(path.parent), str(path.parent), found, problems, only=path.name)
         else:
