@@ -144,7 +144,10 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
                 remains.records.clear()
                 remains.evaluated_step = min(remains.evaluated_step, entry.restored_step)
         case CheckpointSaved():
-            remains.saved.append(KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at))
+            is_final = entry.step >= remains.job.max_steps
+            remains.saved.append(
+                KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
+            )
         case PaceChanged(node=node, factor=factor) if factor > 1:
             remains.slow[node] = factor
         case PaceChanged(node=node):

@@ -213,11 +213,18 @@ class StateReader:
         self._verified: set[tuple[Path, int, int]] = set()
         """Slots, by file, number and sequence."""
 
-    def in_memory(self) -> tuple[tuple[SavedState, tuple[int, ...]], ...]:
-        """The states in this node's memory, each with the layers that are there whole; newest first."""
+    def in_memory(
+        self, *, fits: Callable[[Layout], bool] = lambda _: True
+    ) -> tuple[tuple[SavedState, tuple[int, ...]], ...]:
+        """The states in this node's memory, each with the layers that are there whole; newest first.
+
+        What does not fit, by its layout, is left out.
+        """
         parts: dict[str, dict[int, set[int]]] = {}
         states: dict[str, tuple[SavedState, int]] = {}
         for state, slot in self._slots():
+            if not fits(slot.memory.layout):
+                continue
             states.setdefault(state.name, (state, slot.memory.layout.num_parts))
             for layer in slot.memory.layout.layers:
                 parts.setdefault(state.name, {}).setdefault(layer, set()).add(slot.memory.layout.part)
