@@ -65,10 +65,6 @@ class Session:
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)
 
-    @property
-    def lost_nodes(self) -> tuple[NodeSpec, ...]:
-        return tuple(spec for spec in self._master.nodes if spec.name in self._gone)
-
     def show(self, console: Console, nursery: trio.Nursery, *, plain: bool) -> None:
         """Start what keeps a person informed."""
         if wants_dashboard(console, plain=plain):

@@ -528,7 +528,7 @@ class Coordinator:
             case LayersPersisted():
                 self._saving.persisted(message)
             case CheckpointCommitted():
-                self._saving.committed(message)
+                self._saving.committed(node, message)
             case StateNotSaved():
                 self._saving.failed(node, message)
             case _:

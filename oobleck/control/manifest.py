@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from datetime import datetime
 
 from oobleck.errors import ConfigError
 
@@ -28,6 +27,7 @@ __all__ = [
 
 MANIFEST_VERSION = 1
 
+_TIME = re.compile(r"\d{4}-\d{2}-\d{2}(T\d{2}:\d{2}(:\d{2}(\.\d+)?)?([+-]\d{2}:\d{2}|Z)?)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -114,7 +114,8 @@ def checkpoint_name(run: str, *, step: int, generation: int) -> str:
 
 def run_of(name: str) -> str:
     """The digest of the run that a checkpoint of this name is of; empty where the name is of no checkpoint."""
-    return (name.split(".") + [""])[1]
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else ""
 
 
 def what_is_wrong(manifest: Manifest) -> str | None:
@@ -129,7 +130,7 @@ def what_is_wrong(manifest: Manifest) -> str | None:
         return f"its step, run and generation are those of {name}"
     if not layers:
         return "it has no layers"
-    if not _is_time(manifest.saved_at):
+    if not _TIME.fullmatch(manifest.saved_at):
         return f"saved_at is {manifest.saved_at!r}, which is no time"
     seen: set[tuple[int, int]] = set()
     for shard in manifest.shards:
@@ -143,11 +144,3 @@ def what_is_wrong(manifest: Manifest) -> str | None:
             return f"{shard.file} has {shard.size_bytes} bytes and the SHA-256 {shard.sha256!r}"
         seen.add((shard.layer, shard.part))
     return None
-
-
-def _is_time(text: str) -> bool:
-    try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        return False
-    return True

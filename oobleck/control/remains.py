@@ -21,6 +21,7 @@ from .journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    JournalGap,
     MasterResumed,
     NodeAdded,
     NodeConnected,
@@ -72,6 +73,8 @@ class Remains:
     shards: ShardRemains = field(default_factory=ShardRemains)
     last_s: float = 0.0
     """When the last entry was made."""
+    gap: JournalGap | None = None
+    """Why the journal does not know all that happened; None where it does."""
     interrupted: tuple[NodeSpec, ...] = ()
     """Nodes that were joining, and had no part in any plan."""
 
@@ -154,6 +157,8 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
             remains.slow.pop(node, None)
         case ScalingDecided(num_nodes=num_nodes):
             remains.target = num_nodes
+        case JournalGap():
+            remains.gap = entry if entry.is_open or entry.num_lost else None
         case StepDone(record=record):
             remains.records.append(record)
         case Evaluated(step=step):

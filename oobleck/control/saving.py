@@ -71,6 +71,8 @@ class _Save:
     pause_s: float = 0.0
     copy_s: float = 0.0
     is_committing: bool = False
+    committed: set[str] = field(default_factory=set)
+    """The nodes whose disk has the manifest."""
 
     def is_in_memory(self, num_layers: int, *, num_parts: int) -> bool:
         parts = {(layer, place.device % num_parts) for place, layers in self.savers.items() for layer in layers}
@@ -246,6 +248,8 @@ class Saving:
             here = [place for place in save.savers if place.node == node]
             if any(save.unwritten(place, num_parts=self._num_parts) for place in here):
                 self._give_up(save.name, f"{node} was lost before it had written its layers", soon=True)
+            else:
+                self._complete_when_committed(save)
 
     def handle_deadline(self) -> None:
         """Have a save made when one is due; give up what takes for ever."""
@@ -300,11 +304,18 @@ class Saving:
         elif message.name in self._given_up:
             self._remove([message.name])  # written after it was given up
 
-    def committed(self, message: CheckpointCommitted) -> None:
-        """The first node that has the manifest makes the checkpoint complete."""
-        save = self._saves.pop(message.name, None)
-        if save is None:
+    def committed(self, node: str, message: CheckpointCommitted) -> None:
+        """A node has the manifest. The checkpoint is complete once all that wrote layers have: each may have a disk."""
+        save = self._saves.get(message.name)
+        if save is not None:
+            save.committed.add(node)
+            self._complete_when_committed(save)
+
+    def _complete_when_committed(self, save: _Save) -> None:
+        ready = {member.spec.name for member in self._members.ready}
+        if not save.committed or not {place.node for place in save.savers} & ready <= save.committed:
             return
+        del self._saves[save.name]
         now_s = self._outbox.now_s
         self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
         self.know([self._known(save)])

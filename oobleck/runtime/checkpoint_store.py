@@ -109,7 +109,9 @@ class NodeCheckpoints:
 def remove_stale_memory(run_memory: Path, *, now_s: float) -> None:
     """Give back what other runs of this user have left in memory: those that ended by a kill, a day ago or longer.
 
-    What no disk has, as after a last save that failed, is kept for a week. `run_memory` is where our own run keeps its states; `now_s` is the time of day.
+    What no disk has, as after a last save that failed, is kept for a week.
+
+    `run_memory` is where our own run keeps its states; `now_s` is the time of day.
     """
     for path in run_memory.parent.glob("*/"):
         with suppress(OSError):

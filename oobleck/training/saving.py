@@ -278,7 +278,10 @@ class Saving:
         return all(self._layer_misfit(layer, specs[layer], layout.num_parts) is None for layer in specs)
 
     def _layer_misfit(self, layer: int, specs: Sequence[TensorSpec], num_parts: int) -> str | None:
-        """Why these tensors are not those of a layer of our model; None when they are. Parts have shapes of their own."""
+        """Why these tensors are not those of a layer of our model; None when they are.
+
+        Parts of layers have shapes of their own.
+        """
         if layer not in range(self._structure.num_layers):
             return f"of another model, with a layer {layer}; ours has {self._structure.num_layers}"
         shapes = {spec.name: spec.shape for spec in specs}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-import pytest
-
 from oobleck.cli.exit_codes import ExitCode
 from oobleck.control.coordinator import Phase
 from oobleck.control.events import ProfileFound, StopRequested
@@ -226,7 +224,8 @@ def test_a_finished_model_that_only_memory_has_is_written() -> None:
     bench.say("n0", LayersPersisted(device=0, name=name, shards=shards, duration_s=1.0))
     (commit,) = commits(bench)
     assert (commit.manifest.run, commit.manifest.step, commit.manifest.is_final) == (OLD, 100, True)
-    bench.say("n0", CheckpointCommitted(name=name))
+    for node in ("n0", "n1"):
+        bench.say(node, CheckpointCommitted(name=name))
     assert bench.ended is not None
     assert bench.ended.exit_code == 0
 
@@ -313,8 +312,9 @@ def test_a_save_is_wanted_at_multiples_and_complete_with_its_manifest() -> None:
     assert [(commit.manifest.name, [shard.layer for shard in commit.manifest.shards]) for commit in commits] == [
         (name, [0, 1, 2, 3])
     ]
-    assert bench.journal(CheckpointSaved) == []
-    commands = bench.say("n1", CheckpointCommitted(name=name))
+    bench.say("n1", CheckpointCommitted(name=name))
+    assert bench.journal(CheckpointSaved) == [], "n0 may have a disk of its own, and no manifest there"
+    commands = bench.say("n0", CheckpointCommitted(name=name))
     (saved,) = bench.journal(CheckpointSaved)
     assert (saved.step, saved.size_bytes, saved.pause_s) == (5, 28, 0.25)
     assert wanted(commands, bench) == [5], "no step is known to be committed since, so the next multiple is this one"
@@ -340,6 +340,15 @@ def test_time_can_be_what_saves_are_counted_in() -> None:
         bench.commit("n0", step)
         bench.beat_until(float(step), "n0", "n1")
     assert wanted(bench.commands, bench) == [21]
+
+
+def test_a_node_that_is_lost_with_its_layers_written_is_not_waited_for() -> None:
+    bench = training()
+    name = save(bench, 5, until="written")
+    bench.say("n0", CheckpointCommitted(name=name))
+    assert bench.journal(CheckpointSaved) == []
+    bench.fail("n1")
+    assert [saved.step for saved in bench.journal(CheckpointSaved)] == [5]
 
 
 def test_a_full_disk_is_told_loudly_and_tried_again_later() -> None:
