@@ -11,6 +11,7 @@ What lies in memory is on its way to the disk: the agent, which outlives this pr
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +146,7 @@ class FlashSaver:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             memory = FlashMemory.create(next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
-            self._share, self._problem = None, f"no shared memory in {self._directory}: {error.strerror}"
+            self._share, self._problem = None, _no_room(self._directory, layout, error)
             self._layout = None  # to be tried again
         else:
             self._share = _Share(memory, (_tensors_over(memory.slots()[0]), _tensors_over(memory.slots()[1])))
@@ -338,3 +339,15 @@ def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _no_room(directory: Path, layout: Layout, error: OSError) -> str:
+    """Why there is no memory for a layout: what is wanted, and what is there."""
+    wanted = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are wanted, for two copies of what this worker saves"
+    try:
+        found = shutil.disk_usage(directory)
+    except OSError:
+        there = ""
+    else:
+        there = f"; {found.free / 2**20:,.1f} MiB of {found.total / 2**20:,.1f} MiB are free there"
+    return f"no shared memory in {directory}: {error.strerror}; {wanted}{there}; a container gets more by --shm-size"
