@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from oobleck.control.manifest import MANIFEST_VERSION, Manifest, Shard
+from oobleck.control.manifest import MANIFEST_VERSION, Manifest, Shard, what_is_wrong
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.wire import from_builtins, to_builtins
 
@@ -51,6 +51,8 @@ class FoundManifest:
     name: str
     manifest: Manifest | None
     problem: str | None = None
+    is_damaged: bool = False
+    """There is a manifest, and it cannot be used: the checkpoint was complete once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,10 @@ class CheckpointDirectory:
                 fsync_directory(target)
             shutil.rmtree(target, ignore_errors=True)
 
+    def remove_unfinished(self, names: Iterable[str]) -> None:
+        """Remove what is there of saves that were given up; what has a manifest, whole or not, is left alone."""
+        self.remove(name for name in names if self.is_unfinished(name))
+
     # --- reading -------------------------------------------------------------------------------------------
 
     def names(self) -> tuple[str, ...]:
@@ -119,6 +125,10 @@ class CheckpointDirectory:
         if not self.path.is_dir():
             return ()
         return tuple(sorted(path.name for path in self.path.glob(f"{_PREFIX}*") if path.is_dir()))
+
+    def is_unfinished(self, name: str) -> bool:
+        """Whether a checkpoint has no manifest, not even a damaged one: it was never complete."""
+        return not os.path.lexists(self.path / name / MANIFEST_NAME)
 
     def find(self) -> tuple[FoundManifest, ...]:
         """All checkpoints, the newest first; reads manifests only."""
@@ -129,7 +139,7 @@ class CheckpointDirectory:
         try:
             return FoundManifest(name=name, manifest=self.manifest(name))
         except CorruptCheckpoint as error:
-            return FoundManifest(name=name, manifest=None, problem=str(error))
+            return FoundManifest(name=name, manifest=None, problem=str(error), is_damaged=not self.is_unfinished(name))
 
     def manifest(self, name: str) -> Manifest:
         """Read a checkpoint's manifest. Raises CorruptCheckpoint that names the file."""
@@ -142,9 +152,11 @@ class CheckpointDirectory:
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path}: missing; the checkpoint was never finished") from None
         except (OSError, ValueError, RecursionError, PeerError) as error:
-            raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
+            raise CorruptCheckpoint(f"{path}: damaged: it cannot be read ({error})") from error
         if manifest.name != name:
             raise CorruptCheckpoint(f"{path}: belongs to {manifest.name}")
+        if (wrong := what_is_wrong(manifest)) is not None:
+            raise CorruptCheckpoint(f"{path}: damaged: {wrong}")
         return manifest
 
     def layers_here(self, manifest: Manifest) -> tuple[int, ...]:

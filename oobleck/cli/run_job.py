@@ -18,20 +18,23 @@ from pathlib import Path, PurePosixPath
 import trio
 from rich.console import Console
 
+from oobleck.checkpoint import CheckpointDirectory
+from oobleck.control.beginning import finished_text
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import End, Remark, StopRequested
-from oobleck.control.journal import JournalEntry
+from oobleck.control.finished import Finished, read_finished
+from oobleck.control.journal import JournalEntry, JournalGap
 from oobleck.control.metrics import prometheus_text
 from oobleck.control.remains import Remains, read_remains
 from oobleck.control.summary import Summary, summarize
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.check_nodes import check_nodes
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
-from oobleck.runtime.journal_file import JournalWriter, read_journal, set_aside
+from oobleck.runtime.journal_file import JournalWriter, aside_of, put_back, read_journal, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
 from oobleck.runtime.profile_files import ProfileFiles
@@ -41,12 +44,14 @@ from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
+from oobleck.user_path import expand_user
 
 from .exit_codes import ExitCode
 from .hostfile_watch import watch_hostfile
 from .job_file import changed_keys
 from .log_output import background_logging
 from .options import NUM_SPARE_NODES, SLOW_FACTOR
+from .run_dir_watch import watch_run_directory
 from .session import Session
 from .start_check import choose_nodes
 
@@ -95,27 +100,56 @@ def run_job(run: Run) -> int:
     directory.create()
     stdout = lasting(sys.stdout)
     output = lasting(sys.stderr) if run.as_json else stdout
-    console = console_on(output)
-    if run.plain or not console.is_terminal:
+    if run.plain or not console_on(output).is_terminal:
         say(output, f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
-    with directory.lock(), background_logging():
-        end, summary = trio.run(_run, run, directory, output)
-    is_told = run.summary is None or _write_summary(run.summary, summary)
-    if summary.generations:  # else nothing was trained, and there is nothing to tell
-        console.print(summary_table(summary))
-    if run.as_json:
-        stdout.write(f"{summary.to_json()}\n")
+    with directory.lock():
+        if (finished := _finished(run, directory)) is not None:
+            say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
+            summary = summarize(read_journal(directory.journal))
+            return ExitCode.DONE if _hand_out(run, summary, stdout) else ExitCode.FAILED
+        files = (directory.journal, directory.metrics)
+        before = {path: aside_of(path) for path in files}
+        with background_logging():
+            end, summary = trio.run(_run, run, directory, output)
+        if end.exit_code == ExitCode.DONE and not summary.generations:
+            say(output, f"oobleck up: {end.reason}")
+            for path in files:  # nothing was done: the run before stays the newest
+                put_back(path, before[path])
+            summary = summarize(_read_past(directory.journal))
+    if summary.generations:  # else nothing was trained, and there is nothing to show
+        console_on(output).print(summary_table(summary))
+    is_written = _hand_out(run, summary, stdout)
     if end.exit_code != ExitCode.DONE:
         Console(stderr=True).print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return end.exit_code if is_told else end.exit_code or ExitCode.FAILED
+    return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
 
 
-def _write_summary(path: Path, summary: Summary) -> bool:
-    """Write the file that was asked for; False, and a message, where the world has changed since the start."""
+def _finished(run: Run, directory: RunDirectory) -> Finished | None:
+    """The run before, where it has done all that is asked for and its model can be seen to be whole from here.
+
+    Where checkpoints lie on other machines, it is for their workers to see.
+    """
+    found = read_finished(_read_past(directory.journal)) if run.resume == "auto" else None
+    if found is None or not found.is_all_of(run.job):
+        return None
+    told = run.job.checkpoint.directory
+    checkpoints = CheckpointDirectory(expand_user(told) if told else directory.path / "checkpoints")
     try:
-        path.write_text(summary.to_json() + "\n", encoding="utf-8")
+        manifest = checkpoints.manifest(found.name)
+    except CorruptCheckpoint:
+        return None
+    return found if len(checkpoints.layers_here(manifest)) == len(manifest.layer_names) else None
+
+
+def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
+    """Write the summary where it was asked for; False, and a message, where its file cannot be written."""
+    if run.as_json:
+        stdout.write(f"{summary.to_json()}\n")
+    try:
+        if run.summary is not None:
+            run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
     except OSError as error:
-        print(f"oobleck: --summary: {path}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
+        print(f"oobleck: --summary: {run.summary}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
         return False
     return True
 
@@ -133,7 +167,11 @@ async def _run(run: Run, directory: RunDirectory, output: Output) -> tuple[End, 
         past = await _find_past(run, directory, cluster, known)
         is_check_due = run.check and not run.num_local and past.remains is None
         chosen, remarks = await _check(run, directory, options, output) if is_check_due else (known, ())
-        with JournalWriter(directory.journal) as journal:
+
+        def tell_of_gap(gap: JournalGap) -> None:
+            session.remark("error" if gap.is_open or gap.num_lost else "info", gap.describe())
+
+        with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen)
             session = Session(
                 master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.entries
@@ -142,7 +180,19 @@ async def _run(run: Run, directory: RunDirectory, output: Output) -> tuple[End, 
             nursery.start_soon(session.watch_signals)
             for remark in remarks:
                 master.submit(remark)
+            if past.remark is not None:
+                session.remark("warning", past.remark)
             metrics = _start_metrics(directory, master, past)
+            nursery.start_soon(
+                partial(
+                    watch_run_directory,
+                    directory,
+                    journal,
+                    metrics,
+                    say=partial(session.remark, "error"),
+                    listen=partial(nursery.start_soon, serve_control, directory.control_socket, session.answer),
+                )
+            )
             if run.metrics is not None:
                 text = partial(_metrics_text, metrics, master, run.job.tag)
                 await nursery.start(serve_metrics, run.metrics, text)
@@ -157,13 +207,22 @@ async def _run(run: Run, directory: RunDirectory, output: Output) -> tuple[End, 
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
                 if end.exit_code in _ENDS_WELL:
-                    await _give_memory_back(cluster, session.lost_nodes)
+                    await _give_memory_back(cluster, master.nodes)
             finally:
                 metrics.close()
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
                     await cluster.aclose()
         nursery.cancel_scope.cancel()
-    return end, summarize(session.entries)
+    return _with_journal(end, journal), summarize(session.entries)
+
+
+def _with_journal(end: End, journal: JournalWriter) -> End:
+    """No run that ends with less in its journal than happened is a success: what reads it would tell less."""
+    if not journal.num_missing or end.exit_code not in _ENDS_WELL:
+        return end
+    problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
+    lacking = f"{journal.num_missing} entries are MISSING from {journal.path}: {problem}"
+    return End(exit_code=ExitCode.NOT_SAVED, reason=f"{end.reason}, but {lacking}")
 
 
 async def _check(
@@ -193,7 +252,7 @@ def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
 
 
 async def _give_memory_back(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> None:
-    """Nodes that ended by themselves have done so; the states of lost ones are of no more use."""
+    """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
     with trio.move_on_after(_FORGET_S):
         async with trio.open_nursery() as forgetting:
             for spec in nodes:
@@ -206,6 +265,8 @@ class _Past:
 
     entries: tuple[JournalEntry, ...] = ()
     remains: Remains | None = None
+    remark: str | None = None
+    """What is to be said of it."""
 
     @property
     def elapsed_s(self) -> float:
@@ -226,6 +287,10 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, kno
     if remains is not None:
         remains.relocate({spec.name: spec for spec in known})
         if await _is_any_alive(cluster, remains.nodes):
+            if remains.gap is not None:
+                set_aside(directory.journal)
+                text = f"the run goes on without its master, and cannot be taken over: {remains.gap.describe()}"
+                return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
             if remains.job != run.job:
                 changed = ", ".join(changed_keys(remains.job, run.job))
                 raise UsageError(

@@ -68,10 +68,6 @@ class Session:
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)
 
-    @property
-    def lost_nodes(self) -> tuple[NodeSpec, ...]:
-        return tuple(spec for spec in self._master.nodes if spec.name in self._gone)
-
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
         """Start what keeps a person informed. The run goes on when nobody can be."""
         if wants_dashboard(console_on(output), plain=plain):

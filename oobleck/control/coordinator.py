@@ -150,6 +150,7 @@ class Coordinator:
         self._restoring = Restoring(self._outbox, run=run, directory=None if resume in ("auto", "never") else resume)
         self._scaling = Scaling(job, self._members, self._progress, self._outbox)
         self._sharding = Sharding(job, self._progress, self._outbox, places=self._training_places)
+        self._saving.judge_end(self._sharding.has_read_all)
         self._reconfiguration = Reconfiguration(
             job,
             self._members,
@@ -362,9 +363,13 @@ class Coordinator:
             restored_generation=restored.generation if restored else 0,
         )
         self._saving.begin([layer.name for layer in remains.profile.layers])
-        self._saving.know(remains.saved, ())
+        self._saving.know(remains.saved)
         self._scaling.restore(remains.target)
         self._saving.plan_adopted(remains.generations.plan, boundary=self._progress.last_step, redundant=True)
+        if remains.origin is not None:
+            self._saving.begin_from(remains.origin)
+        for known in remains.saved:
+            self._saving.note_on_disk(known.step)
         self._sharding.restore(remains.shards)
         self._beginning.is_over = True
         self._progress.expect(self._job.control.start_timeout_s)
@@ -523,7 +528,7 @@ class Coordinator:
             case LayersPersisted():
                 self._saving.persisted(message)
             case CheckpointCommitted():
-                self._saving.committed(message)
+                self._saving.committed(node, message)
             case StateNotSaved():
                 self._saving.failed(node, message)
             case _:

@@ -21,6 +21,7 @@ __all__ = ["Ending"]
 _LAST_SAVE_S = 300.0
 """How long the end of a run may wait for its last save."""
 _FAILED = 1
+_NOT_SAVED = 74
 
 
 class Ending:
@@ -86,13 +87,20 @@ class Ending:
     def follow_up(self) -> None:
         """Ask every new plan's workers to finish once a stop is wanted. Raises RunOver once nothing is waited for."""
         if self._over is not None and (self._saving.is_settled or self._outbox.now_s >= self.due_s):
-            raise self._over
+            raise self._settled(self._over)
         generations = self._reconfiguration.generations
         if self._stop is not None and self._asked_to_finish != generations.newest:
             self._asked_to_finish = generations.newest
             for place in generations.plan.places:
                 if self._members[place.node].is_ready:
                     self._outbox.send(place.node, FinishStep(device=place.device))
+
+    def _settled(self, over: RunOver) -> RunOver:
+        """What the end is called once the last save has come to an end: without it, none is a success."""
+        lacking = self._saving.lacking
+        if lacking is None or over.exit_code == _FAILED:
+            return over
+        return RunOver(_NOT_SAVED, f"{over.reason}, but {lacking}")
 
     def explain(self, over: RunOver) -> str:
         """The reason to tell: what ended workers, if nothing was committed since, is the one behind the other."""

@@ -156,7 +156,7 @@ class Reconfiguration:
         now_s = self._outbox.now_s
         recovery = self._account
         if recovery is None or recovery.ordered_s:
-            self.close()
+            self.close(overtaken_by="the next one began before")
             recovery = self._account = RecoveryAccount(began_s=now_s, detect_s=detect_s, cause=cause)
         recovery.nodes.extend(node for node in nodes if node not in recovery.nodes)
         if cause is Cause.CUT_OFF:
@@ -282,11 +282,13 @@ class Reconfiguration:
             return ()
         return tuple(sorted({place.node for place in self._account.awaited}))
 
-    def close(self) -> None:
+    def close(self, *, overtaken_by: str = "the run ended before") -> None:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
         recovery, self._account = self._account, None
         if recovery is not None:
-            done = recovery.close(self._outbox.now_s, self.generations.current, self._members.clock_offsets_s)
+            done = recovery.close(
+                self._outbox.now_s, self.generations.current, self._members.clock_offsets_s, overtaken_by=overtaken_by
+            )
             self._scaling.recovery_done(done)
             self._outbox.record(done)
 
@@ -450,13 +452,23 @@ class Reconfiguration:
 
     def _go_back(self, decision: Decision, candidate: Candidate) -> None:
         """Order everybody to a checkpoint."""
+        is_done = candidate.step >= self._job.max_steps or self._sharding.has_read_all(candidate.position)
         self._restored_generation = self.generations.current
         self._restoring.begin_from(candidate.name)
+        self._saving.begin_from(candidate.name)
         self._progress.go_back(candidate.step, generation=self._restored_generation)
         verdict = Verdict(applied=candidate.step, catch_up=None, adopted=None, held=candidate.held)
         self._order(decision, verdict, finish=None, candidate=candidate)
         if candidate.is_on_disk:
             self._saving.note_saved(candidate.step)
+        elif is_done:
+            self._saving.rescue(
+                candidate.name,
+                step=candidate.step,
+                saved_at=candidate.saved_at,
+                position=candidate.position,
+                held=candidate.held,
+            )
         else:
             self._saving.save_now()
 

@@ -28,8 +28,10 @@ from oobleck.control.messages import (
     MasterMessage,
     Order,
     Pace,
+    PersistState,
     ProfileRequest,
     RecordsOver,
+    RemoveUnfinished,
     SaveState,
     SetUpWorker,
     StartWorker,
@@ -239,7 +241,7 @@ class Agent:
                 self._letters.heard(sequence)
             case Greeting():
                 raise PeerError("a second greeting on one connection")
-            case CommitCheckpoint():
+            case CommitCheckpoint() | PersistState() | RemoveUnfinished():
                 if self._safekeeping is not None:
                     self._safekeeping.take(message)
             case StartWorker(device=device):

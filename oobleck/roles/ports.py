@@ -148,10 +148,18 @@ class CheckpointStore(Protocol):
         """Write what a worker left in memory to disk. Raises OSError or CorruptCheckpoint."""
         ...
 
+    async def persist_all(self, name: str) -> tuple[Shard, ...]:
+        """Write all that memory has of a state. Raises OSError or CorruptCheckpoint."""
+        ...
+
     async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
         """Complete a checkpoint, then remove older ones. Raises OSError."""
         ...
 
+    async def remove_unfinished(self, names: tuple[str, ...]) -> None:
+        """Remove what is on disk of saves that were given up. Raises OSError."""
+        ...
+
     def discard_memory(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, unless it has a state that is newer than all on disk."""
         ...

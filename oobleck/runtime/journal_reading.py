@@ -45,19 +45,19 @@ def follow_journal(path: Path) -> Iterator[JournalEntry | None]:
     """
     try:
         with path.open("rb") as lines:
-            number, rest = 0, b""
+            number, start = 0, 0
             while True:
-                rest += lines.readline()
-                if not rest.endswith(b"\n"):
+                line = lines.readline()
+                if not line.endswith(b"\n"):
+                    lines.seek(start)  # a line that a full disk has torn is cut off, and written again later
                     yield None
                     time.sleep(_POLL_S)
                     continue
-                number += 1
+                number, start = number + 1, start + len(line)
                 try:
-                    entry: JournalEntry = decode_json(JournalEntry, rest)
+                    entry: JournalEntry = decode_json(JournalEntry, line)
                 except PeerError as error:
                     raise ConfigError(f"journal {path}, line {number}: {error}") from error
-                rest = b""
                 yield entry
                 if isinstance(entry, JobEnded):
                     return

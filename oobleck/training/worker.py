@@ -130,7 +130,7 @@ class _Worker:
         degree = job.tensor_parallel
         share = share_of(self._structure, rank=self._device % degree, degree=degree)
         if setup.storage is not None and job.checkpoint.enabled:
-            self._saving = Saving(setup.place, setup.storage, share, link.send)
+            self._saving = Saving(setup.place, setup.storage, share, link.send, tag=setup.job.tag)
         self._engine = Engine(
             job,
             setup.place,
