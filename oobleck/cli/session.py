@@ -74,7 +74,7 @@ class Session:
         if wants_dashboard(console, plain=plain):
             nursery.start_soon(lambda: run_dashboard(self.view, console=console, now_s=lambda: self._master.now_s))
         else:
-            log = LineLog()
+            log = LineLog(past=self.entries)
             self._master.observe(log.apply)
             nursery.start_soon(lambda: run_lines(log, console=console))
 

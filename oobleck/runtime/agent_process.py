@@ -37,6 +37,9 @@ from .workers import ForkingWorkerHost
 
 __all__ = ["main"]
 
+_BACKLOG = 128
+"""Masters that look for an agent which is stopped: it turns all but the newest away once it goes on."""
+
 _log = logging.getLogger("oobleck.agent")
 
 
@@ -100,7 +103,7 @@ def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     path.chmod(0o600)
-    listener.listen(4)
+    listener.listen(_BACKLOG)
     return listener
 
 
