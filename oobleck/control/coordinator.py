@@ -328,7 +328,7 @@ class Coordinator:
         if self._leases.is_suspicious and not was_suspicious:
             self._outbox.notice(
                 "warning",
-                "most nodes have fallen silent at once: this master may be cut off, or was stopped; they are waited for",
+                "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for",
             )
 
     def _hear(self, member: Member) -> None:

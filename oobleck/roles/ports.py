@@ -57,8 +57,8 @@ class AgentConnection(Protocol):
     async def receive(self) -> AgentMessage:
         """Wait for the next message.
 
-        Raises LinkLost when the way to the agent is lost, trio.EndOfChannel or another trio.BrokenResourceError when the
-        agent is, PeerError for nonsense.
+        Raises LinkLost when the way to the agent is lost, trio.EndOfChannel or another trio.BrokenResourceError when
+        the agent is, PeerError for nonsense.
         """
         ...
 
