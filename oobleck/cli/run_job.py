@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -33,6 +33,7 @@ from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.journal_file import JournalWriter, read_journal, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
+from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.run_dir import RunDirectory
 from oobleck.runtime.script_process import CallbackProcess
@@ -91,7 +92,8 @@ def run_job(run: Run) -> int:
     if run.plain or not console.is_terminal:
         console.out(f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
     with directory.lock():
-        end, summary = trio.run(_run, run, directory, console)
+        clock = PatientClock()
+        end, summary = trio.run(_run, run, directory, console, clock, clock=clock)
     if summary.generations:  # else nothing was trained, and there is nothing to tell
         console.print(summary_table(summary))
     if run.summary is not None:
@@ -103,7 +105,7 @@ def run_job(run: Run) -> int:
     return end.exit_code
 
 
-async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End, Summary]:
+async def _run(run: Run, directory: RunDirectory, console: Console, clock: PatientClock) -> tuple[End, Summary]:
     async with open_ssh_loop(), _nodes(run) as (known, options), trio.open_nursery() as nursery:
         cluster = SSHCluster(
             run.job.tag,
@@ -117,7 +119,7 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
         is_check_due = run.check and not run.num_local and past.remains is None
         chosen, remarks = await _check(run, directory, options, console) if is_check_due else (known, ())
         with JournalWriter(directory.journal) as journal:
-            master = _make_master(run, directory, cluster, journal, past, chosen)
+            master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             session = Session(
                 master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.entries
             )
@@ -248,6 +250,8 @@ def _make_master(
     journal: JournalWriter,
     past: _Past,
     known: tuple[NodeSpec, ...],
+    *,
+    held_up_s: Callable[[], float],
 ) -> Master:
     coordinator = Coordinator(
         run.job,
@@ -266,6 +270,7 @@ def _make_master(
         hello_timeout_s=run.job.control.connect_timeout_s,
         elapsed_s=past.elapsed_s,
         known=[] if past.remains is None else [member.spec for member in past.remains.members.all],
+        held_up_s=held_up_s,
     )
 
 

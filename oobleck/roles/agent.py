@@ -192,7 +192,8 @@ class Agent:
                 talk.start_soon(self._speak, connection)
                 talk.start_soon(self._give_way, talk.cancel_scope)
                 # A master answers heartbeats that ask. One whose machine lost its power never closes the connection.
-                with trio.fail_after(_FIRST_CONTACT_S) as patience:
+                self._heard_s = trio.current_time()  # it greeted
+                with trio.fail_after(self._patience_s) as patience:
                     while self._stop_reason is None:
                         self._obey(await connection.receive(), nursery)
                         self._heard_s = trio.current_time()

@@ -32,6 +32,7 @@ from oobleck.wire import FrameDecoder
 from .agent_dir import AgentDir
 from .checkpoint_store import NodeCheckpoints
 from .notice import await_notice
+from .patient_clock import PatientClock
 from .run_dir import MAX_SOCKET_PATH_BYTES, private_directory
 from .workers import ForkingWorkerHost
 
@@ -64,7 +65,7 @@ def main() -> None:
     # Absolute: the fork server of the workers may have been started by another job, in another directory.
     cache_dir = Path(arguments.cache).expanduser().absolute()
     checkpoints = NodeCheckpoints(directory, default_directory=log_path.parent / "checkpoints")
-    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints)
+    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints, clock=PatientClock())
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -25,8 +25,8 @@ from oobleck.sim.trace import (
 )
 
 _ANY = (
-    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed, MasterFrozen,
-    Partitioned, Healed,
+    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed,
+    MasterFrozen, Partitioned, Healed,
 )  # fmt: skip
 
 

@@ -67,8 +67,8 @@ SHAPES = (
     replace(PLAIN, num_layers=6, layers_per_device=3, slowness=20.0, reductions=4),
 )
 ALL = (
-    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed, MasterFrozen,
-    Partitioned, Healed,
+    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed,
+    MasterFrozen, Partitioned, Healed,
 )  # fmt: skip
 NODES = (Lost, Joined, WorkerCrashed, AgentCrashed)
 

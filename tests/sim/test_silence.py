@@ -23,10 +23,13 @@ BACK_S = 40.0
 
 
 def run(*events: TraceEvent, seed: int = 0, **fields) -> ClusterRun:
-    """A run whose agents would wait for a master for as long as they do by default."""
-    setting = Setting(events=events, duration_s=STRUCK_S + 60.0 + 2 * BACK_S, orphan_timeout_s=600.0, **fields)
+    """A run of long steps whose agents would wait for a master for as long as they do by default."""
+    last_s = max(event.t_s + getattr(event, "frozen_s", 0.0) for event in events)
+    setting = Setting(events=events, duration_s=last_s + 2 * BACK_S, slowness=20.0, orphan_timeout_s=600.0, **fields)
     played = setting.run(seed=seed, keep_decisions=True)
     check_safety(played, num_microbatches=setting.job.num_microbatches)
+    newest = [entry for entry in played.entries if isinstance(entry, StepDone)][-1]
+    assert newest.t_s > last_s + BACK_S
     return played
 
 
@@ -34,14 +37,11 @@ def check_nobody_lost(played: ClusterRun) -> None:
     assert played.end.exit_code == 0, played.end.reason
     assert [entry for entry in played.entries if isinstance(entry, NodeLost)] == []
     assert len([entry for entry in played.entries if isinstance(entry, PlanAdopted)]) == 1
-    last = [entry for entry in played.entries if isinstance(entry, StepDone)][-1]
-    assert last.t_s > STRUCK_S + 60.0 + BACK_S
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stall_s", STALLS_S)
-def test_a_master_that_is_stopped_loses_nobody(stall_s: float, seed: int):
-    check_nobody_lost(run(MasterFrozen(t_s=STRUCK_S + 0.1 * seed, frozen_s=stall_s), seed=seed))
+def test_a_master_that_is_stopped_loses_nobody(stall_s: float):
+    check_nobody_lost(run(MasterFrozen(t_s=STRUCK_S, frozen_s=stall_s)))
 
 
 @pytest.mark.parametrize("stall_s", STALLS_S)
@@ -57,7 +57,7 @@ def test_agents_that_are_all_stopped_are_not_lost(stall_s: float):
 @pytest.mark.parametrize("stall_s", STALLS_S)
 def test_nodes_that_all_freeze_are_not_lost(stall_s: float):
     frozen = [Frozen(t_s=STRUCK_S, node=node) for node in NODES]
-    thawed = [Thawed(t_s=STRUCK_S + stall_s + 0.2 * index, node=node) for index, node in enumerate(NODES)]
+    thawed = [Thawed(t_s=STRUCK_S + stall_s + 0.05 * index, node=node) for index, node in enumerate(NODES)]
     check_nobody_lost(run(*frozen, *thawed))
 
 
@@ -68,8 +68,8 @@ def test_half_of_the_nodes_cut_off_are_waited_for(stall_s: float):
     assert [entry for entry in played.entries if isinstance(entry, NodeLost)] == []
 
 
-@pytest.mark.parametrize("stall_s", STALLS_S)
-@pytest.mark.parametrize("start_s", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("stall_s", [2.75, 60.0])
+@pytest.mark.parametrize("start_s", [1.0, 2.5])
 def test_a_master_that_is_stopped_while_it_starts_begins_all_the_same(start_s: float, stall_s: float):
     check_nobody_lost(run(MasterFrozen(t_s=start_s, frozen_s=stall_s)))
 
@@ -112,7 +112,7 @@ stalls = st.tuples(
 )
 
 
-@examples(25)
+@examples(12)
 @given(storm=st.lists(stalls, min_size=1, max_size=5), seed=st.integers(0, 2**32))
 def test_a_storm_of_stalls_ends_no_run(storm: list[tuple[str, float, float, int]], seed: int):
     """Whatever stalls, for however long up to a minute, the run goes on; only a node that stalls alone may be lost."""
@@ -135,7 +135,7 @@ def test_a_storm_of_stalls_ends_no_run(storm: list[tuple[str, float, float, int]
                 events += [Thawed(t_s=now_s + stall_s, node=node) for node in nodes]
         now_s += stall_s + rest_s
     setting = Setting(
-        events=tuple(events), num_nodes=6, duration_s=now_s + BACK_S, orphan_timeout_s=600.0, slowness=5.0
+        events=tuple(events), num_nodes=6, duration_s=now_s + BACK_S, orphan_timeout_s=600.0, slowness=20.0
     )
     played = setting.run(seed=seed, keep_decisions=True)
     check_safety(played, num_microbatches=setting.job.num_microbatches)
