@@ -366,8 +366,8 @@ class Coordinator:
         silent = self._reconfiguration.silent_nodes()
         if silent and self._reconfiguration.waits_on(silent, is_suspicious=self._leases.is_suspicious):
             return
+        evidence = f"its worker did not answer for {now_s - self._reconfiguration.fenced_s:.1f} s"
         for node in silent:
-            evidence = f"its worker did not answer for {now_s - self._reconfiguration.fenced_s:.1f} s"
             self._attendance.fail(node, Cause.LEASE_EXPIRED, evidence)
         if not silent:
             self._reconfiguration.handle_deadline()
