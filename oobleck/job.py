@@ -166,7 +166,7 @@ class ControlSpec:
     start_timeout_s: float = 120.0
     """How long a node may take from its connection to a worker that is ready."""
     orphan_timeout_s: float = 600.0
-    """How long agents train on without a master before they stop."""
+    """How long agents train on without a master before they stop, and how long a master that hears of none waits."""
     rejoin_after_s: float = 10.0
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
     notice_command: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain, repeat
 
 import trio
 
@@ -217,9 +218,10 @@ class _Tunnel:
         """Talk to the agent until its end, or until `scope` is cancelled."""
         try:
             with self.scope:
-                waits_s = iter(_AGAIN_S)
-                while await self._is_only_out_of_reach(cluster, hello_timeout_s):
-                    await trio.sleep(next(waits_s, _AGAIN_S[-1]))
+                for wait_s in chain(_AGAIN_S, repeat(_AGAIN_S[-1])):
+                    if not await self._is_only_out_of_reach(cluster, hello_timeout_s):
+                        break
+                    await trio.sleep(wait_s)
         except AgentGone as error:
             self._fail(Cause.CONNECTION_LOST, error.reason)
         except NodeUnfit as error:

@@ -64,7 +64,7 @@ def test_a_master_that_is_stopped_while_it_starts_begins_all_the_same(
     runner: Runner, endless_reference: Reference
 ) -> None:
     with runner.up("--job", str(runner.job_file()), "--steps", str(ENDLESS)) as up:
-        up.wait_for("started")
+        up.wait_for("starts on")
         stall([up.process.pid], 12.0)  # longer than any handshake may take
         up.wait_for_step(5)
         Elastic(runner, up).command_stop()

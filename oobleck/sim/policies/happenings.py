@@ -40,8 +40,8 @@ class Happening:
 def happenings(trace: Trace) -> Iterator[Happening]:
     """Read a trace; O(events).
 
-    What is frozen or cut off is not there. Notices are nothing, and so is what happens to masters, or to agents that are
-    only stopped: workers train on.
+    What is frozen or cut off is not there. Notices are nothing, and so is what happens to masters, or to agents that
+    are only stopped: workers train on.
     """
     view = _View(trace)
     index = 0
