@@ -36,13 +36,12 @@ def are_most(num_silent: int, num_all: int) -> bool:
     return num_silent > 0 and (num_silent == num_all or (num_silent >= 2 and 2 * num_silent >= num_all))
 
 
-def patience_s(control: ControlSpec, *, has_others: bool) -> float:
+def patience_s(*, lease_s: float, orphan_timeout_s: float, has_others: bool) -> float:
     """For how long most nodes may be silent before they are lost.
 
     Without others there is nobody to go on with, and nothing to be gained by giving up before the agents do.
     """
-    longest_s = max(control.lease_s, control.orphan_timeout_s)
-    return min(longest_s, max(control.lease_s, _MOST_SILENT_S)) if has_others else longest_s
+    return max(lease_s, min(orphan_timeout_s, _MOST_SILENT_S) if has_others else orphan_timeout_s)
 
 
 class Leases:
@@ -102,7 +101,11 @@ class Leases:
             return tuple(lapsed)
         if not self.is_suspicious:
             self._silent_since_s = max(map(_LAST_HEARD_S, silent))
-        limit_s = patience_s(self._control, has_others=len(silent) < len(self._members.living))
+        limit_s = patience_s(
+            lease_s=self._control.lease_s,
+            orphan_timeout_s=self._control.orphan_timeout_s,
+            has_others=len(silent) < len(self._members.living),
+        )
         self._waited_for_s = min(map(_LAST_HEARD_S, silent)) + limit_s
         if now_s < self._waited_for_s:
             return ()

@@ -318,7 +318,11 @@ class Reconfiguration:
             self.deadline_s = now_s + _LOOK_S
             return True
         num_asked = len(self._members.ready)
-        limit_s = patience_s(control, has_others=len(silent) < num_asked)
+        limit_s = patience_s(
+            lease_s=control.lease_s,
+            orphan_timeout_s=control.orphan_timeout_s,
+            has_others=len(silent) < num_asked,
+        )
         if is_suspicious or (are_most(len(silent), num_asked) and now_s < self.fenced_s + limit_s):
             self.deadline_s = now_s + control.lease_s
             return True

@@ -60,7 +60,7 @@ from oobleck.control.messages import (
     WorkerReady,
 )
 from oobleck.control.paces import found_out_s
-from oobleck.job import NodeSpec
+from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import Place, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 
@@ -90,6 +90,7 @@ from .trace import (
 
 __all__ = ["sweep"]
 
+_CONTROL = ControlSpec()
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
 """Steps of a job that goes on for as long as its trace does."""
@@ -468,8 +469,12 @@ class _Sweep:
     def _is_waited_for(self, since_s: float) -> bool:
         """Whether the master suspects itself: most nodes have been silent since then, but not for too long."""
         nodes = self._nodes
-        silent = nodes.members.keys() & nodes.silent.keys() & (nodes.frozen | nodes.cut)
-        limit_s = patience_s(self._job.control, has_others=len(silent) < len(nodes.members))
+        silent = nodes.members.keys() & (nodes.mute.keys() | (nodes.silent.keys() & (nodes.frozen | nodes.cut)))
+        limit_s = patience_s(
+            lease_s=self._costs.lease_s,
+            orphan_timeout_s=_CONTROL.orphan_timeout_s,
+            has_others=len(silent) < len(nodes.members),
+        )
         return are_most(len(silent), len(nodes.members)) and self._agenda.now_s < since_s + limit_s
 
     def _freeze_agent(self, node: str, frozen_s: float) -> None:
@@ -491,10 +496,7 @@ class _Sweep:
         def notice() -> None:
             if not is_mute() or not self._nodes.is_well(node):
                 return
-            mute = self._nodes.mute.keys() & self._nodes.members.keys()
-            is_all = len(mute) == len(self._nodes.members)
-            limit_s = patience_s(self._job.control, has_others=not is_all)
-            if are_most(len(mute), len(self._nodes.members)) and self._agenda.now_s < since_s + limit_s:
+            if self._is_waited_for(since_s):
                 self._agenda.when_seen(self._agenda.now_s + self._costs.lease_s, notice)
                 return
             if self._crew.is_training(node):
