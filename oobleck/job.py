@@ -294,7 +294,7 @@ class ControlSpec:
     start_timeout_s: float = _number(120.0, _LEAST_SECONDS, _MAX_SECONDS)
     """How long a node may take from its connection to a worker that is ready."""
     orphan_timeout_s: float = _number(600.0, 0, _MAX_SECONDS)
-    """How long agents train on without a master before they stop."""
+    """How long agents train on without a master before they stop, and how long a master that hears of none waits."""
     rejoin_after_s: float = _number(10.0, 0, _MAX_SECONDS, note="0: never")
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
     notice_command: str | None = None

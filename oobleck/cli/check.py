@@ -59,6 +59,7 @@ def check(
     import trio
     from rich.console import Console
 
+    from oobleck.runtime.patient_clock import PatientClock
     from oobleck.ui.check_table import check_table
 
     def tell(text: str) -> None:
@@ -66,7 +67,15 @@ def check(
             typer.echo(f"oobleck check: {text}", err=True)
 
     report = trio.run(
-        _check, nodes, local or 0, config, python or sys.executable, base_dir_of(base_dir).absolute(), slow_factor, tell
+        _check,
+        nodes,
+        local or 0,
+        config,
+        python or sys.executable,
+        base_dir_of(base_dir).absolute(),
+        slow_factor,
+        tell,
+        clock=PatientClock(),
     )
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))

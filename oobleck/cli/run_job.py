@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -37,6 +37,7 @@ from oobleck.runtime.descriptors import raise_descriptor_limit, require_descript
 from oobleck.runtime.journal_file import JournalWriter, aside_of, put_back, read_journal, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
+from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.run_dir import RunDirectory
 from oobleck.runtime.script_process import CallbackProcess
@@ -110,7 +111,8 @@ def run_job(run: Run) -> int:
         files = (directory.journal, directory.metrics)
         before = {path: aside_of(path) for path in files}
         with background_logging():
-            end, summary = trio.run(_run, run, directory, output)
+            clock = PatientClock()
+            end, summary = trio.run(_run, run, directory, output, clock, clock=clock)
         if end.exit_code == ExitCode.DONE and not summary.generations:
             say(output, f"oobleck up: {end.reason}")
             for path in files:  # nothing was done: the run before stays the newest
@@ -154,7 +156,7 @@ def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
     return True
 
 
-async def _run(run: Run, directory: RunDirectory, output: Output) -> tuple[End, Summary]:
+async def _run(run: Run, directory: RunDirectory, output: Output, clock: PatientClock) -> tuple[End, Summary]:
     async with open_ssh_loop(), _nodes(run) as (known, options), trio.open_nursery() as nursery:
         cluster = SSHCluster(
             run.job.tag,
@@ -172,7 +174,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output) -> tuple[End, 
             session.remark("error" if gap.is_open or gap.num_lost else "info", gap.describe())
 
         with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
-            master = _make_master(run, directory, cluster, journal, past, chosen)
+            master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             session = Session(
                 master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.entries
             )
@@ -330,6 +332,8 @@ def _make_master(
     journal: JournalWriter,
     past: _Past,
     known: tuple[NodeSpec, ...],
+    *,
+    held_up_s: Callable[[], float],
 ) -> Master:
     coordinator = Coordinator(
         run.job,
@@ -348,6 +352,7 @@ def _make_master(
         hello_timeout_s=run.job.control.connect_timeout_s,
         elapsed_s=past.elapsed_s,
         known=[] if past.remains is None else [member.spec for member in past.remains.members.all],
+        held_up_s=held_up_s,
     )
 
 

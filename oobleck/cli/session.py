@@ -73,7 +73,7 @@ class Session:
         if wants_dashboard(console_on(output), plain=plain):
             nursery.start_soon(lambda: run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
         else:
-            log = LineLog()
+            log = LineLog(past=self.entries)
             self._master.observe(log.apply)
             nursery.start_soon(lambda: run_lines(log, output=output))
         nursery.start_soon(tell_of_lost_output, output, self._note_lost_output)

@@ -59,6 +59,10 @@ class Ending:
         """An exception ended a worker."""
         self._tracebacks[place] = (self._progress.last_step, traceback)
 
+    def ask_again(self) -> None:
+        """What was asked may be lost."""
+        self._asked_to_finish = 0
+
     def stop(self, event: StopRequested) -> None:
         """Have training end with the step in flight."""
         self._stop = event

@@ -8,7 +8,7 @@ from __future__ import annotations
 from oobleck import __version__
 from oobleck.errors import ConfigError, PeerError
 from oobleck.job import JobSpec
-from oobleck.planner import Profile, profile_from_json
+from oobleck.planner import Place, Profile, profile_from_json
 
 from .events import Command, LookUpProfile, NodeUp, ProfileFound, Send, StoreProfile
 from .membership import Member, Membership, NodeState
@@ -28,6 +28,8 @@ class Preparation:
         self._python_version = python_version
         self._key: str | None = None
         self.profile: Profile | None = None
+        self._measuring: Place | None = None
+        """The worker that was asked to measure it."""
 
     def misfit(self, hello: Hello) -> str | None:
         """Why an agent's environment does not fit ours, in words that say what to change; None when it does."""
@@ -46,8 +48,10 @@ class Preparation:
     def configure(self, event: NodeUp, now_s: float) -> list[Command]:
         """Take a node in: tell its agent about the job and have its workers started."""
         member = self._members[event.node]
-        member.move_to(NodeState.CONNECTED)
+        if member.state is NodeState.CONNECTING:  # else it was reached again, and our words may be lost
+            member.move_to(NodeState.CONNECTED)
         member.meet(event.hello, address=event.address, now_s=now_s)
+        asks = [] if self._measuring is None or self._measuring.node != event.node else [self._request()]
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -61,7 +65,7 @@ class Preparation:
             run=self._run,
         )
         starts = [Send(node=event.node, message=StartWorker(device=place.device)) for place in member.places]
-        return [Send(node=event.node, message=configure), *starts]
+        return [Send(node=event.node, message=configure), *starts, *asks]
 
     def note_ready(self, member: Member, message: WorkerReady) -> list[Command]:
         """Look at a worker that is ready. The first one of all settles which profile is needed.
@@ -103,7 +107,12 @@ class Preparation:
         member = next((member for member in self._members.living if member.ready), None)
         if member is None:
             return []  # lost since it asked; a failure to start ends the run
-        return [Send(node=member.spec.name, message=ProfileRequest(device=min(member.ready)))]
+        self._measuring = Place(node=member.spec.name, device=min(member.ready))
+        return [self._request()]
+
+    def _request(self) -> Command:
+        assert self._measuring is not None
+        return Send(node=self._measuring.node, message=ProfileRequest(device=self._measuring.device))
 
     def take_measurement(self, message: Profiled) -> list[Command]:
         """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""

@@ -24,6 +24,7 @@ from .account import RecoveryAccount
 from .generations import Generations
 from .hangs import cut_off_nodes, stuck_workers
 from .journal import Action, Cause, HangExplained, PlanAdopted, RecoveryStarted
+from .leases import are_most, patience_s
 from .membership import Membership
 from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
@@ -52,6 +53,8 @@ _ANSWERS_S = 30.0
 """How long workers may look for checkpoints."""
 _FINDING_S = 2.0
 """How long a master that takes over finds its nodes."""
+_LOOK_S = 0.1
+"""Answers that wait unread when their time is over are read within this."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -110,6 +113,12 @@ class Reconfiguration:
         """(newest step, how often all regrouped since it was committed)."""
         self.generations = Generations(max_steps=job.max_steps)
         self.is_fencing = False
+        self._fence_said = Fence(device=0, generation=0, lost=(), doorbells=())
+        """The newest."""
+        self.fenced_s = 0.0
+        """When survivors were asked last where they stand."""
+        self._has_waited = False
+        """Answers are waited for although their time is over."""
         self.deadline_s = math.inf
 
     # --- the machine's interface -----------------------------------------------------------------------------
@@ -170,6 +179,8 @@ class Reconfiguration:
         # A master that takes over hears nothing of a node before it has reached it.
         heard_s = max((member.last_heard_s for member in self._members.ready), default=now_s)
         self.deadline_s = max(now_s, heard_s) + self._job.control.lease_s
+        self.fenced_s = now_s
+        self._has_waited = False
         self._progress.expect_none()
         self._outbox.record(
             RecoveryStarted(
@@ -192,7 +203,21 @@ class Reconfiguration:
             assert self._account is not None
             self._account.statuses.update(dict.fromkeys(places, status))
             self._account.awaited.difference_update(places)
+            if self._has_waited and self._account.awaited:  # the others are about to answer, too
+                self.deadline_s = self._outbox.now_s + self._job.control.lease_s
             self._decide_when_answered()
+
+    def reach_again(self, node: str) -> None:
+        """A node could not be spoken to, and is found again: what was said to it last may be lost."""
+        recovery = self._account
+        awaited = tuple(sorted(place for place in recovery.awaited if place.node == node)) if recovery else ()
+        self._restoring.ask_again(node)
+        if not awaited:
+            return
+        if self.is_fencing:
+            self._outbox.send_all(awaited, self._fence_said)
+        else:  # nobody knows whether it has its orders
+            self.begin([], Cause.MASTER_LOST, detect_s=0.0)
 
     def note_left(self, node: str) -> None:
         """A drained node is gone: a master that took over since may have asked it where it stands."""
@@ -282,6 +307,27 @@ class Reconfiguration:
             return ()
         return tuple(sorted({place.node for place in self._account.awaited}))
 
+    def waits_on(self, silent: Collection[str], *, is_suspicious: bool) -> bool:
+        """Whether to go on waiting for the answers of these nodes: their words may be unread, or ours unheard.
+
+        Where most do not answer, whatever holds them up may be one and the same, and pass.
+        """
+        now_s, control = self._outbox.now_s, self._job.control
+        if not self._has_waited:
+            self._has_waited = True
+            self.deadline_s = now_s + _LOOK_S
+            return True
+        num_asked = len(self._members.ready)
+        limit_s = patience_s(
+            lease_s=control.lease_s,
+            orphan_timeout_s=control.orphan_timeout_s,
+            has_others=len(silent) < num_asked,
+        )
+        if is_suspicious or (are_most(len(silent), num_asked) and now_s < self.fenced_s + limit_s):
+            self.deadline_s = now_s + control.lease_s
+            return True
+        return False
+
     def close(self, *, overtaken_by: str = "the run ended before") -> None:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
         recovery, self._account = self._account, None
@@ -324,8 +370,8 @@ class Reconfiguration:
         places = tuple(place for member in survivors for place in member.places)
         assert self._account is not None
         self._account.awaited = set(places)
-        fence = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
-        self._outbox.send_all(places, fence)
+        self._fence_said = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
+        self._outbox.send_all(places, self._fence_said)
 
     def _decide_when_answered(self) -> None:
         recovery = self._account

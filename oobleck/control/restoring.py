@@ -6,7 +6,7 @@ a layer turns out to be broken is left out from then on, and the one before is t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -70,7 +70,14 @@ class Restoring:
         self._request += 1
         self._asked = frozenset(places)
         self._answers = {}
-        for place in sorted(self._asked):
+        self._send(self._asked)
+
+    def ask_again(self, node: str) -> None:
+        """Ask those of a node that have not answered once more: the question may be lost."""
+        self._send(place for place in self._asked - self._answers.keys() if place.node == node)
+
+    def _send(self, places: Iterable[Place]) -> None:
+        for place in sorted(places):
             question = FindCheckpoints(device=place.device, request=self._request, directory=self._directory)
             self._outbox.send(place.node, question)
 

@@ -34,11 +34,15 @@ from .checkpoint_store import NodeCheckpoints
 from .descriptors import raise_descriptor_limit
 from .listening import accept as accept_client
 from .notice import await_notice
+from .patient_clock import PatientClock
 from .places import private_directory
 from .run_dir import MAX_SOCKET_PATH_BYTES
 from .workers import ForkingWorkerHost
 
 __all__ = ["main"]
+
+_BACKLOG = 128
+"""Masters that look for an agent which is stopped: it turns all but the newest away once it goes on."""
 
 _log = logging.getLogger("oobleck.agent")
 
@@ -72,7 +76,7 @@ def _become_agent(arguments: argparse.Namespace) -> None:
     # Absolute: the fork server of the workers may have been started by another job, in another directory.
     cache_dir = Path(arguments.cache).expanduser().absolute()
     checkpoints = NodeCheckpoints(directory, default_directory=log_path.parent / "checkpoints")
-    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints)
+    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints, clock=PatientClock())
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -118,7 +122,7 @@ def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     path.chmod(0o600)
-    listener.listen(4)
+    listener.listen(_BACKLOG)
     return listener
 
 

@@ -8,7 +8,7 @@ the names; `trace_from_json` and `trace_to_json` are inverses.
     away                joined                                                  here
     here                lost, agent_crashed                                     away
     here                frozen                                                  frozen
-    here                slow, worker_crashed, notice                            here
+    here                slow, worker_crashed, agent_frozen, notice              here
     frozen              thawed                                                  here
     frozen              lost                                                    away
 """
@@ -30,11 +30,13 @@ __all__ = [
     "MAX_SECONDS",
     "TRACE_VERSION",
     "AgentCrashed",
+    "AgentFrozen",
     "Frozen",
     "Healed",
     "Joined",
     "Lost",
     "MasterCrashed",
+    "MasterFrozen",
     "NodeEvent",
     "Noticed",
     "Partitioned",
@@ -139,6 +141,29 @@ class MasterCrashed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MasterFrozen:
+    """The master process is stopped, and goes on where it stood `frozen_s` seconds later."""
+
+    t_s: float
+    frozen_s: float
+
+    def __post_init__(self) -> None:
+        _check_seconds("frozen_s", self.frozen_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFrozen:
+    """The agent process of a node is stopped for `frozen_s` seconds; its workers train on."""
+
+    t_s: float
+    node: str
+    frozen_s: float
+
+    def __post_init__(self) -> None:
+        _check_seconds("frozen_s", self.frozen_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Partitioned:
     """From now on these nodes reach one another, but neither the other nodes nor the master."""
 
@@ -169,10 +194,10 @@ class Noticed:
         _check_seconds("grace_s", self.grace_s)
 
 
-NodeEvent = Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | AgentCrashed | Noticed
+NodeEvent = Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | AgentCrashed | AgentFrozen | Noticed
 """What happens to one node."""
 
-TraceEvent = NodeEvent | MasterCrashed | Partitioned | Healed
+TraceEvent = NodeEvent | MasterCrashed | MasterFrozen | Partitioned | Healed
 
 _KINDS: dict[str, type[TraceEvent]] = {
     "node_lost": Lost,
@@ -182,7 +207,9 @@ _KINDS: dict[str, type[TraceEvent]] = {
     "node_slow": Slowed,
     "worker_crashed": WorkerCrashed,
     "agent_crashed": AgentCrashed,
+    "agent_frozen": AgentFrozen,
     "master_crashed": MasterCrashed,
+    "master_frozen": MasterFrozen,
     "partition": Partitioned,
     "heal": Healed,
     "notice": Noticed,
@@ -283,7 +310,7 @@ class _Check:
 
     def _name_problem(self, event: TraceEvent) -> str | None:
         match event:
-            case MasterCrashed() | Healed():
+            case MasterCrashed() | MasterFrozen() | Healed():
                 names: tuple[str, ...] = ()
             case Partitioned(nodes=names):
                 pass
@@ -294,7 +321,7 @@ class _Check:
 
     def _state_problem(self, event: TraceEvent) -> str | None:
         match event:
-            case MasterCrashed():
+            case MasterCrashed() | MasterFrozen():
                 return None
             case Partitioned():
                 self._is_partitioned = True
@@ -316,7 +343,7 @@ class _Check:
                 self._frozen.add(node)
             case AgentCrashed(node=node):
                 self._leave(node)
-            case Slowed() | WorkerCrashed() | Noticed():
+            case Slowed() | WorkerCrashed() | AgentFrozen() | Noticed():
                 pass
         return None
 

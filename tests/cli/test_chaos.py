@@ -21,6 +21,7 @@ from oobleck.runtime.control_client import (
 )
 from oobleck.sim.trace import (
     AgentCrashed,
+    AgentFrozen,
     Frozen,
     Healed,
     Joined,
@@ -54,6 +55,9 @@ class FakeRun:
         if getattr(asked, "node", None) == self._refused:
             raise UsageError(f"{self._refused} is lost, or has left, already")
         return {}
+
+    def freeze_master(self, frozen_s: float) -> None:
+        self.asked.append(f"stopped for {frozen_s * SPEEDUP:g} s")
 
     def crash_master(self, down_s: float) -> None:
         self.asked.append(f"down for {down_s * SPEEDUP:g} s")
@@ -138,7 +142,8 @@ def test_every_trace_can_be_played(trace: Trace) -> None:
     assert len(set(names.values())) == len(trace.nodes)
     assert Player(run, names, speedup=SPEEDUP, tell=lambda _: None).play(trace)
     unplayed = sum(isinstance(event, Partitioned | Healed) for event in trace.events)
-    assert len(run.asked) == len(trace.events) - unplayed
+    twice = sum(isinstance(event, AgentFrozen) for event in trace.events)  # stopped, and let go on
+    assert len(run.asked) == len(trace.events) - unplayed + twice
 
 
 def test_nodes_are_those_of_the_same_name_or_those_in_the_same_order() -> None:
