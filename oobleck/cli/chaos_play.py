@@ -23,6 +23,7 @@ from oobleck.runtime.control_client import (
 from oobleck.sim.trace import (
     AgentCrashed,
     AgentFrozen,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -150,6 +151,8 @@ class Player:
                 self._signal(node, "STOP", "agent", "")
                 self._target.wait_until(time.monotonic() + frozen_s / self._speedup)
                 return self._signal(node, "CONT", "agent", f"had its agent stopped for {frozen_s / self._speedup:g} s")
+            case ForkServerCrashed():
+                return self._signal(node, "KILL", "fork_server", "lost its fork server")
             case AgentCrashed():
                 return self._signal(node, "KILL", "agent", "lost its agent")
             case Noticed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ class RecoveryAccount:
     awaited: set[Place] = field(default_factory=set)
     """Workers that have still to answer the fence; then, those that have still to compute under the new plan."""
     statuses: dict[Place, Status] = field(default_factory=dict)
+    returns_by_s: float = math.inf
+    """Until then, workers that are started again are waited for, because those who are here cannot go on."""
     ordered_s: float = 0.0
     """0 until there are orders."""
     action: Action = Action.REINSTANTIATE

@@ -19,9 +19,10 @@ from .ending import Ending
 from .events import Connect, Disconnect, NodeUp
 from .journal import Cause, NodeAdded, NodeConnected, NodeLeft, NodeLost, WorkerDown, WorkerUp
 from .membership import Member, Membership, NodeState
-from .messages import KillWorker, StartWorker, StopAgent, WorkerExited, WorkerReady
+from .messages import AgentStopped, KillWorker, StartWorker, StopAgent, WorkerExited, WorkerReady
 from .outbox import Outbox, RunOver
 from .preparation import Preparation
+from .progress import Progress
 from .reconfiguration import Reconfiguration
 from .rejoining import QUARANTINE_LOSSES, Rejoining
 from .saving import Saving
@@ -30,7 +31,9 @@ from .sharding import Sharding
 __all__ = ["Attendance"]
 
 _MAX_RESTARTS = 3
-"""How often a node's worker is started again before the node is taken for broken."""
+_RESTARTS_WITHIN_S = 600.0
+"""A node is given up where its workers end again after so many restarts within this time, or without a step that was
+never committed before: then something there, or in the job, ends them."""
 _MAY_COME_BACK = frozenset({Cause.CONNECTION_LOST, Cause.LEASE_EXPIRED, Cause.UNREACHABLE})
 """What a node is tried again after."""
 
@@ -43,6 +46,7 @@ class Attendance:
         job: JobSpec,
         members: Membership,
         preparation: Preparation,
+        progress: Progress,
         beginning: Beginning,
         ending: Ending,
         reconfiguration: Reconfiguration,
@@ -58,6 +62,7 @@ class Attendance:
         self._job = job
         self._members = members
         self._preparation = preparation
+        self._progress = progress
         self._beginning = beginning
         self._ending = ending
         self._reconfiguration = reconfiguration
@@ -158,6 +163,8 @@ class Attendance:
             self._tell_quarantine(node)
         if trained and not self._reconfiguration.can_spare(node):  # else it had no part in any plan
             self._reconfiguration.begin([node], cause, detect_s=silent_s)
+        else:
+            self._reconfiguration.note_gone()
 
     def _tell_quarantine(self, node: str) -> None:
         self._outbox.notice(
@@ -211,11 +218,12 @@ class Attendance:
                 self.drain(member.spec.name)
         self._num_leaving = sum(member.is_leaving for member in leaving)
 
-    def agent_stopped(self, member: Member, reason: str) -> None:
+    def agent_stopped(self, member: Member, message: AgentStopped) -> None:
         """An agent has ended as it was told to, or by itself."""
         node = member.spec.name
         if not member.is_draining or node in self._reconfiguration.generations.plan.nodes:
-            self.fail(node, Cause.USER, f"its agent stopped: {reason}")
+            cause = Cause.WORKER_EXITED if message.is_failure else Cause.USER
+            self.fail(node, cause, f"its agent stopped: {message.reason}")
             return
         member.move_to(NodeState.LEFT)
         self._outbox.record(NodeLeft(t_s=self._outbox.now_s, node=node))
@@ -260,13 +268,24 @@ class Attendance:
         place = Place(node=member.spec.name, device=message.device)
         if message.traceback is not None:
             self._ending.note_traceback(place, message.traceback)
-        evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
-        is_stable = member.restarts < _MAX_RESTARTS and not member.is_draining
-        if not self._beginning.is_over or not is_stable:
-            is_user_error = message.user_error is not None
-            self.fail(member.spec.name, Cause.WORKER_EXITED, evidence, is_user_error=is_user_error)
-        else:
+        if self._is_worth_another_try(member, message):
             self._restart_worker(member, place, message)
+            return
+        evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
+        if self._num_restarts(member) >= _MAX_RESTARTS:
+            member.last_words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {message.reason}"
+        is_user_error = message.user_error is not None
+        self.fail(member.spec.name, Cause.WORKER_EXITED, evidence, is_user_error=is_user_error)
+
+    def _is_worth_another_try(self, member: Member, message: WorkerExited) -> bool:
+        """Whether a worker that ended is started again; before training, only one that was ended from outside."""
+        if member.is_draining or self._num_restarts(member) >= _MAX_RESTARTS:
+            return False
+        return self._beginning.is_over or message.was_ended_from_outside
+
+    def _num_restarts(self, member: Member) -> int:
+        step = self._progress.furthest_step
+        return member.num_restarts(self._outbox.now_s, within_s=_RESTARTS_WITHIN_S, step=step)
 
     def deal_with_accused(self) -> None:
         """Leave out nodes that their peers do not reach; have stuck workers ended, which starts them again."""
@@ -280,12 +299,14 @@ class Attendance:
         """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.
 
         The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
-        pipeline alone; and the survivors may go on without what they have done.
+        pipeline alone; and the survivors may go on without what they have done. Where nobody survives, all wait for
+        the workers that are started again; but the error that ended every one of them would do so again.
         """
         now_s = self._outbox.now_s
         trained = member.is_ready
         also = tuple(device for device in member.taken_along if device != place.device)
-        member.note_restart(place.device, message.pid, also=also)
+        step = self._progress.furthest_step
+        member.note_restart(place.device, message.pid, now_s=now_s, step=step, also=also)
         self._reconfiguration.forget_pace(place.node)
         self._outbox.record(
             WorkerDown(
@@ -295,10 +316,20 @@ class Attendance:
         for device in also:
             self._outbox.send(place.node, KillWorker(device=device))
         self._start_again(member, place.device)
+        if not self._beginning.is_over:
+            self._beginning.worker_lost(place)
+            return
         self._saving.worker_lost(place.node)
         self._sharding.lost(place.node)
+        if not self._members.ready and self._ending.is_same_error(self._training_nodes()):
+            raise RunOver(1, "the same error ended all workers")
         if trained and not self._reconfiguration.can_spare(place.node):
             self._reconfiguration.begin([place.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
+
+    def _training_nodes(self) -> tuple[str, ...]:
+        """The nodes of the newest plan whose agents live."""
+        living = {member.spec.name for member in self._members.living}
+        return tuple(node for node in self._reconfiguration.generations.plan.nodes if node in living)
 
     def _start_again(self, member: Member, device: int) -> None:
         member.ending.discard(device)

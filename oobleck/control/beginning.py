@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from oobleck.errors import PlanningError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import profile_to_json
+from oobleck.planner import Place, profile_to_json
 
 from .journal import Notice, ProfileKnown
 from .membership import Membership
@@ -82,6 +82,11 @@ class Beginning:
         """A node cannot start; others may be about to say the same."""
         self._failures.note(node, evidence, is_user_error=is_user_error)
         self.deadline_s = min(self.deadline_s, self._outbox.now_s + _SETTLE_S)
+
+    def worker_lost(self, place: Place) -> None:
+        """A worker has ended, and is started again: what it was asked, another one is, or it itself."""
+        self._outbox.command(*self._preparation.worker_lost(place))
+        self._restoring.forget()
 
     def handle_deadline(self) -> None:
         """Raise RunOver: the run cannot begin."""

@@ -31,7 +31,7 @@ from oobleck.planner import Place
 from .attendance import Attendance
 from .beginning import Beginning
 from .comparing import Comparing
-from .diagnosis import TERMINATION_WORDS
+from .diagnosis import FORK_SERVER_WORDS, TERMINATION_WORDS
 from .ending import Ending
 from .events import (
     AddRequested,
@@ -69,6 +69,7 @@ from .messages import (
     Evaluating,
     EvaluationDone,
     Finished,
+    ForkServerEnded,
     Heartbeat,
     Hello,
     LayersMoving,
@@ -180,6 +181,7 @@ class Coordinator:
             job,
             self._members,
             self._preparation,
+            self._progress,
             self._beginning,
             self._ending,
             self._reconfiguration,
@@ -387,6 +389,7 @@ class Coordinator:
             self._restoring.begin_from(remains.origin)
         for record in remains.records:
             self._progress.restore(record)
+        self._progress.furthest_step = remains.furthest_step
         self._progress.restore_evaluated(remains.evaluated_step)
         self._progress.foresee(remains.predicted_step_s)
         self._preparation.profile = remains.profile
@@ -396,6 +399,8 @@ class Coordinator:
             step_s=remains.predicted_step_s,
             slow=remains.slow,
             restored_generation=restored.generation if restored else 0,
+            is_from_scratch=restored is None or restored.restored is None,
+            began_from_scratch=remains.began is None or remains.began.restored is None,
         )
         self._saving.begin([layer.name for layer in remains.profile.layers])
         self._saving.know(remains.saved)
@@ -501,8 +506,10 @@ class Coordinator:
             case Leaving(reason=reason):
                 self._outbox.notice("warning", f"{node}{TERMINATION_WORDS}{reason}")
                 self._attendance.noticed(member)
-            case AgentStopped(reason=reason):
-                self._attendance.agent_stopped(member, reason)
+            case ForkServerEnded(reason=reason):
+                self._outbox.notice("warning", f"{node}{FORK_SERVER_WORDS}{reason}")
+            case AgentStopped():
+                self._attendance.agent_stopped(member, message)
             case Hello():
                 raise PeerError("a second hello on one connection")
             case _:

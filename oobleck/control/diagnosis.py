@@ -12,6 +12,7 @@ caused; the others are told after it. Pure.
     loss                    not a number, or infinite                             no
     a repair                copies of a layer that differ                         no
     notice, master          a termination that is announced; another master       no
+    notice                  the fork server of a node has ended                   no
     notice                  a node that its check finds faulty                    no
 """
 
@@ -44,8 +45,10 @@ from .journal import (
     StepDone,
     WorkerDown,
 )
+from .messages import UNSEEN_WORDS
 
 __all__ = [
+    "FORK_SERVER_WORDS",
     "LEFT_OUT_WORDS",
     "TERMINATION_WORDS",
     "Diagnosis",
@@ -58,6 +61,9 @@ __all__ = [
 
 TERMINATION_WORDS = " is to be terminated: "
 """How the notice of a termination is told in the journal, between the node and the reason."""
+
+FORK_SERVER_WORDS = "'s fork server ended: "
+"""How the end of the process that forks workers is told, between the node and the reason."""
 
 LEFT_OUT_WORDS = " is faulty and left out: "
 """How the verdict of the check before a run is told, between the node and the reason."""
@@ -77,6 +83,7 @@ class Failure(StrEnum):
     KILLED = "killed"
     CRASHED = "crashed"
     EXITED = "exited"
+    FORK_SERVER = "fork_server"
     CONTACT_LOST = "contact_lost"
     FROZEN = "frozen"
     HANG = "hang"
@@ -101,7 +108,8 @@ _SUBJECT = {
     Failure.OUT_OF_MEMORY: "out of memory",
     Failure.KILLED: "a process was killed from outside",
     Failure.CRASHED: "a process crashed",
-    Failure.EXITED: "a process ended by itself",
+    Failure.EXITED: "a process ended",
+    Failure.FORK_SERVER: "the process that starts workers ended",
     Failure.CONTACT_LOST: "contact was lost",
     Failure.FROZEN: "a node stopped answering",
     Failure.HANG: "training hung",
@@ -127,6 +135,7 @@ _ADVICE = {
     Failure.KILLED: "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
     Failure.CRASHED: "A crash in native code: look for a core dump, and compare driver and torch versions.",
     Failure.EXITED: "See the end of the agent's log on that node.",
+    Failure.FORK_SERVER: "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
     Failure.CONTACT_LOST: "See whether the machine is up and SSH answers.",
     Failure.FROZEN: "See whether the machine swaps, or was suspended.",
     Failure.HANG: "See the stacks in the agents' logs; a hang that comes back is a bug in the training code.",
@@ -324,6 +333,10 @@ class Diagnosis:
             case Notice() if TERMINATION_WORDS in entry.text:
                 node, _, reason = entry.text.partition(TERMINATION_WORDS)
                 self._find(entry.t_s, Failure.TERMINATION, node, reason)
+            case Notice() if FORK_SERVER_WORDS in entry.text:
+                node, _, reason = entry.text.partition(FORK_SERVER_WORDS)
+                self._find(entry.t_s, Failure.FORK_SERVER, node, reason)
+                self._act("workers that live train on; the fork server is started again")
             case Notice() if DIFFERS_WORDS in entry.text:
                 self._differing = entry.text
             case Notice() if (found := _UNFIT.fullmatch(entry.text)) is not None:
@@ -502,7 +515,7 @@ _MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate
 _PEERS = re.compile(r"PeerLost|Connection closed by peer|gloo|nccl|Connection reset by peer", re.I)
 _DATA = re.compile(r"\bdata\.(paths|shards|sequence_length|vocab_size|max_bytes)\b|text file|tokenizer", re.I)
 _SIGNAL = re.compile(r"killed by signal (\d+)")
-_EXIT = re.compile(r"exit code (-?\d+|None)")
+_EXIT = re.compile(r"exit code -?\d+")
 _SILENCE = re.compile(r"for ([\d.]+) s")
 _CRASHES = frozenset({4, 6, 7, 8, 11})
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: what a process brings upon itself."""
@@ -514,6 +527,8 @@ def failure_of_exit(reason: str) -> Failure:
     last = lines[-1] if lines else ""
     if (signal := _SIGNAL.search(last)) is not None:
         return Failure.CRASHED if int(signal[1]) in _CRASHES else Failure.KILLED
+    if UNSEEN_WORDS in last:
+        return Failure.EXITED
     if _MEMORY.search(last):
         return Failure.OUT_OF_MEMORY
     if _PEERS.search(last):

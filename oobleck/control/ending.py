@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from oobleck.job import JobSpec
 from oobleck.planner import Place
@@ -53,6 +54,8 @@ class Ending:
         """(generation, worker) of those that train no further."""
         self._over: RunOver | None = None
         """Training has ended; its last save may still be on the way to the disk."""
+        self._over_step = 0
+        """The step after which it has."""
         self.due_s = math.inf
 
     def note_traceback(self, place: Place, traceback: str) -> None:
@@ -62,6 +65,17 @@ class Ending:
     def ask_again(self) -> None:
         """What was asked may be lost."""
         self._asked_to_finish = 0
+
+    def is_same_error(self, nodes: Collection[str]) -> bool:
+        """Whether one exception, by its last line, has ended a worker on each of these nodes since the newest step."""
+        fresh = {place.node: text for place, text in self._fresh.items()}
+        errors = {text.strip().rpartition("\n")[2] for node, text in fresh.items() if node in nodes}
+        return len(errors) == 1 and fresh.keys() >= set(nodes)
+
+    @property
+    def _fresh(self) -> dict[Place, str]:
+        """By worker: the exceptions since the newest committed step."""
+        return {place: text for place, (step, text) in self._tracebacks.items() if step == self._progress.last_step}
 
     def stop(self, event: StopRequested) -> None:
         """Have training end with the step in flight."""
@@ -85,12 +99,17 @@ class Ending:
             self._over = RunOver(0, f"stopped; {steps}")
         else:
             self._over = RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
+        self._over_step = self._progress.last_step
         self._progress.expect_none()
         self.due_s = min(self.due_s, self._outbox.now_s + _LAST_SAVE_S)
 
     def follow_up(self) -> None:
         """Ask every new plan's workers to finish once a stop is wanted. Raises RunOver once nothing is waited for."""
-        if self._over is not None and (self._saving.is_settled or self._outbox.now_s >= self.due_s):
+        if self._progress.last_step < self._over_step:  # its state was lost before it was saved
+            self._over, self._over_step, self.due_s = None, 0, math.inf
+        # While no worker is left, nobody can tell what is saved.
+        is_settled = bool(self._members.ready) and self._saving.is_settled
+        if self._over is not None and (is_settled or self._outbox.now_s >= self.due_s):
             raise self._settled(self._over)
         generations = self._reconfiguration.generations
         if self._stop is not None and self._asked_to_finish != generations.newest:
@@ -108,7 +127,7 @@ class Ending:
 
     def explain(self, over: RunOver) -> str:
         """The reason to tell: what ended workers, if nothing was committed since, is the one behind the other."""
-        fresh = {place: text for place, (step, text) in self._tracebacks.items() if step == self._progress.last_step}
+        fresh = self._fresh
         if not fresh or over.exit_code != _FAILED:
             return over.reason
         place, text = next(iter(fresh.items()))

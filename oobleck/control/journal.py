@@ -104,6 +104,8 @@ class Action(StrEnum):
     ABSORB = "absorb"
     RESTART_WORKER = "restart_worker"
     CHECKPOINT = "checkpoint"
+    BEGIN_AGAIN = "begin_again"
+    """All state is lost, and nothing is saved: the model's initial values, and step 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,9 +261,9 @@ class PlanAdopted:
     finished_under: int | None = None
     """The generation of the plan under which that step is finished."""
     restored: str | None = None
-    """The checkpoint that is gone back to; None where nothing is."""
+    """The checkpoint that is gone back to; None where none is."""
     restored_step: int | None = None
-    """Its step."""
+    """Its step; 0 where the model's initial values are gone back to; None where nothing is."""
     segments: tuple[Segment, ...] = ()
     """What broken pipelines leave of it, dealt among the whole ones."""
 

@@ -21,6 +21,9 @@ from .messages import Hello
 __all__ = ["Member", "Membership", "NodeState"]
 
 
+_RESTARTS_KEPT = 16
+
+
 class NodeState(StrEnum):
     CONNECTING = "connecting"
     CONNECTED = "connected"
@@ -61,8 +64,10 @@ class Member:
     """It has had notice of its end, and is to be drained as soon as it trains."""
     is_dismissed: bool = False
     """Drained, and told to end."""
-    restarts: int = 0
-    """How often its workers were started again."""
+    restarts: tuple[tuple[float, int], ...] = ()
+    """When its workers were started again, each with the newest step that was ever committed by then; the last few."""
+    last_words: str = ""
+    """Why its workers were given up, if they were."""
     gone: dict[int, int] = field(default_factory=dict)
     """By device, until another worker is ready there: the process id of the one whose end was taken in."""
     ending: set[int] = field(default_factory=set)
@@ -102,9 +107,21 @@ class Member:
         """Devices whose workers end with any other one: those that train, for a plan has all of a node or nothing."""
         return tuple(sorted(self.ready)) if self.is_ready else ()
 
-    def note_restart(self, device: int, pid: int, *, also: Iterable[int] = ()) -> None:
-        """A worker has ended, and is started again, and so are those of `also`: until then the node is not ready."""
-        self.restarts += 1
+    @property
+    def is_returning(self) -> bool:
+        """Whether its agent speaks to us, and is to have its workers ready."""
+        return self.state is NodeState.CONNECTED and not self.is_dismissed
+
+    def num_restarts(self, now_s: float, *, within_s: float, step: int) -> int:
+        """How often its workers were started again of late, or since `step`, the newest that was ever committed."""
+        return sum(t_s > now_s - within_s or before == step for t_s, before in self.restarts)
+
+    def note_restart(self, device: int, pid: int, *, now_s: float, step: int, also: Iterable[int] = ()) -> None:
+        """A worker has ended, and is started again, and so are those of `also`: until then the node is not ready.
+
+        `step` is the newest that was ever committed.
+        """
+        self.restarts = (*self.restarts, (now_s, step))[-_RESTARTS_KEPT:]
         self.ready.pop(device, None)
         self.ending.discard(device)
         self.gone[device] = pid
@@ -228,6 +245,11 @@ class Membership:
     def living(self) -> tuple[Member, ...]:
         """Those whose agent speaks to us."""
         return self.in_state(NodeState.CONNECTED, NodeState.READY)
+
+    @property
+    def returning(self) -> tuple[Member, ...]:
+        """Those whose workers are on their way."""
+        return tuple(member for member in self.in_state(NodeState.CONNECTED) if member.is_returning)
 
     @property
     def ready(self) -> tuple[Member, ...]:

@@ -44,6 +44,7 @@ from .shard_messages import (
 __all__ = [
     "NOTHING",
     "PROTOCOL_VERSION",
+    "UNSEEN_WORDS",
     "AgentMessage",
     "AgentStopped",
     "BankRecord",
@@ -60,6 +61,7 @@ __all__ = [
     "FindCheckpoints",
     "FinishStep",
     "Finished",
+    "ForkServerEnded",
     "Found",
     "FoundState",
     "Greeting",
@@ -109,6 +111,9 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 1
+
+UNSEEN_WORDS = "nobody saw how: its fork server had ended before it"
+"""The reason of a worker's end where there is none to be known."""
 
 
 # --- the first frames ---------------------------------------------------------------------------------------
@@ -205,6 +210,11 @@ class WorkerExited:
     """What its user must change, when that is why it ended."""
 
     @property
+    def was_ended_from_outside(self) -> bool:
+        """Whether nothing speaks for an error of its own."""
+        return self.traceback is None and self.user_error is None and self.exit_code is None
+
+    @property
     def reason(self) -> str:
         """The end in plain words."""
         if self.user_error is not None:
@@ -213,6 +223,8 @@ class WorkerExited:
             return f"killed by signal {self.signal}"
         if self.traceback:
             return self.traceback.strip().splitlines()[-1]
+        if self.exit_code is None:
+            return UNSEEN_WORDS
         return f"exit code {self.exit_code}"
 
 
@@ -404,6 +416,16 @@ class AgentStopped:
     """The agent has ended its workers and leaves now."""
 
     reason: str
+    is_failure: bool = False
+    """It cannot do what it is for, which nobody has asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkServerEnded:
+    """The process that forks the node's workers has ended. Workers that it has forked live on."""
+
+    reason: str
+    """How it ended, and what is done about it."""
 
 
 # --- master -> agent and worker ----------------------------------------------------------------------------
@@ -611,6 +633,7 @@ AgentMessage = (
     | Finished
     | Leaving
     | AgentStopped
+    | ForkServerEnded
     | StateSaved
     | StateNotSaved
     | LayersPersisted

@@ -27,9 +27,11 @@ class Preparation:
         self._members = members
         self._python_version = python_version
         self._key: str | None = None
+        self._measures: Place | None = None
+        """The worker that was asked to measure the profile."""
+        self._is_unmeasured = False
+        """It was lost, and no other one was there to be asked."""
         self.profile: Profile | None = None
-        self._measuring: Place | None = None
-        """The worker that was asked to measure it."""
 
     def misfit(self, hello: Hello) -> str | None:
         """Why an agent's environment does not fit ours, in words that say what to change; None when it does."""
@@ -51,7 +53,7 @@ class Preparation:
         if member.state is NodeState.CONNECTING:  # else it was reached again, and our words may be lost
             member.move_to(NodeState.CONNECTED)
         member.meet(event.hello, address=event.address, now_s=now_s)
-        asks = [] if self._measuring is None or self._measuring.node != event.node else [self._request()]
+        asks = self._ask(self._measures) if self._measures is not None and self._measures.node == event.node else []
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -83,6 +85,8 @@ class Preparation:
                 f"{member.spec.name} and {other.node} would start from different weights; give model.path the same "
                 "files on all nodes"
             )
+        if self._is_unmeasured:
+            return self._ask(Place(node=member.spec.name, device=message.device))
         if self.profile is not None or self._key is not None:
             return []
         assert member.hello is not None
@@ -104,20 +108,29 @@ class Preparation:
                 pass  # torn or of an older version: measured again, and overwritten
             else:
                 return []
-        member = next((member for member in self._members.living if member.ready), None)
-        if member is None:
-            return []  # lost since it asked; a failure to start ends the run
-        self._measuring = Place(node=member.spec.name, device=min(member.ready))
-        return [self._request()]
+        return self._have_measured()
 
-    def _request(self) -> Command:
-        assert self._measuring is not None
-        return Send(node=self._measuring.node, message=ProfileRequest(device=self._measuring.device))
+    def worker_lost(self, place: Place) -> list[Command]:
+        """A worker has ended, and is started again: have another one measure what it was to."""
+        if self.profile is not None or self._measures is None or self._measures.node != place.node:
+            return []
+        return self._have_measured()
+
+    def _have_measured(self) -> list[Command]:
+        """Ask any worker that is ready, or else the first that is."""
+        member = next((member for member in self._members.living if member.ready), None)
+        self._is_unmeasured = member is None
+        return [] if member is None else self._ask(Place(node=member.spec.name, device=min(member.ready)))
+
+    def _ask(self, place: Place) -> list[Command]:
+        self._measures, self._is_unmeasured = place, False
+        return [Send(node=place.node, message=ProfileRequest(device=place.device))]
 
     def take_measurement(self, message: Profiled) -> list[Command]:
         """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""
         if self._key is None or self.profile is not None:
             raise PeerError("sent a profile that nobody asked for")
+        self._measures = None
         self.profile = profile_from_json(message.profile_json, source="measured profile")
         return [StoreProfile(key=self._key, profile_json=message.profile_json)]
 

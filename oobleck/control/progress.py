@@ -33,6 +33,8 @@ class Progress:
         """Of the newest step that is known to be committed, since the checkpoint that was gone back to, if one was."""
         self._base_step = 0
         self._base_generation = 0
+        self.furthest_step = 0
+        """The newest step that was ever committed, lost ones included."""
         self.progressed_s = 0.0
         """When a step was committed, or a plan ordered, last."""
         self.hangs_s = math.inf
@@ -80,6 +82,7 @@ class Progress:
     def restore(self, record: CommitRecord) -> None:
         """Note a step that the journal knows."""
         self.last_record = record
+        self.furthest_step = max(self.furthest_step, record.step)
         self._step_times_s.append(record.duration_s)
 
     def restore_evaluated(self, step: int) -> None:

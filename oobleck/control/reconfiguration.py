@@ -55,6 +55,8 @@ _FINDING_S = 2.0
 """How long a master that takes over finds its nodes."""
 _LOOK_S = 0.1
 """Answers that wait unread when their time is over are read within this."""
+_NOBODY: frozenset[str] = frozenset()
+"""Whose state is lost where all go back: everybody has what is gone back to, whatever became of the processes."""
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
@@ -98,7 +100,11 @@ class Reconfiguration:
         self._sharding = sharding
         self._replanning = Replanning(members, progress, scaling, sharding, outbox, make_planner=make_planner)
         self._restored_generation = 0
-        """What was adopted before the newest checkpoint was gone back to counts for nothing."""
+        """What was adopted before all state was last gone back for counts for nothing."""
+        self._is_from_scratch = True
+        """What is trained comes from the model's initial values, not from a checkpoint."""
+        self._began_from_scratch = True
+        """So did the run begin: nothing is lost for good where all begin with them again."""
         self._answers_due_s = math.inf
         """How long to wait for those who were asked for checkpoints."""
         self._outbox = outbox
@@ -138,6 +144,7 @@ class Reconfiguration:
         if candidate is None:
             self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
             return
+        self._began_from_scratch = False
         moved = self._replanning.replan(decision.plan, candidate.held, lost=frozenset())
         reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
         self._go_back(replace(moved, action=decision.action, reason=reason), candidate)
@@ -150,11 +157,17 @@ class Reconfiguration:
         step_s: float,
         slow: Mapping[str, float],
         restored_generation: int,
+        is_from_scratch: bool,
+        began_from_scratch: bool,
     ) -> None:
-        """Go on from the plans that a journal knows, which others have ordered; steps take `step_s`."""
+        """Go on from the plans that a journal knows, which others have ordered; steps take `step_s`.
+
+        `is_from_scratch`: what is trained comes from the model's initial values; `began_from_scratch`: so did the run.
+        """
         self._replanning.take_over(profile, generations.plan, step_s, slow, from_s=self._outbox.now_s + _FINDING_S)
         self.generations = generations
         self._restored_generation = restored_generation
+        self._is_from_scratch, self._began_from_scratch = is_from_scratch, began_from_scratch
 
     def found(self) -> None:
         """Somebody has told which checkpoints there are."""
@@ -218,6 +231,11 @@ class Reconfiguration:
             self._outbox.send_all(awaited, self._fence_said)
         else:  # nobody knows whether it has its orders
             self.begin([], Cause.MASTER_LOST, detect_s=0.0)
+
+    def note_gone(self) -> None:
+        """A node whose workers may be waited for is given up."""
+        if self._account is not None and not math.isinf(self._account.returns_by_s):
+            self._decide_when_answered()
 
     def note_left(self, node: str) -> None:
         """A drained node is gone: a master that took over since may have asked it where it stands."""
@@ -362,20 +380,24 @@ class Reconfiguration:
 
     def _fence(self) -> None:
         survivors = self._members.ready
-        if not survivors:
-            raise RunOver(self._exit_code, "all nodes are lost")
         lost = self.lost_for(self.generations.newest)
         ready = (worker for member in survivors for worker in member.ready.values())
         doorbells = tuple(worker.doorbell for worker in ready if worker.doorbell) if self._is_explaining else ()
         places = tuple(place for member in survivors for place in member.places)
         assert self._account is not None
         self._account.awaited = set(places)
+        if not survivors:
+            self._wait_for_anybody()
+            return
         self._fence_said = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
         self._outbox.send_all(places, self._fence_said)
 
     def _decide_when_answered(self) -> None:
         recovery = self._account
         if not self.is_fencing or recovery is None or recovery.awaited:
+            return
+        if not self._members.ready:
+            self._wait_for_anybody()
             return
         if self._outbox.now_s < recovery.settles_s:
             self.deadline_s = recovery.settles_s
@@ -389,6 +411,30 @@ class Reconfiguration:
                 return
             self._is_unexplained = True
         self._decide(statuses)
+
+    def _wait_for_anybody(self) -> None:
+        """No worker is left: wait for those that are started again. Raises RunOver where there are none."""
+        if self._waits_for_returning():
+            return
+        if returning := self._members.returning:
+            names = ", ".join(member.spec.name for member in returning)
+            limit_s = self._job.control.start_timeout_s
+            raise RunOver(self._exit_code, f"no worker is left, and none was ready again within {limit_s:g} s: {names}")
+        given_up = [member for member in self._members.all if member.last_words]
+        if not given_up:
+            raise RunOver(self._exit_code, "all nodes are lost")
+        words = "; ".join(f"{member.spec.name}: {member.last_words}" for member in given_up)
+        raise RunOver(1, f"all nodes are lost: {words}")
+
+    def _waits_for_returning(self) -> bool:
+        """Wait for workers that are started again, for those who are here cannot go on; False once that is over."""
+        assert self._account is not None
+        if not self._members.returning or self._outbox.now_s >= self._account.returns_by_s:
+            return False
+        if math.isinf(self._account.returns_by_s):
+            self._account.returns_by_s = self._outbox.now_s + self._job.control.start_timeout_s
+        self.deadline_s = self._account.returns_by_s
+        return True
 
     def _accuse(self, statuses: dict[Place, Status]) -> None:
         """Nobody is gone, and nothing goes on: find out whom it is that the others wait for, or do not reach."""
@@ -428,18 +474,20 @@ class Reconfiguration:
             statuses=statuses,
             base=base,
             lost=absent,
-            is_from_scratch=not self._restored_generation,
+            is_from_scratch=self._is_from_scratch,
             is_unexplained=self._is_unexplained,
         )
         try:
             decision, finish = self._replanning.choose(after, generations)
         except (PlanningError, Unrecoverable) as error:
-            if self._keep_draining_nodes():
+            if self._waits_for_returning():
+                pass  # each of them that is ready begins this anew
+            elif self._keep_draining_nodes():
                 self._decide(statuses)
-            elif isinstance(error, PlanningError) or not self._saving.is_enabled:
+            elif isinstance(error, PlanningError):
                 raise RunOver(self._exit_code, self._cannot_go_on(error)) from error
             else:
-                self._fall_back(base, error, lost=absent)
+                self._fall_back(base, error)
             return
         lost = absent.intersection(base.nodes)
         redone = 0
@@ -470,9 +518,12 @@ class Reconfiguration:
             bank_reduced=None,
         )
 
-    def _fall_back(self, base: ExecutionPlan, error: Unrecoverable, *, lost: frozenset[str]) -> None:
+    def _fall_back(self, base: ExecutionPlan, error: Unrecoverable) -> None:
         """A layer has no living copy: go back to the newest checkpoint, once workers have told what they can read."""
         assert self._account is not None
+        if not self._saving.is_enabled:
+            self._begin_again(base, error)
+            return
         now_s = self._outbox.now_s
         places = [place for member in self._members.ready for place in member.places]
         if math.isinf(self._answers_due_s):
@@ -485,10 +536,11 @@ class Reconfiguration:
         self._tell_problems()
         candidate = self._restoring.newest_of_this_run(base.num_layers)
         if candidate is None:
-            raise RunOver(1, f"{self._cannot_go_on(error)}, and there is no checkpoint to go back to") from error
+            self._begin_again(base, error)
+            return
         held = {place: layers for place, layers in candidate.held.items() if place in places}
         try:
-            decision = self._replanning.replan(base, held, lost=lost)
+            decision = self._replanning.replan(base, held, lost=_NOBODY)
         except (PlanningError, Unrecoverable) as another:
             raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
         reason = f"{error}; back to the checkpoint of step {candidate.step}: {decision.reason}"
@@ -496,15 +548,47 @@ class Reconfiguration:
         self._saving.restored()
         self._go_back(replace(decision, action=Action.CHECKPOINT, reason=reason), candidate)
 
+    def _begin_again(self, base: ExecutionPlan, error: Unrecoverable) -> None:
+        """Nothing is saved: begin with the model's initial values, where the state was lost with workers alone.
+
+        Raises RunOver where a node took the last copy of a layer with it, or the run began with a checkpoint that is
+        gone.
+        """
+        assert self._account is not None
+        living = {member.spec.name for member in self._members.living}
+        here = {layer for place, layers in base.layers_at.items() if place.node in living for layer in layers}
+        if not self._began_from_scratch or not here.issuperset(error.layers):
+            nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
+            raise RunOver(1, f"{self._cannot_go_on(error)}{nothing}") from error
+        places = [place for member in self._members.ready for place in member.places]
+        whole = frozenset(range(base.num_layers))
+        try:
+            decision = self._replanning.replan(base, dict.fromkeys(places, whole), lost=_NOBODY)
+        except (PlanningError, Unrecoverable) as another:
+            raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
+        step = self._progress.last_step
+        what = f"no checkpoint: all {step} steps are run again, from the model's initial values"
+        reason = f"{error}; {what}: {decision.reason}"
+        self._account.steps_lost += step
+        self._saving.restored()
+        self._restored_generation = self.generations.current
+        self._is_from_scratch = True
+        self._progress.go_back(0, generation=self._restored_generation)
+        verdict = Verdict(applied=0, catch_up=None, adopted=None, held={})
+        decision = replace(decision, action=Action.BEGIN_AGAIN, reason=reason, transfers=())
+        self._order(decision, verdict, finish=None, goes_back=True)
+        self._outbox.notice("warning", f"{error}, and there is {what}")
+
     def _go_back(self, decision: Decision, candidate: Candidate) -> None:
         """Order everybody to a checkpoint."""
         is_done = candidate.step >= self._job.max_steps or self._sharding.has_read_all(candidate.position)
         self._restored_generation = self.generations.current
+        self._is_from_scratch = False
         self._restoring.begin_from(candidate.name)
         self._saving.begin_from(candidate.name)
         self._progress.go_back(candidate.step, generation=self._restored_generation)
         verdict = Verdict(applied=candidate.step, catch_up=None, adopted=None, held=candidate.held)
-        self._order(decision, verdict, finish=None, candidate=candidate)
+        self._order(decision, verdict, finish=None, candidate=candidate, goes_back=True)
         if candidate.is_on_disk:
             self._saving.note_saved(candidate.step)
         elif is_done:
@@ -560,9 +644,18 @@ class Reconfiguration:
     # --- ordering --------------------------------------------------------------------------------------------
 
     def _order(
-        self, decision: Decision, verdict: Verdict, *, finish: int | None, candidate: Candidate | None = None
+        self,
+        decision: Decision,
+        verdict: Verdict,
+        *,
+        finish: int | None,
+        candidate: Candidate | None = None,
+        goes_back: bool = False,
     ) -> None:
-        """Send everyone the orders of a new generation, and train."""
+        """Send everyone the orders of a new generation, and train.
+
+        Where it `goes_back`, all do to a checkpoint, or, without a candidate, to the model's initial values.
+        """
         lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
         restore = None if candidate is None else candidate.restore
         planner = self._replanning.planner
@@ -576,11 +669,11 @@ class Reconfiguration:
             finish=finish,
             lost=lost,
             restore=restore,
-            is_from_scratch=not self._restored_generation,
+            is_from_scratch=self._is_from_scratch,
             num_sections=sections if all(kind in BANKING_KINDS for kind in schedules) else 1,
         )
         position = None if candidate is None else candidate.position
-        order = replace(order, edition=self._sharding.follow(order, position=position))
+        order = replace(order, edition=self._sharding.follow(order, position=position, goes_back=goes_back))
         places = tuple(place for member in self._members.ready for place in member.places)
         self._outbox.send_all(places, order)
         self._sharding.tell(place for place in places if place in order.plan.layers_at)
@@ -589,7 +682,7 @@ class Reconfiguration:
         self._progress.foresee(decision.predicted_step_s)
         is_quick = self._progress.last_step > 0 and candidate is None
         self._progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s)
-        self._record_plan(decision, verdict, order)
+        self._record_plan(decision, verdict, order, goes_back=goes_back)
         self._saving.plan_adopted(decision.plan, boundary=order.boundary, redundant=decision.redundant)
         self._scaling.plan_adopted(decision)
         self._replanning.plan_adopted(decision.plan, decision.predicted_step_s)
@@ -604,7 +697,7 @@ class Reconfiguration:
             recovery.action = Action.RESTART_WORKER
         recovery.layers_moved = len({(item.layer, item.target) for item in order.transfers})
 
-    def _record_plan(self, decision: Decision, verdict: Verdict, order: Order) -> None:
+    def _record_plan(self, decision: Decision, verdict: Verdict, order: Order, *, goes_back: bool) -> None:
         now_s = self._outbox.now_s
         self._outbox.record(
             PlanAdopted(
@@ -624,7 +717,7 @@ class Reconfiguration:
                 finish=order.finish,
                 finished_under=None if order.finish is None else verdict.adopted,
                 restored=None if order.restore is None else order.restore.name,
-                restored_step=None if order.restore is None else order.boundary,
+                restored_step=order.boundary if goes_back else None,
                 segments=order.segments,
             )
         )

@@ -63,8 +63,12 @@ class Remains:
     """How many times the usual time slow nodes take."""
     evaluated_step: int = 0
     """The newest whose evaluation is known."""
+    furthest_step: int = 0
+    """The newest step that was ever committed, lost ones included."""
+    began: PlanAdopted | None = None
+    """The first plan."""
     restored: PlanAdopted | None = None
-    """The newest plan that went back to a checkpoint."""
+    """The newest plan that went back to a checkpoint, or to the model's initial values."""
     origin: str | None = None
     """The checkpoint that the run began from."""
     saved: list[KnownCheckpoint] = field(default_factory=list)
@@ -141,6 +145,7 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
         case PlanAdopted():
             remains.generations.restore(entry)
             remains.predicted_step_s = entry.predicted_step_s
+            remains.began = remains.began or entry
             if entry.restored_step is not None:
                 remains.restored = entry
                 remains.origin = remains.origin or entry.restored
@@ -161,6 +166,7 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
             remains.gap = entry if entry.is_open or entry.num_lost else None
         case StepDone(record=record):
             remains.records.append(record)
+            remains.furthest_step = max(remains.furthest_step, record.step)
         case Evaluated(step=step):
             remains.evaluated_step = step
         case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
@@ -176,7 +182,8 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
         case NodeAdded(node=spec):
             remains.members.add(spec)
         case NodeConnected() | WorkerUp() | WorkerDown() | NodeLost() | NodeLeft():
-            _move(remains.members[entry.node], entry, generation=remains.generations.current)
+            generation, step = remains.generations.current, remains.furthest_step
+            _move(remains.members[entry.node], entry, generation=generation, step=step)
             if isinstance(entry, WorkerDown | NodeLost | NodeLeft):
                 remains.slow.pop(entry.node, None)
         case _:
@@ -184,7 +191,7 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
 
 
 def _move(
-    member: Member, entry: NodeConnected | WorkerUp | WorkerDown | NodeLost | NodeLeft, *, generation: int
+    member: Member, entry: NodeConnected | WorkerUp | WorkerDown | NodeLost | NodeLeft, *, generation: int, step: int
 ) -> None:
     match entry:
         case NodeConnected(agent_pid=pid):
@@ -193,7 +200,7 @@ def _move(
         case WorkerUp():
             member.note_ready(entry, generation=generation)
         case WorkerDown(device=device, pid=pid, also=also):
-            member.note_restart(device, pid, also=also)
+            member.note_restart(device, pid, now_s=entry.t_s, step=step, also=also)
         case NodeLost():
             member.move_to(NodeState.LOST)
         case NodeLeft():

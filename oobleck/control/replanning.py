@@ -166,7 +166,8 @@ class Replanning:
         """
         verdict, base, lost = after.verdict, after.base, after.lost
         finish = generations.step_to_finish(verdict, after.statuses, lost) if self._may_finish(after) else None
-        decision = self.replan(base, self._held(after, finish), lost=lost)
+        has_initial = finish is None and _is_untrained(after)
+        decision = self.replan(base, self._held(after, finish), lost=frozenset() if has_initial else lost)
         if finish is None or not broken_pipelines(base, lost):
             return decision, finish
         assert verdict.adopted is not None
@@ -221,6 +222,11 @@ class Replanning:
         return min(decisions, key=lambda decision: (decision.predicted_step_s, len(decision.transfers)))
 
 
+def _is_untrained(after: Aftermath) -> bool:
+    """Whether nothing is trained yet: everybody can make the initial values of any layer."""
+    return after.verdict.applied == 0 and after.verdict.bank == NOTHING_BANKED and after.is_from_scratch
+
+
 def _held(after: Aftermath, finish: int | None) -> dict[Place, frozenset[int]]:
     """The layers that each survivor can give, at the boundary's version."""
     verdict, base = after.verdict, after.base
@@ -232,7 +238,6 @@ def _held(after: Aftermath, finish: int | None) -> dict[Place, frozenset[int]]:
             for place, layers in verdict.held.items()
             for mine in (planned.get(place, _NOTHING),)
         }
-    if verdict.applied == 0 and verdict.bank == NOTHING_BANKED and after.is_from_scratch:
-        # Nothing is trained yet: everybody can make the initial values of any layer.
+    if _is_untrained(after):
         return {place: frozenset(range(base.num_layers)) for place in after.statuses}
     return dict(verdict.held)

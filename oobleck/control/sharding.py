@@ -163,14 +163,15 @@ class Sharding:
             return True
         return step in self._dealt and generation >= self._placed_generation and not self._must_deal_anew
 
-    def follow(self, order: Order, *, position: DataPosition | None) -> int:
+    def follow(self, order: Order, *, position: DataPosition | None, goes_back: bool = False) -> int:
         """Note a plan that takes effect; returns the edition that it follows.
 
-        `position` is that of the checkpoint that is gone back to. The order is told after what this records.
+        `position` is that of the checkpoint that is gone back to; without one, who `goes_back` does to the beginning.
+        The order is told after what this records.
         """
         if not self.is_on:
             return 0
-        if order.restore is not None or not self._edition:
+        if goes_back or order.restore is not None or not self._edition:
             start = position or DataPosition(shards=digest_of_shards(self._names))
             self._place(order, start.with_another_try())
         elif self._must_deal_anew:

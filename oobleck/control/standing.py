@@ -227,8 +227,8 @@ class Standing:
             self._plan = order.plan
             self._adopted = order.generation
             self._applied = order.boundary
-            if order.restore is not None:
-                self._last_record = None  # steps after the checkpoint are as if they had never been
+            if order.restore is not None or order.initial:
+                self._last_record = None  # steps after what is gone back to are as if they had never been
             self._layers = layers
             self._kept = kept
             self._reduced = None

@@ -20,6 +20,7 @@ from oobleck.control.messages import (
     Fence,
     FindCheckpoints,
     FinishStep,
+    ForkServerEnded,
     Greeting,
     Heartbeat,
     Hello,
@@ -140,6 +141,7 @@ class Agent:
     async def run(self) -> str:
         """Serve masters, one after the other; returns why it ended."""
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_fork_server)
             if self._safekeeping is not None:
                 nursery.start_soon(self._safekeeping.run)
             nursery.start_soon(self._meet_masters)
@@ -250,6 +252,10 @@ class Agent:
     ) -> None:
         self.request_leave(await await_notice(control))
 
+    async def _watch_fork_server(self) -> None:
+        while True:
+            self._letters.add(ForkServerEnded(reason=await self._host.server_ended()))
+
     def request_leave(self, reason: str) -> None:
         """Ask the master to drain this node."""
         self._letters.add(Leaving(reason=reason))
@@ -348,7 +354,7 @@ class Agent:
             handle = await self._host.start(setup)
         except WorkersUnavailable as error:
             self._starting.remove(device)
-            self._letters.add(AgentStopped(reason=f"no worker can be started: {error}"))
+            self._letters.add(AgentStopped(reason=f"no worker can be started: {error}", is_failure=True))
             return
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
         worker = _Worker(handle, outgoing)

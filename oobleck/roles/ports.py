@@ -148,6 +148,10 @@ class WorkerHost(Protocol):
         """Start a worker and set it up. Raises WorkersUnavailable where none can be started."""
         ...
 
+    async def server_ended(self) -> str:
+        """Wait until the process that forks workers ends; returns how it ended, and what is done about it."""
+        ...
+
 
 class CheckpointStore(Protocol):
     """A node's place for saved states: memory that outlives workers, and a directory on disk."""

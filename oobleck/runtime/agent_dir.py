@@ -69,6 +69,10 @@ class AgentDir:
         return self.job_path / "fork.sock"
 
     @property
+    def fork_server_pid(self) -> Path:
+        return self.job_path / "fork.pid"
+
+    @property
     def fork_server_lock(self) -> Path:
         return self.job_path / "fork.lock"
 
@@ -86,11 +90,11 @@ class AgentDir:
 
     def note_process(self, role: str, pid: int) -> None:
         """Note which process has a role; one that has ended already is not noted."""
-        found = ProcessId.of(pid)
-        if found is None:
-            self.pid_file(role).unlink(missing_ok=True)
-        else:
-            self.pid_file(role).write_text(f"{found}\n", encoding="ascii")
+        _note(self.pid_file(role), pid)
+
+    def note_fork_server(self, pid: int) -> None:
+        """Note which process forks the workers of all agents here."""
+        _note(self.fork_server_pid, pid)
 
     def create(self) -> None:
         """Make the directory, readable by its user alone. Raises ConfigError where somebody else has put something."""
@@ -98,12 +102,22 @@ class AgentDir:
             private_directory(path)
 
 
+def _note(path: Path, pid: int) -> None:
+    found = ProcessId.of(pid)
+    if found is None:
+        path.unlink(missing_ok=True)
+    else:
+        path.write_text(f"{found}\n", encoding="ascii")
+
+
 def signal_command(run_id: str, node: str, signal: str, *, processes: str = "*") -> str:
     """A shell command that sends a signal (KILL, STOP, …) to the node's agent and workers; fails if there are none.
 
-    `processes` chooses among them: `agent`, `worker0`, or a shell's pattern.
+    `processes` chooses among them: `agent`, `worker0`, or a shell's pattern; or it is `fork_server`, which forks the
+    workers of all nodes of a machine.
     """
-    return _in_shell(f"{_enter(run_id, node)} && kill -{signal} $({_pids(processes)})")
+    chosen = "../fork" if processes == "fork_server" else processes
+    return _in_shell(f"{_enter(run_id, node)} && kill -{signal} $({_pids(chosen)})")
 
 
 def kill_command(run_id: str, node: str) -> str:
@@ -146,9 +160,8 @@ def end_command(run_id: str, node: str) -> str:
 def clean_command(run_id: str, node: str) -> str:
     """Like `end_command`; removes the run's directory as well, unless others use it."""
     job = shlex.quote(run_id)
-    return _in_shell(
-        f'{_end(run_id, node)}; {_OURS} && {{ rm -f {job}/fork.lock; rmdir {job}; cd / && rmdir "$base"; }}; true'
-    )
+    remove = f'rm -f {job}/fork.lock {job}/fork.pid; rmdir {job}; cd / && rmdir "$base"'
+    return _in_shell(f"{_end(run_id, node)}; {_OURS} && {{ {remove}; }}; true")
 
 
 def forget_command(run_id: str, node: str) -> str:

@@ -44,7 +44,7 @@ MAX_RESPONSE_BYTES = 16_000_000
 MAX_SLOW_FACTOR = 50
 
 _SIGNALS = ("KILL", "STOP", "CONT", "TERM")
-_PROCESSES = re.compile(r"\*|agent|worker[0-9]{1,3}")
+_PROCESSES = re.compile(r"\*|agent|fork_server|worker[0-9]{1,3}")
 
 _ERRORS: Mapping[str, type[OobleckError]] = {
     "usage": UsageError,
@@ -106,7 +106,8 @@ class SignalRequest:
         if self.signal not in _SIGNALS:
             raise UsageError(f"signal {self.signal!r} is not known; it is one of {', '.join(_SIGNALS)}")
         if not _PROCESSES.fullmatch(self.processes):
-            raise UsageError(f"processes {self.processes!r} is not known; it is *, agent or a worker, as in worker0")
+            known = "*, agent, fork_server or a worker, as in worker0"
+            raise UsageError(f"processes {self.processes!r} is not known; it is {known}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,6 +171,12 @@ class _Machine:
             self._warm_s = self._world.time.now_s + self._world.delays.warm_up_s
         return max(0.0, self._warm_s - self._world.time.now_s)
 
+    def end_fork_server(self) -> None:
+        """The process that forks workers ends, if there is one; the next one is begun at once."""
+        if self._warm_s is not None and self.agent is not None and self.agent.host is not None:
+            self._warm_s = self._world.time.now_s + self._world.delays.warm_up_s
+            self.agent.host.end_server()
+
     @property
     def is_silent(self) -> bool:
         """Nothing comes back from it, not even that it is gone."""
@@ -343,6 +349,10 @@ class VirtualCluster:
             for process in agent.host.processes:
                 if process.place.device == device:
                     process.kill()
+
+    def crash_fork_server(self, name: str) -> None:
+        """What forks a node's workers ends by a signal: those that live go on, others wait for the next one."""
+        self._machines[name].end_fork_server()
 
     def crash_agent(self, name: str) -> None:
         """An agent ends, and its workers with it; the machine is well."""

@@ -14,6 +14,7 @@ from .cluster import VirtualCluster
 from .trace import (
     AgentCrashed,
     AgentFrozen,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -80,6 +81,8 @@ class Faults:
                 cluster.slow_down(node, factor)
             case WorkerCrashed(node=node, device=device):
                 cluster.crash_worker(node, device)
+            case ForkServerCrashed(node=node):
+                cluster.crash_fork_server(node)
             case AgentCrashed(node=node):
                 cluster.crash_agent(node)
             case AgentFrozen(node=node, frozen_s=frozen_s):

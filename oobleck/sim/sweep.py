@@ -73,6 +73,7 @@ from .sweep_settings import SweepSettings, most_steps
 from .trace import (
     AgentCrashed,
     AgentFrozen,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -227,6 +228,9 @@ class _Sweep:
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
+                case SendAll(message=Order(initial=True)) if self._crew.last_record is not None:
+                    self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
+                    return
                 case SendAll(message=Order() as order):
                     ordered = order  # the same for all, but for the device
                 case Disconnect(node=node):
@@ -419,6 +423,8 @@ class _Sweep:
                 self._crash(node, device)
             case AgentFrozen(node=node, frozen_s=frozen_s):
                 self._freeze_agent(node, frozen_s)
+            case ForkServerCrashed():
+                pass  # nobody waits for it, unless a worker ends within seconds of it
             case MasterFrozen(frozen_s=down_s) | MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
             case Partitioned(nodes=nodes):

@@ -8,7 +8,8 @@ the names; `trace_from_json` and `trace_to_json` are inverses.
     away                joined                                                  here
     here                lost, agent_crashed                                     away
     here                frozen                                                  frozen
-    here                slow, worker_crashed, agent_frozen, notice              here
+    here                slow, worker_crashed, fork_server_crashed,              here
+                        agent_frozen, notice
     frozen              thawed                                                  here
     frozen              lost                                                    away
 """
@@ -31,6 +32,7 @@ __all__ = [
     "TRACE_VERSION",
     "AgentCrashed",
     "AgentFrozen",
+    "ForkServerCrashed",
     "Frozen",
     "Healed",
     "Joined",
@@ -130,6 +132,14 @@ class AgentCrashed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForkServerCrashed:
+    """The process that forks a node's workers ends; those that live go on, and a next one is started."""
+
+    t_s: float
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MasterCrashed:
     """The master process ends, and is started again `down_s` seconds later."""
 
@@ -194,7 +204,9 @@ class Noticed:
         _check_seconds("grace_s", self.grace_s)
 
 
-NodeEvent = Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | AgentCrashed | AgentFrozen | Noticed
+NodeEvent = (
+    Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | ForkServerCrashed | AgentCrashed | AgentFrozen | Noticed
+)
 """What happens to one node."""
 
 TraceEvent = NodeEvent | MasterCrashed | MasterFrozen | Partitioned | Healed
@@ -206,6 +218,7 @@ _KINDS: dict[str, type[TraceEvent]] = {
     "node_thawed": Thawed,
     "node_slow": Slowed,
     "worker_crashed": WorkerCrashed,
+    "fork_server_crashed": ForkServerCrashed,
     "agent_crashed": AgentCrashed,
     "agent_frozen": AgentFrozen,
     "master_crashed": MasterCrashed,

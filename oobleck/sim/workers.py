@@ -210,12 +210,23 @@ class VirtualWorkerHost:
         self._pids = pids
         self._clock = clock
         self._warm_up = warm_up
+        self._say, self._said = trio.open_memory_channel[str](math.inf)
+
+    async def server_ended(self) -> str:
+        how = await self._said.receive()
+        await self._gate.passed()
+        return how
+
+    def end_server(self) -> None:
+        """What forks workers is gone: those that live stay, others wait for the next one."""
+        self._say.send_nowait("killed by signal 9; it is started again")
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         await trio.lowlevel.checkpoint()
 
     async def start(self, setup: SetUpWorker) -> WorkerProcess:
-        await trio.sleep(self._warm_up())
+        while (wait_s := self._warm_up()) > 0:  # noqa: ASYNC110  it may end while it is waited for
+            await trio.sleep(wait_s)
         await trio.sleep(self._world.delays.start_worker_s)
         await self._gate.passed()
         process = WorkerProcess(setup, self._pids(), self._world, self._gate, self._clock)

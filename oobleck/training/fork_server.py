@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 
 from .imports import quick_imports
 
@@ -33,8 +34,10 @@ _REST_S = 0.1
 
 
 class _ForkServer:
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, work: Callable[[socket.socket], None]) -> None:
+        """`work` is what a forked worker does, with its agent's socket; it never returns."""
         self._listener = listener
+        self._work = work
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._child_wakeup = _child_signals()
@@ -85,15 +88,16 @@ class _ForkServer:
         self._tell(client, FORKED, pid)
 
     def _become_worker(self, descriptor: int) -> None:
-        from .worker import run_worker
-
         self._selector.close()
         for other in (self._listener, self._child_wakeup, *self._clients.values()):
             other.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        run_worker(socket.socket(fileno=descriptor))
+        try:
+            self._work(socket.socket(fileno=descriptor))
+        finally:
+            os._exit(1)  # whatever it was: what comes after this is the server's
 
     def _reap(self) -> None:
         while self._client_of:
@@ -135,17 +139,30 @@ def main() -> None:
     """Serve on the inherited listening socket whose descriptor is the first argument."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    path = listener.getsockname()
     _warm_up()
     gc.collect()
     gc.freeze()
+    serve(listener, _be_worker)
+
+
+def serve(listener: socket.socket, work: Callable[[socket.socket], None]) -> None:
+    """Fork processes that do `work` until the last client has left; then remove the socket, and what lies beside it."""
+    path = listener.getsockname()
     try:
-        _ForkServer(listener).serve()
+        _ForkServer(listener, work).serve()
     finally:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(os.path.dirname(path), "fork.pid"))
         with contextlib.suppress(OSError):  # a directory that another agent or job still uses stays
             os.unlink(path)
             os.rmdir(os.path.dirname(path))
             os.rmdir(os.path.dirname(os.path.dirname(path)))
+
+
+def _be_worker(sock: socket.socket) -> None:
+    from .worker import run_worker
+
+    run_worker(sock)
 
 
 def _warm_up() -> None:

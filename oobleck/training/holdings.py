@@ -165,6 +165,10 @@ class Holdings:
         """
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | dict(received)
         self._kept = keep
+        if order.initial:  # whatever was trained is of a past that never was
+            states = {}
+            self._model.adopt(0, 0, {})
+            self._optimizer.adopt({})
         has_bank = bool(order.banked.microbatches)
         given: dict[str, tuple[torch.Tensor, ...]] = {}
         sums = dict(self._bank.sums)

@@ -38,6 +38,7 @@ from oobleck.control.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
     AgentStopped,
+    CommitRecord,
     Configure,
     Fence,
     Heartbeat,
@@ -198,6 +199,9 @@ class World:
         self.made: list[str] = []
         self._orders: dict[int, Order] = {}
         self._copied: frozenset[int] = frozenset()
+        self._done: list[CommitRecord] = []
+        """The committed steps since what was last gone back to, and those before it."""
+        self._restored_generation = 0
         self._versions: dict[int, Version] = {}
         """By step, as the living had it last: one that only the dead have applied is applied again."""
         self.taken: dict[int, tuple[RecordRun, ...]] = {}
@@ -502,15 +506,26 @@ class World:
             raise Violation(f"{entry} comes after the end")
         match entry:
             case StepDone(record=record):
-                steps = sum(isinstance(old, StepDone) for old in self.journal)
+                steps = len(self._done)
                 if record.step <= steps:
                     raise Violation(f"the journal goes from step {steps} to step {record.step}")
+                self._done.append(record)
             case PlanAdopted(generation=generation, plan=plan):
+                if entry.restored_step is not None:
+                    self._go_back(entry.restored_step, generation)
                 if any(isinstance(old, PlanAdopted) and old.generation >= generation for old in self.journal):
                     raise Violation(f"generation {generation} gets a second plan")
                 if plan.num_microbatches != self.shape.num_microbatches:
                     raise Violation(f"{plan.num_microbatches} microbatches are planned")
         self.journal.append(entry)
+
+    def _go_back(self, step: int, generation: int) -> None:
+        """What was done after this step is of a past that never was."""
+        del self._done[step:]
+        self._copied = frozenset()
+        self._versions = {old: version for old, version in self._versions.items() if old <= step}
+        self.taken = {old: runs for old, runs in self.taken.items() if old <= step}
+        self._restored_generation = generation
 
     def _check_message(self, message: object) -> None:
         if not isinstance(message, Order):
@@ -523,7 +538,11 @@ class World:
                 raise Violation(f"generation {message.generation} moves a layer with a lost node: {item}")
 
     def _check(self, move: str) -> None:
-        workers = self._workers()
+        workers = {
+            place: worker
+            for place, worker in self._workers().items()
+            if worker.standing.adopted >= self._restored_generation
+        }
         copied = {layer for worker in workers.values() for layer in (*worker.kept, *worker.layers)}
         versions: dict[tuple[int, tuple[int, ...]], Version] = {}
         for worker in workers.values():
@@ -573,7 +592,7 @@ class World:
     def check_end(self) -> None:
         """What must hold when the run is over."""
         assert self.ended is not None
-        done = [entry.record for entry in self.journal if isinstance(entry, StepDone)]
+        done = self._done
         steps = [record.step for record in done]
         was_stopped = self.ended.exit_code == 130 or self.ended.reason.startswith("stopped;")
         num_steps = len(steps) if "all data" in self.ended.reason else self.shape.max_steps

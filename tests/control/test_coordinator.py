@@ -120,7 +120,7 @@ def test_failures_to_start_are_told_together():
 def test_a_worker_that_dies_before_training_ends_the_start():
     bench = Bench(SINGLES)
     bench.up("n0")
-    bench.say("n0", CRASH)
+    bench.say("n0", WorkerExited(device=0, pid=8, exit_code=3))
     assert bench.journal(NodeLost)[0].cause is Cause.WORKER_EXITED
 
 
@@ -583,6 +583,7 @@ def test_an_error_that_cost_the_last_copy_is_told_instead_of_the_layers():
     left = [node for node in ("n0", "n1", "n2", "n3") if node not in first]
     for node in first:
         bench.say(node, WorkerExited(device=0, pid=8, exit_code=1, traceback="ValueError: bad sample"))
+        bench.fail(node)
     answer_all(bench, *left, applied=1, last_record=record(1))
     assert bench.ended is not None
     assert "ValueError: bad sample" in bench.ended.reason

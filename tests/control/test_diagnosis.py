@@ -30,6 +30,7 @@ from oobleck.control.journal import (
     RecoveryStarted,
     WorkerDown,
 )
+from oobleck.control.messages import UNSEEN_WORDS
 from oobleck.planner import Place
 
 from .journals import adopted, committed, plan, recovered, run_with_a_loss
@@ -79,7 +80,7 @@ def test_the_loss_of_a_node_is_told_with_its_cost():
         ("killed by signal 11", Failure.CRASHED),
         ("killed by signal 6", Failure.CRASHED),
         ("exit code 3", Failure.EXITED),
-        ("exit code None", Failure.EXITED),
+        (UNSEEN_WORDS, Failure.EXITED),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", Failure.OUT_OF_MEMORY),
         ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", Failure.OUT_OF_MEMORY),
         ("MemoryError", Failure.OUT_OF_MEMORY),

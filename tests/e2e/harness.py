@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -198,6 +199,13 @@ class Runner:
                 client.close()
                 time.sleep(0.2)
 
+    def kill_fork_server(self) -> None:
+        """Kill it, warm as it is; the next run keeps another one."""
+        os.kill(int(self._fork_server.with_name("fork.pid").read_text().split()[0]), signal.SIGKILL)
+        if self._warm is not None:
+            self._warm.close()
+            self._warm = None
+
     @property
     def _fork_server(self) -> Path:
         return self.agent_directory("any").with_name("fork.sock")
@@ -219,7 +227,8 @@ class Runner:
 
     def files(self) -> list[str]:
         """What runs have left in memory, and, but for the warm fork server and torch's cache, in files."""
-        warm = {self._fork_server, *self._fork_server.parents} if self._warm is not None else set()
+        server = self._fork_server
+        warm = {server, server.with_name("fork.pid"), *server.parents} if self._warm is not None else set()
         left = [path.relative_to(self.temporary) for path in self.temporary.rglob("*") if path not in warm]
         left_there = sorted(str(path) for path in left if not path.parts[0].startswith("torchinductor_"))
         return [*left_there, *map(str, sorted(self.memory.rglob("*")))]

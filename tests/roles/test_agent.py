@@ -15,6 +15,7 @@ from oobleck.control.messages import (
     AgentStopped,
     Fence,
     FinishStep,
+    ForkServerEnded,
     Greeting,
     Heartbeat,
     Hello,
@@ -145,6 +146,14 @@ async def test_a_notice_of_termination_is_passed_on_once(autojump_clock: MockClo
             await hear(link, Leaving)
         assert waited.cancelled_caught
         nursery.cancel_scope.cancel()
+
+
+async def test_the_end_of_the_fork_server_is_passed_on(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        for reason in ("killed by signal 9; it is started again", "exit code 3; it is not started again"):
+            await desk.host.end_server.send(reason)
+            assert await hear(link, ForkServerEnded) == ForkServerEnded(reason=reason)
 
 
 async def test_workers_are_set_up_and_reported(autojump_clock: MockClock):

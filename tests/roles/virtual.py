@@ -123,6 +123,10 @@ class VirtualHost:
         self.prepared: list[Path] = []
         self.start_s = 0.0
         self._started = trio.Condition()
+        self.end_server, self._server_ends = trio.open_memory_channel[str](1)
+
+    async def server_ended(self) -> str:
+        return await self._server_ends.receive()
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         self.prepared.append(cache_dir)

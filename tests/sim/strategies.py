@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from oobleck.sim.trace import (
     AgentCrashed,
     AgentFrozen,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -26,7 +27,7 @@ from oobleck.sim.trace import (
 
 _ANY = (
     Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed,
-    MasterFrozen, Partitioned, Healed,
+    MasterFrozen, Partitioned, Healed, ForkServerCrashed,
 )  # fmt: skip
 
 
@@ -55,7 +56,8 @@ def traces(
         well, away = sorted(here - frozen), sorted(set(nodes) - here)
         targets = {
             Lost: sorted(here), Joined: away, Frozen: well, Thawed: sorted(frozen), Slowed: well, WorkerCrashed: well,
-            AgentCrashed: well, AgentFrozen: well, Noticed: well, MasterCrashed: nodes, MasterFrozen: nodes,
+            AgentCrashed: well, ForkServerCrashed: well, AgentFrozen: well, Noticed: well, MasterCrashed: nodes,
+            MasterFrozen: nodes,
             Partitioned: nodes, Healed: nodes if partitioned else (),
         }  # fmt: skip
         possible = [kind for kind in kinds if targets[kind]]

@@ -19,6 +19,7 @@ from oobleck.control.journal import (
     NodeConnected,
     NodeLeft,
     NodeLost,
+    Notice,
     PlanAdopted,
     RecoveryDone,
     StepDone,
@@ -30,6 +31,7 @@ from oobleck.schedule.forecast import forecast
 from oobleck.sim.cluster_gear import ClusterRun
 from oobleck.sim.trace import (
     AgentCrashed,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -254,3 +256,24 @@ def test_a_crashed_master_is_replaced_and_training_goes_on(crash_s: float):
     check_whole(played)
     resumed = entries(played, MasterResumed)
     assert len(resumed) == (crash_s > STARTED_S)
+
+
+def test_workers_that_end_all_at_once_are_waited_for_and_begin_again():
+    played = run(*(WorkerCrashed(t_s=10.0, node=f"n{number}") for number in range(4)))
+    assert played.end.exit_code == 0, played.end.reason
+    assert entries(played, NodeLost) == []
+    plan = entries(played, PlanAdopted)[-1]
+    assert (plan.action, plan.restored_step) == (Action.BEGIN_AGAIN, 0)
+    before = len(entries(played, StepDone)) - len(entries(played, StepDone, since_s=10.0))
+    assert played.summary.steps_lost == before > 0
+    assert steps(played)[before:] == list(range(1, played.summary.steps_committed + 1))
+
+
+def test_the_end_of_a_fork_server_stops_nobody_and_the_next_worker_waits_for_another():
+    crash = WorkerCrashed(t_s=11.0, node="n3")
+    played = run(ForkServerCrashed(t_s=10.0, node="n3"), crash)
+    check_whole(played)
+    (told,) = [entry.text for entry in entries(played, Notice) if "fork server" in entry.text]
+    assert told == "n3's fork server ended: killed by signal 9; it is started again"
+    back_s = entries(played, RecoveryDone)[-1].t_s
+    assert back_s - entries(run(crash), RecoveryDone)[-1].t_s > 1.0

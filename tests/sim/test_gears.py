@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.journal import (
+    Action,
     Cause,
     JobEnded,
     JobStarted,
@@ -112,7 +114,9 @@ def test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear(tra
         fault_threshold=job.fault_threshold,
         schedule=job.schedule,
     )
-    assert plans(sweep(trace_of(played.entries), settings))[: len(plans(played.entries))] == plans(played.entries)
+    # Where all state is lost, the one has no checkpoints, and begins again; the other has some.
+    decided = list(takewhile(lambda plan: plan[1] is not Action.BEGIN_AGAIN, plans(played.entries)))
+    assert plans(sweep(trace_of(played.entries), settings))[: len(decided)] == decided
 
 
 @examples(15)

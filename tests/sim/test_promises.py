@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import NodeLost, WorkerDown
+from oobleck.control.journal import NodeLost, StepDone, WorkerDown
 from oobleck.job import ScalingSpec
 from oobleck.sim.cluster_gear import ClusterRun, run_cluster
 from oobleck.sim.trace import (
     AgentCrashed,
     AgentFrozen,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -68,9 +69,9 @@ SHAPES = (
 )
 ALL = (
     Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed,
-    MasterFrozen, Partitioned, Healed,
+    MasterFrozen, Partitioned, Healed, ForkServerCrashed,
 )  # fmt: skip
-NODES = (Lost, Joined, WorkerCrashed, AgentCrashed)
+NODES = (Lost, Joined, WorkerCrashed, AgentCrashed, ForkServerCrashed)
 
 
 def faulty(kinds, *, min_nodes: int = 2, max_nodes: int = 5) -> st.SearchStrategy[Trace]:
@@ -193,6 +194,46 @@ def mild_traces(draw: st.DrawFn) -> Trace:
             events += [Lost(t_s=now_s, node=node), Joined(t_s=now_s + draw(st.floats(0.5, 10.0)), node=node)]
         now_s += draw(st.floats(25.0, 40.0))
     return Trace(duration_s=now_s + QUIET_S, nodes=nodes, start=nodes, events=tuple(events))
+
+
+MAX_CRASHES = 3
+"""Of a node's workers within ten minutes, after which it is given up."""
+
+
+@st.composite
+def crashes(draw: st.DrawFn) -> Trace:
+    """Workers and fork servers end, often all at once, and sometimes the master; every agent lives."""
+    nodes = tuple(f"node{number}" for number in range(draw(st.integers(1, 4))))
+    left = dict.fromkeys(nodes, MAX_CRASHES)
+    events: list[WorkerCrashed | ForkServerCrashed | MasterCrashed] = []
+    now_s = BEGIN_S
+    for _ in range(draw(st.integers(1, 4))):
+        now_s += draw(gaps)
+        for node in draw(st.one_of(st.just(nodes), st.permutations(nodes))):
+            now_s += draw(st.one_of(st.just(0.0), st.floats(0, 0.05), st.floats(0, 0.5)))
+            if draw(st.integers(0, 3)) == 0:
+                events.append(ForkServerCrashed(t_s=now_s, node=node))
+            if left[node] and draw(st.integers(0, 5)):
+                left[node] -= 1
+                events.append(WorkerCrashed(t_s=now_s, node=node))
+        if draw(st.integers(0, 7)) == 0:
+            events.append(MasterCrashed(t_s=now_s, down_s=draw(st.floats(0.1, 3.0))))
+    return Trace(duration_s=now_s + RESUMED_S, nodes=nodes, start=nodes, events=tuple(events))
+
+
+@examples(16)
+@given(trace=crashes(), setting=st.sampled_from((PLAIN, SHAPES[2], SHAPES[5], SHAPES[12])), seed=seeds)
+def test_a_run_goes_on_for_as_long_as_its_agents_live(trace: Trace, setting: Setting, seed: int):
+    """Whatever ends of workers and fork servers, and however close together: steps are run again at the worst."""
+    setting = replace(setting, fault_threshold=min(setting.fault_threshold, len(trace.nodes) - 1))
+    if len(trace.nodes) < 2:
+        setting = replace(setting, layers_per_device=4)
+    played = play(trace, setting, seed)
+    assert played.end.exit_code == 0, played.end.reason
+    assert not any(isinstance(entry, NodeLost) for entry in played.entries)
+    assert played.summary.samples_missing == played.summary.samples_repeated == 0
+    committed = sum(isinstance(entry, StepDone) for entry in played.entries)
+    assert committed == played.summary.steps_committed + played.summary.steps_lost
 
 
 @examples(12)

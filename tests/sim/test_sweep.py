@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
-from oobleck.control.journal import Cause, JournalEntry, NodeLeft, PlanAdopted, RecoveryDone, StepsDone
+from oobleck.control.journal import Cause, JournalEntry, NodeLeft, NodeLost, PlanAdopted, RecoveryDone, StepsDone
 from oobleck.control.summary import Summary, summarize
 from oobleck.errors import PlanningError
 from oobleck.job import ScheduleName
@@ -329,3 +329,10 @@ def test_any_trace_is_played_to_its_end(trace: Trace, fault_threshold: int, is_f
             assert entry.plan.num_microbatches == 8
     check_node_hours(summarize(journal), trace)
     assert sweep(trace, make_settings(fault_threshold=fault_threshold, costs=costs)) == journal
+
+
+def test_all_workers_at_once_cost_the_steps_since_the_newest_checkpoint_and_no_node() -> None:
+    journal = play(*(WorkerCrashed(t_s=500.0, node=f"node{number}") for number in range(4)))
+    assert [done.steps_lost for done in only(journal, RecoveryDone)] == [20]
+    assert only(journal, NodeLost) == []
+    assert [steps.first_step for steps in only(journal, StepsDone)] == [1, 78, 98]

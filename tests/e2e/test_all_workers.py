@@ -1,0 +1,101 @@
+"""All workers end at once, and what forks them: as long as the agents live, the run goes on, and no node is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .elastic import Elastic, nodes_of, recoveries
+from .harness import Runner, incidents, worker_pids
+
+NODES = ["node0", "node1", "node2", "node3"]
+SAVED = ("--set", "checkpoint.enabled=true", "--set", "checkpoint.save_steps=4")
+"""Over the fixture's job, which saves nothing."""
+
+
+def kill_workers(runner: Runner, *nodes: str, apart_s: float = 0.0) -> None:
+    for pid in [worker_pids(runner)[node] for node in nodes]:
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(apart_s)
+
+
+def lost_nodes(runner: Runner) -> list[str]:
+    return [entry["node"] for entry in runner.journal() if entry["@type"] == "NodeLost"]
+
+
+def restored_steps(runner: Runner) -> list[int]:
+    plans = [entry for entry in runner.journal() if entry["@type"] == "PlanAdopted"]
+    return [entry["restored_step"] for entry in plans if entry.get("restored_step") is not None]
+
+
+def go_on(run: Elastic) -> None:
+    """Wait until everybody trains again, for some steps."""
+    run.up.wait_for("back to the checkpoint of step")
+    run.up.wait_for("] step ")
+    run.up.wait_for_steps(6)
+
+
+def test_all_workers_and_the_fork_server_are_killed_and_all_go_back_to_what_memory_has(
+    start: Callable[..., Any], runner: Runner
+) -> None:
+    with start(*SAVED, loses_steps=True) as run:
+        run.up.wait_for_step(10)
+        kill_workers(runner, *NODES)
+        go_on(run)
+        # Nobody stops for the fork server; a worker that ends while there is none waits for the next one.
+        runner.kill_fork_server()
+        kill_workers(runner, "node1")
+        run.up.wait_for("'s fork server ended: killed by signal 9; it is started again")
+        run.up.wait_for("node1 taken in; restart_worker")
+        run.up.wait_for_steps(6)
+        # Both at once.
+        runner.kill_fork_server()
+        kill_workers(runner, *NODES)
+        go_on(run)
+        outcome = run.stop()
+    assert lost_nodes(runner) == []
+    assert nodes_of(outcome) == NODES
+    assert all(step > 0 for step in restored_steps(runner))
+    assert len(restored_steps(runner)) == 2, "the single worker took its layers from its peers"
+    assert [action for _, action, _ in recoveries(outcome)].count("checkpoint") == 2
+    causes = [incident["failure"] for incident in incidents(runner)]
+    assert "killed" in causes
+    assert "fork_server" in str(incidents(runner))
+
+
+def test_workers_that_are_killed_one_after_the_other_begin_again_where_nothing_is_saved(
+    start: Callable[..., Any], runner: Runner
+) -> None:
+    with start(loses_steps=True) as run:
+        kill_workers(runner, *NODES, apart_s=0.2)
+        run.up.wait_for("from the model's initial values")
+        run.up.wait_for_step(8)
+        outcome = run.stop()
+    assert lost_nodes(runner) == []
+    assert nodes_of(outcome) == NODES
+    assert restored_steps(runner) == [0]
+    assert "begin_again" in [action for _, action, _ in recoveries(outcome)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart_s", [0.0, 0.02, 0.2, 0.6])
+@pytest.mark.parametrize("saved", [True, False])
+def test_all_workers_end_however_far_apart(
+    start: Callable[..., Any], runner: Runner, apart_s: float, saved: bool
+) -> None:
+    """Where each is back before the next one ends, nothing is lost."""
+    with start(*(SAVED if saved else ()), loses_steps=apart_s < 0.6) as run:
+        run.up.wait_for_step(10)
+        for _ in range(2):
+            kill_workers(runner, *NODES, apart_s=apart_s)
+            time.sleep(3.0)
+            run.up.wait_for("] step ")
+            run.up.wait_for_steps(3)
+        outcome = run.stop()
+    assert lost_nodes(runner) == []
+    assert nodes_of(outcome) == NODES
