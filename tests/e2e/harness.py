@@ -227,8 +227,12 @@ class Runner:
 
     def files(self) -> list[str]:
         """What runs have left in memory, and, but for the warm fork server and torch's cache, in files."""
-        server = self._fork_server
-        warm = {server, server.with_name("fork.pid"), *server.parents} if self._warm is not None else set()
+        warm: set[Path] = set()
+        if self._warm is not None:
+            server = self._fork_server
+            warm = {server, server.with_name("fork.pid"), *server.parents}
+            for module in self.temporary.glob("*/_remote_module_non_scriptable.py"):  # torch 2.9 writes it when imported
+                warm |= {module, module.parent}
         left = [path.relative_to(self.temporary) for path in self.temporary.rglob("*") if path not in warm]
         left_there = sorted(str(path) for path in left if not path.parts[0].startswith("torchinductor_"))
         return [*left_there, *map(str, sorted(self.memory.rglob("*")))]

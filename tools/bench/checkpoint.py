@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -30,9 +31,12 @@ import torch
 import torch.distributed
 import torch.distributed.checkpoint as dcp
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
+
 from oobleck.checkpoint import MANIFEST_VERSION, CheckpointDirectory, Manifest, checkpoint_name, find_slots
 from oobleck.training.checkpoint import FlashSaver, LayerTensors, SavedLayers, StateReader
 from oobleck.training.digests import digest_of
+from tools.smoke import parse_arguments
 
 _STEM = "device0"
 _RUN = "0123abcd"
@@ -76,7 +80,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--directory", default=None, help="where to save; by default the temporary directory")
-    return parser.parse_args()
+    return parse_arguments(parser, mib=150, saves=1)
 
 
 def _state(mib: int) -> LayerTensors:

@@ -25,8 +25,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
+
 from oobleck.runtime.agent_dir import AgentDir
 from oobleck.runtime.run_dir import RunDirectory
+from tools.smoke import parse_arguments
 
 _TAG = "bench-recovery"
 _FAULT_STEP = 20
@@ -250,11 +253,11 @@ _FAULTS: dict[str, Fault] = {
 }
 
 
-def measure(fault: str, directory: Path, number: int) -> Outcome:
-    """Do one fault to one run."""
+def measure(fault: str, directory: Path, number: int, *, at_step: int) -> Outcome:
+    """Do one fault to one run, once it has made so many steps."""
     run = Run(directory, number)
     try:
-        run.wait_for_step(_FAULT_STEP)
+        run.wait_for_step(at_step)
         run.skip()
         workers, ordinary_s = run.workers, run.steps()[_WARM_UP_STEPS:]
         at_s = _FAULTS[fault].act(run)
@@ -298,7 +301,7 @@ def _lives(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def measure_torchrun(directory: Path) -> float:
+def measure_torchrun(directory: Path, *, at_step: int) -> float:
     """Seconds from a worker's SIGKILL to the first step after torchrun's restart, a checkpoint each step."""
     script = Path(__file__).parent / "torchrun_job.py"
     log = directory / "torchrun.jsonl"
@@ -311,7 +314,7 @@ def measure_torchrun(directory: Path) -> float:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        before = _wait_for_line(log, lambda entry: entry["step"] >= _FAULT_STEP)
+        before = _wait_for_line(log, lambda entry: entry["step"] >= at_step)
         at_s = time.monotonic()
         os.kill(int(before["pids"][2]), signal.SIGKILL)
         _wait_for_line(log, lambda entry: entry["restart"] > before["restart"])
@@ -337,19 +340,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--faults", nargs="*", choices=[*_FAULTS, []], default=list(_FAULTS))
+    parser.add_argument("--at-step", type=int, default=_FAULT_STEP, help="the step after which faults happen")
     parser.add_argument("--no-torchrun", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, runs=1, at_step=_WARM_UP_STEPS + 1)
     print("| fault | runs | stall (max), s | next step, s | step, s | target | met | lost | nodes | kept |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         medians: dict[str, float] = {}
         for fault in arguments.faults:
-            outcomes = [measure(fault, directory, number) for number in range(arguments.runs)]
+            outcomes = [measure(fault, directory, number, at_step=arguments.at_step) for number in range(arguments.runs)]
             medians[fault] = statistics.median(outcome.next_step_s for outcome in outcomes)
             print(_row(fault, outcomes), flush=True)
         if not arguments.no_torchrun:
-            times = [measure_torchrun(directory) for _ in range(arguments.runs)]
+            times = [measure_torchrun(directory, at_step=arguments.at_step) for _ in range(arguments.runs)]
             median_s = statistics.median(times)
             print(f"| torchrun, killed worker | {len(times)} | | {median_s:.2f} | | | | | | |")
             for fault, ours_s in medians.items():
