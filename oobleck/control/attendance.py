@@ -261,8 +261,8 @@ class Attendance:
         known = member.ready.get(message.device)
         if member.is_dismissed or (known is not None and known.pid != message.pid):
             return
-        if member.gone.get(message.device) == message.pid:
-            if message.device in member.ending:
+        if message.pid in (gone := member.gone.get(message.device, ())):
+            if message.device in member.ending and message.pid == gone[-1]:
                 self._start_again(member, message.device)
             return  # else said again to a new master
         place = Place(node=member.spec.name, device=message.device)

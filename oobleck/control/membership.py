@@ -68,8 +68,11 @@ class Member:
     """When its workers were started again, each with the newest step that was ever committed by then; the last few."""
     last_words: str = ""
     """Why its workers were given up, if they were."""
-    gone: dict[int, int] = field(default_factory=dict)
-    """By device, until another worker is ready there: the process id of the one whose end was taken in."""
+    gone: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By device, until another worker is ready there: the process ids of those whose end was taken in.
+
+    A new master is told again of all of them.
+    """
     ending: set[int] = field(default_factory=set)
     """Devices whose worker was told to end, to be started again once it has."""
     is_banned: bool = False
@@ -124,12 +127,15 @@ class Member:
         self.restarts = (*self.restarts, (now_s, step))[-_RESTARTS_KEPT:]
         self.ready.pop(device, None)
         self.ending.discard(device)
-        self.gone[device] = pid
+        self._note_gone(device, pid)
         for other in also:
-            self.gone[other] = self.ready.pop(other).pid
+            self._note_gone(other, self.ready.pop(other).pid)
             self.ending.add(other)
         if self.is_ready:
             self.move_to(NodeState.CONNECTED)
+
+    def _note_gone(self, device: int, pid: int) -> None:
+        self.gone[device] = (*self.gone.get(device, ()), pid)
 
     def dismiss(self) -> None:
         """The node is drained: its agent is there until it says goodbye; its workers are not."""

@@ -42,6 +42,8 @@ _SERVER = (sys.executable, "-m", "oobleck.training.fork_server")
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
 """A server that ends again after so many restarts within this time is not started again."""
+_TRY_AGAIN_S = 0.5
+"""Before a server is started again that could not be."""
 _LAST_WORDS_S = 2.0
 """How long a server that is gone may take to be reaped."""
 _LOOK_S = 0.05
@@ -161,8 +163,13 @@ class ForkingWorkerHost:
         """Connect to the fork server, starting it where there is none, as often as it takes; hear of workers' ends."""
         async with trio.open_nursery() as nursery:
             while self._given_up is None:
-                with trio.fail_after(_START_TIMEOUT_S):
-                    server = await self._connect()
+                try:
+                    with trio.fail_after(_START_TIMEOUT_S):
+                        server = await self._connect()
+                except OSError as error:  # no memory, no process: there may be some in a moment
+                    await self._tell_end(f"it cannot be started: {error}")
+                    await trio.sleep(_TRY_AGAIN_S)
+                    continue
                 self._server = server
                 self._settled.set()
                 await server.hear()

@@ -22,6 +22,7 @@ from oobleck.runtime.control_client import (
 from oobleck.sim.trace import (
     AgentCrashed,
     AgentFrozen,
+    ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
@@ -92,7 +93,8 @@ def test_every_event_becomes_what_it_says() -> None:
         Noticed(t_s=6, node="n1", grace_s=30),
         Lost(t_s=7, node="n1"),
         Joined(t_s=8, node="n1"),
-        AgentCrashed(t_s=9, node="n0"),
+        ForkServerCrashed(t_s=9, node="n0"),
+        AgentCrashed(t_s=10, node="n0"),
     )
     is_over, told = play(trace, run)
     assert is_over
@@ -107,6 +109,7 @@ def test_every_event_becomes_what_it_says() -> None:
         signal("node1", "TERM", "agent"),
         KillRequest(node="node1"),
         AddRequest(node="node1"),
+        signal("node0", "KILL", "fork_server"),
         signal("node0", "KILL", "agent"),
     ]
 

@@ -311,3 +311,13 @@ def test_an_agent_that_can_start_no_worker_is_not_taken_for_one_that_was_stopped
     bench = training()
     bench.say("n1", AgentStopped(reason="no worker can be started: …", is_failure=True))
     assert bench.journal(NodeLost)[0].cause is Cause.WORKER_EXITED
+
+
+def test_ends_that_a_new_master_is_told_again_are_counted_once():
+    bench = training(replace(SINGLES, num_nodes=2, num_pipelines=2))
+    crash(bench, "n1", pid=8)
+    crash(bench, "n1", pid=9)
+    for pid in (8, 9, 8, 9):
+        crash(bench, "n1", pid=pid)
+    assert len(bench.journal(WorkerDown)) == 2
+    assert bench.journal(NodeLost) == []

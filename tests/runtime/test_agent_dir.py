@@ -75,6 +75,14 @@ def test_a_signal_reaches_those_that_it_is_for(agent: psutil.Popen, worker: psut
     assert (agent.wait(5), worker.wait(5)) == (-9, -9)
 
 
+def test_a_signal_for_the_fork_server_reaches_it_alone(directory: AgentDir, agent: psutil.Popen) -> None:
+    assert shell(signal_command(RUN, "node1", "KILL", processes="fork_server")) != 0, "there is none yet"
+    for server in process(directory, "../fork", BUSY):
+        assert shell(signal_command(RUN, "node1", "KILL", processes="fork_server")) == 0
+        assert server.wait(5) == -9
+    assert agent.is_running()
+
+
 def test_a_signal_for_nobody_fails(directory: AgentDir) -> None:
     assert shell(signal_command(RUN, "node1", "STOP")) != 0
     assert shell(signal_command(RUN, "node7", "STOP")) != 0

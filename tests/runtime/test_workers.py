@@ -139,3 +139,13 @@ async def test_a_server_that_ends_again_and_again_is_given_up_and_its_workers_li
         worker.kill()
         assert await worker.wait() == WorkerEnd()
         directory.fork_server_socket.unlink()
+
+
+async def test_a_server_that_cannot_be_started_is_given_up_with_the_reason(directory: AgentDir) -> None:
+    host = ForkingWorkerHost(directory, server=("/nonexistent",))
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(host.run)
+            with pytest.raises(WorkersUnavailable, match=r"it cannot be started: .*/nonexistent"):
+                await host.start(setup())
+            nursery.cancel_scope.cancel()

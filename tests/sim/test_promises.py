@@ -221,7 +221,7 @@ def crashes(draw: st.DrawFn) -> Trace:
     return Trace(duration_s=now_s + RESUMED_S, nodes=nodes, start=nodes, events=tuple(events))
 
 
-@examples(16)
+@examples(8)
 @given(trace=crashes(), setting=st.sampled_from((PLAIN, SHAPES[2], SHAPES[5], SHAPES[12])), seed=seeds)
 def test_a_run_goes_on_for_as_long_as_its_agents_live(trace: Trace, setting: Setting, seed: int):
     """Whatever ends of workers and fork servers, and however close together: steps are run again at the worst."""
