@@ -9,7 +9,7 @@ import logging
 import platform
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -27,7 +27,7 @@ from oobleck.control.journal import JournalEntry, JournalGap
 from oobleck.control.metrics import prometheus_text
 from oobleck.control.remains import Remains, read_remains
 from oobleck.control.summary import Summary, summarize
-from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
+from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.check_nodes import check_nodes
@@ -99,7 +99,11 @@ def run_job(run: Run) -> int:
             return _tell_finished(run, directory, finished, console)
         files = (directory.journal, directory.metrics)
         before = {path: aside_of(path) for path in files}
-        end, summary = trio.run(_run, run, directory, console)
+        try:
+            end, summary = trio.run(_run, run, directory, console)
+        except BaseException as error:
+            _tell_of_crash(run, error)
+            raise
         if end.exit_code == ExitCode.DONE and not summary.generations:
             console.out(f"oobleck up: {end.reason}")
             for path in files:  # nothing was done: the run before stays the newest
@@ -111,6 +115,19 @@ def run_job(run: Run) -> int:
     if end.exit_code != ExitCode.DONE:
         Console(stderr=True).print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
     return end.exit_code
+
+
+def _tell_of_crash(run: Run, error: BaseException) -> None:
+    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is told elsewhere."""
+    leaves = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else [error]
+    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves):
+        return
+    minutes = run.job.control.orphan_timeout_s / 60
+    with suppress(OSError):  # what broke may be where this is written to
+        sys.stderr.write(
+            f"oobleck: the master has crashed. Its agents train on for up to {minutes:g} minutes without it: the same "
+            "command takes the run over until then, and goes on from its newest state after that\n"
+        )
 
 
 def _finished(run: Run, directory: RunDirectory) -> Finished | None:
