@@ -225,11 +225,11 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
     """No run that ends with less in its journal than happened is a success: what reads it would tell less."""
-    if not journal.num_missing or end.exit_code not in _ENDS_WELL:
+    if not journal.num_missing or end.exit_code not in (*_ENDS_WELL, ExitCode.NOT_SAVED):
         return end
     problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
     lacking = f"{journal.num_missing} entries are MISSING from {journal.path}: {problem}"
-    return End(exit_code=ExitCode.NOT_SAVED, reason=f"{end.reason}, but {lacking}")
+    return End(exit_code=ExitCode.NOT_SAVED, reason=f"{end.reason}; {lacking}")
 
 
 async def _check(

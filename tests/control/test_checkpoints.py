@@ -261,9 +261,18 @@ def test_an_end_whose_save_fails_is_no_success() -> None:
 
 def test_an_end_whose_state_was_never_in_memory_says_that_it_is_gone() -> None:
     bench = ended_with(replace(NO_ROOM, reason="no shared memory in /dev/shm"), save_first=False)
+    assert bench.ended is None, "others may still tell of their shares"
+    bench.beat_until(bench.now_s + 3.0, "n0", "n1")
     assert bench.ended is not None
     assert bench.ended.exit_code == ExitCode.NOT_SAVED
     assert "nothing is left of what was trained" in bench.ended.reason
+
+
+def test_shares_that_are_told_of_after_the_save_has_failed_count_as_kept() -> None:
+    bench = ended_with(NO_ROOM, save_first=False)
+    save(bench, 1, until="in memory")
+    assert bench.ended is not None
+    assert "stays in the shared memory" in bench.ended.reason
 
 
 def test_an_end_without_a_place_to_save_in_is_no_success() -> None:
