@@ -113,7 +113,16 @@ def run_job(run: Run) -> int:
         console.print(summary_table(summary))
     _hand_out(run, summary)
     if end.exit_code != ExitCode.DONE:
-        Console(stderr=True).print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        told = Console(stderr=True)
+        told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if end.exit_code not in _ENDS_WELL and summary.generations and run.job.checkpoint.enabled:
+            told.print(
+                f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
+                "next run of this tag",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
     return end.exit_code
 
 

@@ -300,6 +300,6 @@ def assert_journal_is_whole(runner: Runner) -> None:
     """It tells every step after those that a run before has left, and its end."""
     entries = runner.journal()
     assert entries[-1]["@type"] in ("JobEnded", "JournalGap")
-    begun = [entry["restored_step"] for entry in entries if entry["@type"] == "PlanAdopted"][0] or 0
+    begun = next(entry["restored_step"] for entry in entries if entry["@type"] == "PlanAdopted") or 0
     steps = [entry["record"]["step"] for entry in entries if entry["@type"] == "StepDone"]
     assert steps == list(range(begun + 1, STEPS + 1))
