@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -74,13 +74,23 @@ class CheckpointDirectory:
         layout = slot.memory.layout
         target = self.path / name
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shards = tuple(
-            self._persist_layer(target, layer, layout.entries_of(layer), slot, dict(layout.metadata))
-            for layer in layout.layers
-        )
+        shards: list[Shard] = []
+        try:
+            for layer in layout.layers:
+                shards.append(self._persist_layer(target, layer, layout.entries_of(layer), slot, dict(layout.metadata)))
+        except OSError:
+            self._take_back(target, shards)
+            raise
         if not slot.is_valid or slot.sequence != sequence:
             raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was written over while it was read")
-        return shards
+        return tuple(shards)
+
+    def _take_back(self, target: Path, shards: Sequence[Shard]) -> None:
+        """Remove what was written before the disk refused more: the next save needs the room."""
+        with suppress(OSError):
+            for shard in shards:
+                (target / shard.file).unlink(missing_ok=True)
+            target.rmdir()  # unless others have written there
 
     def _persist_layer(
         self, target: Path, layer: int, entries: tuple[Entry, ...], slot: Slot, metadata: dict[str, str]

@@ -23,6 +23,7 @@ from .harness import TAG, Outcome, Runner, oobleck
 from .reference import reference_losses
 
 TOLERANCE = 1e-9
+ENDS_BADLY = (ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.CONFIG)
 STEPS = 40
 
 
@@ -279,7 +280,8 @@ def test_wherever_a_disk_is_full_success_means_a_whole_checkpoint_and_a_whole_jo
         for _ in range(3):
             with own.up(*line, "--save-every", str(random.choice((1, 3, 1000)))) as up:
                 if random.random() < 0.7:
-                    up.wait_for("] step ")
+                    with suppress(AssertionError):  # there may be nothing left to train
+                        up.wait_for("] step ")
                 time.sleep(random.random())
                 filler = fill(disk)
                 time.sleep(random.random())
@@ -288,7 +290,7 @@ def test_wherever_a_disk_is_full_success_means_a_whole_checkpoint_and_a_whole_jo
                 outcome = up.finish()
             filler.unlink(missing_ok=True)
             codes.append(outcome.exit_code)
-            assert outcome.exit_code in (0, 1, ExitCode.NOT_SAVED, ExitCode.CONFIG), outcome.output
+            assert outcome.exit_code in (0, 1, *ENDS_BADLY), outcome.output
             if outcome.exit_code == 0:
                 assert steps_of(checkpoint)[0] == STEPS, outcome.output
                 assert_journal_is_whole(own)
