@@ -23,7 +23,7 @@ from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.wire import from_builtins, to_builtins
 
 from .layer_file import fsync_directory, write_file, write_layer_file
-from .layout import Entry
+from .layout import Entry, Layout
 from .memory import Slot
 
 __all__ = ["MANIFEST_NAME", "CheckpointDirectory", "FileFault", "FoundManifest", "layer_file_name"]
@@ -74,19 +74,30 @@ class CheckpointDirectory:
         layout = slot.memory.layout
         target = self.path / name
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shards = tuple(
-            self._persist_layer(target, layer, layout.entries_of(layer), slot, dict(layout.metadata))
-            for layer in layout.layers
-        )
+        try:
+            shards = tuple(
+                self._persist_layer(target, layer, layout.entries_of(layer), slot, dict(layout.metadata))
+                for layer in layout.layers
+            )
+        except OSError:
+            self._take_back(target, layout)
+            raise
         if not slot.is_valid or slot.sequence != sequence:
             raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was written over while it was read")
         return shards
+
+    def _take_back(self, target: Path, layout: Layout) -> None:
+        """Remove what was written before the disk refused more: the next save needs the room."""
+        with suppress(OSError):
+            for layer in layout.layers:
+                (target / layer_file_name(layer, _part_of(layout))).unlink(missing_ok=True)
+            target.rmdir()  # unless others have written there
 
     def _persist_layer(
         self, target: Path, layer: int, entries: tuple[Entry, ...], slot: Slot, metadata: dict[str, str]
     ) -> Shard:
         part = slot.memory.layout.part
-        file = layer_file_name(layer, part if "part" in metadata else None)
+        file = layer_file_name(layer, _part_of(slot.memory.layout))
         size, digest = write_layer_file(
             target / file, entries, slot.data, metadata={**metadata, "format": "pt", "layer": str(layer)}
         )
@@ -201,6 +212,11 @@ class CheckpointDirectory:
         if size != shard.size_bytes:
             return FileFault(file=path, problem=f"{size} bytes; it should have {shard.size_bytes}")
         return None
+
+
+def _part_of(layout: Layout) -> int | None:
+    """Which part of its layers a layout has, where these are cut."""
+    return layout.part if "part" in layout.metadata else None
 
 
 def layer_file_name(layer: int, part: int | None = None) -> str:

@@ -9,7 +9,7 @@ import logging
 import platform
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -27,7 +27,7 @@ from oobleck.control.journal import JournalEntry, JournalGap
 from oobleck.control.metrics import prometheus_text
 from oobleck.control.remains import Remains, read_remains
 from oobleck.control.summary import Summary, summarize
-from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
+from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.check_nodes import check_nodes
@@ -112,7 +112,11 @@ def run_job(run: Run) -> int:
         before = {path: aside_of(path) for path in files}
         with background_logging():
             clock = PatientClock()
-            end, summary = trio.run(_run, run, directory, output, clock, clock=clock)
+            try:
+                end, summary = trio.run(_run, run, directory, output, clock, clock=clock)
+            except BaseException as error:
+                _tell_of_crash(run, error)
+                raise
         if end.exit_code == ExitCode.DONE and not summary.generations:
             say(output, f"oobleck up: {end.reason}")
             for path in files:  # nothing was done: the run before stays the newest
@@ -122,8 +126,30 @@ def run_job(run: Run) -> int:
         console_on(output).print(summary_table(summary))
     is_written = _hand_out(run, summary, stdout)
     if end.exit_code != ExitCode.DONE:
-        Console(stderr=True).print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        told = Console(stderr=True)
+        told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if end.exit_code not in _ENDS_WELL and summary.generations and run.job.checkpoint.enabled:
+            told.print(
+                f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
+                "next run of this tag",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
     return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
+
+
+def _tell_of_crash(run: Run, error: BaseException) -> None:
+    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is told elsewhere."""
+    leaves = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else [error]
+    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves):
+        return
+    minutes = run.job.control.orphan_timeout_s / 60
+    with suppress(OSError):  # what broke may be where this is written to
+        sys.stderr.write(
+            f"oobleck: the master has crashed. Its agents train on for up to {minutes:g} minutes without it: the same "
+            "command takes the run over until then, and goes on from its newest state after that\n"
+        )
 
 
 def _finished(run: Run, directory: RunDirectory) -> Finished | None:
@@ -220,11 +246,11 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
     """No run that ends with less in its journal than happened is a success: what reads it would tell less."""
-    if not journal.num_missing or end.exit_code not in _ENDS_WELL:
+    if not journal.num_missing or end.exit_code not in (*_ENDS_WELL, ExitCode.NOT_SAVED):
         return end
     problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
     lacking = f"{journal.num_missing} entries are MISSING from {journal.path}: {problem}"
-    return End(exit_code=ExitCode.NOT_SAVED, reason=f"{end.reason}, but {lacking}")
+    return End(exit_code=ExitCode.NOT_SAVED, reason=f"{end.reason}; {lacking}")
 
 
 async def _check(

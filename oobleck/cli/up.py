@@ -109,7 +109,8 @@ def up(
         typer.Option(
             "--resume",
             metavar="auto|never|PATH",
-            help="Go on with what is left of a run of this name, start anew, or begin from the checkpoint at PATH.",
+            help="Go on with what is left of a run of this name; begin with the seed, and keep what is there; or begin "
+            "from the checkpoint at PATH.",
         ),
     ] = "auto",
     no_check: Annotated[

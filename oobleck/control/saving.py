@@ -109,6 +109,8 @@ class Saving:
         self._reads_to_the_end: Callable[[DataPosition | None], bool] = lambda _: False
         self._saved_step = 0
         """The newest step of which there is a checkpoint on disk."""
+        self._in_memory: tuple[int, set[tuple[int, int]]] = (0, set())
+        """The newest step that shares in memory were heard of, and which layers and parts these are."""
         self._memory_step = 0
         """The newest step whose state is, or was, whole in the nodes' memory."""
         self._failure = ""
@@ -145,6 +147,11 @@ class Saving:
             return None  # these workers never save
         why = self._failure or "its save has not come to an end"
         return f"step {self._last_step} is NOT SAVED: {why}; {self._what_is_left}"
+
+    @property
+    def may_be_in_memory(self) -> bool:
+        """Whether nobody knows yet if the newest state is whole in memory: shares of it may still be told of."""
+        return self.is_enabled and self._memory_step < self._last_step
 
     @property
     def _what_is_left(self) -> str:
@@ -184,6 +191,9 @@ class Saving:
         self._last_step = boundary
         self._tried_step = min(self._tried_step, boundary)
         self._saved_step = min(self._saved_step, boundary)
+        self._memory_step = min(self._memory_step, boundary)
+        if self._in_memory[0] > boundary:
+            self._in_memory = (0, set())  # the steps since are run again, under other names
         if not self.is_enabled:
             return
         if not redundant:
@@ -276,6 +286,7 @@ class Saving:
     def saved(self, place: Place, message: StateSaved) -> None:
         """A share is whole in memory; its agent is writing it."""
         state = message.state
+        self._note_in_memory(place, message)
         if self._is_over(state.name):
             return
         save = self._saves.get(state.name)
@@ -291,8 +302,6 @@ class Saving:
         save.position = state.position
         save.pause_s = max(save.pause_s, message.pause_s)
         save.copy_s = max(save.copy_s, message.copy_s)
-        if save.is_in_memory(len(self._layer_names), num_parts=self._num_parts):
-            self._memory_step = max(self._memory_step, save.step)
         self._commit_when_written(save)
 
     def persisted(self, message: LayersPersisted) -> None:
@@ -346,6 +355,16 @@ class Saving:
             self._give_up(message.name, f"{node}: {message.reason}")
 
     # --- small things ----------------------------------------------------------------------------------------
+
+    def _note_in_memory(self, place: Place, message: StateSaved) -> None:
+        """Shares of a save that was given up are in memory all the same, and may come after it was."""
+        step, part = message.state.step, place.device % self._num_parts
+        if step > self._in_memory[0]:
+            self._in_memory = (step, set())
+        if step == self._in_memory[0]:
+            self._in_memory[1].update((layer, part) for layer in message.layers)
+            if len(self._in_memory[1]) == len(self._layer_names) * self._num_parts:
+                self._memory_step = step
 
     def _is_over(self, name: str) -> bool:
         return name in self._given_up or any(known.name == name for known in self.complete)

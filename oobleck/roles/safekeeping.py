@@ -33,13 +33,12 @@ _Task = StateSaved | PersistState | CommitCheckpoint | RemoveUnfinished
 
 
 class Safekeeping:
-    """Mutable: knows what is in memory alone. `run` must be running."""
+    """Mutable: has what is still to be written. `run` must be running."""
 
     def __init__(self, store: CheckpointStore, say: Callable[[AgentMessage], None]) -> None:
         self._store = store
         self._say = say
         self._post, self._tasks = trio.open_memory_channel[_Task](_TASKS_BUFFERED)
-        self._in_memory_alone: set[str] = set()
         self._num_pending = 0
         self._settled = trio.lowlevel.ParkingLot()
 
@@ -68,13 +67,6 @@ class Safekeeping:
 
     def take(self, task: _Task) -> None:
         """Have a saved state written, a checkpoint committed, or a save that was given up removed from the disk."""
-        match task:
-            case StateSaved():
-                self._in_memory_alone.add(task.state.name)
-            case PersistState(name=name):
-                self._in_memory_alone.add(name)
-            case CommitCheckpoint() | RemoveUnfinished():
-                pass
         try:
             self._post.send_nowait(task)
             self._num_pending += 1
@@ -82,12 +74,8 @@ class Safekeeping:
             self._fail(task, f"the disk is {_TASKS_BUFFERED} saves behind")
 
     def leave(self) -> None:
-        """The run has ended: give the memory back, unless it has what the disk lacks.
-
-        What a run before has left there alone is the store's to know.
-        """
-        if not self._in_memory_alone:
-            self._store.discard_memory()
+        """The run has ended: give the memory back, unless it has what the disk lacks, which the store knows."""
+        self._store.discard_memory()
 
     async def _persist(self, saved: StateSaved) -> None:
         began_s = trio.current_time()
@@ -115,7 +103,6 @@ class Safekeeping:
         except OSError as error:
             self._fail(task, _said(error))
             return
-        self._in_memory_alone.clear()
         self._say(CheckpointCommitted(name=task.manifest.name))
 
     def _fail(self, task: _Task, reason: str) -> None:

@@ -7,8 +7,9 @@ from itertools import product
 
 from oobleck.cli.exit_codes import ExitCode
 from oobleck.control.coordinator import Phase
+from oobleck.control.diagnosis import diagnose
 from oobleck.control.events import ProfileFound, StopRequested
-from oobleck.control.journal import Action, CheckpointSaved, Notice, PlanAdopted, RecoveryDone, SaveFailed
+from oobleck.control.journal import Action, CheckpointSaved, JournalGap, Notice, PlanAdopted, RecoveryDone, SaveFailed
 from oobleck.control.manifest import SavedState, Shard, checkpoint_name, run_digest
 from oobleck.control.messages import (
     CheckpointCommitted,
@@ -26,6 +27,8 @@ from oobleck.control.messages import (
     StateNotSaved,
     StateSaved,
 )
+from oobleck.control.remains import read_remains
+from oobleck.control.summary import summarize
 from oobleck.control.view import level_of
 from oobleck.job import CheckpointSpec
 from oobleck.planner import Place, profile_to_json
@@ -261,9 +264,18 @@ def test_an_end_whose_save_fails_is_no_success() -> None:
 
 def test_an_end_whose_state_was_never_in_memory_says_that_it_is_gone() -> None:
     bench = ended_with(replace(NO_ROOM, reason="no shared memory in /dev/shm"), save_first=False)
+    assert bench.ended is None, "others may still tell of their shares"
+    bench.beat_until(bench.now_s + 3.0, "n0", "n1")
     assert bench.ended is not None
     assert bench.ended.exit_code == ExitCode.NOT_SAVED
     assert "nothing is left of what was trained" in bench.ended.reason
+
+
+def test_shares_that_are_told_of_after_the_save_has_failed_count_as_kept() -> None:
+    bench = ended_with(NO_ROOM, save_first=False)
+    save(bench, 1, until="in memory")
+    assert bench.ended is not None
+    assert "stays in the shared memory" in bench.ended.reason
 
 
 def test_an_end_without_a_place_to_save_in_is_no_success() -> None:
@@ -510,3 +522,52 @@ def test_a_state_in_parts_is_complete_when_all_parts_of_all_layers_are() -> None
     (commit,) = written("n1", 0)
     assert commit.manifest.num_parts == 2
     assert [(shard.layer, shard.part) for shard in commit.manifest.shards] == list(product(range(4), range(2)))
+
+
+def test_a_recovery_that_never_came_to_an_end_is_not_told_as_done() -> None:
+    bench = training()
+    bench.commit("n0", 1)
+    bench.fail("n0")
+    bench.answer("n1", applied=1, adopted=1, layers=LAYERS)
+    bench.wait(0.02)
+    bench.fail("n1")
+    assert bench.ended is not None
+    for done in bench.journal(RecoveryDone):
+        assert done.unfinished
+        assert "this recovery was not completed: " in done.describe()
+        assert "copied" not in done.describe()
+        assert level_of(done) == "warning"
+
+
+def test_a_run_left_to_itself_saves_after_its_first_step() -> None:
+    """So that it has something to go back to, and hears of a disk that is too small while that costs nothing."""
+    bench = training(CheckpointSpec())
+    assert wanted(bench.commands, bench) == [1]
+    commands = save_and_collect(bench, 1)
+    assert wanted(commands, bench) == [], "from then on as often as it pays"
+
+
+def save_and_collect(bench: Bench, step: int) -> list:
+    before = len(bench.commands)
+    save(bench, step)
+    return bench.commands[before:]
+
+
+def test_a_journal_knows_whether_all_that_happened_is_in_it() -> None:
+    bench = training()
+    bench.commit("n0", 1)
+    entries = bench.entries(bench.commands)
+    begun = JournalGap(t_s=2.0, since_s=2.0, until_s=None, problem="No space left on device")
+    over = replace(begun, t_s=3.0, until_s=3.0, num_late=5)
+    for gaps, expected in (
+        ((), None),
+        ((begun,), begun),
+        ((begun, over), None),
+        ((begun, replace(over, num_lost=2)), replace(over, num_lost=2)),
+    ):
+        remains = read_remains([*entries, *gaps])
+        assert remains is not None
+        assert remains.gap == expected
+        said = summarize([*entries, *gaps]).journal_lacks
+        assert said == ("" if expected is None else expected.describe())
+        assert bool(diagnose([*entries, *gaps])) == bool(gaps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from oobleck.checkpoint import FlashMemory, Layout, Manifest, SavedState, TensorSpec, checkpoint_name
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.agent_dir import AgentDir
 from oobleck.runtime.checkpoint_store import NodeCheckpoints, remove_stale_memory
 from oobleck.runtime.process_id import ProcessId
+from oobleck.wire import encode_json
 
 DAY_S = 86_400.0
 NOW_S = 1_800_000_000.0
@@ -84,6 +87,51 @@ def as_user(user: int, make: Callable[[], NodeCheckpoints]) -> str:
         text = said.read().decode()
     os.waitpid(child, 0)
     return text
+
+
+def state_in(memory: Path, saved_at: str) -> str:
+    """A worker leaves a state in memory; returns its name."""
+    memory.mkdir(parents=True, exist_ok=True)
+    name = checkpoint_name("0000000a", step=5, generation=1)
+    layout = Layout.of({0: [TensorSpec(name="weight", dtype="F32", shape=(4,))]}, metadata={})
+    file = FlashMemory.create(memory / "device0.1", layout)
+    slot = file.next_slot()
+    slot.begin()
+    slot.seal(encode_json(SavedState(name=name, step=5, generation=1, saved_at=saved_at)))
+    file.close()
+    return name
+
+
+def test_memory_is_given_back_only_when_the_disk_has_what_it_has(tmp_path: Path) -> None:
+    """Whoever left it there: an agent that ends may never have heard of the state."""
+    directory = AgentDir(f"test-{os.getpid()}", "node0")
+    checkpoints = NodeCheckpoints(directory, default_directory=tmp_path / "checkpoints")
+    try:
+        name = state_in(directory.memory, "2026-01-02T00:00:00")
+        checkpoints.discard_memory()
+        assert directory.memory.exists()
+        shards = checkpoints._persist_all(name)
+        manifest = Manifest(
+            version=1, name=name, tag="t", run="0000000a", saved_at="2026-01-02T00:00:00", step=5, generation=1,
+            loss=None, seed=0, global_batch_size=1, samples_seen=5, data_digest="", layer_names=("a",), shards=shards,
+        )  # fmt: skip
+        checkpoints._commit(manifest, ())
+        checkpoints.discard_memory()
+        assert not directory.memory.exists()
+    finally:
+        shutil.rmtree(directory.memory.parent, ignore_errors=True)
+
+
+def test_what_no_disk_has_is_kept_for_a_week(tmp_path: Path) -> None:
+    only = left_behind(tmp_path, "only", 6 * DAY_S)
+    marker = only / "node0" / "only-copy"
+    marker.touch()
+    for path in (marker, marker.parent, only):
+        os.utime(path, (NOW_S - 6 * DAY_S, NOW_S - 6 * DAY_S))
+    remove_stale_memory(tmp_path / "own", now_s=NOW_S)
+    assert only.exists()
+    remove_stale_memory(tmp_path / "own", now_s=NOW_S + 2 * DAY_S)
+    assert not only.exists()
 
 
 def test_nothing_to_give_back_is_no_error(tmp_path: Path) -> None:
