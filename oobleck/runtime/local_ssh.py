@@ -23,6 +23,7 @@ import trio
 from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import await_asyncio, awaitable_by_asyncio
+from .descriptors import raise_descriptor_limit
 from .listening import accept
 from .ssh import SSHOptions
 
@@ -58,7 +59,8 @@ async def serve_local_nodes(count: int) -> AsyncIterator[tuple[tuple[NodeSpec, .
             login_timeout=_LOGIN_TIMEOUT_S,
         )
         listeners = [listener for _ in range(count) for listener in await trio.open_tcp_listeners(0, host=_HOST)]
-        doorkeeper = _Doorkeeper(options, max_logins=_OTHER_LOGINS + _LOGINS_A_NODE * count)
+        limit = raise_descriptor_limit() // 3
+        doorkeeper = _Doorkeeper(options, max_logins=min(limit, _OTHER_LOGINS + _LOGINS_A_NODE * count))
         for listener in listeners:
             commands.start_soon(doorkeeper.serve, listener)
         nodes = tuple(

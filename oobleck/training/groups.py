@@ -168,7 +168,8 @@ class Group:
         """End what runs on the GPU, on a thread of its own: it may take its time."""
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            threading.Thread(target=nccl.abort, daemon=True, name=f"abort {self.key.name}").start()
+            held = [nccl, self._nccl_store, self._given_up]
+            threading.Thread(target=_abort_nccl, args=(held,), daemon=True, name=f"abort {self.key.name}").start()
 
     def _sum(self, tensor: torch.Tensor, announce: Callable[[], None]) -> Sum:
         if tensor.is_cuda and self._nccl is not None:
@@ -355,6 +356,12 @@ class GroupTable:
     def _store_of(self, key: GroupKey, network: Network) -> BoardStore:
         nodes = tuple(sorted({place.node for place in key.members}))
         return BoardStore(self._board, nodes, _FORMING_TIMEOUT_S, lambda: network.is_over)
+
+
+def _abort_nccl(held: list[Any]) -> None:
+    """End a group of NCCL's, before the store that it may still use and the tensors that it may still write to."""
+    held[0].abort()
+    held.pop(0)
 
 
 def _network_key(key: GroupKey) -> tuple[int, bool]:

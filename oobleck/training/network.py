@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import ProcessGroupGloo
 
@@ -42,6 +42,11 @@ _FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
 _opening = threading.Lock()
 
 
+class _Closable(Protocol):
+    def close(self) -> None:
+        """Let go of helper threads. May be called again."""
+
+
 class Network:
     """Mutable: a Gloo device, what is connected through it, and what must not be let go before that has ended."""
 
@@ -52,7 +57,7 @@ class Network:
             self.device: object = open_device(address)
             self._epoll = next((fd for fd in _epolls() if fd not in before and _has_listener(fd)), None)
         self._lock = threading.Lock()
-        self._kept: list[object] = []
+        self._kept: list[_Closable] = []
         self._num_forming = 0
         self.is_over = False
         """Whether its groups are given up."""
@@ -68,7 +73,7 @@ class Network:
             with self._lock:
                 self._num_forming -= 1
 
-    def keep(self, group: object) -> None:
+    def keep(self, group: _Closable) -> None:
         """Hold a group until its connections have ended: destroying it would wait for them."""
         with self._lock:
             self._kept.append(group)
@@ -94,9 +99,9 @@ class Network:
             num_open = len(self._connections())
         while self._shut(socket.SHUT_RDWR) or self._num_forming:
             time.sleep(_POLL_S)
-        with self._lock:
-            kept, self._kept = self._kept, []
-        kept.clear()
+        for group in self._kept:  # one may have been formed after all were closed
+            group.close()
+        self._kept.clear()
         self.device = self._epoll = None
 
     def _shut(self, how: int) -> int:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
 import asyncssh
 import psutil
@@ -20,6 +17,7 @@ from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.ssh import SSHOptions, connect, open_ssh_loop
 
 from .ssh_servers import reach, until
+from .test_listening import no_descriptor_left
 
 
 def listening_ports() -> set[tuple[str, int]]:
@@ -182,20 +180,3 @@ async def test_the_server_outlives_a_lack_of_descriptors(caplog: pytest.LogCaptu
         await connection.aclose()
         for each in waiting:
             each.close()
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """Within the block this process can open nothing."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-    taken = []
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        yield
-    finally:
-        for each in taken:
-            os.close(each)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
