@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from oobleck import __version__
-from oobleck.errors import OobleckError
+from oobleck.errors import ConfigError, OobleckError
 
 from .exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
 
@@ -270,6 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(error)
     except BaseExceptionGroup as group:
         return _report_group(group)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # Of a path that somebody named: too long, without permission, a link to itself.
+        return _report(ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}"))
     return ExitCode.DONE
 
 
