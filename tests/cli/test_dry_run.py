@@ -157,8 +157,6 @@ def test_nodes_that_would_rest_are_left_out_and_told(tmp_path, capsys):
     ("arguments", "code", "words"),
     [
         (("--set", "optimizer.optim=nonsense"), 78, "optimizer.optim: 'nonsense' is not known"),
-        (("--set", "optimizer.optim_args={momentum: 2}"), 78, "optimizer.optim_args.momentum: AdamW takes no such"),
-        (("--set", "optimizer.lr_scheduler_kwargs={num_cycles: -1}"), 78, "num_cycles: -1 is not possible"),
         (("--set", "data.paths=[/nowhere]"), 78, "data.paths: /nowhere does not exist"),
         (("--set", "data.tokenizer=/nowhere"), 78, "data.tokenizer: /nowhere does not exist"),
         (("--resume", "/nowhere"), 78, "--resume /nowhere: there is no checkpoint"),
@@ -175,13 +173,16 @@ def test_what_a_run_would_refuse_is_refused_by_a_dry_run(tmp_path, capsys, argum
     assert not (tmp_path / "base").exists()
 
 
-def test_a_base_directory_that_cannot_be_is_refused_and_others_are_not_made(tmp_path, capsys):
+def test_a_base_directory_that_cannot_be_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
-    for base in (tmp_path / "file", tmp_path / "file" / "deep"):
-        assert dry_run(base, "--local", 2) == ExitCode.CONFIG
-        assert "file is not a directory" in capsys.readouterr().err.replace("\n", " ")
+    assert dry_run(tmp_path / "file" / "deep", "--local", 2) == ExitCode.CONFIG
+    assert "file is not a directory" in capsys.readouterr().err.replace("\n", " ")
+    assert dry_run(tmp_path / "file", "--local", 2) == ExitCode.USAGE
 
 
-def test_more_losses_at_once_than_nodes_are_warned_of(outline, tmp_path, capsys):
-    assert dry_run(tmp_path / "base", "--local", 2, "-f", 99) == ExitCode.DONE
-    assert "fault_threshold is 99, and there are 2 nodes: 1 of them can be lost" in capsys.readouterr().err
+def test_more_losses_at_once_than_nodes_are_warned_of(tmp_path, capsys):
+    """Before anything else is looked at."""
+    for f, nodes, is_warned in ((99, 2, True), (2, 2, True), (1, 2, False), (1, 1, False), (2, 3, False)):
+        assert dry_run(tmp_path / "base", "--local", nodes, "--pipelines", 1, "-f", f, "--metrics", "8.8.8.8:9") == 2
+        said = capsys.readouterr().err
+        assert (f"fault_threshold is {f}, and there are {nodes} nodes: {nodes - 1} of them can" in said) == is_warned
