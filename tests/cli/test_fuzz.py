@@ -80,7 +80,8 @@ def options_of(names: tuple[str, ...]) -> tuple[str, ...]:
     with contextlib.redirect_stdout(found), contextlib.redirect_stderr(io.StringIO()):
         main([*names, "--help"])
     words = (word.strip(",") for word in found.getvalue().split())
-    return tuple(sorted({word for word in words if word.startswith("-") and word[-1].isalpha()}))
+    found_words = {word for word in words if word.startswith("-") and word[-1].isalpha()}
+    return tuple(sorted(found_words - ({"-f", "--follow"} if names == ("events",) else set())))  # it waits for ever
 
 
 @st.composite
@@ -155,7 +156,7 @@ def ends_well(arguments: Sequence[str], files: Path) -> tuple[int, str]:
     return code, said
 
 
-@examples(150)
+@examples(100)
 @given(arguments=command_lines())
 @example(
     arguments=[
@@ -200,7 +201,7 @@ UP_OPTIONS = st.sampled_from(
 )
 
 
-@examples(60)
+@examples(40)
 @given(
     options=st.lists(st.tuples(UP_OPTIONS, VALUES), min_size=1, max_size=3), last=st.sampled_from(["--set=nonsense=1"])
 )
@@ -271,13 +272,13 @@ TRACE = {
 }
 
 
-@examples(150)
+@examples(100)
 @given(document=changed(PROFILE))
 def test_no_profile_breaks_its_reader(document: Any) -> None:
     refuses_in_words(lambda text: profile_from_json(text, source="p"), json.dumps(document))
 
 
-@examples(300)
+@examples(150)
 @given(document=changed(TRACE))
 def test_no_trace_breaks_its_reader(document: Any) -> None:
     refuses_in_words(lambda text: trace_to_json(trace_from_json(text, source="t")), json.dumps(document))
@@ -320,7 +321,7 @@ PIECES = st.sampled_from(
 )
 
 
-@examples(300)
+@examples(150)
 @given(data=st.data())
 def test_no_job_file_breaks_its_reader(data: st.DataObject) -> None:
     text = JOB
@@ -334,7 +335,7 @@ def test_no_job_file_breaks_its_reader(data: st.DataObject) -> None:
 HOSTS = "node1 slots=2\nuser@node[2-3] port=2222\n10.0.0.1 devices=0-3 address=ib0\n2001:db8::7 port=22\n"
 
 
-@examples(300)
+@examples(150)
 @given(data=st.data())
 def test_no_hostfile_breaks_its_reader(data: st.DataObject) -> None:
     text = HOSTS
@@ -366,7 +367,7 @@ PUBLIC = {
 }
 
 
-@examples(300)
+@examples(150)
 @given(name=st.sampled_from(sorted(FORMATS)), data=st.data())
 def test_no_public_trace_breaks_its_reader(name: str, data: st.DataObject) -> None:
     text = PUBLIC[name]
