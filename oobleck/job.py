@@ -252,7 +252,7 @@ class OptimizerSpec:
     """The class of torch.optim in small letters; `TrainingArguments`' adamw_torch and adamw_torch_fused too."""
     optim_args: Mapping[str, Scalar] = field(default_factory=dict)
     """Further arguments of that class."""
-    learning_rate: float = _number(1e-3, 1e-30, 1e6)
+    learning_rate: float = _number(1e-3, 1e-30, 1e300)
     adam_beta1: float = _number(0.9, 0, 1, excluded=(1,))
     adam_beta2: float = _number(0.95, 0, 1, excluded=(1,))
     adam_epsilon: float = _number(1e-8, 0, 1)

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from oobleck import __version__
-from oobleck.errors import OobleckError
+from oobleck.errors import ConfigError, OobleckError
 from oobleck.streams import Output, as_output, open_standard_streams, settle
 
 from .exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
@@ -284,8 +284,12 @@ def _run(given: list[str], stdout: Output) -> int:
     except BaseExceptionGroup as group:
         return _report_group(group)
     except OSError as error:
-        if error is not stdout.failure:
+        if error is stdout.failure:
+            return ExitCode.DONE  # told by those who settle it
+        if error.filename is None:
             raise
+        # Of a path that somebody named: too long, without permission, a link to itself.
+        return _report(ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}"))
     return ExitCode.DONE
 
 

@@ -54,13 +54,21 @@ def _contents(data: DataSpec) -> Iterator[bytes]:
         return
     for path in _files(data):
         try:
-            content = path.read_bytes()
+            content = _read(path, data.max_bytes)
         except OSError as error:
             raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
         if path.suffix in _JSON_LINES:
             yield from _lines(path, content, data.text_column)
         else:
             yield content
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    """As much of a file as can be used; all of JSON lines, which must not end within one."""
+    if path.suffix in _JSON_LINES:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        return file.read(max_bytes)
 
 
 def _lines(path: Path, content: bytes, column: str) -> Iterator[bytes]:
