@@ -149,6 +149,16 @@ def test_a_run_is_the_same_by_every_name_of_its_base_directory(tmp_path, monkeyp
     assert len({run.run_id for run in runs}) == len({run.control_socket for run in runs}) == 1
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_tokenised_text_is_kept_apart_where_the_shared_one_is_of_another_user(tmp_path):
+    run = run_in(tmp_path)
+    assert run.cache == tmp_path / "cache"
+    run.cache.mkdir()
+    assert run.cache == tmp_path / "cache"
+    os.chown(run.cache, 54_321, 54_321)
+    assert run.cache == tmp_path / "t" / "cache"
+
+
 def test_a_link_that_points_nowhere_yet_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
     run_in(tmp_path / "link").create()
