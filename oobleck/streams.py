@@ -12,9 +12,9 @@ import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
-__all__ = ["Output", "as_output", "lasting", "open_standard_streams", "settle"]
+__all__ = ["Output", "as_output", "lasting", "open_standard_streams", "settle", "shield_scripts"]
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT)
 """There may be room again later."""
@@ -70,6 +70,20 @@ class Output(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
+
+
+class ScriptOutput(Output):
+    """An output of somebody else's code, which may ask for bytes; those still meet errors."""
+
+    @property
+    def buffer(self) -> BinaryIO:
+        return self._stream.buffer
+
+
+def shield_scripts() -> None:
+    """Have what a script prints never fail: a log's full disk is no fault of the script's."""
+    sys.stdout = ScriptOutput(sys.stdout, lasting=True)
+    sys.stderr = ScriptOutput(sys.stderr, lasting=True)
 
 
 def open_standard_streams() -> None:

@@ -107,8 +107,11 @@ class LocalRun:
 
     @contextmanager
     def ended_with_us(self) -> Iterator[None]:
-        """See that the run ends before we do. Ctrl-C reaches it from the terminal; SIGTERM is passed on."""
-        before = signal.signal(signal.SIGTERM, _exit)
+        """See that the run ends before we do. Ctrl-C reaches it from the terminal; SIGTERM is passed on.
+
+        So is the end of the terminal, which the run alone would outlive.
+        """
+        before = {number: signal.signal(number, _exit) for number in _ends()}
         try:
             yield
         except KeyboardInterrupt:
@@ -117,7 +120,14 @@ class LocalRun:
             if self._process.poll() is None:
                 self._process.terminate()
                 self._process.wait()
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _ends() -> tuple[signal.Signals, ...]:
+    """The signals that end us; nohup has one of them ignored."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
 
 
 def _exit(_number: int, _frame: FrameType | None) -> None:

@@ -183,7 +183,7 @@ def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
 
 
 async def _run(run: Run, directory: RunDirectory, output: Output, clock: PatientClock) -> tuple[End, Summary]:
-    async with open_ssh_loop(), _nodes(run) as (known, options), trio.open_nursery() as nursery:
+    async with open_ssh_loop(), _nodes(run, directory) as (known, options), trio.open_nursery() as nursery:
         cluster = SSHCluster(
             run.job.tag,
             known,
@@ -383,11 +383,13 @@ def _make_master(
 
 
 @asynccontextmanager
-async def _nodes(run: Run) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
+async def _nodes(run: Run, directory: RunDirectory) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
     """The nodes and how to reach them; virtual ones live as long as the context."""
     timeout_s = run.job.control.connect_timeout_s
     if run.num_local:
-        async with serve_local_nodes(run.num_local + NUM_SPARE_NODES) as (nodes, options):
+        environment = {"TMPDIR": str(directory.pin_temporary_directory())}
+        count = run.num_local + NUM_SPARE_NODES
+        async with serve_local_nodes(count, environment=environment) as (nodes, options):
             devices = tuple(range(run.job.tensor_parallel))
             yield tuple(replace(node, devices=devices) for node in nodes), options
     else:
@@ -396,9 +398,11 @@ async def _nodes(run: Run) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptio
 
 def _remote_paths(run: Run, directory: RunDirectory) -> RemotePaths:
     """Virtual nodes share this machine's directories; real ones have their own, under the user's home."""
-    base = directory.path.parent if run.num_local else PurePosixPath("~/.oobleck")
+    python, home = run.python or sys.executable, PurePosixPath("~/.oobleck")
+    if not run.num_local:
+        return RemotePaths(python=python, base_dir=home, cache_dir=home / "cache")
     return RemotePaths(
-        python=run.python or sys.executable, base_dir=PurePosixPath(base), cache_dir=PurePosixPath(base) / "cache"
+        python=python, base_dir=PurePosixPath(directory.path.parent), cache_dir=PurePosixPath(directory.cache)
     )
 
 

@@ -3,7 +3,8 @@
 journal.jsonl        everything that the master saw and decided
 metrics.jsonl        a sample of numbers for each committed step
 lock                 held by the run's master while it lives
-control.sock         status, kill and stop; in a short directory elsewhere if this path is too long
+control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
+temporary            where the agents of virtual nodes have their sockets
 agent<index>.log     one for each line of the hostfile
 profile/             measured profiles
 """
@@ -15,7 +16,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,13 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def cache(self) -> Path:
+        """Where tokenised text is kept: for all runs of this user, unless the base directory's is somebody else's."""
+        shared = self.path.parent / "cache"
+        is_foreign = shared.exists() and shared.stat().st_uid != os.getuid()
+        return self.path / "cache" if is_foreign else shared
+
+    @property
     def profile(self) -> Path:
         return self.path / "profile"
 
@@ -75,6 +83,13 @@ class RunDirectory:
         path = self.path / "control.sock"
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
             return path
+        try:
+            return Path(os.readlink(path))  # other terminals may have another runtime directory than the master
+        except OSError:
+            return self._short_socket
+
+    @property
+    def _short_socket(self) -> Path:
         digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
         return _short_directory() / f"{digest}.sock"
 
@@ -101,7 +116,31 @@ class RunDirectory:
             raise ConfigError(f"base directory {self.base_dir}: {error.strerror}") from error
         private_directory(self.path)
         private_directory(self.profile)
+        if self.control_socket.parent != self.path:
+            self._link_socket()
         private_directory(self.control_socket.parent)
+
+    def _link_socket(self) -> None:
+        link = self.path / "control.sock"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._short_socket)
+
+    def pin_temporary_directory(self) -> Path:
+        """Where the run's virtual nodes have their agents: where those of a master before us are, if any are left.
+
+        TMPDIR may have another value by now. The directory must exist.
+        """
+        note = self.path / "temporary"
+        try:
+            noted = Path(note.read_text(encoding="utf-8"))
+            if (noted / f"oobleck-{os.getuid()}" / self.run_id).is_dir():
+                return noted
+        except (OSError, ValueError):
+            pass
+        chosen = temporary_directory()
+        with suppress(OSError, UnicodeEncodeError):
+            note.write_text(str(chosen), encoding="utf-8")
+        return chosen
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -105,6 +105,7 @@ class CallbackProcess:
                     stdout=subprocess.PIPE,
                     stderr=output,
                     env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    start_new_session=True,  # the terminal's end, or its Ctrl-C, is for the master alone
                 )
                 await self._converse(process)
         except OSError as error:

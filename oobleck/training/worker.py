@@ -25,6 +25,7 @@ import torch
 from oobleck.control.standing import Interrupted, PeerLost, Standing
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable, UserError
 from oobleck.planner import profile_to_json
+from oobleck.streams import shield_scripts
 from oobleck.wire import (
     Fence,
     FindCheckpoints,
@@ -73,6 +74,7 @@ def run_worker(sock: socket.socket) -> None:
 
     An exception that nobody catches ends the process, on whatever thread: a helper that is gone would be waited for.
     """
+    shield_scripts()
     link = AgentLink(sock)
     threading.excepthook = lambda failed: _fail(link, failed.exc_value)
     try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.runtime.agent_dir import AgentDir
 from oobleck.runtime.places import private_directory
 from oobleck.runtime.process_id import ProcessId
 from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, RunDirectory, default_base_dir
@@ -149,6 +151,16 @@ def test_a_run_is_the_same_by_every_name_of_its_base_directory(tmp_path, monkeyp
     assert len({run.run_id for run in runs}) == len({run.control_socket for run in runs}) == 1
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_tokenised_text_is_kept_apart_where_the_shared_one_is_of_another_user(tmp_path):
+    run = run_in(tmp_path)
+    assert run.cache == tmp_path / "cache"
+    run.cache.mkdir()
+    assert run.cache == tmp_path / "cache"
+    os.chown(run.cache, 54_321, 54_321)
+    assert run.cache == tmp_path / "t" / "cache"
+
+
 def test_a_link_that_points_nowhere_yet_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
     run_in(tmp_path / "link").create()
@@ -160,3 +172,32 @@ def test_a_base_directory_that_ssh_cannot_name_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="its name must be UTF-8"):
         run_in(name).create()
     assert not name.exists()
+
+
+def test_a_run_is_reached_from_terminals_with_another_runtime_directory(tmp_path, monkeypatch):
+    base = tmp_path / ("x" * 90)
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "one"))
+    run_in(base).create()
+    before = run_in(base).control_socket
+    assert before.parent == tmp_path / "one" / "oobleck"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "other"))
+    assert run_in(base).control_socket == before
+    run_in(base).create()  # the next master's
+    assert run_in(base).control_socket.parent == tmp_path / "other" / "oobleck"
+
+
+def test_agents_that_a_master_left_are_looked_for_where_they_are(tmp_path, monkeypatch):
+    run = run_in(tmp_path / "base")
+    run.create()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "one"))
+    assert run.pin_temporary_directory() == tmp_path / "one"
+    AgentDir(run.run_id, "node0").create()
+    left = AgentDir(run.run_id, "any").job_path
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "other"))
+    assert run.pin_temporary_directory() == tmp_path / "one"
+    shutil.rmtree(left)
+    assert run.pin_temporary_directory() == tmp_path / "other"
