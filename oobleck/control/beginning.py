@@ -93,7 +93,13 @@ class Beginning:
         if self._failures:
             raise RunOver(self._failures.exit_code, str(self._failures))
         limit_s = self._job.control.start_timeout_s
-        raise RunOver(_FAILED, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}")
+        raise RunOver(_FAILED, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}{self._silence()}")
+
+    def _silence(self) -> str:
+        """Who has fallen silent, for an error message; during a start nobody is lost by it."""
+        since_s = self._outbox.now_s - self._job.control.lease_s
+        silent = [member.spec.name for member in self._members.living if member.last_heard_s < since_s]
+        return f"; nothing is heard of {', '.join(silent)}" if silent else ""
 
     def train_when_prepared(self) -> None:
         """Order the first plan if everything that it needs is known. Raises RunOver where there is none."""

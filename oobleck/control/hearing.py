@@ -106,5 +106,7 @@ def check_device(member: Member, message: AgentMessage) -> None:
             | RecordsFailed(device=device)
         ) if device not in range(member.spec.num_devices):
             raise PeerError(f"speaks for device {device}; it has {member.spec.num_devices}")
+        case ReplicaDigests(layers=layers, digests=digests) if len(layers) != len(digests):
+            raise PeerError(f"tells {len(digests)} digests of {len(layers)} layers")
         case _:
             pass

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from oobleck.errors import PlanningError, Unrecoverable
+from oobleck.errors import PeerError, PlanningError, Unrecoverable
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan, Place, Profile
 from oobleck.schedule import BANKING_KINDS, ScheduleKind
@@ -211,8 +211,10 @@ class Reconfiguration:
         self.begin(sorted({place.node for place in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
 
     def status(self, places: Collection[Place], status: Status) -> None:
-        """Workers answer the fence; an answer to an older one is dropped."""
+        """Workers answer the fence; an answer to an older one is dropped. Raises PeerError for one that cannot be."""
         if self.is_fencing and status.generation == self.generations.current:
+            if status.adopted and status.adopted not in self.generations.plans:
+                raise PeerError(f"trains in generation {status.adopted}, which has no plan")
             assert self._account is not None
             self._account.statuses.update(dict.fromkeys(places, status))
             self._account.awaited.difference_update(places)

@@ -138,6 +138,8 @@ class _Sweep:
         """Workers that have ended, and may be started again."""
         self._order: Order | None = None
         self._fence = 0
+        self._untold_step = 0
+        """The first step that is committed and that nobody can tell the master of; 0 where there is none."""
         self._is_over = False
         """All steps of the job are committed."""
         self._reviews_s = inf
@@ -199,14 +201,20 @@ class _Sweep:
             self._move_to(t_s)
 
     def _committed(self, stretch: Stretch) -> None:
-        self.log.save(stretch)
         record = self._crew.last_record
         place = self._crew.speaker(self._nodes.absent)
         assert record is not None
-        if place is not None and self._coordinator is not None:
+        first_step = self._untold_step or stretch.first_step
+        if self._coordinator is None:
+            self.log.save(stretch)
+        elif place is None:
+            self._untold_step = first_step
+        else:
+            self._untold_step = 0
+            self.log.save(stretch)
             self._agenda.now_s = max(self._agenda.now_s, stretch.end_s)
             message = StepCommitted(device=place.device, record=record)
-            self._feed(Said(node=place.node, message=message), from_step=stretch.first_step)
+            self._feed(Said(node=place.node, message=message), from_step=first_step)
 
     # --- the coordinator's side ---------------------------------------------------------------------------------
 
@@ -345,6 +353,8 @@ class _Sweep:
         # The account sums up what each worker received: one of them says all of it.
         self._feed(AllSaid(places=places[:1], message=replace(resumed, received_bytes=num_bytes)))
         self._feed(AllSaid(places=places[1:], message=resumed))
+        if any(map(self._crew.is_training, self._nodes.silent)):
+            self._crew.stop(self._agenda.now_s)
         self._report_later()
 
     # --- beginnings and ends ------------------------------------------------------------------------------------
@@ -395,6 +405,7 @@ class _Sweep:
     def _give_up(self, reason: str) -> None:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
         self._coordinator, self._order, self._fence, self._reviews_s = None, None, 0, inf
+        self._untold_step = 0
         self._crew.disband()
         if self._reports is not None:
             self._reports.clear()

@@ -1012,6 +1012,17 @@ def test_a_notice_to_a_node_whose_worker_is_started_again_is_acted_on_once_it_is
     assert "n2" not in bench.orders[-1].plan.nodes
 
 
+def test_nobody_is_lost_by_silence_before_training_and_the_start_says_who_is_silent():
+    bench = Bench(SINGLES)
+    for node in ("n0", "n1", "n2"):
+        bench.up(node)
+    bench.beat_until(60.0, "n0", "n1")
+    assert bench.ended is None
+    bench.beat_until(130.0, "n0", "n1")
+    assert bench.ended is not None
+    assert bench.ended.reason.endswith("; nothing is heard of n2")
+
+
 # --- where most are silent -----------------------------------------------------------------------------------
 
 

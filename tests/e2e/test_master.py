@@ -45,6 +45,8 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
     assert outcome.exit_code == 0, outcome.output
     assert len(entries(runner, "MasterResumed")) == 1
     assert [incident["root"]["failure"] for incident in incidents(runner)] == ["master_lost"]
+    assert f"] step {STEPS}/{STEPS}: loss" in outcome.output
+    assert "/0: loss" not in outcome.output, "the second master says how many steps there are to be"
     assert outcome.summary["steps_committed"] == STEPS
     assert outcome.summary["steps_lost"] == outcome.summary["samples_repeated"] == 0
     assert outcome.summary["recoveries"] == []

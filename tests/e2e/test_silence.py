@@ -21,6 +21,8 @@ from .harness import Runner, Up
 
 STALLS_S = (2.8, 5.0)
 NUM_NODES = 4
+PATIENT = ("--set", "control.orphan_timeout_s=600")
+"""As by default; other runs here have less, so that nothing outlives a test for long."""
 
 
 def agents_of(runner: Runner) -> list[int]:
@@ -76,7 +78,7 @@ def test_a_master_that_is_stopped_while_it_starts_begins_all_the_same(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("whose", ["master", "agents", "workers"])
 def test_a_minute_of_silence_loses_nobody(runner: Runner, start: Callable[..., Any], whose: str) -> None:
-    with start() as run:
+    with start(*PATIENT) as run:
         match whose:
             case "master":
                 stall([run.up.process.pid], 60.0)
@@ -135,7 +137,7 @@ class Stalls:
 
 def ride_out(runner: Runner, reference: Reference, *, seed: int, stalls: int, longest_s: float) -> None:
     """Let so many stalls strike a run; it must not end, and its losses must be those of one process."""
-    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "control.rejoin_after_s=2")
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "control.rejoin_after_s=2", *PATIENT)
     with runner.up(*options, nodes=("--local", str(NUM_NODES))) as up:
         up.wait_for_step(5)
         storm = Stalls(runner, up, seed, longest_s)
