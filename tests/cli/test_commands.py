@@ -50,6 +50,7 @@ ELSEWHERE = (
     (r"oobleck profile (job.yaml|examples/gpt2.yaml) .*", "tests/cli/test_profile.py"),
     (r"oobleck profile train.py --device cuda .*", "needs a GPU"),
     (r"oobleck add 'node7 slots=1 port=2222'", "needs a host: tests/cli/test_docs.py sees that it names one node"),
+    (r"oobleck checkpoint \w+ my-llama.*", "tests/e2e/test_commands.py, by the other name of a run"),
     (r"oobleck kill node2 --tag gpt2-demo", "tests/e2e/test_losses.py: a survivor keeps its process"),
     (
         r"oobleck stop gpt2-demo --now",

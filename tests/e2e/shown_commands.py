@@ -26,12 +26,9 @@ AFTERWARDS = (
     "oobleck checkpoint list",
     "oobleck checkpoint list gpt2-demo",
     "oobleck checkpoint inspect gpt2-demo",
-    "oobleck checkpoint inspect my-llama",
     "oobleck checkpoint verify gpt2-demo",
-    "oobleck checkpoint verify my-llama",
     "oobleck checkpoint export gpt2-demo model/",
     "oobleck checkpoint export gpt2-demo model/ --format hf",
-    "oobleck checkpoint export my-llama model/",
     "oobleck checkpoint import model/ imported/",
 )
 ON_A_RUN = (*WHILE_IT_TRAINS, *AFTERWARDS)

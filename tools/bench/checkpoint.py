@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
