@@ -20,14 +20,22 @@ _LONGEST_DIRECTORY = 20
 _short = pytest.StashKey[str]()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Have tests make their files in a directory with a short name; batch systems' TMPDIR has a long one."""
-    if len(tempfile.gettempdir()) > _LONGEST_DIRECTORY:
-        config.stash[_short] = tempfile.mkdtemp(prefix="ob", dir="/tmp")
-        os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_short]  # for workers and what tests start as well
+    """Have files made in a directory with a short name; batch systems' TMPDIR, and xdist's names, are long."""
+    has_long_name = len(tempfile.gettempdir()) > _LONGEST_DIRECTORY
+    is_worker = hasattr(config, "workerinput")  # which has its directory from the process that started it
+    if is_worker or not (has_long_name or getattr(config.option, "numprocesses", None)):
+        return
+    config.stash[_short] = tempfile.mkdtemp(prefix="ob", dir="/tmp")
+    if config.option.basetemp is None:
+        config.option.basetemp = os.path.join(config.stash[_short], "t")
+    if has_long_name:
+        os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_short]  # for workers, and for what tests start
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave nothing of it."""
-    if _short in config.stash:
-        shutil.rmtree(config.stash[_short], ignore_errors=True)
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Leave nothing of it, but for what a failed test wrote."""
+    if _short in session.config.stash and exitstatus == 0:
+        shutil.rmtree(session.config.stash[_short], ignore_errors=True)
