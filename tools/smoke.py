@@ -19,6 +19,8 @@ def parse_arguments(
     given = parser.parse_args(arguments)
     if not given.smoke:
         return given
-    assert smallest.keys() <= vars(given).keys(), f"no options are called {sorted(smallest.keys() - vars(given).keys())}"
+    assert smallest.keys() <= vars(given).keys(), (
+        f"no options are called {sorted(smallest.keys() - vars(given).keys())}"
+    )
     parser.set_defaults(**smallest)
     return parser.parse_args(arguments)

@@ -231,7 +231,9 @@ class Runner:
         if self._warm is not None:
             server = self._fork_server
             warm = {server, server.with_name("fork.pid"), *server.parents}
-            for module in self.temporary.glob("*/_remote_module_non_scriptable.py"):  # torch 2.9 writes it when imported
+            for module in self.temporary.glob(
+                "*/_remote_module_non_scriptable.py"
+            ):  # torch 2.9 writes it when imported
                 warm |= {module, module.parent}
         left = [path.relative_to(self.temporary) for path in self.temporary.rglob("*") if path not in warm]
         left_there = sorted(str(path) for path in left if not path.parts[0].startswith("torchinductor_"))

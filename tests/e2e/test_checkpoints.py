@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -56,14 +57,27 @@ def options(runner: Runner, directory: CheckpointDirectory, *more: str, every: i
 
 
 def kill_everything(runner: Runner) -> None:
-    """SIGKILL to master, agents and workers, as a power cut would, but for the memory."""
-    for process in runner.processes():
-        with suppress(psutil.Error):
-            process.kill()
+    """SIGKILL to master, agents and workers, as a power cut would, but for the memory.
+
+    The master comes first, and all are stopped before any is killed: one that sees others die ends by itself, and what
+    the nodes keep in memory is given back.
+    """
+    processes = sorted(runner.processes(), key=_is_no_child)
+    for act in (psutil.Process.suspend, psutil.Process.kill):
+        for process in processes:
+            with suppress(psutil.Error):
+                act(process)
     deadline_s = time.monotonic() + 20.0
     while runner.processes():
         assert time.monotonic() < deadline_s, runner.processes()
         time.sleep(0.02)
+
+
+def _is_no_child(process: psutil.Process) -> bool:
+    """Whether a process is not the master, which this one started."""
+    with suppress(psutil.Error):
+        return process.ppid() != os.getpid()
+    return True
 
 
 def steps_of(directory: CheckpointDirectory) -> list[int]:
