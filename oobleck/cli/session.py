@@ -61,6 +61,7 @@ class Session:
         self._nursery = nursery
         self._due = list(kills)
         self._gone: set[str] = set()
+        self._terminal: Output | None = None
         for entry in past:
             self._note(entry)
             self._take_due(entry)  # those kills are done
@@ -70,6 +71,7 @@ class Session:
 
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
         """Start what keeps a person informed. The run goes on when nobody can be."""
+        self._terminal = output if output.isatty() else None
         if wants_dashboard(console_on(output), plain=plain):
             nursery.start_soon(lambda: run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
         else:
@@ -118,6 +120,8 @@ class Session:
             async for number in signals:
                 if number == signal.SIGHUP:
                     self.remark("warning", "the terminal is gone; the run goes on, and `oobleck stop` ends it")
+                    if self._terminal is not None:
+                        self._terminal.is_lost = True  # a write to it may never come back
                     continue
                 terminated = number == signal.SIGTERM
                 self._master.submit(
