@@ -29,7 +29,8 @@ SOON = ("--set", "control.rejoin_after_s=1", "--set", "control.lease_s=1.5")
 
 
 def pid_of(runner: Runner, node: str, role: str) -> int:
-    return int((runner.agent_directory(node) / f"{role}.pid").read_text().split()[0])
+    (pid,) = runner.pids(node, role)
+    return pid
 
 
 def test_an_agent_is_killed_under_its_worker_and_another_is_given_notice(

@@ -64,8 +64,8 @@ def test_a_node_that_dies_with_the_master_is_met_by_the_next_one(runner: Runner)
         first.wait_for_step(8)
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
-        for path in runner.agent_directory("node3").glob("*.pid"):
-            os.kill(int(path.read_text().split()[0]), signal.SIGKILL)
+        for pid in runner.pids("node3"):
+            os.kill(pid, signal.SIGKILL)
         with runner.up(*options(runner)) as second:
             outcome = second.finish()
     assert outcome.exit_code == 0, outcome.output

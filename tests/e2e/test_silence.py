@@ -9,38 +9,56 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import psutil
 import pytest
 
 from .elastic import ENDLESS, TOLERANCE, Elastic, Reference, assert_all_is_right
 from .harness import Runner, Up
 
 STALLS_S = (2.8, 5.0)
+SHORTEST_S, LONGEST_S = 0.1, 60.0
+KINDS = (
+    "the master",
+    "the fork server",
+    "all agents",
+    "all workers",
+    "all nodes",
+    "an agent",
+    "a worker",
+    "a node",
+)
 NUM_NODES = 4
+SAVED = ("--set", "checkpoint.enabled=true", "--set", "checkpoint.save_steps=4")
 PATIENT = ("--set", "control.orphan_timeout_s=600")
 """As by default; other runs here have less, so that nothing outlives a test for long."""
 
 
 def agents_of(runner: Runner) -> list[int]:
-    return [pid for node in range(NUM_NODES) for pid in pids(runner, f"node{node}", "agent")]
+    return [pid for node in range(NUM_NODES) for pid in runner.pids(f"node{node}", "agent")]
 
 
-def pids(runner: Runner, node: str, processes: str) -> list[int]:
-    return [int(path.read_text()) for path in sorted(runner.agent_directory(node).glob(f"{processes}.pid"))]
+@contextmanager
+def stalled(pids: Sequence[int]) -> Iterator[None]:
+    """Stops processes, and lets them go on in the end; some may have ended by then."""
+    _send(pids, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _send(pids, signal.SIGCONT)
 
 
 def stall(pids: Sequence[int], seconds: float) -> None:
-    """Stop processes, and let them go on; some may have ended by then."""
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        if number == signal.SIGSTOP:
-            time.sleep(seconds)
+    with stalled(pids):
+        time.sleep(seconds)
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def losses_of_nodes(runner: Runner) -> list[dict[str, Any]]:
@@ -85,64 +103,77 @@ def test_a_minute_of_silence_loses_nobody(runner: Runner, start: Callable[..., A
             case "agents":
                 stall(agents_of(runner), 60.0)
             case "workers":
-                stall([pid for node in range(NUM_NODES) for pid in pids(runner, f"node{node}", "worker*")], 60.0)
+                stall([pid for node in range(NUM_NODES) for pid in runner.pids(f"node{node}", "worker*")], 60.0)
         run.up.wait_for_steps(5)
         assert losses_of_nodes(runner) == []
         run.stop()
 
 
 class Stalls:
-    """Stops one or another of a run's processes, for a while that is drawn from a seed."""
+    """Stops one or another of a run's processes, for a while that is drawn from a seed, and kills some meanwhile."""
 
-    def __init__(self, runner: Runner, up: Up, seed: int, longest_s: float) -> None:
+    def __init__(self, runner: Runner, up: Up, seed: int) -> None:
         self.runner = runner
         self.up = up
         self.random = random.Random(seed)
-        self.longest_s = longest_s
         self.done: list[str] = []
 
     def strike(self) -> None:
-        kinds = {
-            "the master": [self.up.process.pid],
-            "all agents": agents_of(self.runner),
-            "all workers": self._all("worker*"),
-            "all nodes": self._all("*"),
-            "the fork server": self._fork_server(),
-            "an agent": pids(self.runner, self._node(), "agent"),
-            "a worker": pids(self.runner, self._node(), "worker*"),
-            "a node": pids(self.runner, self._node(), "*"),
-        }
-        kind = self.random.choice(sorted(kinds))
-        seconds = 0.1 * (self.longest_s / 0.1) ** self.random.random()  # short ones as often as long ones
-        self.done.append(f"{kind} for {seconds:.2f} s")
-        stall(kinds[kind], seconds)
+        """Stop some, often others in the middle of it, and often kill a worker then, or the fork server."""
+        first, seconds = self._draw()
+        self.done.append(f"{first} for {seconds:.2f} s")
+        with stalled(self._pids(first)):
+            time.sleep(seconds / 2)
+            if first == "the fork server" or self.random.random() < 0.3:
+                self._kill(self.random.choice(("a worker", "a worker", "the fork server")))
+            if self.random.random() < 0.3:
+                second, _ = self._draw()
+                self.done[-1] += f", {second} from its middle on"
+                with stalled(self._pids(second)):
+                    time.sleep(seconds / 4)
+            time.sleep(seconds / 4)
 
-    def _node(self) -> str:
-        return f"node{self.random.randrange(NUM_NODES)}"
+    def _draw(self) -> tuple[str, float]:
+        """Who, and for how long; a stall is as often between 0.1 and 1 s as it is between 1 and 10 s."""
+        return self.random.choice(KINDS), SHORTEST_S * (LONGEST_S / SHORTEST_S) ** self.random.random()
 
-    def _all(self, processes: str) -> list[int]:
-        return [pid for node in range(NUM_NODES) for pid in pids(self.runner, f"node{node}", processes)]
+    def _kill(self, kind: str) -> None:
+        self.done[-1] += f", {kind} killed"
+        if kind == "the fork server":
+            self.runner.kill_fork_server()
+        else:
+            _send(self._pids(kind), signal.SIGKILL)
 
-    def _fork_server(self) -> list[int]:
-        """The one that workers are forked from, which bear its command line."""
-        found: list[int] = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                is_server = "oobleck.training.fork_server" in process.cmdline()
-                if is_server and process.environ().get("TMPDIR") == str(self.runner.temporary):
-                    found.append(process.pid)
-        children = {pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).ppid() in found}
-        return [pid for pid in found if pid not in children]
+    def _pids(self, kind: str) -> list[int]:
+        nodes = [f"node{node}" for node in range(NUM_NODES)]
+        one = [self.random.choice(nodes)]
+        match kind:
+            case "the master":
+                return [self.up.process.pid]
+            case "the fork server":
+                return self.runner.fork_servers()
+            case "all agents" | "an agent":
+                processes = "agent"
+            case "all workers" | "a worker":
+                processes = "worker*"
+            case _:
+                processes = "*"
+        chosen = nodes if kind.startswith("all") else one
+        return [pid for node in chosen for pid in self.runner.pids(node, processes)]
 
 
-def ride_out(runner: Runner, reference: Reference, *, seed: int, stalls: int, longest_s: float) -> None:
-    """Let so many stalls strike a run; it must not end, and its losses must be those of one process."""
-    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "control.rejoin_after_s=2", *PATIENT)
-    with runner.up(*options, nodes=("--local", str(NUM_NODES))) as up:
+def ride_out(runner: Runner, reference: Reference, *, seed: int, stalls: int) -> None:
+    """Let so many stalls strike a run; it must not end, and its losses must be those of one process.
+
+    It saves, for what is killed beside a node that is given up may be the last copy of a layer.
+    """
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--resume", "never", *SAVED, *PATIENT)
+    with runner.up(*options, "--set", "control.rejoin_after_s=2", nodes=("--local", str(NUM_NODES))) as up:
         up.wait_for_step(5)
-        storm = Stalls(runner, up, seed, longest_s)
+        storm = Stalls(runner, up, seed)
         for _ in range(stalls):
             storm.strike()
+            up.wait_for("] step ")
             up.wait_for_steps(storm.random.randint(2, 20))
         Elastic(runner, up).command_stop()
         outcome = up.finish()
@@ -159,4 +190,4 @@ def ride_out(runner: Runner, reference: Reference, *, seed: int, stalls: int, lo
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_storm_of_stalls_ends_no_run(runner: Runner, endless_reference: Reference, seed: int) -> None:
-    ride_out(runner, endless_reference, seed=seed, stalls=8, longest_s=60.0)
+    ride_out(runner, endless_reference, seed=seed, stalls=8)
