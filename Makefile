@@ -1,20 +1,29 @@
 # `make demo` trains the default job on four local nodes and kills one; `make test` runs the checks and tests.
-# Each makes its own .venv first. PYTHON names the interpreter to make it from.
+# Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
+# constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
+# JOBS says how many tests run side by side: those of real runs (tests/e2e) take turns on one worker, the rest runs
+# beside them; those that compare times have the machine to themselves.
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOCK_VENV := .venv-lock
+PYTEST := $(BIN)/python -m pytest
+BESIDE := -n $(JOBS) --dist loadgroup
 
-.PHONY: demo test test-all lint types format clean
+.PHONY: demo test test-all lint types format lock clean
 
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) $(BESIDE) -m "not slow and not alone"
+	$(PYTEST) -m "not slow and alone"
 
 test-all: $(STAMP) lint types
-	$(BIN)/python -m pytest
+	$(PYTEST) $(BESIDE) -m "not alone"
+	$(PYTEST) -m "alone"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -27,10 +36,22 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
+# Versions without the builds' own labels (+cpu), which other machines may not have. What torch asks for beside itself
+# for GPUs it names by version already.
+lock:
+	$(PYTHON) -m venv --clear $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '.[test]'
+	sed '/^[^#]/,$$d' constraints.txt > $(LOCK_VENV)/constraints.txt
+	$(LOCK_VENV)/bin/python -m pip freeze --exclude oobleck \
+		| grep -Ev '^(nvidia|cuda|triton)' \
+		| sed -E 's/\+.*//; s/^(torch==[0-9]+\.[0-9]+).*/\1.*/' >> $(LOCK_VENV)/constraints.txt
+	mv $(LOCK_VENV)/constraints.txt constraints.txt
+	rm -rf $(LOCK_VENV)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,6 +8,8 @@
     ├── PeerError             the other side broke the protocol
     └── ResourceLost          the world took something away
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
+        │   ├── NodeUnfit     it is faulty
+        │   └── AgentGone     no agent of ours lives there any more
         ├── WorkersUnavailable no worker process can be started on a node
         ├── Unrecoverable     a layer has no living copy
         ├── CorruptCheckpoint bytes that were saved cannot be read, or are not those that were saved
@@ -19,6 +21,7 @@ Bugs of our own are assertions, not members of this tree.
 from __future__ import annotations
 
 __all__ = [
+    "AgentGone",
     "ConfigError",
     "CorruptCheckpoint",
     "NodeUnreachable",
@@ -73,6 +76,10 @@ class NodeUnreachable(ResourceLost):
 
 class NodeUnfit(NodeUnreachable):
     """A node that can be reached, and was found faulty."""
+
+
+class AgentGone(NodeUnreachable):
+    """A node that can be reached, and on which the agent that was looked for does not live any more."""
 
 
 class WorkersUnavailable(ResourceLost):

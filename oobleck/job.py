@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeVar
 
 from oobleck.errors import ConfigError
 
 __all__ = [
+    "MAX_DEVICES",
+    "MAX_MICROBATCHES",
+    "MAX_NODES",
+    "MAX_STEPS",
+    "Bounds",
     "CheckpointSpec",
     "ControlSpec",
     "DataSpec",
@@ -25,15 +30,142 @@ __all__ = [
     "ScalingSpec",
     "ScheduleName",
     "ScriptSpec",
+    "bounds_of",
+    "check_model_numbers",
 ]
 
 Scalar = bool | int | float | str | None
 ScheduleName = Literal["1f1b", "gpipe", "zero-bubble", "auto"]
 
+MAX_NODES = 16_384
+"""The most nodes of a job: a slip in a range of a hostfile, or a number too many, should not fill the memory."""
+MAX_DEVICES = 256
+"""The most devices of one machine."""
+MAX_STEPS = 10**12
+_MAX_SECONDS = 1e9
+"""Thirty years."""
+_LEAST_SECONDS = 1e-3
+_MAX_TEXT_CHARS = 1 << 20
+_MAX_TOKENS = 1 << 24
+MAX_MICROBATCHES = 65_536
+"""Of one step: every one of them is some instructions of a worker's program."""
+_SHOWN_CHARS = 200
+
+_Number = TypeVar("_Number", int, float, int | None, float | None, int | str)
+
+
+# --- what a number may be ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """From `least` to `most`, both included, without what is `excluded`. `note` says more, for people."""
+
+    least: float
+    most: float
+    excluded: tuple[float, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        without = f", but not {' or '.join(map(_written, self.excluded))}" if self.excluded else ""
+        return f"from {_written(self.least)} to {_written(self.most)}{without}{f' ({self.note})' if self.note else ''}"
+
+    def hold(self, value: float) -> bool:
+        """Whether a number is within; what is not a number is not."""
+        return self.least <= value <= self.most and value not in self.excluded
+
+
+def _written(number: float) -> str:
+    if isinstance(number, int):
+        return f"{number:,}"
+    return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e12 else f"{number:g}"
+
+
+def _number(
+    default: _Number, least: float, most: float, *, excluded: tuple[float, ...] = (), note: str = ""
+) -> _Number:
+    """A field with a default, and the bounds of what may stand there; None and words are beyond them."""
+    bounds = Bounds(least, most, excluded, note)
+    made: _Number = field(default=default, metadata={"bounds": bounds})
+    return made
+
+
+def bounds_of(spec: object) -> dict[str, Bounds]:
+    """Return the bounds of a specification's numbers, by field; `spec` is an instance or the class."""
+    return {part.name: part.metadata["bounds"] for part in fields(spec) if "bounds" in part.metadata}  # type: ignore[arg-type]  # a dataclass
+
+
+def _check(spec: object, section: str = "") -> None:
+    """Hold a specification's numbers to their bounds, and its texts to what can be written anywhere."""
+    for name, bounds in bounds_of(spec).items():
+        value = getattr(spec, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(not is_number or bounds.hold(value), section + name, value, str(bounds))
+    for part in fields(spec):  # type: ignore[arg-type]  # a dataclass
+        for text in _texts(getattr(spec, part.name)):
+            _check_text(section + part.name, text)
+
+
+def _texts(value: object) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case tuple():
+            for item in value:
+                yield from _texts(item)
+        case Mapping():
+            for key, item in value.items():
+                yield from _texts(key)
+                yield from _texts(item)
+
+
+def _check_text(field_name: str, text: str) -> None:
+    """Raise ConfigError for what no file name, no command and no message can hold."""
+    _require(len(text) <= _MAX_TEXT_CHARS, field_name, f"{text[:40]}…", f"at most {_MAX_TEXT_CHARS:,} characters")
+    whole = "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+    _require(whole, field_name, text[:40], "text of whole characters, and without null characters")
+
+
+_LAYERS = Bounds(1, 1_000)
+_HEADS = Bounds(1, 65_536)
+_EXPERTS = Bounds(1, 4_096)
+_WIDTH = Bounds(1, _MAX_TOKENS)
+_VOCABULARY = Bounds(1, 10_000_000)
+_ANY_NUMBER = Bounds(-(2**40), 2**40)
+_MODEL_BOUNDS: Mapping[str, Bounds] = {
+    **dict.fromkeys(("n_layer", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"), _LAYERS),
+    **dict.fromkeys(("n_head", "num_attention_heads", "num_key_value_heads", "num_heads", "n_heads"), _HEADS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
+    **dict.fromkeys(
+        ("n_embd", "hidden_size", "d_model", "intermediate_size", "n_inner", "ffn_dim", "head_dim"), _WIDTH
+    ),
+    **dict.fromkeys(("n_positions", "n_ctx", "max_position_embeddings"), _WIDTH),
+    "vocab_size": _VOCABULARY,
+}
+"""By the names of transformers' configurations; other whole numbers are only kept from filling the memory."""
+
+
+def check_model_numbers(config: Mapping[str, object]) -> None:
+    """Raise ConfigError for numbers of a model's configuration that no model has, by the names of transformers."""
+    for key, value in config.items():
+        bounds = _MODEL_BOUNDS.get(key, _ANY_NUMBER)
+        if isinstance(value, int) and not isinstance(value, bool):
+            _require(bounds.hold(value), f"model.config.{key}", value, str(bounds))
+        elif isinstance(value, float):
+            _require(math.isfinite(value), f"model.config.{key}", value, "finite")
+
 
 def _require(condition: bool, field_name: str, value: object, expectation: str) -> None:
     if not condition:
-        raise ConfigError(f"{field_name}: {value!r} is not possible; it must be {expectation}")
+        raise ConfigError(f"{field_name}: {_shown(value)} is not possible; it must be {expectation}")
+
+
+def _shown(value: object) -> str:
+    """A value as it may stand in an error: cut where it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a number of more than 77 digits"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
 def _check_pattern(field_name: str, pattern: str) -> None:
@@ -56,6 +188,10 @@ class ModelSpec:
     from its weights, and its tokenizer is taken unless another is named."""
     task: Literal["causal_lm", "masked_lm"] | None = None
     """What is predicted; None: masked tokens by encoders such as BERT, the next token by all others."""
+
+    def __post_init__(self) -> None:
+        _check(self, "model.")
+        check_model_numbers(self.config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,38 +218,27 @@ class DataSpec:
     handed out to steps as they are read. A record is a sample: a row of tokens (.bin, .npy), or a line of text."""
     follow: bool = False
     """Shards grow: whoever has read all of them waits for more, until a file NAME.end lies beside a file."""
-    epochs: int = 1
+    epochs: int = _number(1, 1, MAX_STEPS)
     """How often shards are read; training ends then, if `max_steps` has not come before."""
-    shards_at_once: int | None = None
+    shards_at_once: int | None = _number(None, 1, 64)
     """How many shards are read side by side; None: one, or all of those that grow."""
-    sequence_length: int = 64
-    vocab_size: int = 4096
+    sequence_length: int = _number(64, 2, _MAX_TOKENS)
+    vocab_size: int = _number(4096, 257, 10_000_000, note="256 bytes and an end at least")
     """Size of the BPE tokenizer that is trained on the text; of tokens in files, one more than the largest can be."""
-    max_bytes: int = 8_000_000
+    max_bytes: int = _number(8_000_000, 1, 2**40)
     """How much of the text is used."""
-    validation_split: float = 0.0
+    validation_split: float = _number(0.0, 0, 1, excluded=(1,))
     """The share of samples that is kept for evaluation and never trained on."""
-    mlm_probability: float = 0.15
+    mlm_probability: float = _number(0.15, 0, 1, excluded=(0, 1))
     """The share of a sample's tokens that masked language models predict."""
 
     def __post_init__(self) -> None:
-        _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
-        _require(self.vocab_size >= 257, "data.vocab_size", self.vocab_size, "at least 257 (256 bytes and an end)")
-        _require(self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1")
-        _require(self.epochs >= 1, "data.epochs", self.epochs, "at least 1")
-        _require(
-            self.shards_at_once is None or 1 <= self.shards_at_once <= 64,
-            "data.shards_at_once",
-            self.shards_at_once,
-            "between 1 and 64, or left out",
-        )
+        _check(self, "data.")
         if self.shards:
             others = bool(self.paths or self.dataset_path)
             _require(not others, "data.shards", list(self.shards), "left out where paths or dataset_path are given")
             split = self.validation_split
             _require(not split, "data.validation_split", split, "0 where the data is in shards")
-        _require(0 <= self.validation_split < 1, "data.validation_split", self.validation_split, "at least 0, under 1")
-        _require(0 < self.mlm_probability < 1, "data.mlm_probability", self.mlm_probability, "between 0 and 1")
         _require(
             not (self.paths and self.dataset_path), "data.dataset_path", self.dataset_path, "left out where paths are"
         )
@@ -127,12 +252,12 @@ class OptimizerSpec:
     """The class of torch.optim in small letters; `TrainingArguments`' adamw_torch and adamw_torch_fused too."""
     optim_args: Mapping[str, Scalar] = field(default_factory=dict)
     """Further arguments of that class."""
-    learning_rate: float = 1e-3
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
+    learning_rate: float = _number(1e-3, 1e-30, 1e300)
+    adam_beta1: float = _number(0.9, 0, 1, excluded=(1,))
+    adam_beta2: float = _number(0.95, 0, 1, excluded=(1,))
+    adam_epsilon: float = _number(1e-8, 0, 1)
+    weight_decay: float = _number(0.1, 0, 1e6)
+    max_grad_norm: float = _number(1.0, 0, 1e30, note="0: off")
     """0 turns clipping off."""
     lr_scheduler_type: Literal[
         "constant",
@@ -147,27 +272,30 @@ class OptimizerSpec:
     ] = "cosine"
     lr_scheduler_kwargs: Mapping[str, Scalar] = field(default_factory=dict)
     """Further arguments of the schedule, by the names that transformers gives them."""
-    warmup_steps: int = 10
+    warmup_steps: int = _number(10, 0, MAX_STEPS)
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
-        _require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", self.max_grad_norm, "0 (off) or positive")
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
+        _check(self, "optimizer.")
+
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
+_HEADER_VALUE = re.compile(r"[\t -~\xa0-\xff]{0,8000}")
+"""Of HTTP headers (RFC 9110, section 5): with a line end in it, a header would be two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSpec:
     """How failures are noticed, in seconds."""
 
-    heartbeat_interval_s: float = 0.5
-    lease_s: float = 3.0
+    heartbeat_interval_s: float = _number(0.5, _LEAST_SECONDS, _MAX_SECONDS)
+    lease_s: float = _number(3.0, _LEAST_SECONDS, _MAX_SECONDS)
     """A node that was not heard of for this long is taken for lost."""
-    connect_timeout_s: float = 10.0
-    start_timeout_s: float = 120.0
+    connect_timeout_s: float = _number(10.0, _LEAST_SECONDS, _MAX_SECONDS)
+    start_timeout_s: float = _number(120.0, _LEAST_SECONDS, _MAX_SECONDS)
     """How long a node may take from its connection to a worker that is ready."""
-    orphan_timeout_s: float = 600.0
-    """How long agents train on without a master before they stop."""
-    rejoin_after_s: float = 10.0
+    orphan_timeout_s: float = _number(600.0, 0, _MAX_SECONDS)
+    """How long agents train on without a master before they stop, and how long a master that hears of none waits."""
+    rejoin_after_s: float = _number(10.0, 0, _MAX_SECONDS, note="0: never")
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
     notice_command: str | None = None
     """A shell command that succeeds when the node it runs on is about to be taken away; None: nothing is asked."""
@@ -177,17 +305,20 @@ class ControlSpec:
     """What its answer must contain then, as a regular expression; None: anything."""
     notice_headers: Mapping[str, Scalar] = field(default_factory=dict)
     """HTTP headers that it is asked with."""
-    notice_interval_s: float = 5.0
+    notice_interval_s: float = _number(5.0, _LEAST_SECONDS, _MAX_SECONDS)
 
     def __post_init__(self) -> None:
-        _require(self.heartbeat_interval_s > 0, "control.heartbeat_interval_s", self.heartbeat_interval_s, "positive")
-        _require(self.notice_interval_s > 0, "control.notice_interval_s", self.notice_interval_s, "positive")
+        _check(self, "control.")
         if self.notice_url is not None:
-            is_web = self.notice_url.startswith(("http://", "https://"))
-            _require(is_web, "control.notice_url", self.notice_url, "an address that begins with http:// or https://")
+            is_web = re.fullmatch(r"https?://[!-~]+", self.notice_url) is not None
+            expected = "an address that begins with http:// or https://, without spaces"
+            _require(is_web, "control.notice_url", self.notice_url, expected)
+        for name, value in self.notice_headers.items():
+            is_name, is_value = _HEADER_NAME.fullmatch(name), _HEADER_VALUE.fullmatch(str(value))
+            _require(is_name is not None, "control.notice_headers", name, "names of letters, digits and '-'")
+            _require(is_value is not None, f"control.notice_headers.{name}", value, "one line of Latin letters")
         if self.notice_pattern is not None:
             _check_pattern("control.notice_pattern", self.notice_pattern)
-        _require(self.rejoin_after_s >= 0, "control.rejoin_after_s", self.rejoin_after_s, "0 (never) or positive")
         _require(
             self.lease_s >= 2 * self.heartbeat_interval_s,
             "control.lease_s",
@@ -215,32 +346,27 @@ class CheckpointSpec:
     """When the state is saved, and where."""
 
     enabled: bool = True
-    save_steps: int | None = None
+    save_steps: int | None = _number(None, 1, MAX_STEPS)
     """Save after every so many steps. Without this and `save_interval_s`, the interval follows from what a save costs
     and how often failures need one."""
-    save_interval_s: float | None = None
+    save_interval_s: float | None = _number(None, 0, _MAX_SECONDS, excluded=(0,))
     """Save every so many seconds."""
-    save_total_limit: int = 3
+    save_total_limit: int = _number(3, 1, 1_000_000)
     """How many checkpoints are kept; older ones are removed."""
     directory: str | None = None
     """Where checkpoints lie, on every node; None is `checkpoints` in the run's directory there. Shared by all nodes,
     or a lost node takes what it saved with it."""
-    compare_steps: int = 100
+    compare_steps: int = _number(100, 0, MAX_STEPS, note="0: off")
     """After every so many steps the copies of each layer are compared; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        if self.save_steps is not None:
-            _require(self.save_steps >= 1, "checkpoint.save_steps", self.save_steps, "at least 1")
-        if self.save_interval_s is not None:
-            _require(self.save_interval_s > 0, "checkpoint.save_interval_s", self.save_interval_s, "positive")
+        _check(self, "checkpoint.")
         _require(
             self.save_steps is None or self.save_interval_s is None,
             "checkpoint.save_interval_s",
             self.save_interval_s,
             "left out where save_steps is given",
         )
-        _require(self.save_total_limit >= 1, "checkpoint.save_total_limit", self.save_total_limit, "at least 1")
-        _require(self.compare_steps >= 0, "checkpoint.compare_steps", self.compare_steps, "0 (off) or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +375,13 @@ class ScalingSpec:
 
     policy: Literal["all", "efficient", "deadline"] = "all"
     """All; as many as add at least a fifth of what a node gives on average; or the fewest that end in time."""
-    deadline_s: float | None = None
+    deadline_s: float | None = _number(None, 0, _MAX_SECONDS, excluded=(0,))
     """Of the policy `deadline`: seconds from the start of the run in which it is to end."""
-    hysteresis_s: float = 60.0
+    hysteresis_s: float = _number(60.0, 0, _MAX_SECONDS)
     """Another number of nodes has to be the better one for so long."""
 
     def __post_init__(self) -> None:
+        _check(self, "scaling.")
         is_timed = self.policy == "deadline"
         _require(
             (self.deadline_s is not None) == is_timed,
@@ -262,9 +389,6 @@ class ScalingSpec:
             self.deadline_s,
             "given where the policy is deadline" if is_timed else "left out unless the policy is deadline",
         )
-        if self.deadline_s is not None:
-            _require(self.deadline_s > 0, "scaling.deadline_s", self.deadline_s, "positive")
-        _require(self.hysteresis_s >= 0, "scaling.hysteresis_s", self.hysteresis_s, "0 or positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,62 +408,68 @@ class JobSpec:
     control: ControlSpec = field(default_factory=ControlSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
-    max_steps: int = 120
-    global_batch_size: int = 8
+    max_steps: int = _number(120, 1, MAX_STEPS)
+    global_batch_size: int = _number(8, 1, 1_000_000)
     """Samples in one step."""
-    microbatch_size: int = 1
+    microbatch_size: int = _number(1, 1, 1_000_000)
     """Samples in one microbatch; divides the global batch size."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """The last two are mixed precision: parameters stay float32; float16 scales its loss."""
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: float = _number(65536.0, 2.0**-24, 2.0**100, note="a power of two, as 65536.0")
     """Of float16; it is halved when gradients overflow, and doubled when they have not for long."""
     activation_checkpointing: bool = False
     """Blocks keep their input alone and compute what is between again in their backward pass."""
     compile: bool = False
     """Blocks are compiled by torch when they are first run."""
     device: Literal["cpu", "cuda"] = "cpu"
-    seed: int = 0
-    eval_steps: int | None = None
+    seed: int = _number(0, -(2**63), 2**63 - 1)
+    eval_steps: int | None = _number(None, 1, MAX_STEPS)
     """Evaluate after every so many steps; None: never."""
-    max_eval_samples: int | None = None
+    max_eval_samples: int | None = _number(None, 1, MAX_STEPS)
     """At most so many of the samples kept for evaluation; None: all."""
-    fault_threshold: int = 1
+    fault_threshold: int = _number(1, 0, MAX_NODES)
     """f: the number of simultaneous node failures that never cost state."""
-    num_pipelines: int | None = None
+    num_pipelines: int | None = _number(None, 1, MAX_NODES)
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
     schedule: ScheduleName = "1f1b"
     """`auto` has every plan choose for each of its pipelines: zero-bubble where that saves time, else 1f1b."""
-    reductions_per_step: int | Literal["auto"] = "auto"
+    reductions_per_step: int | Literal["auto"] = _number("auto", 1, MAX_MICROBATCHES, note="or auto")  # type: ignore[assignment]  # one of its words
     """How often a step's gradients are reduced, so that a failure costs a part of a step at most: a long step several
     times, by default. Each but the last keeps the sums so far in memory of their own."""
-    tensor_parallel: int = 1
+    tensor_parallel: int = _number(1, 1, MAX_DEVICES)
     """Devices of a node that share each stage, by the model's own plan."""
-    device_memory_bytes: int | None = None
+    device_memory_bytes: int | None = _number(None, 1, 2**50)
     """Memory of one device; None asks the nodes."""
     script: ScriptSpec | None = None
     """What the job comes from, if not from a file alone."""
-    torch_threads: int | None = None
+    torch_threads: int | None = _number(None, 1, 1024)
     """Threads a worker computes with; None divides a host's cores among its workers."""
 
     def __post_init__(self) -> None:
+        _check(self)
         valid_tag = self.tag and all(c.isalnum() or c in "._-" for c in self.tag) and self.tag[0] not in ".-"
         _require(bool(valid_tag), "tag", self.tag, "letters, digits, '.', '_' and '-', starting with none of '.-'")
         _require(len(self.tag) <= 40, "tag", self.tag, "at most 40 characters (it is part of a socket's path)")
-        _require(self.max_steps >= 1, "max_steps", self.max_steps, "at least 1")
-        _require(self.microbatch_size >= 1, "microbatch_size", self.microbatch_size, "at least 1")
         _require(
-            self.global_batch_size >= 1 and self.global_batch_size % self.microbatch_size == 0,
+            self.global_batch_size % self.microbatch_size == 0,
             "global_batch_size",
             self.global_batch_size,
             f"a multiple of microbatch_size ({self.microbatch_size})",
         )
         _require(
-            self.initial_loss_scale > 0 and math.frexp(self.initial_loss_scale)[0] == 0.5,
+            self.num_microbatches <= MAX_MICROBATCHES,
+            "global_batch_size",
+            self.global_batch_size,
+            f"at most {MAX_MICROBATCHES:,} microbatches of {self.microbatch_size}; raise microbatch_size",
+        )
+        _require(
+            math.frexp(self.initial_loss_scale)[0] == 0.5,
             "initial_loss_scale",
             self.initial_loss_scale,
             "a power of two, as 65536.0",
         )
-        _require(self.tensor_parallel >= 1, "tensor_parallel", self.tensor_parallel, "at least 1")
+        is_power = self.tensor_parallel & (self.tensor_parallel - 1) == 0
+        _require(is_power, "tensor_parallel", self.tensor_parallel, "a power of two: 1, 2, 4, 8, …")
         _require(
             self.tensor_parallel == 1 or self.schedule != "zero-bubble",
             "schedule",
@@ -352,18 +482,7 @@ class JobSpec:
             self.compile,
             "false where devices share stages (tensor_parallel) or backward passes are split (zero-bubble)",
         )
-        _require(self.fault_threshold >= 0, "fault_threshold", self.fault_threshold, "0 or more")
-        _require(
-            self.reductions_per_step == "auto" or self.reductions_per_step >= 1,
-            "reductions_per_step",
-            self.reductions_per_step,
-            "auto, or at least 1",
-        )
-        for name in ("eval_steps", "max_eval_samples"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "at least 1, or left out")
         if self.num_pipelines is not None:
-            _require(self.num_pipelines >= 1, "num_pipelines", self.num_pipelines, "at least 1")
             _require(
                 self.num_pipelines <= self.num_microbatches,
                 "num_pipelines",

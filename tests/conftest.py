@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+
+import pytest
 from hypothesis import settings
 
 from tests.examples import examples
 
 settings.register_profile("oobleck", examples(100))
 settings.load_profile("oobleck")
+
+_LONGEST_DIRECTORY = 20
+"""Sockets' paths end at 107 characters, and pytest and the tests take most of them."""
+
+_short = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Have files made in a directory with a short name; batch systems' TMPDIR, and xdist's names, are long."""
+    has_long_name = len(tempfile.gettempdir()) > _LONGEST_DIRECTORY
+    is_worker = hasattr(config, "workerinput")  # which has its directory from the process that started it
+    if is_worker or not (has_long_name or getattr(config.option, "numprocesses", None)):
+        return
+    config.stash[_short] = tempfile.mkdtemp(prefix="ob", dir="/tmp")
+    if config.option.basetemp is None:
+        config.option.basetemp = os.path.join(config.stash[_short], "t")
+    if has_long_name:
+        os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_short]  # for workers, and for what tests start
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Leave nothing of it, but for what a failed test wrote."""
+    if _short in session.config.stash and exitstatus == 0:
+        shutil.rmtree(session.config.stash[_short], ignore_errors=True)

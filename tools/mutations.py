@@ -215,9 +215,9 @@ MUTATIONS = (
     Mutation(
         name="endless_lease",
         what="a node that says nothing is never given up",
-        file="oobleck/control/coordinator.py",
-        old="            if now_s >= member.last_heard_s + self._job.control.lease_s:\n",
-        new="            if now_s >= member.last_heard_s + 1e9:\n",
+        file="oobleck/control/leases.py",
+        old="        lapses_s = max(member.last_heard_s + self._control.lease_s, self._spared_until_s)\n",
+        new="        lapses_s = max(member.last_heard_s + 1e9, self._spared_until_s)\n",
         caught_by=STACK,
     ),
     Mutation(

@@ -14,14 +14,15 @@ and by the real coordinator and planner on profiles that are estimated for the s
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
-from bars import bars_svg
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it finds its neighbours
 
 from oobleck.planner import estimate_profile
 from oobleck.planner.devices import device_sheet
@@ -33,6 +34,7 @@ from oobleck.sim.policies.throughput import Plans, Table
 from oobleck.sim.sweep import sweep
 from oobleck.sim.sweep_settings import SweepSettings
 from oobleck.sim.trace import Trace
+from tools.bars import bars_svg
 
 MODELS = ("BERT-L", "GPT-2", "GPT-3M", "2.7B", "6.7B")
 TRACES = ("6h", "3h", "1h", "30m", "10m", "GCP", "P3")
@@ -350,14 +352,11 @@ def report(traces: Mapping[str, Trace]) -> str:
     lines += ["", *_FINDINGS, "", "## Under ours", "", *_OURS_WORDS, ""]
     lines += _head(("model", *TRACES))
     for model in MODELS:
-        settings = our_settings(model)
-        plans = Plans(settings)
-        cells = (
-            f"{_share(original_rules('Oobleck', model), model, traces[name]):.3f} → "
-            f"{share_of_ideal(sweep(traces[name], settings), traces[name], plans):.3f}"
-            for name in TRACES
+        theirs = original_rules("Oobleck", model)
+        before_and_after = (
+            f"{_share(theirs, model, traces[name]):.3f} → {our_share(model, traces[name]):.3f}" for name in TRACES
         )
-        lines.append(f"| {model} | {' | '.join(cells)} |")
+        lines.append(f"| {model} | {' | '.join(before_and_after)} |")
     lines += ["", "## What becomes of the step in flight", "", *_TABLE_WORDS, ""]
     lines += _head(("model", "seconds a step", "pipelines", *Step))
     for model in MODELS:
@@ -366,9 +365,16 @@ def report(traces: Mapping[str, Trace]) -> str:
     return "\n".join([*lines, ""])
 
 
+@cache
+def our_share(model: str, trace: Trace) -> float:
+    """Return what the real coordinator and planner keep of their ideal through a trace."""
+    settings = our_settings(model)
+    return share_of_ideal(sweep(trace, settings), trace, Plans(settings))
+
+
 def picture(trace: Trace) -> str:
     """What systems keep of their ideal through the trace of 10 minutes, as an SVG picture."""
-    ours = [share_of_ideal(sweep(trace, our_settings(model)), trace, Plans(our_settings(model))) for model in MODELS]
+    ours = [our_share(model, trace) for model in MODELS]
     at = TRACES.index("10m")
     shares = {
         f"{name}, as published": [PUBLISHED[name][model][at] / ideal(model, trace, table[model]) for model in MODELS]

@@ -9,7 +9,15 @@ put tensors of torch around the same bytes (`oobleck.training.checkpoint`).
 
 from __future__ import annotations
 
-from oobleck.control.manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest
+from oobleck.control.manifest import (
+    MANIFEST_VERSION,
+    Manifest,
+    SavedState,
+    Shard,
+    checkpoint_name,
+    run_digest,
+    run_of,
+)
 
 from .directory import CheckpointDirectory, FileFault, FoundManifest, layer_file_name
 from .layer_file import LayerFile, read_layer_file, write_layer_file
@@ -37,5 +45,6 @@ __all__ = [
     "next_memory_file",
     "read_layer_file",
     "run_digest",
+    "run_of",
     "write_layer_file",
 ]

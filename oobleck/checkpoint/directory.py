@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from oobleck.control.manifest import MANIFEST_VERSION, Manifest, Shard
+from oobleck.control.manifest import MANIFEST_VERSION, Manifest, Shard, what_is_wrong
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.wire import from_builtins, to_builtins
 
 from .layer_file import fsync_directory, write_file, write_layer_file
-from .layout import Entry
+from .layout import Entry, Layout
 from .memory import Slot
 
 __all__ = ["MANIFEST_NAME", "CheckpointDirectory", "FileFault", "FoundManifest", "layer_file_name"]
@@ -51,6 +51,8 @@ class FoundManifest:
     name: str
     manifest: Manifest | None
     problem: str | None = None
+    is_damaged: bool = False
+    """There is a manifest, and it cannot be used: the checkpoint was complete once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +74,30 @@ class CheckpointDirectory:
         layout = slot.memory.layout
         target = self.path / name
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shards = tuple(
-            self._persist_layer(target, layer, layout.entries_of(layer), slot, dict(layout.metadata))
-            for layer in layout.layers
-        )
+        try:
+            shards = tuple(
+                self._persist_layer(target, layer, layout.entries_of(layer), slot, dict(layout.metadata))
+                for layer in layout.layers
+            )
+        except OSError:
+            self._take_back(target, layout)
+            raise
         if not slot.is_valid or slot.sequence != sequence:
             raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was written over while it was read")
         return shards
+
+    def _take_back(self, target: Path, layout: Layout) -> None:
+        """Remove what was written before the disk refused more: the next save needs the room."""
+        with suppress(OSError):
+            for layer in layout.layers:
+                (target / layer_file_name(layer, _part_of(layout))).unlink(missing_ok=True)
+            target.rmdir()  # unless others have written there
 
     def _persist_layer(
         self, target: Path, layer: int, entries: tuple[Entry, ...], slot: Slot, metadata: dict[str, str]
     ) -> Shard:
         part = slot.memory.layout.part
-        file = layer_file_name(layer, part if "part" in metadata else None)
+        file = layer_file_name(layer, _part_of(slot.memory.layout))
         size, digest = write_layer_file(
             target / file, entries, slot.data, metadata={**metadata, "format": "pt", "layer": str(layer)}
         )
@@ -112,6 +125,10 @@ class CheckpointDirectory:
                 fsync_directory(target)
             shutil.rmtree(target, ignore_errors=True)
 
+    def remove_unfinished(self, names: Iterable[str]) -> None:
+        """Remove what is there of saves that were given up; what has a manifest, whole or not, is left alone."""
+        self.remove(name for name in names if self.is_unfinished(name))
+
     # --- reading -------------------------------------------------------------------------------------------
 
     def names(self) -> tuple[str, ...]:
@@ -119,6 +136,10 @@ class CheckpointDirectory:
         if not self.path.is_dir():
             return ()
         return tuple(sorted(path.name for path in self.path.glob(f"{_PREFIX}*") if path.is_dir()))
+
+    def is_unfinished(self, name: str) -> bool:
+        """Whether a checkpoint has no manifest, not even a damaged one: it was never complete."""
+        return not os.path.lexists(self.path / name / MANIFEST_NAME)
 
     def find(self) -> tuple[FoundManifest, ...]:
         """All checkpoints, the newest first; reads manifests only."""
@@ -129,7 +150,7 @@ class CheckpointDirectory:
         try:
             return FoundManifest(name=name, manifest=self.manifest(name))
         except CorruptCheckpoint as error:
-            return FoundManifest(name=name, manifest=None, problem=str(error))
+            return FoundManifest(name=name, manifest=None, problem=str(error), is_damaged=not self.is_unfinished(name))
 
     def manifest(self, name: str) -> Manifest:
         """Read a checkpoint's manifest. Raises CorruptCheckpoint that names the file."""
@@ -142,9 +163,11 @@ class CheckpointDirectory:
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path}: missing; the checkpoint was never finished") from None
         except (OSError, ValueError, RecursionError, PeerError) as error:
-            raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
+            raise CorruptCheckpoint(f"{path}: damaged: it cannot be read ({error})") from error
         if manifest.name != name:
             raise CorruptCheckpoint(f"{path}: belongs to {manifest.name}")
+        if (wrong := what_is_wrong(manifest)) is not None:
+            raise CorruptCheckpoint(f"{path}: damaged: {wrong}")
         return manifest
 
     def layers_here(self, manifest: Manifest) -> tuple[int, ...]:
@@ -189,6 +212,11 @@ class CheckpointDirectory:
         if size != shard.size_bytes:
             return FileFault(file=path, problem=f"{size} bytes; it should have {shard.size_bytes}")
         return None
+
+
+def _part_of(layout: Layout) -> int | None:
+    """Which part of its layers a layout has, where these are cut."""
+    return layout.part if "part" in layout.metadata else None
 
 
 def layer_file_name(layer: int, part: int | None = None) -> str:

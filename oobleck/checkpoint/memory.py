@@ -108,6 +108,11 @@ class FlashMemory:
         mapped[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(raw), sizes.data_bytes, checksum)
         return cls(path, mapped, layout, sizes)
 
+    @staticmethod
+    def bytes_for(layout: Layout) -> int:
+        """How large the file of a layout is."""
+        return _Sizes(len(layout.to_json()), layout.size_bytes).total_bytes
+
     @classmethod
     def open(cls, path: Path) -> FlashMemory:
         """Map an existing file. Raises CorruptCheckpoint for one that is not whole, OSError for none."""

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from oobleck.errors import OobleckError
 from oobleck.runtime.control_client import AddRequest, find_run, request
 
 from .options import BaseDirOption, JsonOption, TagOption, base_dir_of
@@ -23,6 +24,13 @@ def add(
 ) -> None:
     """Take nodes into a run, or take lost ones back. Training goes on; they join between two steps."""
     run = find_run(base_dir_of(base_dir), tag)
-    answers = [request(run.control_socket, AddRequest(node=node)) for node in nodes]
-    for node, answer in zip(nodes, answers, strict=True):
-        typer.echo(json.dumps(answer) if as_json else f"{node} joins run {run.tag}")
+    refused: list[OobleckError] = []
+    for node in nodes:
+        try:
+            answer = request(run.control_socket, AddRequest(node=node))
+        except OobleckError as error:  # the others are asked for all the same
+            refused.append(error)
+        else:
+            typer.echo(json.dumps(answer) if as_json else f"{node} joins run {run.tag}")
+    if refused:
+        raise ExceptionGroup("some nodes are refused", refused)

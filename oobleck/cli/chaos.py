@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from oobleck.errors import UsageError
+from oobleck.job import MAX_NODES, MAX_STEPS, JobSpec
 from oobleck.runtime.control_client import find_run
 from oobleck.runtime.run_dir import RunDirectory
 from oobleck.sim.trace import Trace
 
 from .chaos_play import Player, name_nodes, not_played
 from .chaos_targets import LocalRun, RunningRun
+from .numbers import whole
 from .options import NUM_SPARE_NODES, BaseDirOption, TagOption, base_dir_of
+from .read_job import read_job
 from .trace import read_trace
 
 __all__ = ["chaos"]
@@ -29,7 +32,10 @@ def chaos(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="A failure trace; see `oobleck trace`.")],
     *,
     local: Annotated[
-        int | None, typer.Option("--local", metavar="N", help="Play it on a new run, on N virtual nodes.")
+        int | None,
+        typer.Option(
+            "--local", metavar="N", parser=whole(1, MAX_NODES), help="Play it on a new run, on N virtual nodes."
+        ),
     ] = None,
     tag: TagOption = None,
     speedup: Annotated[float, typer.Option("--speedup", metavar="X", help="Play it X times as fast.")] = 1.0,
@@ -38,7 +44,13 @@ def chaos(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of its job.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", help="Its steps; by default it goes on to the trace's end.")
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            parser=whole(1, MAX_STEPS),
+            help="Its steps; by default it goes on to the trace's end.",
+        ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the dashboard.")] = False,
     summary: Annotated[
@@ -52,7 +64,7 @@ def chaos(
     trace's end. Times count from the first step, or from now where training goes on already.
     """
     if not 0 < speedup <= 1e6:
-        raise UsageError(f"--speedup: {speedup:g} is not possible; it must be above 0")
+        raise UsageError(f"--speedup: {speedup:g} is not possible; it must be above 0, and at most 1,000,000")
     trace = read_trace(trace_file)
     base = base_dir_of(base_dir)
     if local is None:
@@ -68,11 +80,17 @@ def chaos(
     there = [f"node{index}" for index in range(local + NUM_SPARE_NODES)]
     names = name_nodes(trace, there[:local], there[local:])
     tell = _keep_quiet if sys.stdout.isatty() and not plain else _say
-    run = LocalRun(RunDirectory(base_dir=base, tag=tag or _LOCAL_TAG), options)
+    run = LocalRun(RunDirectory(base_dir=base, tag=tag or _tag_of(job_file, settings or [])), options)
     with run.ended_with_us():
         if run.wait_for_training():
             _play(trace, Player(run, names, speedup=speedup, tell=tell), tell)
         raise SystemExit(run.stop())
+
+
+def _tag_of(job_file: Path | None, settings: Sequence[str]) -> str:
+    """The tag that the new run's job asks for; one of our own where it is none of its own."""
+    job = read_job(job_file, None, (), settings, num_nodes=1)
+    return _LOCAL_TAG if job.tag == JobSpec().tag else job.tag
 
 
 def _play_on_running(trace: Trace, run: RunningRun, speedup: float) -> None:

@@ -22,12 +22,14 @@ from oobleck.runtime.control_client import (
 )
 from oobleck.sim.trace import (
     AgentCrashed,
+    AgentFrozen,
     ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
     Lost,
     MasterCrashed,
+    MasterFrozen,
     NodeEvent,
     Noticed,
     Partitioned,
@@ -47,6 +49,9 @@ class Target(Protocol):
 
     def ask(self, asked: ControlRequest) -> Mapping[str, object]:
         """Ask the run's master. Raises NoActiveRun where there is none, and what it answers with."""
+
+    def freeze_master(self, frozen_s: float) -> None:
+        """Stop the run's master for so many seconds."""
 
     def crash_master(self, down_s: float) -> None:
         """Kill the run's master, and start it again `down_s` seconds later; returns when it listens."""
@@ -119,6 +124,9 @@ class Player:
             case MasterCrashed(down_s=down_s):
                 self._target.crash_master(down_s / self._speedup)
                 return f"the master was killed, and started again after {down_s / self._speedup:g} s"
+            case MasterFrozen(frozen_s=frozen_s):
+                self._target.freeze_master(frozen_s / self._speedup)
+                return f"the master was stopped for {frozen_s / self._speedup:g} s"
             case _:
                 return self._strike_node(event, self._names[event.node])
 
@@ -139,6 +147,10 @@ class Player:
                 return f"{node} takes {factor:g} times as long"
             case WorkerCrashed(device=device):
                 return self._signal(node, "KILL", f"worker{device}", f"lost the worker of device {device}")
+            case AgentFrozen(frozen_s=frozen_s):
+                self._signal(node, "STOP", "agent", "")
+                self._target.wait_until(time.monotonic() + frozen_s / self._speedup)
+                return self._signal(node, "CONT", "agent", f"had its agent stopped for {frozen_s / self._speedup:g} s")
             case ForkServerCrashed():
                 return self._signal(node, "KILL", "fork_server", "lost its fork server")
             case AgentCrashed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import FrameType
 from oobleck.errors import OobleckError, UsageError
 from oobleck.runtime.control_client import ControlRequest, NoActiveRun, StatusRequest, StopRequest, request
 from oobleck.runtime.master_process import restart_master
+from oobleck.runtime.process_id import ProcessId
 from oobleck.runtime.run_dir import RunDirectory
 
 from .exit_codes import ExitCode
@@ -39,12 +41,19 @@ class RunningRun:
     def ask(self, asked: ControlRequest) -> Mapping[str, object]:
         return request(self._directory.control_socket, asked, _ANSWER_TIMEOUT_S)
 
+    def freeze_master(self, frozen_s: float) -> None:
+        _freeze(self._master.pid, frozen_s)
+
     def crash_master(self, down_s: float) -> None:
-        pid = self._directory.master_pid
-        if pid is None:
-            raise UsageError(f"{self._directory.path} does not say which process is the run's master")
-        restart_master(pid, "--resume", "auto", down_s=down_s)
+        restart_master(self._master, "--resume", "auto", down_s=down_s)
         _wait_until_it_listens(self._directory)
+
+    @property
+    def _master(self) -> ProcessId:
+        master = self._directory.master
+        if master is None:
+            raise UsageError(f"{self._directory.path} does not say which process is the run's master")
+        return master
 
     def wait_until(self, at_s: float) -> bool:
         time.sleep(max(0.0, at_s - time.monotonic()))
@@ -66,6 +75,9 @@ class LocalRun:
 
     def ask(self, asked: ControlRequest) -> Mapping[str, object]:
         return request(self._directory.control_socket, asked, _ANSWER_TIMEOUT_S)
+
+    def freeze_master(self, frozen_s: float) -> None:
+        _freeze(self._process.pid, frozen_s)
 
     def crash_master(self, down_s: float) -> None:
         self._process.kill()
@@ -95,8 +107,11 @@ class LocalRun:
 
     @contextmanager
     def ended_with_us(self) -> Iterator[None]:
-        """See that the run ends before we do. Ctrl-C reaches it from the terminal; SIGTERM is passed on."""
-        before = signal.signal(signal.SIGTERM, _exit)
+        """See that the run ends before we do. Ctrl-C reaches it from the terminal; SIGTERM is passed on.
+
+        So is the end of the terminal, which the run alone would outlive.
+        """
+        before = {number: signal.signal(number, _exit) for number in _ends()}
         try:
             yield
         except KeyboardInterrupt:
@@ -105,7 +120,14 @@ class LocalRun:
             if self._process.poll() is None:
                 self._process.terminate()
                 self._process.wait()
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _ends() -> tuple[signal.Signals, ...]:
+    """The signals that end us; nohup has one of them ignored."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
 
 
 def _exit(_number: int, _frame: FrameType | None) -> None:
@@ -123,3 +145,13 @@ def _wait_until_it_listens(directory: RunDirectory, process: subprocess.Popen[by
             time.sleep(_POLL_S)
         else:
             return
+
+
+def _freeze(pid: int, frozen_s: float) -> None:
+    """Stop a process for a while; nothing where it has ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(frozen_s)
+        finally:
+            os.kill(pid, signal.SIGCONT)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check"]
 
+_MAX_SLOWNESS = 1e6
+
 
 def check(
     hostfile: Annotated[Path | None, typer.Argument(help="Nodes to check, one a line.", show_default=False)] = None,
@@ -47,14 +49,17 @@ def check(
     Looks at SSH, versions, devices, disk and clock; measures a matrix product, memory, disk, loopback, and exchanges
     between nodes. The exit status is 0 only when all nodes and links are healthy, else 1.
     """
-    if not slow_factor > 1:
-        raise UsageError(f"--slow-factor: {slow_factor:g} is not possible; it must be more than 1")
+    if not 1 < slow_factor <= _MAX_SLOWNESS:
+        raise UsageError(
+            f"--slow-factor: {slow_factor:g} is not possible; it must be more than 1, and {_MAX_SLOWNESS:,.0f} at most"
+        )
     nodes = read_nodes(hostfile, local)
     config = readable_file(ssh_config, "ssh config") if ssh_config is not None else None
 
     import trio
     from rich.console import Console
 
+    from oobleck.runtime.patient_clock import PatientClock
     from oobleck.ui.check_table import check_table
 
     def tell(text: str) -> None:
@@ -62,7 +67,15 @@ def check(
             typer.echo(f"oobleck check: {text}", err=True)
 
     report = trio.run(
-        _check, nodes, local or 0, config, python or sys.executable, base_dir_of(base_dir).absolute(), slow_factor, tell
+        _check,
+        nodes,
+        local or 0,
+        config,
+        python or sys.executable,
+        base_dir_of(base_dir).absolute(),
+        slow_factor,
+        tell,
+        clock=PatientClock(),
     )
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from oobleck.checkpoint import CheckpointDirectory, FoundManifest, Manifest, read_layer_file
+from oobleck.checkpoint import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
 from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
-from oobleck.runtime.conversion import convert
+from oobleck.runtime.conversion import convert, find_tokenizer, write_tokenizer
 from oobleck.wire import to_builtins
 
 from .exit_codes import ExitCode
@@ -72,14 +72,16 @@ def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base
     """Read every byte of a checkpoint and compare it with its checksums. Exit code 1 when something is wrong."""
     directory, manifest = _one(where, base_dir)
     faults = list(directory.faults(manifest))
+    if directory.path.absolute() != where.absolute().parent:  # all that is there is asked for, and the newest of it
+        damaged = [found for found in directory.find() if found.is_damaged]
+        faults += [FileFault(file=directory.path / found.name, problem=found.problem or "") for found in damaged]
     if as_json:
         told = [{"file": str(fault.file), "problem": fault.problem} for fault in faults]
         typer.echo(json.dumps({"path": str(directory.path / manifest.name), "faults": told}, indent=2))
     else:
         for fault in faults:
             typer.echo(str(fault))
-        files = len(manifest.layer_names) * manifest.num_parts
-        verdict = f"{len(faults)} of {files} files cannot be used" if faults else "whole"
+        verdict = f"{len(faults)} files cannot be used" if faults else "whole"
         typer.echo(f"{directory.path / manifest.name}: {verdict}, {_mib(manifest.size_bytes)}")
     if faults:
         raise SystemExit(ExitCode.FAILED)
@@ -98,7 +100,12 @@ def export_checkpoint(
     directory, manifest = _one(where, base_dir)
     _refuse_to_overwrite(target)
     convert("export", directory.path / manifest.name, target.absolute())
-    typer.echo(f"step {manifest.step} exported to {target}")
+    tokenizer = find_tokenizer(base_dir_of(base_dir) / "cache", manifest.data_digest)
+    if tokenizer is None:
+        typer.echo(f"step {manifest.step} exported to {target}; the tokenizer of its data is not on this machine")
+        return
+    write_tokenizer(tokenizer, target)
+    typer.echo(f"step {manifest.step} exported to {target}, with the tokenizer of its data")
 
 
 def import_checkpoint(
@@ -148,7 +155,7 @@ def _line(directory: CheckpointDirectory, entry: FoundManifest) -> str:
     manifest = entry.manifest
     path = directory.path / entry.name
     if manifest is None:
-        return f"{'unfinished':>12}  {path}"
+        return f"{'damaged':>12}  {entry.problem}" if entry.is_damaged else f"{'unfinished':>12}  {path}"
     lacking = len(manifest.layer_names) - len(directory.layers_here(manifest))
     state = f", {lacking} layers missing or cut off" if lacking else ""
     return f"step {manifest.step:>7}  {manifest.saved_at}  {_mib(manifest.size_bytes):>12}  {path}{state}"
@@ -162,6 +169,7 @@ def _listed(directory: CheckpointDirectory, entry: FoundManifest) -> dict[str, o
         "complete": manifest is not None and len(directory.layers_here(manifest)) == len(manifest.layer_names),
         **known,
         "size_bytes": manifest.size_bytes if manifest else None,
+        "damaged": entry.is_damaged,
         "problem": entry.problem,
     }
 

@@ -13,16 +13,19 @@ from pathlib import Path
 
 from rich.console import Console
 
+from oobleck.checkpoint.directory import MANIFEST_NAME, CheckpointDirectory
 from oobleck.control.planning import fixed_schedule, planner_for
 from oobleck.control.scaling import first_target
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import LayerProfile, Profile, profile_from_json
 from oobleck.planner.devices import device_sheet
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.shapes import shape_from_config
+from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
 from oobleck.runtime.model_outline import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.run_dir import RunDirectory
+from oobleck.user_path import expand_user
 
 from .make_report import make_report, show_report
 
@@ -34,11 +37,17 @@ _MOMENTS = 2
 """Adam's, for each parameter."""
 
 
-def dry_run(job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_dir: Path, as_json: bool) -> None:
+def dry_run(
+    job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_dir: Path, resume: str, as_json: bool
+) -> None:
     """Print the plan of a job on the nodes of a hostfile, or on `num_local` virtual ones.
 
-    Raises ConfigError for a model or nodes that a run would refuse as well.
+    Raises ConfigError for a model, an optimizer, nodes or a base directory that a run would refuse as well, and for
+    paths that virtual nodes do not have. What the nodes of a hostfile have, only a run can tell.
     """
+    _check_base_dir(base_dir)
+    if num_local:
+        _check_paths(job, resume)
     if job.device != "cpu":
         raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
     names = [spec.name for spec in nodes] or [f"node{index}" for index in range(num_local)]
@@ -64,6 +73,34 @@ def dry_run(job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_d
     show_report(report, as_json=as_json)
 
 
+def _check_base_dir(base_dir: Path) -> None:
+    """Raise ConfigError unless a run could make its directory there; nothing is made."""
+    there = next(path for path in (base_dir.absolute(), *base_dir.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ConfigError(f"base directory {base_dir}: {there} is not a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"base directory {base_dir}: you may not write in {there}; name another by --base-dir")
+
+
+def _check_paths(job: JobSpec, resume: str) -> None:
+    """Raise ConfigError for files that a job names and this machine does not have."""
+    named = [("data.paths", path) for path in job.data.paths]
+    if job.data.tokenizer is not None:
+        named.append(("data.tokenizer", job.data.tokenizer))
+    for key, path in named:
+        if not expand_user(path).exists():
+            raise ConfigError(f"{key}: {path} does not exist on this machine")
+    if resume not in ("auto", "never") and not _holds_checkpoint(expand_user(resume)):
+        raise ConfigError(f"--resume {resume}: there is no checkpoint that can be used")
+
+
+def _holds_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint that is complete, or a directory with one."""
+    if (path / MANIFEST_NAME).exists():
+        return any(entry.manifest and entry.name == path.name for entry in CheckpointDirectory(path.parent).find())
+    return any(entry.manifest for entry in CheckpointDirectory(path).find())
+
+
 def _devices_per_node(nodes: tuple[NodeSpec, ...]) -> int:
     counts = {spec.num_devices for spec in nodes} or {1}
     if len(counts) > 1:
@@ -77,8 +114,8 @@ def _fitting(directory: Path, job: JobSpec, outline: ModelOutline) -> Iterator[t
     paths = directory.glob("*.json") if directory.is_dir() else ()
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
-            profile = profile_from_json(path.read_text(encoding="utf-8"), source=str(path))
-        except (OSError, UnicodeDecodeError, ConfigError):
+            profile = profile_from_json(read_input(path, "profile", most_bytes=MAX_DATA_BYTES), source=str(path))
+        except UserError:
             continue  # torn, or of another version: a run would measure again
         if _fits(profile, job, outline):
             yield path, profile

@@ -7,10 +7,13 @@ import re
 
 import typer
 
-__all__ = ["duration_s"]
+__all__ = ["MAX_SECONDS", "duration_s"]
 
+_SHOWN_CHARS = 60
 _UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_PATTERN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|h|d|)")
+_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|h|d|)")
+MAX_SECONDS = 5e8
+"""Fifteen years: as long as the longest failure trace that is published, and half as long again."""
 
 
 def duration_s(text: str | float) -> float:
@@ -19,6 +22,12 @@ def duration_s(text: str | float) -> float:
         return float(text)
     match = _PATTERN.fullmatch(text.strip())
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else math.inf
-    if not math.isfinite(seconds):
-        raise typer.BadParameter(f"{text!r} is not a duration; write 45s, 10m, 3.1h or 54d")
+    if not match:
+        raise typer.BadParameter(f"{_shown(text)} is not a duration; write 45s, 10m, 3.1h or 54d")
+    if seconds > MAX_SECONDS:
+        raise typer.BadParameter(f"{_shown(text)} is too long; it must be at most {MAX_SECONDS / 86_400:,.0f} days")
     return seconds
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]!r}…"

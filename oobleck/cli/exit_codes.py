@@ -15,6 +15,7 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1
     USAGE = 2
+    NOT_SAVED = 74
     RESUMABLE = 75
     CONFIG = 78
     INTERRUPTED = 130
@@ -24,8 +25,9 @@ class ExitCode(IntEnum):
 EXIT_CODES_TEXT = """\b
 Exit codes:
   0         done
-  1         the job failed
+  1         the job failed, or the answer could not be written
   2         wrong usage
+  74        ended as it should, but its last save failed
   75        stopped, and can be resumed
   78        a file or a plan that cannot be used
   130, 143  ended by Ctrl-C or SIGTERM"""

@@ -28,17 +28,11 @@ from itertools import chain, product, zip_longest
 from math import prod
 
 from oobleck.errors import ConfigError
-from oobleck.job import NodeSpec
+from oobleck.job import MAX_DEVICES, MAX_NODES, NodeSpec
 
 from .nearest import did_you_mean
 
 __all__ = ["MAX_DEVICES", "MAX_NODES", "parse_hostfile"]
-
-MAX_NODES = 16_384
-"""The most nodes that one hostfile may name: a slip in a range should not fill the memory."""
-
-MAX_DEVICES = 256
-"""The most devices of one machine."""
 
 _KEYS = ("slots", "devices", "port", "address")
 _SSH_PORT = 22

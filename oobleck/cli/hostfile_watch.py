@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
 import trio
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UserError
 from oobleck.job import NodeSpec
+from oobleck.runtime.input_file import read_input
 
 from .hostfile import parse_hostfile
 from .session import Session
 
 __all__ = ["HostfileChanges", "hostfile_changes", "watch_hostfile"]
 
+_PATIENCE_S = 1.0
 _ANEW = "for it to count, delete the line, and write it again once the node has left"
 
 
@@ -121,6 +124,7 @@ def _parse(path: Path, text: str | None) -> tuple[NodeSpec, ...]:
 async def _read(path: Path) -> str | None:
     """The file's text; None where there is none."""
     try:
-        return await trio.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        # A short patience: a pipe in its place must not hold up the run.
+        return await trio.to_thread.run_sync(partial(read_input, path, "hostfile", patience_s=_PATIENCE_S))
+    except UserError:
         return None

@@ -6,6 +6,7 @@ one line of help, so that `oobleck --help` imports none of them.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from typing import Annotated
 import typer
 
 from oobleck import __version__
-from oobleck.errors import OobleckError
+from oobleck.errors import ConfigError, OobleckError
+from oobleck.streams import Output, as_output, open_standard_streams, settle
 
 from .exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
 
@@ -259,7 +261,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors of ours become a message on stderr. Anything else is a bug and keeps its traceback.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    open_standard_streams()
+    stdout = as_output(sys.stdout)
+    status = _run(list(sys.argv[1:] if arguments is None else arguments), stdout)
+    failure = settle(stdout)
+    if failure is None or status != ExitCode.DONE or stdout.lasting:
+        return status
+    if failure.errno != errno.EPIPE:  # else nobody reads on, as with `| head`
+        print(f"oobleck: standard output: {failure.strerror}", file=sys.stderr)  # noqa: T201 - as below
+    return ExitCode.FAILED
+
+
+def _run(given: list[str], stdout: Output) -> int:
     try:
         _application(given, os.environ)(args=given, prog_name="oobleck")
     except SystemExit as end:
@@ -270,6 +283,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(error)
     except BaseExceptionGroup as group:
         return _report_group(group)
+    except OSError as error:
+        if error is stdout.failure:
+            return ExitCode.DONE  # told by those who settle it
+        if error.filename is None:
+            raise
+        # Of a path that somebody named: too long, without permission, a link to itself.
+        return _report(ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}"))
     return ExitCode.DONE
 
 

@@ -7,10 +7,28 @@ from typing import Annotated
 
 import typer
 
+from oobleck.job import DataSpec, JobSpec, bounds_of
 from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, default_base_dir
+from oobleck.user_path import expand_user
 
-__all__ = ["NUM_SPARE_NODES", "SLOW_FACTOR", "BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of"]
+__all__ = [
+    "MAX_BATCH",
+    "MAX_SEED",
+    "MAX_TOKENS",
+    "NUM_SPARE_NODES",
+    "SLOW_FACTOR",
+    "BaseDirOption",
+    "JsonOption",
+    "TagArgument",
+    "TagOption",
+    "base_dir_of",
+]
 
+MAX_BATCH, MAX_TOKENS, MAX_SEED = (
+    int(bounds_of(spec)[key].most)
+    for spec, key in ((JobSpec, "global_batch_size"), (DataSpec, "sequence_length"), (JobSpec, "seed"))
+)
+"""What a job may have, options may ask for."""
 NUM_SPARE_NODES = 4
 """Virtual nodes that are there to be added to a local run."""
 SLOW_FACTOR = 1.5
@@ -40,4 +58,4 @@ TagOption = Annotated[
 
 def base_dir_of(given: Path | None) -> Path:
     """The directory of all runs that an option names, or the default one."""
-    return given.expanduser() if given is not None else default_base_dir()
+    return expand_user(given) if given is not None else default_base_dir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import UsageError
 
 __all__ = ["picture_writer", "write_file"]
 
@@ -27,8 +27,8 @@ def picture_writer(path: Path) -> Callable[[str], None]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file. Raises ConfigError that says why it cannot be."""
+    """Write a file that the command line names. Raises UsageError that says why it cannot be."""
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise UsageError(f"{path}: {error}") from error

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
+from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES
 
-from .options import JsonOption
+from .numbers import whole
+from .options import MAX_BATCH, MAX_TOKENS, JsonOption
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner, Profile
@@ -34,21 +36,42 @@ def plan(
             "--device", metavar="NAME", help="Estimate: A40, A100, H100, H200, CPU, or a data sheet as .json."
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes to plan for: node0, node1, …")],
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes to plan for: node0, node1, …")
+    ],
     devices_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="G", min=1, help="Devices of each node.")
+        int, typer.Option("--gpus-per-node", metavar="G", parser=whole(1, MAX_DEVICES), help="Devices of each node.")
     ] = 1,
     fault_threshold: Annotated[
         int,
-        typer.Option("-f", "--fault-threshold", metavar="F", help="Simultaneous node failures that never cost state."),
+        typer.Option(
+            "-f",
+            "--fault-threshold",
+            metavar="F",
+            parser=whole(0, MAX_NODES),
+            help="Simultaneous node failures that never cost state.",
+        ),
     ] = 1,
-    global_batch: Annotated[int, typer.Option("--global-batch", metavar="B", min=1, help="Samples in one step.")],
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
+    ],
     microbatch: Annotated[
-        int | None, typer.Option("--microbatch", metavar="b", help="Samples in one microbatch; a profile has its own.")
+        int | None,
+        typer.Option(
+            "--microbatch",
+            metavar="b",
+            parser=whole(1, MAX_BATCH),
+            help="Samples in one microbatch; a profile has its own.",
+        ),
     ] = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sample; a profile has its own."),
+        typer.Option(
+            "--sequence-length",
+            metavar="T",
+            parser=whole(1, MAX_TOKENS),
+            help="Tokens of a sample; a profile has its own.",
+        ),
     ] = None,
     precision: Annotated[
         str, typer.Option("--precision", help="float32 or bfloat16: of estimates, and of the peak that MFU refers to.")
@@ -57,7 +80,10 @@ def plan(
         bool, typer.Option("--activation-checkpointing", help="Estimate with activations that are computed twice.")
     ] = False,
     pipelines: Annotated[
-        int | None, typer.Option("--pipelines", metavar="P", help="Ask the planner for exactly P pipelines.")
+        int | None,
+        typer.Option(
+            "--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Ask the planner for exactly P pipelines."
+        ),
     ] = None,
     schedule: Annotated[
         str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto: the quicker of the last two.")
@@ -130,6 +156,11 @@ def _planner(
     if global_batch_size % profile.microbatch_size:
         raise UsageError(
             f"--global-batch is {global_batch_size}; it must be a multiple of {profile.microbatch_size}, the microbatch"
+        )
+    if global_batch_size > MAX_MICROBATCHES * profile.microbatch_size:
+        raise UsageError(
+            f"--global-batch is {global_batch_size}; it must be at most {MAX_MICROBATCHES:,} microbatches of "
+            f"{profile.microbatch_size}"
         )
     settings = PlannerSettings(
         num_microbatches=global_batch_size // profile.microbatch_size,

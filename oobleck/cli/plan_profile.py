@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.json_table import parse_json
 from oobleck.planner import Profile, profile_from_json
 from oobleck.planner.devices import KNOWN_DEVICES, DeviceSheet, device_sheet, device_sheet_from_json
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.flops import training_flops
 from oobleck.planner.shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
+from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
 
-__all__ = ["ProfileSource", "profile_of", "read_text", "utilisation_of"]
+__all__ = ["ProfileSource", "profile_of", "utilisation_of"]
 
 _PRECISIONS = ("float32", "bfloat16")
 _DEFAULT_LENGTH = 2048
@@ -58,19 +59,11 @@ def utilisation_of(profile: Profile, source: ProfileSource, global_batch_size: i
     return flops, sheet.bfloat16_flops if source.precision == "bfloat16" else sheet.float32_flops
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file; ConfigError says why it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
 def _read(path: Path, source: ProfileSource) -> Profile:
     for option, value in (("--model", source.model), ("--device", source.device)):
         if value is not None:
             raise UsageError(f"{option} and --profile were both given; a profile has its own")
-    profile = profile_from_json(read_text(path), source=str(path))
+    profile = profile_from_json(read_input(path, "profile", most_bytes=MAX_DATA_BYTES), source=str(path))
     for option, given, own in (
         ("--microbatch", source.microbatch_size, profile.microbatch_size),
         ("--sequence-length", source.sequence_length, profile.sequence_length),
@@ -104,14 +97,11 @@ def _shape(name: str) -> ModelShape:
     """A path wins over a name only where it looks like one, so that no stray file changes a plan."""
     if not name.endswith(".json"):
         return model_shape(name)
-    text = read_text(Path(name))
+    text = read_input(Path(name), "configuration", most_bytes=MAX_DATA_BYTES)
     try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{name}: must be an object, not {type(document).__name__}")
-    try:
+        document = parse_json(text)
+        if not isinstance(document, dict):
+            raise ConfigError(f"must be an object, not {type(document).__name__}")
         return shape_from_config(document)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
@@ -120,4 +110,4 @@ def _shape(name: str) -> ModelShape:
 def _sheet(name: str) -> DeviceSheet:
     if not name.endswith(".json"):
         return device_sheet(name)
-    return device_sheet_from_json(read_text(Path(name)), source=name)
+    return device_sheet_from_json(read_input(Path(name), "data sheet"), source=name)

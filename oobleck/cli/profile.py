@@ -10,6 +10,7 @@ import typer
 
 from oobleck.errors import UsageError
 
+from .numbers import whole
 from .options import BaseDirOption, JsonOption, base_dir_of
 from .read_job import read_job
 
@@ -29,7 +30,10 @@ def profile(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job.")
     ] = None,
     workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, help="How many workers are to share this machine.")
+        int,
+        typer.Option(
+            "--workers", metavar="N", parser=whole(1, 1024), help="How many workers are to share this machine."
+        ),
     ] = 1,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here as well.")

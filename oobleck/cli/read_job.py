@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec
+from oobleck.runtime.input_file import read_input
 
 from .job_file import apply_overrides, default_job, load_job, parse_override
 
-__all__ = ["read_job", "read_text"]
+__all__ = ["read_job"]
 
 
 def read_job(
@@ -21,7 +21,7 @@ def read_job(
     if file is None and script is None:
         job = default_job(num_nodes)
     else:
-        job = JobSpec() if file is None else load_job(read_text(file, "job file"), source=str(file))
+        job = JobSpec() if file is None else load_job(read_input(file, "job file"), source=str(file))
     if script is not None:
         from oobleck.runtime.script_process import describe_script
 
@@ -29,13 +29,3 @@ def read_job(
         job = load_job(described.settings, source=f"{script}, what job() returns", base=job, has_lines=False)
         job = replace(job, script=described.spec)
     return apply_overrides(job, [parse_override(text) for text in settings])
-
-
-def read_text(path: Path, what: str) -> str:
-    """Return the text of a file that the user has named; says which, and what for, where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{what} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} {path}: not a text file ({error.reason} at byte {error.start})") from error

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import platform
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,32 +18,41 @@ from pathlib import Path, PurePosixPath
 import trio
 from rich.console import Console
 
+from oobleck.checkpoint import CheckpointDirectory
+from oobleck.control.beginning import finished_text
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import End, Remark, StopRequested
-from oobleck.control.journal import JournalEntry
+from oobleck.control.finished import Finished, read_finished
+from oobleck.control.journal import JournalEntry, JournalGap
 from oobleck.control.metrics import prometheus_text
 from oobleck.control.remains import Remains, read_remains
 from oobleck.control.summary import Summary, summarize
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.check_nodes import check_nodes
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
-from oobleck.runtime.journal_file import JournalWriter, read_journal, set_aside
+from oobleck.runtime.journal_file import JournalWriter, aside_of, put_back, read_journal, set_aside
 from oobleck.runtime.local_ssh import serve_local_nodes
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
+from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.run_dir import RunDirectory
 from oobleck.runtime.script_process import CallbackProcess
 from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
+from oobleck.streams import Output, lasting
+from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
+from oobleck.user_path import expand_user
 
 from .exit_codes import ExitCode
 from .hostfile_watch import watch_hostfile
 from .job_file import changed_keys
+from .log_output import background_logging
 from .options import NUM_SPARE_NODES, SLOW_FACTOR
+from .run_dir_watch import watch_run_directory
 from .session import Session
 from .start_check import choose_nodes
 
@@ -90,24 +99,91 @@ def run_job(run: Run) -> int:
     require_descriptors(limit, run.num_local or len(run.nodes), are_virtual=bool(run.num_local))
     directory = RunDirectory(base_dir=run.base_dir, tag=run.job.tag)
     directory.create()
-    console = Console(stderr=run.as_json)
-    if run.plain or not console.is_terminal:
-        console.out(f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
+    stdout = lasting(sys.stdout)
+    output = lasting(sys.stderr) if run.as_json else stdout
+    if run.plain or not console_on(output).is_terminal:
+        say(output, f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
     with directory.lock():
-        end, summary = trio.run(_run, run, directory, console)
-    if summary.generations:  # else nothing was trained, and there is nothing to tell
-        console.print(summary_table(summary))
-    if run.summary is not None:
-        run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
-    if run.as_json:
-        print(summary.to_json())  # noqa: T201  the answer
+        if (finished := _finished(run, directory)) is not None:
+            say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
+            summary = summarize(read_journal(directory.journal))
+            return ExitCode.DONE if _hand_out(run, summary, stdout) else ExitCode.FAILED
+        files = (directory.journal, directory.metrics)
+        before = {path: aside_of(path) for path in files}
+        with background_logging():
+            clock = PatientClock()
+            try:
+                end, summary = trio.run(_run, run, directory, output, clock, clock=clock)
+            except BaseException as error:
+                _tell_of_crash(run, error)
+                raise
+        if end.exit_code == ExitCode.DONE and not summary.generations:
+            say(output, f"oobleck up: {end.reason}")
+            for path in files:  # nothing was done: the run before stays the newest
+                put_back(path, before[path])
+            summary = summarize(_read_past(directory.journal))
+    if summary.generations:  # else nothing was trained, and there is nothing to show
+        console_on(output).print(summary_table(summary))
+    is_written = _hand_out(run, summary, stdout)
     if end.exit_code != ExitCode.DONE:
-        Console(stderr=True).print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return end.exit_code
+        told = Console(stderr=True)
+        told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if end.exit_code not in _ENDS_WELL and summary.generations and run.job.checkpoint.enabled:
+            told.print(
+                f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
+                "next run of this tag",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+    return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
 
 
-async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End, Summary]:
-    async with open_ssh_loop(), _nodes(run) as (known, options), trio.open_nursery() as nursery:
+def _tell_of_crash(run: Run, error: BaseException) -> None:
+    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is told elsewhere."""
+    leaves = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else [error]
+    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves):
+        return
+    minutes = run.job.control.orphan_timeout_s / 60
+    with suppress(OSError):  # what broke may be where this is written to
+        sys.stderr.write(
+            f"oobleck: the master has crashed. Its agents train on for up to {minutes:g} minutes without it: the same "
+            "command takes the run over until then, and goes on from its newest state after that\n"
+        )
+
+
+def _finished(run: Run, directory: RunDirectory) -> Finished | None:
+    """The run before, where it has done all that is asked for and its model can be seen to be whole from here.
+
+    Where checkpoints lie on other machines, it is for their workers to see.
+    """
+    found = read_finished(_read_past(directory.journal)) if run.resume == "auto" else None
+    if found is None or not found.is_all_of(run.job):
+        return None
+    told = run.job.checkpoint.directory
+    checkpoints = CheckpointDirectory(expand_user(told) if told else directory.path / "checkpoints")
+    try:
+        manifest = checkpoints.manifest(found.name)
+    except CorruptCheckpoint:
+        return None
+    return found if len(checkpoints.layers_here(manifest)) == len(manifest.layer_names) else None
+
+
+def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
+    """Write the summary where it was asked for; False, and a message, where its file cannot be written."""
+    if run.as_json:
+        stdout.write(f"{summary.to_json()}\n")
+    try:
+        if run.summary is not None:
+            run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"oobleck: --summary: {run.summary}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
+        return False
+    return True
+
+
+async def _run(run: Run, directory: RunDirectory, output: Output, clock: PatientClock) -> tuple[End, Summary]:
+    async with open_ssh_loop(), _nodes(run, directory) as (known, options), trio.open_nursery() as nursery:
         cluster = SSHCluster(
             run.job.tag,
             known,
@@ -118,9 +194,13 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
         )
         past = await _find_past(run, directory, cluster, known)
         is_check_due = run.check and not run.num_local and past.remains is None
-        chosen, remarks = await _check(run, directory, options, console) if is_check_due else (known, ())
-        with JournalWriter(directory.journal) as journal:
-            master = _make_master(run, directory, cluster, journal, past, chosen)
+        chosen, remarks = await _check(run, directory, options, output) if is_check_due else (known, ())
+
+        def tell_of_gap(gap: JournalGap) -> None:
+            session.remark("error" if gap.is_open or gap.num_lost else "info", gap.describe())
+
+        with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
+            master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             session = Session(
                 master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.entries
             )
@@ -128,7 +208,19 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
             nursery.start_soon(session.watch_signals)
             for remark in remarks:
                 master.submit(remark)
+            if past.remark is not None:
+                session.remark("warning", past.remark)
             metrics = _start_metrics(directory, master, past)
+            nursery.start_soon(
+                partial(
+                    watch_run_directory,
+                    directory,
+                    journal,
+                    metrics,
+                    say=partial(session.remark, "error"),
+                    listen=partial(nursery.start_soon, serve_control, directory.control_socket, session.answer),
+                )
+            )
             if run.metrics is not None:
                 text = partial(_metrics_text, metrics, master, run.job.tag)
                 await nursery.start(serve_metrics, run.metrics, text)
@@ -136,27 +228,36 @@ async def _run(run: Run, directory: RunDirectory, console: Console) -> tuple[End
                 nursery.start_soon(watch_hostfile, run.hostfile, run.nodes, session)
             try:
                 async with trio.open_nursery() as watching:
-                    session.show(console, watching, plain=run.plain)
+                    session.show(output, watching, plain=run.plain)
                     callbacks = _start_callbacks(run.job, master, directory, watching)
                     end = await master.run()
                     if callbacks is not None:
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
                 if end.exit_code in _ENDS_WELL:
-                    await _give_memory_back(cluster, session.lost_nodes)
+                    await _give_memory_back(cluster, master.nodes)
             finally:
                 metrics.close()
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
                     await cluster.aclose()
         nursery.cancel_scope.cancel()
-    return end, summarize(session.entries)
+    return _with_journal(end, journal), summarize(session.entries)
+
+
+def _with_journal(end: End, journal: JournalWriter) -> End:
+    """No run that ends with less in its journal than happened is a success: what reads it would tell less."""
+    if not journal.num_missing or end.exit_code not in (*_ENDS_WELL, ExitCode.NOT_SAVED):
+        return end
+    problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
+    lacking = f"{journal.num_missing} entries are MISSING from {journal.path}: {problem}"
+    return End(exit_code=ExitCode.NOT_SAVED, reason=f"{end.reason}; {lacking}")
 
 
 async def _check(
-    run: Run, directory: RunDirectory, options: SSHOptions, console: Console
+    run: Run, directory: RunDirectory, options: SSHOptions, output: Output
 ) -> tuple[tuple[NodeSpec, ...], tuple[Remark, ...]]:
     """Check the nodes of the hostfile; returns those to begin with, and what is to be said."""
-    console.out(f"oobleck up: checking {len(run.nodes)} nodes (--no-check leaves this out)")
+    say(output, f"oobleck up: checking {len(run.nodes)} nodes (--no-check leaves this out)")
     paths = _remote_paths(run, directory)
     report = await check_nodes(
         run.nodes, options, python=paths.python, directory=paths.base_dir, slow_factor=SLOW_FACTOR
@@ -179,7 +280,7 @@ def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
 
 
 async def _give_memory_back(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> None:
-    """Nodes that ended by themselves have done so; the states of lost ones are of no more use."""
+    """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
     with trio.move_on_after(_FORGET_S):
         async with trio.open_nursery() as forgetting:
             for spec in nodes:
@@ -192,6 +293,8 @@ class _Past:
 
     entries: tuple[JournalEntry, ...] = ()
     remains: Remains | None = None
+    remark: str | None = None
+    """What is to be said of it."""
 
     @property
     def elapsed_s(self) -> float:
@@ -212,6 +315,10 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, kno
     if remains is not None:
         remains.relocate({spec.name: spec for spec in known})
         if await _is_any_alive(cluster, remains.nodes):
+            if remains.gap is not None:
+                set_aside(directory.journal)
+                text = f"the run goes on without its master, and cannot be taken over: {remains.gap.describe()}"
+                return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
             if remains.job != run.job:
                 changed = ", ".join(changed_keys(remains.job, run.job))
                 raise UsageError(
@@ -251,6 +358,8 @@ def _make_master(
     journal: JournalWriter,
     past: _Past,
     known: tuple[NodeSpec, ...],
+    *,
+    held_up_s: Callable[[], float],
 ) -> Master:
     coordinator = Coordinator(
         run.job,
@@ -269,15 +378,18 @@ def _make_master(
         hello_timeout_s=run.job.control.connect_timeout_s,
         elapsed_s=past.elapsed_s,
         known=[] if past.remains is None else [member.spec for member in past.remains.members.all],
+        held_up_s=held_up_s,
     )
 
 
 @asynccontextmanager
-async def _nodes(run: Run) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
+async def _nodes(run: Run, directory: RunDirectory) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
     """The nodes and how to reach them; virtual ones live as long as the context."""
     timeout_s = run.job.control.connect_timeout_s
     if run.num_local:
-        async with serve_local_nodes(run.num_local + NUM_SPARE_NODES) as (nodes, options):
+        environment = {"TMPDIR": str(directory.pin_temporary_directory())}
+        count = run.num_local + NUM_SPARE_NODES
+        async with serve_local_nodes(count, environment=environment) as (nodes, options):
             devices = tuple(range(run.job.tensor_parallel))
             yield tuple(replace(node, devices=devices) for node in nodes), options
     else:
@@ -286,9 +398,11 @@ async def _nodes(run: Run) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptio
 
 def _remote_paths(run: Run, directory: RunDirectory) -> RemotePaths:
     """Virtual nodes share this machine's directories; real ones have their own, under the user's home."""
-    base = directory.path.parent if run.num_local else PurePosixPath("~/.oobleck")
+    python, home = run.python or sys.executable, PurePosixPath("~/.oobleck")
+    if not run.num_local:
+        return RemotePaths(python=python, base_dir=home, cache_dir=home / "cache")
     return RemotePaths(
-        python=run.python or sys.executable, base_dir=PurePosixPath(base), cache_dir=PurePosixPath(base) / "cache"
+        python=python, base_dir=PurePosixPath(directory.path.parent), cache_dir=PurePosixPath(directory.cache)
     )
 
 

@@ -11,7 +11,8 @@ from oobleck.job import CheckpointSpec
 __all__ = ["with_save_every"]
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+_STEPS = re.compile(r"[0-9]{1,15}")
+_DURATION = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([smh])")
 
 
 def with_save_every(spec: CheckpointSpec, text: str) -> CheckpointSpec:
@@ -24,7 +25,7 @@ def with_save_every(spec: CheckpointSpec, text: str) -> CheckpointSpec:
         return fresh
     if text == "never":
         return replace(fresh, enabled=False)
-    if text.isdecimal() and int(text) > 0:
+    if _STEPS.fullmatch(text) and int(text) > 0:
         return replace(fresh, save_steps=int(text))
     duration = _DURATION.fullmatch(text)
     if duration is not None and float(duration[1]) > 0:

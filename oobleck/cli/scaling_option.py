@@ -43,7 +43,7 @@ def _deadline_s(text: str, now: datetime | None) -> float:
             raise UsageError(f"--scaling: deadline={text}: {error}") from error
     try:
         return (datetime.fromisoformat(text).astimezone(UTC) - now).total_seconds()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UsageError(
             f"--scaling: {text!r} is neither a duration (90m, 2h) nor a time (2026-12-01T18:00)"
         ) from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import trio
-from rich.console import Console
 
 from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
 from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone
@@ -26,12 +26,15 @@ from oobleck.runtime.control_socket import (
     StatusRequest,
     StopRequest,
 )
-from oobleck.ui.live import LineLog, run_dashboard, run_lines, wants_dashboard
+from oobleck.streams import Output
+from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, tell_of_lost_output, wants_dashboard
 
 from .exit_codes import ExitCode
 from .hostfile import parse_hostfile
 
 __all__ = ["Session"]
+
+_log = logging.getLogger("oobleck.up")
 
 
 class Session:
@@ -58,6 +61,7 @@ class Session:
         self._nursery = nursery
         self._due = list(kills)
         self._gone: set[str] = set()
+        self._terminal: Output | None = None
         for entry in past:
             self._note(entry)
             self._take_due(entry)  # those kills are done
@@ -65,18 +69,21 @@ class Session:
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)
 
-    @property
-    def lost_nodes(self) -> tuple[NodeSpec, ...]:
-        return tuple(spec for spec in self._master.nodes if spec.name in self._gone)
-
-    def show(self, console: Console, nursery: trio.Nursery, *, plain: bool) -> None:
-        """Start what keeps a person informed."""
-        if wants_dashboard(console, plain=plain):
-            nursery.start_soon(lambda: run_dashboard(self.view, console=console, now_s=lambda: self._master.now_s))
+    def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
+        """Start what keeps a person informed. The run goes on when nobody can be."""
+        self._terminal = output if output.isatty() else None
+        if wants_dashboard(console_on(output), plain=plain):
+            nursery.start_soon(lambda: run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
         else:
-            log = LineLog()
+            log = LineLog(past=self.entries)
             self._master.observe(log.apply)
-            nursery.start_soon(lambda: run_lines(log, console=console))
+            nursery.start_soon(lambda: run_lines(log, output=output))
+        nursery.start_soon(tell_of_lost_output, output, self._note_lost_output)
+
+    def _note_lost_output(self, reason: str) -> None:
+        text = f"output cannot be written ({reason}); the run goes on without it, and `oobleck status` shows it"
+        self.remark("warning", text)
+        _log.warning("%s", text)
 
     def _note(self, entry: JournalEntry) -> None:
         self.entries.append(entry)
@@ -104,10 +111,18 @@ class Session:
             await self._master.kill(node)
 
     async def watch_signals(self) -> None:
-        """Ctrl-C finishes the step and stops, a second one stops at once; SIGTERM counts like the first."""
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        """Ctrl-C finishes the step and stops, a second one stops at once; SIGTERM counts like the first.
+
+        A terminal that goes away (SIGHUP) ends nothing.
+        """
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *_hangup()) as signals:
             asked = False
             async for number in signals:
+                if number == signal.SIGHUP:
+                    self.remark("warning", "the terminal is gone; the run goes on, and `oobleck stop` ends it")
+                    if self._terminal is not None:
+                        self._terminal.is_lost = True  # a write to it may never come back
+                    continue
                 terminated = number == signal.SIGTERM
                 self._master.submit(
                     StopRequested(
@@ -143,7 +158,8 @@ class Session:
 
     async def _kill_on_request(self, node: str) -> None:
         self._check_living(node)
-        await self._master.kill(node)
+        if not await self._master.kill(node):
+            raise UsageError(f"{node} has no process of this run that can be killed; `oobleck status` tells how it is")
 
     async def _signal(self, request: SignalRequest) -> Mapping[str, object]:
         spec = self._spec(request.node)
@@ -195,3 +211,8 @@ class Session:
         if len(specs) != 1 or specs[0].name in known:
             raise UsageError(f"{text!r} must name one host that is not in the run yet")
         return specs[0]
+
+
+def _hangup() -> tuple[signal.Signals, ...]:
+    """SIGHUP, unless whoever started us (nohup, for one) has it ignored."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
+from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
 
 from .durations import duration_s
-from .options import JsonOption
+from .numbers import whole
+from .options import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption
 from .scaling_option import parse_scaling
 from .trace import read_trace
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["sim"]
 
 _GEARS = ("sweep", "cluster")
+_MAX_SPARES = 1_024
 _SPARE_START_S = 60.0
 """A warm standby takes about a minute."""
 
@@ -46,12 +50,21 @@ def sim(
     device: Annotated[
         str | None, typer.Option("--device", metavar="NAME", help="Estimate: A40, A100, H100, …, or a data sheet.")
     ] = None,
-    global_batch: Annotated[int, typer.Option("--global-batch", metavar="B", min=1, help="Samples in one step.")],
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
+    ],
     microbatch: Annotated[
-        int | None, typer.Option("--microbatch", metavar="b", help="Samples in one microbatch; a profile has its own.")
+        int | None,
+        typer.Option(
+            "--microbatch",
+            metavar="b",
+            parser=whole(1, MAX_BATCH),
+            help="Samples in one microbatch; a profile has its own.",
+        ),
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sample.")
+        int | None,
+        typer.Option("--sequence-length", metavar="T", parser=whole(1, MAX_TOKENS), help="Tokens of a sample."),
     ] = None,
     precision: Annotated[
         str, typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, of estimates.")
@@ -61,10 +74,15 @@ def sim(
     ] = False,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", metavar="N", min=1, help="The trace's first N nodes, or healthy ones beside them."),
+        typer.Option(
+            "--nodes",
+            metavar="N",
+            parser=whole(1, MAX_NODES),
+            help="The trace's first N nodes, or healthy ones beside them.",
+        ),
     ] = None,
     devices_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="G", min=1, help="Devices of each node.")
+        int, typer.Option("--gpus-per-node", metavar="G", parser=whole(1, MAX_DEVICES), help="Devices of each node.")
     ] = 1,
     policy: Annotated[
         str,
@@ -81,7 +99,10 @@ def sim(
         ),
     ] = 1800.0,
     spares: Annotated[
-        int, typer.Option("--spares", metavar="S", min=0, help="Nodes that stand by, beside the others.")
+        int,
+        typer.Option(
+            "--spares", metavar="S", parser=whole(0, _MAX_SPARES), help="Nodes that stand by, beside the others."
+        ),
     ] = 0,
     spare_start: Annotated[
         float,
@@ -94,9 +115,18 @@ def sim(
         ),
     ] = _SPARE_START_S,
     fault_threshold: Annotated[
-        int, typer.Option("-f", "--fault-threshold", metavar="F", min=0, help="Simultaneous losses that cost no state.")
+        int,
+        typer.Option(
+            "-f",
+            "--fault-threshold",
+            metavar="F",
+            parser=whole(0, MAX_NODES),
+            help="Simultaneous losses that cost no state.",
+        ),
     ] = 1,
-    pipelines: Annotated[int | None, typer.Option("--pipelines", metavar="P", help="Exactly P pipelines.")] = None,
+    pipelines: Annotated[
+        int | None, typer.Option("--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Exactly P pipelines.")
+    ] = None,
     scaling: Annotated[
         str,
         typer.Option(
@@ -107,7 +137,9 @@ def sim(
     ] = "all",
     steps: Annotated[
         int | None,
-        typer.Option("--steps", metavar="N", min=1, help="Of policy oobleck: the job ends after N steps."),
+        typer.Option(
+            "--steps", metavar="N", parser=whole(1, MAX_STEPS), help="Of policy oobleck: the job ends after N steps."
+        ),
     ] = None,
     reductions: Annotated[
         str,
@@ -117,7 +149,12 @@ def sim(
         str,
         typer.Option("--schedule", metavar="KIND", help="Of policy oobleck: 1f1b, gpipe, zero-bubble, or auto."),
     ] = "1f1b",
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of what is drawn in the cluster gear.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Of what is drawn in the cluster gear."
+        ),
+    ] = 0,
     gear: Annotated[
         str,
         typer.Option(
@@ -225,9 +262,14 @@ def _settings(
         raise UsageError(
             f"--global-batch is {global_batch}; it must be a multiple of {profile.microbatch_size}, the microbatch"
         )
+    if global_batch > MAX_MICROBATCHES * profile.microbatch_size:
+        raise UsageError(
+            f"--global-batch is {global_batch}; it must be at most {MAX_MICROBATCHES:,} microbatches of "
+            f"{profile.microbatch_size}"
+        )
     if checkpoint_interval_s <= 0:
         raise UsageError("--checkpoint-interval is 0; it must be longer")
-    if reductions != "auto" and not (reductions.isdecimal() and int(reductions)):
+    if reductions != "auto" and not re.fullmatch(r"0*[1-9][0-9]{0,4}", reductions):
         raise UsageError(f"--reductions-per-step is {reductions!r}; it must be auto or a number of 1 or more")
     return SweepSettings(
         profile=profile,

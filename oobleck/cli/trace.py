@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.job import MAX_NODES
+from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
 
 from .durations import duration_s
-from .options import JsonOption
+from .numbers import real, whole
+from .options import MAX_SEED, JsonOption
 
 if TYPE_CHECKING:
     from oobleck.sim.generate import FailureModel
@@ -23,12 +26,17 @@ OutputOption = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Where the trace goes; standard output if left out."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Of everything that is drawn.")]
+SeedOption = Annotated[
+    int, typer.Option("--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Of everything that is drawn.")
+]
 
 
 def generate_trace(
     *,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of the cluster: node0, node1, …")],
+    nodes: Annotated[
+        int,
+        typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes of the cluster: node0, node1, …"),
+    ],
     duration: Annotated[
         float, typer.Option("--duration", metavar="TIME", parser=duration_s, help="Length: 10m, 3.1h, 54d.")
     ],
@@ -48,7 +56,9 @@ def generate_trace(
     ] = None,
     shape: Annotated[
         float | None,
-        typer.Option("--weibull-shape", metavar="K", help="Of lifetimes; below 1 losses come in clusters."),
+        typer.Option(
+            "--weibull-shape", metavar="K", parser=real(0.1, 10), help="Of lifetimes; below 1 losses come in clusters."
+        ),
     ] = None,
     batches: Annotated[
         str | None,
@@ -66,7 +76,10 @@ def generate_trace(
     fail_slow: Annotated[
         float | None,
         typer.Option(
-            "--fail-slow", metavar="RATE", min=0, help="Slow-downs in 1,000 node-days: 24 minutes, 1.1 to 2 times."
+            "--fail-slow",
+            metavar="RATE",
+            parser=real(0, 1e6),
+            help="Slow-downs in 1,000 node-days: 24 minutes, 1.1 to 2 times.",
         ),
     ] = None,
     seed: SeedOption = 0,
@@ -82,11 +95,15 @@ def generate_trace(
         raise UsageError("--duration is 0; a trace has to last")
     if repair is not None and no_repair:
         raise UsageError("--repair and --no-repair were both given; leave one out")
-    model = _model(preset, mtbf, nodes)
-    model = _changed(
-        model, shape=shape, batches=batches, repair=repair, no_repair=no_repair, notice=notice, fail_slow=fail_slow
-    )
-    _write(generate(model, num_nodes=nodes, duration_s=duration, seed=seed), output)
+    try:  # there is no file: whatever is wrong was said on the command line
+        model = _model(preset, mtbf, nodes)
+        model = _changed(
+            model, shape=shape, batches=batches, repair=repair, no_repair=no_repair, notice=notice, fail_slow=fail_slow
+        )
+        trace = generate(model, num_nodes=nodes, duration_s=duration, seed=seed)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    _write(trace, output)
 
 
 def convert_trace(
@@ -103,7 +120,10 @@ def convert_trace(
     nodes: Annotated[
         int | None,
         typer.Option(
-            "--nodes", metavar="N", min=1, help="Size of the cluster, where the file names only nodes that fail."
+            "--nodes",
+            metavar="N",
+            parser=whole(1, MAX_NODES),
+            help="Size of the cluster, where the file names only nodes that fail.",
         ),
     ] = None,
     seed: SeedOption = 0,
@@ -115,7 +135,7 @@ def convert_trace(
     """
     from oobleck.sim.convert import FORMATS, convert, detect_format
 
-    text = _read_text(file)
+    text = read_input(file, "trace", most_bytes=MAX_DATA_BYTES)
     name = format_name or detect_format(text)
     if name is None:
         raise UsageError(f"{file}: its format was not recognised; name it with --format {'|'.join(FORMATS)}")
@@ -147,14 +167,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace file. Raises ConfigError that names the file, and the event where there is one."""
     from oobleck.sim.trace import trace_from_json
 
-    return trace_from_json(_read_text(path), source=str(path))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return trace_from_json(read_input(path, "trace", most_bytes=MAX_DATA_BYTES), source=str(path))
 
 
 def _write(trace: Trace, output: Path | None) -> None:

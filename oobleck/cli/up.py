@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 
 import typer
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
+from oobleck.runtime.input_file import read_input
+from oobleck.user_path import expand_user
 
 from .hostfile import parse_hostfile
 from .options import BaseDirOption, JsonOption, base_dir_of
-from .read_job import read_job, read_text
+from .read_job import read_job
 from .save_every import with_save_every
 from .scaling_option import parse_scaling
 
+if TYPE_CHECKING:
+    from oobleck.runtime.metrics_output import MetricsAddress
+
 __all__ = ["read_nodes", "readable_file", "up"]
 
+_STEP = re.compile(r"[0-9]{1,15}")
 _DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
 
 
@@ -99,7 +109,8 @@ def up(
         typer.Option(
             "--resume",
             metavar="auto|never|PATH",
-            help="Go on with what is left of a run of this name, start anew, or begin from the checkpoint at PATH.",
+            help="Go on with what is left of a run of this name; begin with the seed, and keep what is there; or begin "
+            "from the checkpoint at PATH.",
         ),
     ] = "auto",
     no_check: Annotated[
@@ -120,57 +131,68 @@ def up(
     hostfile, script, arguments = _parse_words(words or [])
     nodes = read_nodes(hostfile, local)
     names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
-    if summary is not None and not os.access(summary.expanduser().parent, os.W_OK):
+    if summary is not None and not os.access(expand_user(summary).parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
     job = read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
     job = _with_options(
         job,
-        steps=steps,
-        dtype=dtype,
-        seed=seed,
-        f=fault_threshold,
-        pipelines=pipelines,
-        tensor_parallel=tensor_parallel,
-        tag=tag,
+        {
+            "--steps": ("max_steps", steps),
+            "--dtype": ("dtype", dtype),
+            "--seed": ("seed", seed),
+            "-f": ("fault_threshold", fault_threshold),
+            "--pipelines": ("num_pipelines", pipelines),
+            "--tp": ("tensor_parallel", tensor_parallel),
+            "--tag": ("tag", tag),
+        },
     )
     job = _with_saving(job, save_every, keep)
     if scaling is not None:
-        job = replace(job, scaling=parse_scaling(scaling, job.scaling, now=datetime.now(UTC)))
+        with _blaming("--scaling"):
+            job = replace(job, scaling=parse_scaling(scaling, job.scaling, now=datetime.now(UTC)))
     if job.num_pipelines is not None and job.num_pipelines > len(names):
-        raise ConfigError(
+        raise (ConfigError if pipelines is None else UsageError)(
             f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {len(names)} nodes; "
             "a pipeline needs at least one node of its own"
         )
+    if job.fault_threshold >= len(names) and job.fault_threshold > 1:
+        typer.echo(
+            f"oobleck: fault_threshold is {job.fault_threshold}, and there are {len(names)} nodes: "
+            f"{len(names) - 1} of them can be lost at once at most",
+            err=True,
+        )
     if ssh_config is not None and local is not None:
         raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
+    if python is not None:
+        _check_python(python, is_local=local is not None)
+    address = _metrics_address(metrics) if metrics is not None else None
+    config = readable_file(ssh_config, "ssh config") if ssh_config is not None else None
     kills = tuple(_parse_kill(text, names, job.max_steps) for text in kill or [])
     if dry:
         if summary is not None:
             raise UsageError("--summary: a dry run has none; leave it out, or take --json for the plan as JSON")
         from .dry_run import dry_run
 
-        dry_run(job, nodes, local or 0, base_dir=base_dir_of(base_dir), as_json=as_json)
+        dry_run(job, nodes, local or 0, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
-
-    from oobleck.runtime.metrics_output import parse_metrics_address
 
     from .run_job import Run, run_job
 
     run = Run(
         job=job,
-        hostfile=hostfile.expanduser().absolute() if hostfile is not None else None,
+        hostfile=expand_user(hostfile).absolute() if hostfile is not None else None,
         nodes=nodes,
         num_local=local or 0,
         kills=kills,
         python=python,
-        ssh_config=readable_file(ssh_config, "ssh config") if ssh_config is not None else None,
+        ssh_config=config,
         plain=plain,
         as_json=as_json,
         summary=summary,
         base_dir=base_dir_of(base_dir),
         resume=resume,
         check=not no_check,
-        metrics=parse_metrics_address(metrics) if metrics is not None else None,
+        metrics=address,
     )
     raise SystemExit(run_job(run))
 
@@ -186,35 +208,52 @@ def _parse_words(words: list[str]) -> tuple[Path | None, Path | None, tuple[str,
     return hostfile, script, tuple(words[end + 1 :])
 
 
+@contextmanager
+def _blaming(option: str) -> Iterator[None]:
+    """Turn what a job refuses into an error of the command line: the job was possible without the option."""
+    try:
+        yield
+    except ConfigError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
 def _with_saving(job: JobSpec, save_every: str | None, keep: int | None) -> JobSpec:
-    spec = job.checkpoint if save_every is None else with_save_every(job.checkpoint, save_every)
-    return replace(job, checkpoint=spec if keep is None else replace(spec, save_total_limit=keep))
+    spec = job.checkpoint
+    if save_every is not None:
+        with _blaming("--save-every"):
+            spec = with_save_every(spec, save_every)
+    if keep is not None:
+        with _blaming("--keep"):
+            spec = replace(spec, save_total_limit=keep)
+    return replace(job, checkpoint=spec)
 
 
-def _with_options(
-    job: JobSpec,
-    *,
-    steps: int | None,
-    dtype: str | None,
-    seed: int | None,
-    f: int | None,
-    pipelines: int | None,
-    tensor_parallel: int | None,
-    tag: str | None,
-) -> JobSpec:
-    """Apply the options that have a name of their own."""
-    if dtype not in (None, *_DTYPES):
-        raise UsageError(f"--dtype: {dtype} is not known; it is one of {', '.join(_DTYPES)}")
-    changes: dict[str, object] = {
-        "max_steps": steps,
-        "dtype": dtype,
-        "seed": seed,
-        "fault_threshold": f,
-        "num_pipelines": pipelines,
-        "tensor_parallel": tensor_parallel,
-        "tag": tag,
-    }
-    return replace(job, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]  # checked just above, and by JobSpec itself
+def _with_options(job: JobSpec, options: Mapping[str, tuple[str, object]]) -> JobSpec:
+    """Apply the options that have a name of their own: each is the key of the job that it sets, and its value.
+
+    All at once, for some are possible only together. Raises UsageError that names the option.
+    """
+    changes = {key: value for key, value in options.values() if value is not None}
+    if changes.get("dtype", _DTYPES[0]) not in _DTYPES:
+        raise UsageError(f"--dtype: {changes['dtype']} is not known; it is one of {', '.join(_DTYPES)}")
+    try:
+        return replace(job, **changes)  # type: ignore[arg-type]  # checked just above, and by JobSpec itself
+    except ConfigError as error:
+        given = {key: option for option, (key, value) in options.items() if value is not None}
+        blamed = given.get(str(error).partition(":")[0])
+        raise UsageError(f"{blamed or ', '.join(given.values())}: {error}") from error
+
+
+def _metrics_address(text: str) -> MetricsAddress:
+    from oobleck.runtime.metrics_output import parse_metrics_address
+
+    return parse_metrics_address(text)
+
+
+def _check_python(python: str, *, is_local: bool) -> None:
+    """Virtual nodes are this machine: what is not there need not be started. What nodes have, only they know."""
+    if not python or "\0" in python or (is_local and shutil.which(os.path.expanduser(python)) is None):
+        raise UsageError(f"--python: there is no {python or 'interpreter without a name'}; name one that can be run")
 
 
 def read_nodes(hostfile: Path | None, local: int | None) -> tuple[NodeSpec, ...]:
@@ -227,22 +266,22 @@ def read_nodes(hostfile: Path | None, local: int | None) -> tuple[NodeSpec, ...]
             raise UsageError(f"--local: {local} nodes are not possible here; it must be 1 to {most}")
         return ()
     assert hostfile is not None
-    nodes = parse_hostfile(read_text(hostfile, "hostfile"), source=str(hostfile))
+    nodes = parse_hostfile(read_input(hostfile, "hostfile"), source=str(hostfile))
     if not nodes:
         raise ConfigError(f"{hostfile}: names no node; write one host a line")
     return nodes
 
 
 def readable_file(path: Path, what: str) -> Path:
-    """A file that others will read, from anywhere. Raises UsageError where it cannot be read."""
-    read_text(path, what)
-    return path.expanduser().absolute()
+    """A file that others will read, from anywhere. Raises UserError where it cannot be read."""
+    read_input(path, what)
+    return expand_user(path).absolute()
 
 
 def _parse_kill(text: str, nodes: list[str], max_steps: int) -> tuple[str, int]:
     """Read NODE@STEP."""
     node, at, step = text.rpartition("@")
-    if not at or not step.isdecimal():
+    if not at or not _STEP.fullmatch(step):
         raise UsageError(f"--kill: {text!r} is not NODE@STEP, as in {nodes[-1]}@20")
     if node not in nodes:
         raise UsageError(f"--kill: there is no node {node!r}; the nodes are {', '.join(nodes)}")

@@ -38,8 +38,10 @@ class RecoveryAccount:
     steps_lost: int = 0
     resumed: dict[Place, Resumed] = field(default_factory=dict)
 
-    def close(self, now_s: float, generation: int, offsets_s: Mapping[str, float]) -> RecoveryDone:
-        """Tell what it cost; of one that another loss overtook, what is known.
+    def close(
+        self, now_s: float, generation: int, offsets_s: Mapping[str, float], *, overtaken_by: str
+    ) -> RecoveryDone:
+        """Tell what it cost; of one that was `overtaken_by` something, what is known.
 
         `offsets_s`, by node, are what is added to what a worker's clock says to have what ours does.
         """
@@ -59,6 +61,7 @@ class RecoveryAccount:
             layers_moved=self.layers_moved,
             microbatches_redone=self.microbatches_redone,
             steps_lost=self.steps_lost,
+            unfinished=overtaken_by if not self.ordered_s or self.awaited else "",
         )
 
     def _stall_s(self, offsets_s: Mapping[str, float]) -> float:

@@ -19,7 +19,7 @@ from .ending import Ending
 from .events import Connect, Disconnect, NodeUp
 from .journal import Cause, NodeAdded, NodeConnected, NodeLeft, NodeLost, WorkerDown, WorkerUp
 from .membership import Member, Membership, NodeState
-from .messages import AgentStopped, KillWorker, StartWorker, WorkerExited, WorkerReady
+from .messages import AgentStopped, KillWorker, StartWorker, StopAgent, WorkerExited, WorkerReady
 from .outbox import Outbox, RunOver
 from .preparation import Preparation
 from .progress import Progress
@@ -72,6 +72,8 @@ class Attendance:
         self._outbox = outbox
         self._num_devices = num_devices
         self._training_places = training_places
+        self._num_leaving = 0
+        """How many nodes have had notice, and do not train yet; some may be lost since."""
 
     # --- nodes -------------------------------------------------------------------------------------------------
 
@@ -97,13 +99,27 @@ class Attendance:
                 f"{node} trains in generation {event.hello.generation}, and the journal knows none after "
                 f"{self._reconfiguration.generations.current}: its end is lost; start anew with --resume never",
             )
+        elif member.hello is not None and not member.ready and not member.gone:  # it may have heard nothing of us yet
+            self._outbox.command(*self._preparation.configure(event, self._outbox.now_s))
         else:
+            is_back = member.hello is not None
             member.meet(event.hello, address=event.address, now_s=self._outbox.now_s)
+            if is_back:
+                self._find_again(member)
             self._sharding.tell(place for place in self._training_places() if place.node == node)
             for device in sorted({*range(member.spec.num_devices)} - {*member.ready} - {*event.hello.workers}):
                 self._start_again(member, device)
             for device in sorted(member.ending.intersection(event.hello.workers)):
                 self._outbox.send(node, KillWorker(device=device))  # said before, and lost perhaps
+
+    def _find_again(self, member: Member) -> None:
+        """The way to a node was lost, and is found: its agent has not ended, and what was on the way to it is lost."""
+        node = member.spec.name
+        self._outbox.notice("info", f"{node} is reached again")
+        self._ending.ask_again()
+        if member.is_dismissed:
+            self._outbox.send(node, StopAgent(reason="drained"))
+        self._reconfiguration.reach_again(node)
 
     def unreachable(self, node: str, cause: Cause, evidence: str) -> None:
         """A connection failed, or could not be made."""
@@ -182,6 +198,25 @@ class Attendance:
         elif not self._members[node].is_draining:
             self._members[node].is_draining = True
             self._reconfiguration.begin([node], Cause.DRAINED, detect_s=0.0)
+
+    def noticed(self, member: Member) -> None:
+        """A node will be taken away: drain it, or remember that for when it trains."""
+        if self._beginning.is_over and member.is_ready:
+            self.drain(member.spec.name)
+        else:
+            member.is_leaving = True
+            self._num_leaving += 1
+
+    def drain_noticed(self) -> None:
+        """Drain the nodes that train by now, and had notice before."""
+        if not self._num_leaving or not self._beginning.is_over:
+            return
+        leaving = [member for member in self._members.living if member.is_leaving]
+        for member in leaving:
+            if member.is_ready:
+                member.is_leaving = False
+                self.drain(member.spec.name)
+        self._num_leaving = sum(member.is_leaving for member in leaving)
 
     def agent_stopped(self, member: Member, message: AgentStopped) -> None:
         """An agent has ended as it was told to, or by itself."""

@@ -23,12 +23,22 @@ from .saving import Saving
 from .sharding import Sharding
 from .startup_failures import StartupFailures
 
-__all__ = ["Beginning"]
+__all__ = ["Beginning", "finished_text"]
 
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
 _FAILED = 1
 _BAD_CONFIGURATION = 78
+
+
+def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
+    """What is said where there is nothing left to train."""
+    what = f"all data is read, in {step} steps" if has_read_all else f"all {step} steps are committed"
+    more = "more data.epochs go" if has_read_all else "more --steps go"
+    return (
+        f"finished before: {what}, and saved as {name}. Nothing was done and nothing removed: {more} on from it, "
+        "another --tag trains another model, --resume never trains from the beginning and keeps it"
+    )
 
 
 class Beginning:
@@ -83,7 +93,13 @@ class Beginning:
         if self._failures:
             raise RunOver(self._failures.exit_code, str(self._failures))
         limit_s = self._job.control.start_timeout_s
-        raise RunOver(_FAILED, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}")
+        raise RunOver(_FAILED, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}{self._silence()}")
+
+    def _silence(self) -> str:
+        """Who has fallen silent, for an error message; during a start nobody is lost by it."""
+        since_s = self._outbox.now_s - self._job.control.lease_s
+        silent = [member.spec.name for member in self._members.living if member.last_heard_s < since_s]
+        return f"; nothing is heard of {', '.join(silent)}" if silent else ""
 
     def train_when_prepared(self) -> None:
         """Order the first plan if everything that it needs is known. Raises RunOver where there is none."""
@@ -118,17 +134,14 @@ class Beginning:
         """The checkpoint that the run begins from; None for the model's initial values."""
         for problem in self._restoring.problems():
             self._notice("warning", f"cannot be used: {problem}")
-        self._saving.know(self._restoring.known(), self._restoring.unfinished())
         candidate = None if self._resume == "never" else self._restoring.newest(num_layers)
         if self._resume == "auto":
-            if candidate is not None and candidate.step >= self._job.max_steps:
-                text = f"the run before has committed all its {candidate.step} steps: this one starts anew"
-                self._notice("info", f"{text}; give more steps, or --resume PATH, to go on from it")
-                return None
-            if candidate is not None and self._sharding.has_read_all(candidate.position):
-                text = f"the run before has read all data in {candidate.step} steps: this one starts anew"
-                self._notice("info", f"{text}; give more data.epochs to go on from it")
-                return None
+            if candidate is None and (misfits := self._restoring.misfits()):
+                text = f"this tag has trained another model: {misfits[0]}"
+                keep = "--resume never trains from the beginning and keeps what is there"
+                raise RunOver(_BAD_CONFIGURATION, f"{text}; choose another --tag, or {keep}")
+            if candidate is not None:
+                self._end_if_finished(candidate)
         elif self._resume != "never" and candidate is None:
             raise RunOver(_BAD_CONFIGURATION, f"--resume {self._resume}: there is no checkpoint that can be used")
         misfit = None if candidate is None else self._sharding.misfit(candidate.position)
@@ -138,7 +151,26 @@ class Beginning:
         if candidate is not None and candidate.position is None and self._sharding.is_on:
             text = f"the checkpoint of step {candidate.step} knows no place in the shards"
             self._notice("warning", f"{text}: they are read from their beginning")
+        self._look_after_others(candidate)
         return candidate
+
+    def _end_if_finished(self, candidate: Candidate) -> None:
+        """Raise RunOver where a run before has done all that is asked for, and its model is on disk."""
+        has_read_all = self._sharding.has_read_all(candidate.position)
+        if not candidate.is_on_disk or not (has_read_all or candidate.step >= self._job.max_steps):
+            return
+        raise RunOver(0, finished_text(candidate.name, candidate.step, has_read_all=has_read_all))
+
+    def _look_after_others(self, candidate: Candidate | None) -> None:
+        """Tell which checkpoints are this run's own to prune; those of other runs stay, and the user hears of it."""
+        is_private = self._job.checkpoint.directory is None
+        self._saving.know(
+            self._restoring.known(candidate), self._restoring.unfinished(candidate, is_private=is_private)
+        )
+        others = self._restoring.others(candidate)
+        if others:
+            text = f"{len(others)} checkpoints of other runs lie in the same directory and stay, from {others[0]}"
+            self._notice("info", f"{text} to {others[-1]}; remove by hand what you do not need")
 
     def _notice(self, level: str, text: str) -> None:
         self._outbox.record(Notice(t_s=self._outbox.now_s, level=level, text=text))

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from functools import partial
-from operator import attrgetter
 from typing import assert_never
 
 from oobleck import __version__
@@ -50,7 +49,7 @@ from .events import (
     Said,
     StopRequested,
 )
-from .hearing import check_device, is_of_worker_that_ends
+from .hearing import check_device, is_of_training, is_of_worker_that_ends
 from .journal import (
     Cause,
     JobEnded,
@@ -58,6 +57,7 @@ from .journal import (
     LayersArriving,
     MasterResumed,
 )
+from .leases import Leases
 from .manifest import run_digest
 from .membership import Member, Membership, NodeState
 from .messages import (
@@ -108,9 +108,6 @@ from .sharding import Sharding
 __all__ = ["Coordinator", "Phase"]
 
 
-_LAST_HEARD_S = attrgetter("last_heard_s")
-
-
 class Phase(StrEnum):
     """What the run is doing, as the coordinator sees it."""
 
@@ -151,6 +148,7 @@ class Coordinator:
         self._restoring = Restoring(self._outbox, run=run, directory=None if resume in ("auto", "never") else resume)
         self._scaling = Scaling(job, self._members, self._progress, self._outbox)
         self._sharding = Sharding(job, self._progress, self._outbox, places=self._training_places)
+        self._saving.judge_end(self._sharding.has_read_all)
         self._reconfiguration = Reconfiguration(
             job,
             self._members,
@@ -194,6 +192,11 @@ class Coordinator:
             num_devices=nodes[0].num_devices,
             training_places=self._training_places,
         )
+        self._leases = Leases(job.control, self._members)
+        self._called_s = 0.0
+        """When something was heard, or acted on, last."""
+        self._unheard_s = 0.0
+        """How long nothing was, up to the newest event, where that was longer than a lease."""
         self._has_ended = False
 
     @property
@@ -226,8 +229,10 @@ class Coordinator:
         self._outbox.now_s = now_s
         if self._has_ended:
             return []
+        self._note_call(now_s)
         try:
             self._take_in(event)
+            self._attendance.drain_noticed()
             self._go_on_with_shards()
             self._ending.follow_up()
         except RunOver as over:
@@ -238,7 +243,6 @@ class Coordinator:
         """When `handle_deadline` wants to be called, at the latest; infinity for never."""
         if self._has_ended:
             return math.inf
-        lease_s = self._job.control.lease_s
         return min(
             [
                 self._beginning.deadline_s,
@@ -250,7 +254,7 @@ class Coordinator:
                 self._scaling.due_s,
                 self._ending.due_s,
                 self._sharding.due_s if self.phase is Phase.TRAINING else math.inf,
-                min(map(_LAST_HEARD_S, self._members.living), default=math.inf) + lease_s,
+                self._leases.due_s if self._beginning.is_over else math.inf,
             ]
         )
 
@@ -265,8 +269,10 @@ class Coordinator:
         if late_s < 0 or self._has_ended:
             return []
         self._outbox.now_s = now_s
+        self._note_call(now_s)
         if late_s > self._job.control.heartbeat_interval_s:
-            self._forgive_lateness(now_s)
+            self._forgive_lateness(now_s, max(late_s, self._unheard_s))
+        self._unheard_s = 0.0
         try:
             self._act_on_time(now_s)
             self._go_on_with_shards()
@@ -303,32 +309,50 @@ class Coordinator:
             case _:
                 assert_never(event)
 
-    def _forgive_lateness(self, now_s: float) -> None:
-        """We ourselves were held up: what nodes said meanwhile waits to be read, so no lease has lapsed."""
-        for member in self._members.living:
-            member.last_heard_s = now_s
+    def _note_call(self, now_s: float) -> None:
+        if now_s - self._called_s > self._job.control.lease_s:
+            self._unheard_s = now_s - self._called_s
+        self._called_s = now_s
+
+    def _forgive_lateness(self, now_s: float, late_s: float) -> None:
+        """We ourselves were held up: what was said meanwhile waits to be read, and nobody had our answers."""
+        self._leases.forgive(now_s)
         soon_s = now_s + self._job.control.heartbeat_interval_s
-        self._beginning.deadline_s = max(self._beginning.deadline_s, soon_s)
+        self._beginning.deadline_s = max(self._beginning.deadline_s + late_s, soon_s)
         self._reconfiguration.deadline_s = max(self._reconfiguration.deadline_s, soon_s)
-        self._progress.hangs_s = max(self._progress.hangs_s, soon_s)
+        self._progress.give_time()
+
+    def _judge_silence(self, now_s: float) -> None:
+        """Give silent nodes up, but not where it may be us who hear nothing."""
+        was_suspicious = self._leases.is_suspicious
+        for member in self._leases.take_lapsed(now_s):
+            evidence = f"not heard of for {now_s - member.last_heard_s:.1f} s"
+            self._attendance.fail(member.spec.name, Cause.LEASE_EXPIRED, evidence)
+        if self._leases.is_suspicious and not was_suspicious:
+            self._outbox.notice(
+                "warning",
+                "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for",
+            )
+
+    def _hear(self, member: Member) -> None:
+        """A node said something."""
+        now_s = self._outbox.now_s
+        member.last_heard_s = max(member.last_heard_s, now_s)
+        silent_s = self._leases.heard(now_s)
+        if silent_s is not None:
+            self._outbox.notice("info", f"nodes are heard of again, after {silent_s:.1f} s")
+            self._progress.give_time()
 
     def _act_on_time(self, now_s: float) -> None:
-        for member in self._members.living:
-            # Compared as `next_deadline` computes it: a difference may round to less, and be due for ever.
-            if now_s >= member.last_heard_s + self._job.control.lease_s:
-                evidence = f"not heard of for {now_s - member.last_heard_s:.1f} s"
-                self._attendance.fail(member.spec.name, Cause.LEASE_EXPIRED, evidence)
+        if self._beginning.is_over:  # a start has a time limit of its own
+            self._judge_silence(now_s)
         if now_s >= self._beginning.deadline_s:
             self._beginning.handle_deadline()
         if now_s >= self._reconfiguration.deadline_s:
-            silent = self._reconfiguration.silent_nodes()
-            for node in silent:
-                evidence = f"its worker did not answer for {self._job.control.lease_s:g} s"
-                self._attendance.fail(node, Cause.LEASE_EXPIRED, evidence)
-            if not silent:
-                self._reconfiguration.handle_deadline()
-                self._attendance.deal_with_accused()
-        if now_s >= self._progress.hangs_s:
+            self._act_on_answers(now_s)
+        if now_s >= self._progress.hangs_s and self._leases.is_suspicious:
+            self._progress.give_time()  # steps may be committed that nobody can tell us of
+        elif now_s >= self._progress.hangs_s:
             self._reconfiguration.begin([], Cause.HANG, detect_s=now_s - self._progress.progressed_s)
         if now_s >= self._saving.due_s:
             self._saving.handle_deadline()
@@ -339,6 +363,18 @@ class Coordinator:
         if self.phase is Phase.TRAINING and self._sharding.takes_regrouping():
             self._reconfiguration.begin([], Cause.DATA_UNREADABLE, detect_s=0.0)
         self._outbox.command(*(Connect(node=spec) for spec in self._rejoining.take_due(now_s)))
+
+    def _act_on_answers(self, now_s: float) -> None:
+        """Answers have settled, or are missing."""
+        silent = self._reconfiguration.silent_nodes()
+        if silent and self._reconfiguration.waits_on(silent, is_suspicious=self._leases.is_suspicious):
+            return
+        evidence = f"its worker did not answer for {now_s - self._reconfiguration.fenced_s:.1f} s"
+        for node in silent:
+            self._attendance.fail(node, Cause.LEASE_EXPIRED, evidence)
+        if not silent:
+            self._reconfiguration.handle_deadline()
+            self._attendance.deal_with_accused()
 
     # --- nodes come and go -----------------------------------------------------------------------------------
 
@@ -367,9 +403,13 @@ class Coordinator:
             began_from_scratch=remains.began is None or remains.began.restored is None,
         )
         self._saving.begin([layer.name for layer in remains.profile.layers])
-        self._saving.know(remains.saved, ())
+        self._saving.know(remains.saved)
         self._scaling.restore(remains.target)
         self._saving.plan_adopted(remains.generations.plan, boundary=self._progress.last_step, redundant=True)
+        if remains.origin is not None:
+            self._saving.begin_from(remains.origin)
+        for known in remains.saved:
+            self._saving.note_on_disk(known.step)
         self._sharding.restore(remains.shards)
         self._beginning.is_over = True
         self._progress.expect(self._job.control.start_timeout_s)
@@ -388,9 +428,11 @@ class Coordinator:
         member = self._members[node]
         if member.state not in (NodeState.CONNECTED, NodeState.READY):
             return  # late words of a node that was given up
-        member.last_heard_s = max(member.last_heard_s, self._outbox.now_s)
+        self._hear(member)
         try:
             check_device(member, message)
+            if not self._beginning.is_over and is_of_training(message):
+                return  # of a run before, or nonsense: this one has no plan yet that it could be of
             if not is_of_worker_that_ends(member, message):
                 self._understand(member, message)
         except PeerError as error:
@@ -463,7 +505,7 @@ class Coordinator:
                 self._attendance.worker_exited(member, message)
             case Leaving(reason=reason):
                 self._outbox.notice("warning", f"{node}{TERMINATION_WORDS}{reason}")
-                self._attendance.drain(node)
+                self._attendance.noticed(member)
             case ForkServerEnded(reason=reason):
                 self._outbox.notice("warning", f"{node}{FORK_SERVER_WORDS}{reason}")
             case AgentStopped():
@@ -530,7 +572,7 @@ class Coordinator:
             case LayersPersisted():
                 self._saving.persisted(message)
             case CheckpointCommitted():
-                self._saving.committed(message)
+                self._saving.committed(node, message)
             case StateNotSaved():
                 self._saving.failed(node, message)
             case _:

@@ -32,6 +32,7 @@ from .journal import (
     HangExplained,
     JobEnded,
     JournalEntry,
+    JournalGap,
     MasterResumed,
     NodeLost,
     Notice,
@@ -39,6 +40,7 @@ from .journal import (
     PlanAdopted,
     RecoveryDone,
     RecoveryStarted,
+    SaveFailed,
     ShardQuarantined,
     StepDone,
     WorkerDown,
@@ -94,6 +96,8 @@ class Failure(StrEnum):
     UNFIT_NODE = "unfit_node"
     TERMINATION = "termination"
     MASTER_LOST = "master_lost"
+    NOT_SAVED = "not_saved"
+    JOURNAL_GAP = "journal_gap"
     REQUESTED = "requested"
     JOB_FAILED = "job_failed"
 
@@ -118,6 +122,8 @@ _SUBJECT = {
     Failure.UNFIT_NODE: "a node cannot take part",
     Failure.TERMINATION: "a node is about to be taken away",
     Failure.MASTER_LOST: "the master was lost",
+    Failure.NOT_SAVED: "the state was not saved",
+    Failure.JOURNAL_GAP: "the journal could not be written",
     Failure.REQUESTED: "done on request",
     Failure.JOB_FAILED: "the job failed",
 }
@@ -142,6 +148,8 @@ _ADVICE = {
     Failure.UNFIT_NODE: "Do what the evidence says.",
     Failure.TERMINATION: "Nothing to do: the node hands its state over before it goes.",
     Failure.MASTER_LOST: "Nothing to do: training went on meanwhile.",
+    Failure.NOT_SAVED: "Make room on that disk, or in its shared memory; the next save is tried by itself.",
+    Failure.JOURNAL_GAP: "Make room where the run's directory is: what is kept in memory is written then.",
     Failure.REQUESTED: "Nothing to do.",
     Failure.JOB_FAILED: "See the reason above.",
 }
@@ -274,6 +282,7 @@ class Diagnosis:
         self._open: _Draft | None = None
         self._has_planned = False
         self._has_bad_loss = False
+        self._open_gap_s = -1.0
         self._differing = ""
         """What was last said of copies that differ."""
         self._slow: dict[str, str] = {}
@@ -308,6 +317,11 @@ class Diagnosis:
                 self._end_recovery(entry)
             case StepDone():
                 self._look_at_loss(entry)
+            case SaveFailed() if not entry.is_our_doing:
+                self._find(entry.t_s, Failure.NOT_SAVED, None, entry.describe())
+                self._act("training goes on")
+            case JournalGap():
+                self._find_gap(entry)
             case ShardQuarantined():
                 self._find(entry.t_s, Failure.DATA_ERROR, None, f"{entry.shard}: {entry.problem}")
                 self._act(f"the run goes on without {entry.shard}, from record position {entry.position} on")
@@ -336,6 +350,13 @@ class Diagnosis:
                 pass
 
     # --- what entries say ----------------------------------------------------------------------------------------
+
+    def _find_gap(self, entry: JournalGap) -> None:
+        """One that is over has begun before, and is another incident only where nothing could say so then."""
+        if entry.is_open:
+            self._open_gap_s = entry.since_s
+        if entry.is_open or self._open_gap_s != entry.since_s or entry.num_lost:
+            self._find(entry.t_s, Failure.JOURNAL_GAP, None, entry.describe())
 
     def _lose(self, entry: NodeLost) -> None:
         failure, began_s = Failure.CONTACT_LOST, entry.t_s

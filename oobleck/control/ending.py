@@ -22,6 +22,8 @@ __all__ = ["Ending"]
 _LAST_SAVE_S = 300.0
 """How long the end of a run may wait for its last save."""
 _FAILED = 1
+_NOT_SAVED = 74
+_LAST_WORDS_S = 2.0
 
 
 class Ending:
@@ -55,11 +57,16 @@ class Ending:
         """Training has ended; its last save may still be on the way to the disk."""
         self._over_step = 0
         """The step after which it has."""
+        self._hears_out = False
         self.due_s = math.inf
 
     def note_traceback(self, place: Place, traceback: str) -> None:
         """An exception ended a worker."""
         self._tracebacks[place] = (self._progress.last_step, traceback)
+
+    def ask_again(self) -> None:
+        """What was asked may be lost."""
+        self._asked_to_finish = 0
 
     def is_same_error(self, nodes: Collection[str]) -> bool:
         """Whether one exception, by its last line, has ended a worker on each of these nodes since the newest step."""
@@ -105,13 +112,28 @@ class Ending:
         # While no worker is left, nobody can tell what is saved.
         is_settled = bool(self._members.ready) and self._saving.is_settled
         if self._over is not None and (is_settled or self._outbox.now_s >= self.due_s):
-            raise self._over
+            self._end(self._over)
         generations = self._reconfiguration.generations
         if self._stop is not None and self._asked_to_finish != generations.newest:
             self._asked_to_finish = generations.newest
             for place in generations.plan.places:
                 if self._members[place.node].is_ready:
                     self._outbox.send(place.node, FinishStep(device=place.device))
+
+    def _end(self, over: RunOver) -> None:
+        """Raise RunOver, but where the last save has failed only after all had a moment to say what memory has."""
+        if self._saving.lacking is not None and self._saving.may_be_in_memory and not self._hears_out:
+            self._hears_out = True
+            self.due_s = min(self.due_s, self._outbox.now_s + _LAST_WORDS_S)
+        if not self._hears_out or not self._saving.may_be_in_memory or self._outbox.now_s >= self.due_s:
+            raise self._settled(over)
+
+    def _settled(self, over: RunOver) -> RunOver:
+        """What the end is called once the last save has come to an end: without it, none is a success."""
+        lacking = self._saving.lacking
+        if lacking is None or over.exit_code == _FAILED:
+            return over
+        return RunOver(_NOT_SAVED, f"{over.reason}, but {lacking}")
 
     def explain(self, over: RunOver) -> str:
         """The reason to tell: what ended workers, if nothing was committed since, is the one behind the other."""

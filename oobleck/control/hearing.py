@@ -7,6 +7,7 @@ from oobleck.errors import PeerError
 from .membership import Member
 from .messages import (
     AgentMessage,
+    CheckpointCommitted,
     CheckpointsFound,
     Evaluating,
     EvaluationDone,
@@ -30,7 +31,30 @@ from .messages import (
     WorkerStarted,
 )
 
-__all__ = ["check_device", "is_of_worker_that_ends"]
+__all__ = ["check_device", "is_of_training", "is_of_worker_that_ends"]
+
+
+def is_of_training(message: AgentMessage) -> bool:
+    """Whether only a worker that has had orders, or its agent, can say this."""
+    return isinstance(
+        message,
+        StepCommitted
+        | Evaluating
+        | EvaluationDone
+        | Status
+        | Resumed
+        | Pace
+        | PeerFailed
+        | Finished
+        | LayersMoving
+        | ReplicaDigests
+        | RestoreFailed
+        | RecordsFailed
+        | Surveyed
+        | StateSaved
+        | LayersPersisted
+        | CheckpointCommitted,
+    )
 
 
 def is_of_worker_that_ends(member: Member, message: AgentMessage) -> bool:
@@ -82,5 +106,7 @@ def check_device(member: Member, message: AgentMessage) -> None:
             | RecordsFailed(device=device)
         ) if device not in range(member.spec.num_devices):
             raise PeerError(f"speaks for device {device}; it has {member.spec.num_devices}")
+        case ReplicaDigests(layers=layers, digests=digests) if len(layers) != len(digests):
+            raise PeerError(f"tells {len(digests)} digests of {len(layers)} layers")
         case _:
             pass

@@ -28,6 +28,7 @@ __all__ = [
     "JobEnded",
     "JobStarted",
     "JournalEntry",
+    "JournalGap",
     "LayersArriving",
     "MasterResumed",
     "NodeAdded",
@@ -40,6 +41,7 @@ __all__ = [
     "RecordsDealt",
     "RecoveryDone",
     "RecoveryStarted",
+    "SaveFailed",
     "ScalingDecided",
     "ShardQuarantined",
     "ShardsKnown",
@@ -419,13 +421,20 @@ class RecoveryDone:
     layers_moved: int
     microbatches_redone: int
     steps_lost: int
+    unfinished: str = ""
+    """Why survivors never came to compute under its plan; empty where they did."""
 
     def describe(self) -> str:
+        if self.unfinished:
+            return f"{self._what}; this recovery was not completed: {self.unfinished}"
         copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
         lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
+        return f"{self._what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
+
+    @property
+    def _what(self) -> str:
         names = ", ".join(self.nodes)
-        what = f"{names} {_HAPPENED.get(self.cause, 'lost')}" if names else "regrouped"
-        return f"{what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
+        return f"{names} {_HAPPENED.get(self.cause, 'lost')}" if names else "regrouped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,6 +454,56 @@ class CheckpointSaved:
     def describe(self) -> str:
         size, pause = f"{self.size_bytes / 2**20:.1f} MiB", f"{self.pause_s:.3f} s"
         return f"checkpoint of step {self.step}: {size}; training waited {pause}, the disk took {self.duration_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A save was given up: there is no checkpoint of this step."""
+
+    t_s: float
+    step: int
+    """0 where nobody knows which."""
+    reason: str
+    newest_step: int | None
+    """Of the newest checkpoint on disk; None where there is none."""
+    is_our_doing: bool = False
+    """Nothing is wrong with memory or disk: a node was lost, and the next save follows at once."""
+
+    def describe(self) -> str:
+        what = f"step {self.step} is not saved" if self.step else "a save has failed"
+        there = (
+            "there is none" if self.newest_step is None else f"the newest checkpoint is that of step {self.newest_step}"
+        )
+        return f"{what}: {self.reason}; {there}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalGap:
+    """The journal itself could not be written for a while; what it says of that time came late, or is missing.
+
+    There is one when it begins (`until_s` is None), where the disk has room for it, and one when it is over.
+    """
+
+    t_s: float
+    since_s: float
+    """The time of the first entry that could not be written."""
+    until_s: float | None
+    problem: str
+    num_late: int = 0
+    """Entries that were written when that was possible again."""
+    num_lost: int = 0
+    """Entries that were not: there were more than are kept."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.until_s is None
+
+    def describe(self) -> str:
+        since = f"the journal could not be written from {self.since_s:.1f} s on: {self.problem}"
+        if self.until_s is None:
+            return f"{since}; what happened since is not in it yet"
+        lost = f"{self.num_lost} entries are missing" if self.num_lost else "nothing is missing"
+        return f"{since}; since {self.until_s:.1f} s it is: {self.num_late} entries came late, {lost}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -561,6 +620,8 @@ JournalEntry = (
     | LayersArriving
     | RecoveryDone
     | CheckpointSaved
+    | SaveFailed
+    | JournalGap
     | ShardsKnown
     | DataPlaced
     | RecordsDealt

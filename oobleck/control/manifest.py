@@ -7,15 +7,28 @@ generation a step is committed once.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 
 from oobleck.errors import ConfigError
 
 from .data_position import DataPosition
 
-__all__ = ["MANIFEST_VERSION", "Manifest", "SavedState", "Shard", "checkpoint_name", "run_digest"]
+__all__ = [
+    "MANIFEST_VERSION",
+    "Manifest",
+    "SavedState",
+    "Shard",
+    "checkpoint_name",
+    "run_digest",
+    "run_of",
+    "what_is_wrong",
+]
 
 MANIFEST_VERSION = 1
+
+_TIME = re.compile(r"\d{4}-\d{2}-\d{2}(T\d{2}:\d{2}(:\d{2}(\.\d+)?)?([+-]\d{2}:\d{2}|Z)?)?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +92,10 @@ class Manifest:
     shards: tuple[Shard, ...]
     position: DataPosition | None = None
     """Where in its shards the run is; None where samples have numbers."""
+    origin: str | None = None
+    """The checkpoint that the run began from; None for the model's initial values."""
+    is_final: bool = False
+    """The run had nothing more to train: no other run removes this one."""
 
     @property
     def size_bytes(self) -> int:
@@ -93,3 +110,37 @@ def run_digest(tag: str, started_at: str) -> str:
 def checkpoint_name(run: str, *, step: int, generation: int) -> str:
     """The name of the checkpoint after a step that was committed in a generation of a run."""
     return f"step-{step:08d}.{run}.{generation}"
+
+
+def run_of(name: str) -> str:
+    """The digest of the run that a checkpoint of this name is of; empty where the name is of no checkpoint."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def what_is_wrong(manifest: Manifest) -> str | None:
+    """Say what a manifest claims that no run writes; None where all of it can be. O(shards)."""
+    layers, parts = len(manifest.layer_names), manifest.num_parts
+    numbers = {"step": 0, "generation": 0, "samples_seen": 0, "num_parts": 1, "global_batch_size": 1}
+    for key, least in numbers.items():
+        if getattr(manifest, key) < least:
+            return f"{key} is {getattr(manifest, key)}; it must be at least {least}"
+    name = checkpoint_name(manifest.run, step=manifest.step, generation=manifest.generation)
+    if manifest.name != name:
+        return f"its step, run and generation are those of {name}"
+    if not layers:
+        return "it has no layers"
+    if not _TIME.fullmatch(manifest.saved_at):
+        return f"saved_at is {manifest.saved_at!r}, which is no time"
+    seen: set[tuple[int, int]] = set()
+    for shard in manifest.shards:
+        if shard.layer not in range(layers) or shard.part not in range(parts):
+            return (
+                f"{shard.file} is part {shard.part} of layer {shard.layer}; there are {layers} layers of {parts} parts"
+            )
+        if (shard.layer, shard.part) in seen:
+            return f"part {shard.part} of layer {shard.layer} has two files"
+        if shard.size_bytes <= 0 or not _SHA256.fullmatch(shard.sha256):
+            return f"{shard.file} has {shard.size_bytes} bytes and the SHA-256 {shard.sha256!r}"
+        seen.add((shard.layer, shard.part))
+    return None

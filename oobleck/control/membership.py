@@ -60,6 +60,8 @@ class Member:
     ready_since: int = 0
     """The generation in force when it became ready: it has no part in plans up to that one."""
     is_draining: bool = False
+    is_leaving: bool = False
+    """It has had notice of its end, and is to be drained as soon as it trains."""
     is_dismissed: bool = False
     """Drained, and told to end."""
     restarts: tuple[tuple[float, int], ...] = ()

@@ -20,6 +20,8 @@ from .saving_messages import (
     FindCheckpoints,
     FoundState,
     LayersPersisted,
+    PersistState,
+    RemoveUnfinished,
     ReplicaDigests,
     Restore,
     RestoreFailed,
@@ -73,11 +75,13 @@ __all__ = [
     "Order",
     "Pace",
     "PeerFailed",
+    "PersistState",
     "ProfileRequest",
     "Profiled",
     "RecordRun",
     "RecordsFailed",
     "RecordsOver",
+    "RemoveUnfinished",
     "ReplicaDigests",
     "Restore",
     "RestoreFailed",
@@ -657,6 +661,8 @@ MasterMessage = (
     | SaveState
     | FindCheckpoints
     | CommitCheckpoint
+    | PersistState
+    | RemoveUnfinished
     | Survey
     | StepRecords
     | RecordsOver

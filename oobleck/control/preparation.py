@@ -50,8 +50,10 @@ class Preparation:
     def configure(self, event: NodeUp, now_s: float) -> list[Command]:
         """Take a node in: tell its agent about the job and have its workers started."""
         member = self._members[event.node]
-        member.move_to(NodeState.CONNECTED)
+        if member.state is NodeState.CONNECTING:  # else it was reached again, and our words may be lost
+            member.move_to(NodeState.CONNECTED)
         member.meet(event.hello, address=event.address, now_s=now_s)
+        asks = self._ask(self._measures) if self._measures is not None and self._measures.node == event.node else []
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -65,7 +67,7 @@ class Preparation:
             run=self._run,
         )
         starts = [Send(node=event.node, message=StartWorker(device=place.device)) for place in member.places]
-        return [Send(node=event.node, message=configure), *starts]
+        return [Send(node=event.node, message=configure), *starts, *asks]
 
     def note_ready(self, member: Member, message: WorkerReady) -> list[Command]:
         """Look at a worker that is ready. The first one of all settles which profile is needed.

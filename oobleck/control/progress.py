@@ -99,6 +99,11 @@ class Progress:
         usual_s = max([self._predicted_s, *self._step_times_s])
         self.hangs_s = self._outbox.now_s + max(least_s, _HANG_FACTOR * usual_s)
 
+    def give_time(self) -> None:
+        """Steps may be committed that have not been told yet: nothing hangs before they had time to be."""
+        if math.isfinite(self.hangs_s):
+            self.hangs_s = max(self.hangs_s, self._outbox.now_s + HANG_FLOOR_S)
+
     def expect_none(self) -> None:
         """No step can be committed now: nothing hangs."""
         self.hangs_s = math.inf

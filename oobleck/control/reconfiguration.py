@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from oobleck.errors import PlanningError, Unrecoverable
+from oobleck.errors import PeerError, PlanningError, Unrecoverable
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan, Place, Profile
 from oobleck.schedule import BANKING_KINDS, ScheduleKind
@@ -24,6 +24,7 @@ from .account import RecoveryAccount
 from .generations import Generations
 from .hangs import cut_off_nodes, stuck_workers
 from .journal import Action, Cause, HangExplained, PlanAdopted, RecoveryStarted
+from .leases import are_most, patience_s
 from .membership import Membership
 from .messages import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from .outbox import Outbox, RunOver
@@ -52,6 +53,8 @@ _ANSWERS_S = 30.0
 """How long workers may look for checkpoints."""
 _FINDING_S = 2.0
 """How long a master that takes over finds its nodes."""
+_LOOK_S = 0.1
+"""Answers that wait unread when their time is over are read within this."""
 _NOBODY: frozenset[str] = frozenset()
 """Whose state is lost where all go back: everybody has what is gone back to, whatever became of the processes."""
 _MAX_REGROUPS = 3
@@ -116,6 +119,12 @@ class Reconfiguration:
         """(newest step, how often all regrouped since it was committed)."""
         self.generations = Generations(max_steps=job.max_steps)
         self.is_fencing = False
+        self._fence_said = Fence(device=0, generation=0, lost=(), doorbells=())
+        """The newest."""
+        self.fenced_s = 0.0
+        """When survivors were asked last where they stand."""
+        self._has_waited = False
+        """Answers are waited for although their time is over."""
         self.deadline_s = math.inf
 
     # --- the machine's interface -----------------------------------------------------------------------------
@@ -169,7 +178,7 @@ class Reconfiguration:
         now_s = self._outbox.now_s
         recovery = self._account
         if recovery is None or recovery.ordered_s:
-            self.close()
+            self.close(overtaken_by="the next one began before")
             recovery = self._account = RecoveryAccount(began_s=now_s, detect_s=detect_s, cause=cause)
         recovery.nodes.extend(node for node in nodes if node not in recovery.nodes)
         if cause is Cause.CUT_OFF:
@@ -183,6 +192,8 @@ class Reconfiguration:
         # A master that takes over hears nothing of a node before it has reached it.
         heard_s = max((member.last_heard_s for member in self._members.ready), default=now_s)
         self.deadline_s = max(now_s, heard_s) + self._job.control.lease_s
+        self.fenced_s = now_s
+        self._has_waited = False
         self._progress.expect_none()
         self._outbox.record(
             RecoveryStarted(
@@ -200,12 +211,28 @@ class Reconfiguration:
         self.begin(sorted({place.node for place in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
 
     def status(self, places: Collection[Place], status: Status) -> None:
-        """Workers answer the fence; an answer to an older one is dropped."""
+        """Workers answer the fence; an answer to an older one is dropped. Raises PeerError for one that cannot be."""
         if self.is_fencing and status.generation == self.generations.current:
+            if status.adopted and status.adopted not in self.generations.plans:
+                raise PeerError(f"trains in generation {status.adopted}, which has no plan")
             assert self._account is not None
             self._account.statuses.update(dict.fromkeys(places, status))
             self._account.awaited.difference_update(places)
+            if self._has_waited and self._account.awaited:  # the others are about to answer, too
+                self.deadline_s = self._outbox.now_s + self._job.control.lease_s
             self._decide_when_answered()
+
+    def reach_again(self, node: str) -> None:
+        """A node could not be spoken to, and is found again: what was said to it last may be lost."""
+        recovery = self._account
+        awaited = tuple(sorted(place for place in recovery.awaited if place.node == node)) if recovery else ()
+        self._restoring.ask_again(node)
+        if not awaited:
+            return
+        if self.is_fencing:
+            self._outbox.send_all(awaited, self._fence_said)
+        else:  # nobody knows whether it has its orders
+            self.begin([], Cause.MASTER_LOST, detect_s=0.0)
 
     def note_gone(self) -> None:
         """A node whose workers may be waited for is given up."""
@@ -300,11 +327,34 @@ class Reconfiguration:
             return ()
         return tuple(sorted({place.node for place in self._account.awaited}))
 
-    def close(self) -> None:
+    def waits_on(self, silent: Collection[str], *, is_suspicious: bool) -> bool:
+        """Whether to go on waiting for the answers of these nodes: their words may be unread, or ours unheard.
+
+        Where most do not answer, whatever holds them up may be one and the same, and pass.
+        """
+        now_s, control = self._outbox.now_s, self._job.control
+        if not self._has_waited:
+            self._has_waited = True
+            self.deadline_s = now_s + _LOOK_S
+            return True
+        num_asked = len(self._members.ready)
+        limit_s = patience_s(
+            lease_s=control.lease_s,
+            orphan_timeout_s=control.orphan_timeout_s,
+            has_others=len(silent) < num_asked,
+        )
+        if is_suspicious or (are_most(len(silent), num_asked) and now_s < self.fenced_s + limit_s):
+            self.deadline_s = now_s + control.lease_s
+            return True
+        return False
+
+    def close(self, *, overtaken_by: str = "the run ended before") -> None:
         """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
         recovery, self._account = self._account, None
         if recovery is not None:
-            done = recovery.close(self._outbox.now_s, self.generations.current, self._members.clock_offsets_s)
+            done = recovery.close(
+                self._outbox.now_s, self.generations.current, self._members.clock_offsets_s, overtaken_by=overtaken_by
+            )
             self._scaling.recovery_done(done)
             self._outbox.record(done)
 
@@ -341,8 +391,8 @@ class Reconfiguration:
         if not survivors:
             self._wait_for_anybody()
             return
-        fence = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
-        self._outbox.send_all(places, fence)
+        self._fence_said = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
+        self._outbox.send_all(places, self._fence_said)
 
     def _decide_when_answered(self) -> None:
         recovery = self._account
@@ -533,14 +583,24 @@ class Reconfiguration:
 
     def _go_back(self, decision: Decision, candidate: Candidate) -> None:
         """Order everybody to a checkpoint."""
+        is_done = candidate.step >= self._job.max_steps or self._sharding.has_read_all(candidate.position)
         self._restored_generation = self.generations.current
         self._is_from_scratch = False
         self._restoring.begin_from(candidate.name)
+        self._saving.begin_from(candidate.name)
         self._progress.go_back(candidate.step, generation=self._restored_generation)
         verdict = Verdict(applied=candidate.step, catch_up=None, adopted=None, held=candidate.held)
         self._order(decision, verdict, finish=None, candidate=candidate, goes_back=True)
         if candidate.is_on_disk:
             self._saving.note_saved(candidate.step)
+        elif is_done:
+            self._saving.rescue(
+                candidate.name,
+                step=candidate.step,
+                saved_at=candidate.saved_at,
+                position=candidate.position,
+                held=candidate.held,
+            )
         else:
             self._saving.save_now()
 

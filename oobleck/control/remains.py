@@ -21,6 +21,7 @@ from .journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    JournalGap,
     MasterResumed,
     NodeAdded,
     NodeConnected,
@@ -76,6 +77,8 @@ class Remains:
     shards: ShardRemains = field(default_factory=ShardRemains)
     last_s: float = 0.0
     """When the last entry was made."""
+    gap: JournalGap | None = None
+    """Why the journal does not know all that happened; None where it does."""
     interrupted: tuple[NodeSpec, ...] = ()
     """Nodes that were joining, and had no part in any plan."""
 
@@ -149,13 +152,18 @@ def _apply(remains: Remains, entry: JournalEntry) -> None:
                 remains.records.clear()
                 remains.evaluated_step = min(remains.evaluated_step, entry.restored_step)
         case CheckpointSaved():
-            remains.saved.append(KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at))
+            is_final = entry.step >= remains.job.max_steps
+            remains.saved.append(
+                KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
+            )
         case PaceChanged(node=node, factor=factor) if factor > 1:
             remains.slow[node] = factor
         case PaceChanged(node=node):
             remains.slow.pop(node, None)
         case ScalingDecided(num_nodes=num_nodes):
             remains.target = num_nodes
+        case JournalGap():
+            remains.gap = entry if entry.is_open or entry.num_lost else None
         case StepDone(record=record):
             remains.records.append(record)
             remains.furthest_step = max(remains.furthest_step, record.step)

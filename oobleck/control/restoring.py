@@ -6,17 +6,21 @@ a layer turns out to be broken is left out from then on, and the one before is t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from oobleck.planner import Place
 
 from .data_position import DataPosition
+from .manifest import run_of
 from .messages import CheckpointsFound, FindCheckpoints, FoundState, Restore
 from .outbox import Outbox
 from .saving import KnownCheckpoint
 
 __all__ = ["Candidate", "Restoring"]
+
+_AGE = attrgetter("saved_at", "step", "name")
 
 
 @dataclass(slots=True)
@@ -29,9 +33,13 @@ class Candidate:
     saved_at: str
     directory: str | None
     position: DataPosition | None = None
+    origin: str | None = None
+    is_final: bool = False
     is_on_disk: bool = False
     held: dict[Place, frozenset[int]] = field(default_factory=dict)
     """The layers that each worker can read."""
+    in_memory: set[str] = field(default_factory=set)
+    """The nodes whose memory has some of it."""
 
     @property
     def restore(self) -> Restore:
@@ -62,7 +70,14 @@ class Restoring:
         self._request += 1
         self._asked = frozenset(places)
         self._answers = {}
-        for place in sorted(self._asked):
+        self._send(self._asked)
+
+    def ask_again(self, node: str) -> None:
+        """Ask those of a node that have not answered once more: the question may be lost."""
+        self._send(place for place in self._asked - self._answers.keys() if place.node == node)
+
+    def _send(self, places: Iterable[Place]) -> None:
+        for place in sorted(places):
             question = FindCheckpoints(device=place.device, request=self._request, directory=self._directory)
             self._outbox.send(place.node, question)
 
@@ -97,17 +112,49 @@ class Restoring:
         self._told |= said
         return tuple(sorted(said))
 
-    def known(self) -> tuple[KnownCheckpoint, ...]:
-        """All that is complete in the run's own directory."""
+    def known(self, candidate: Candidate | None) -> tuple[KnownCheckpoint, ...]:
+        """Of all that is complete in the run's own directory, what is its own past if it begins from `candidate`.
+
+        What other runs have made there is theirs, and stays.
+        """
+        past = self._past(candidate)
         return tuple(
-            KnownCheckpoint(name=candidate.name, step=candidate.step, saved_at=candidate.saved_at)
-            for candidate in self._candidates()
-            if candidate.is_on_disk and candidate.directory is None
+            KnownCheckpoint(name=each.name, step=each.step, saved_at=each.saved_at, is_final=each.is_final)
+            for each in self._own_directory()
+            if each.run in past
         )
 
-    def unfinished(self) -> tuple[str, ...]:
-        """Names in the run's own directory that were never finished."""
-        return tuple(sorted({name for answer in self._answers.values() for name in answer.unfinished}))
+    def others(self, candidate: Candidate | None) -> tuple[str, ...]:
+        """What other runs have made in the run's own directory, by name."""
+        past = self._past(candidate)
+        return tuple(sorted(each.name for each in self._own_directory() if each.run not in past))
+
+    def unfinished(self, candidate: Candidate | None, *, is_private: bool) -> tuple[str, ...]:
+        """Saves in the run's own directory that were never finished, and never will be.
+
+        Where the directory is not for this tag alone (`is_private`), others may be in the middle of a save there.
+        """
+        past = self._past(candidate)
+        complete = {each.name for each in self._own_directory()}  # on another node's disk, maybe
+        names = {name for answer in self._answers.values() for name in answer.unfinished} - complete
+        return tuple(sorted(name for name in names if is_private or run_of(name) in past))
+
+    def misfits(self) -> tuple[str, ...]:
+        """Complete checkpoints of this tag that are of another model, and why."""
+        return tuple(sorted({misfit for answer in self._answers.values() for misfit in answer.misfits}))
+
+    def _own_directory(self) -> list[Candidate]:
+        return [each for each in self._candidates() if each.is_on_disk and each.directory is None]
+
+    def _past(self, candidate: Candidate | None) -> frozenset[str]:
+        """This run, and those that it goes on from, one after the other."""
+        found = {each.run: each for each in sorted(self._candidates(), key=_AGE, reverse=True)}
+        past, run = {self._run}, candidate.run if candidate else None
+        while run is not None and run not in past:
+            past.add(run)
+            origin = found[run].origin if run in found else None
+            run = None if origin is None else run_of(origin)
+        return frozenset(past)
 
     def newest(self, num_layers: int) -> Candidate | None:
         """For a run that begins: the newest state that is whole; of those where the user said, if he did."""
@@ -129,7 +176,7 @@ class Restoring:
     def _usable(self, num_layers: int) -> Sequence[Candidate]:
         """Newest first."""
         whole = [each for each in self._candidates() if each.name not in self._broken and each.covers(num_layers)]
-        return sorted(whole, key=lambda each: (each.saved_at, each.step, each.name), reverse=True)
+        return sorted(whole, key=_AGE, reverse=True)
 
     def _candidates(self) -> list[Candidate]:
         found: dict[str, Candidate] = {}
@@ -140,6 +187,10 @@ class Restoring:
                     candidate = found[state.name] = _candidate(state)
                 candidate.saved_at = max(candidate.saved_at, state.saved_at)
                 candidate.is_on_disk |= not state.in_memory
+                candidate.origin = candidate.origin or state.origin
+                candidate.is_final |= state.is_final
+                if state.in_memory:
+                    candidate.in_memory.add(place.node)
                 candidate.directory = candidate.directory or state.directory
                 candidate.held[place] = candidate.held.get(place, frozenset()) | frozenset(state.layers)
         return list(found.values())

@@ -43,8 +43,13 @@ class SavePolicy:
     """That needed a checkpoint."""
 
     def next_step(self, last_step: int) -> int | None:
-        """The step to save after, when steps are counted; None when time is."""
+        """The step to save after, when steps are counted; None when time is.
+
+        Left to itself, a run saves after its first step: until then, it has nothing to go back to.
+        """
         every = self.spec.save_steps
+        if every is None and self.spec.save_interval_s is None and self.cost_s is None:
+            return last_step + 1
         return None if every is None else (last_step // every + 1) * every
 
     def interval_s(self, now_s: float) -> float:

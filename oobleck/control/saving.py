@@ -10,21 +10,23 @@ A part of the coordinator's machine. Training never waits for it: what fails is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place
 
 from .data_position import DataPosition
-from .journal import CheckpointSaved, Notice
-from .manifest import MANIFEST_VERSION, Manifest, Shard
+from .journal import CheckpointSaved, SaveFailed
+from .manifest import MANIFEST_VERSION, Manifest, Shard, run_of
 from .membership import Membership
 from .messages import (
     CheckpointCommitted,
     CommitCheckpoint,
     CommitRecord,
     LayersPersisted,
+    PersistState,
+    RemoveUnfinished,
     SaveState,
     StateNotSaved,
     StateSaved,
@@ -48,6 +50,8 @@ class KnownCheckpoint:
     name: str
     step: int
     saved_at: str
+    is_final: bool = False
+    """Of a run that had nothing more to train: it stays, whatever limit there is."""
 
 
 @dataclass(slots=True)
@@ -67,6 +71,8 @@ class _Save:
     pause_s: float = 0.0
     copy_s: float = 0.0
     is_committing: bool = False
+    committed: set[str] = field(default_factory=set)
+    """The nodes whose disk has the manifest."""
 
     def is_in_memory(self, num_layers: int, *, num_parts: int) -> bool:
         parts = {(layer, place.device % num_parts) for place, layers in self.savers.items() for layer in layers}
@@ -99,7 +105,17 @@ class Saving:
         self._saves: dict[str, _Save] = {}
         self._tried_step = 0
         """The newest step after which a save has begun."""
-        self._unfinished: set[str] = set()
+        self._origin: str | None = None
+        self._reads_to_the_end: Callable[[DataPosition | None], bool] = lambda _: False
+        self._saved_step = 0
+        """The newest step of which there is a checkpoint on disk."""
+        self._in_memory: tuple[int, set[tuple[int, int]]] = (0, set())
+        """The newest step that shares in memory were heard of, and which layers and parts these are."""
+        self._memory_step = 0
+        """The newest step whose state is, or was, whole in the nodes' memory."""
+        self._failure = ""
+        """Why the newest save failed; empty after one that did not."""
+        self._given_up: set[str] = set()
         self.complete: list[KnownCheckpoint] = []
         """Oldest first."""
         self.due_s = math.inf
@@ -122,23 +138,62 @@ class Saving:
         """The newest step is not saved, and no save of it is under way."""
         return self.is_enabled and self._tried_step < self._last_step
 
+    @property
+    def lacking(self) -> str | None:
+        """Say that the newest step is not on disk, why, and what to do; None where it is, or is not wanted there."""
+        if not self._job.checkpoint.enabled or self._saved_step >= self._last_step:
+            return None
+        if not self.is_enabled and not self._failure:
+            return None  # these workers never save
+        why = self._failure or "its save has not come to an end"
+        return f"step {self._last_step} is NOT SAVED: {why}; {self._what_is_left}"
+
+    @property
+    def may_be_in_memory(self) -> bool:
+        """Whether nobody knows yet if the newest state is whole in memory: shares of it may still be told of."""
+        return self.is_enabled and self._memory_step < self._last_step
+
+    @property
+    def _what_is_left(self) -> str:
+        if self._memory_step >= self._last_step:
+            return (
+                "its state stays in the shared memory of the nodes until they are turned off: make room, and give the "
+                "same command again, which writes it"
+            )
+        if self.complete:
+            step = self.complete[-1].step
+            return f"the same command goes on from the checkpoint of step {step}, once what failed is mended"
+        return "nothing is left of what was trained: mend what failed, and begin again"
+
     # --- what happens ----------------------------------------------------------------------------------------
+
+    def begin_from(self, origin: str) -> None:
+        """The run goes on from this checkpoint: its own will say so."""
+        self._origin = self._origin or origin
+
+    def judge_end(self, reads_to_the_end: Callable[[DataPosition | None], bool]) -> None:
+        """`reads_to_the_end` says whether data that grows no more is read at a position, so that the run is done."""
+        self._reads_to_the_end = reads_to_the_end
 
     def begin(self, layer_names: Sequence[str]) -> None:
         """Training begins, or is taken over."""
         self._layer_names = tuple(layer_names)
 
-    def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str]) -> None:
-        """Note what lies in the directory from before."""
+    def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> None:
+        """Note what lies in the directory from before; what was never finished is removed."""
         known = {known.name: known for known in (*self.complete, *complete)}
         self.complete = sorted(known.values(), key=lambda known: (known.saved_at, known.step))
-        self._unfinished.update(name for name in unfinished if name not in self._saves)
+        self._remove(name for name in unfinished if name not in self._saves)
 
     def plan_adopted(self, plan: ExecutionPlan, *, boundary: int, redundant: bool) -> None:
         """Tell the workers of a new plan what is wanted; without redundancy that is a save, at once."""
         self._plan = plan
         self._last_step = boundary
         self._tried_step = min(self._tried_step, boundary)
+        self._saved_step = min(self._saved_step, boundary)
+        self._memory_step = min(self._memory_step, boundary)
+        if self._in_memory[0] > boundary:
+            self._in_memory = (0, set())  # the steps since are run again, under other names
         if not self.is_enabled:
             return
         if not redundant:
@@ -157,6 +212,34 @@ class Saving:
     def note_saved(self, step: int) -> None:
         """The state is that of a checkpoint on disk: it needs no other one."""
         self._tried_step = max(self._tried_step, step)
+        self._saved_step = max(self._saved_step, step)
+
+    def rescue(
+        self,
+        name: str,
+        *,
+        step: int,
+        saved_at: str,
+        position: DataPosition | None,
+        held: Mapping[Place, Collection[int]],
+    ) -> None:
+        """Have a state written that a run before has left in memory alone; `held` says which layers of it where.
+
+        It is the state that this run begins from, and there is nothing more to train.
+        """
+        generation = int(name.rpartition(".")[2])
+        save = _Save(name, step, generation, self._outbox.now_s, saved_at=saved_at, position=position)
+        save.savers = {place: tuple(sorted(layers)) for place, layers in sorted(held.items()) if layers}
+        self._saves[name] = save
+        self._tried_step = max(self._tried_step, step)
+        self._memory_step = max(self._memory_step, step)
+        self.due_s = save.began_s + _PATIENCE_S
+        for node in sorted({place.node for place in save.savers}):
+            self._outbox.send(node, PersistState(name=name, step=step))
+
+    def note_on_disk(self, step: int) -> None:
+        """A master before has heard that there is a checkpoint of this step."""
+        self._saved_step = max(self._saved_step, min(step, self._last_step))
 
     def restored(self) -> None:
         """Count a failure that needed a checkpoint."""
@@ -175,6 +258,8 @@ class Saving:
             here = [place for place in save.savers if place.node == node]
             if any(save.unwritten(place, num_parts=self._num_parts) for place in here):
                 self._give_up(save.name, f"{node} was lost before it had written its layers", soon=True)
+            else:
+                self._complete_when_committed(save)
 
     def handle_deadline(self) -> None:
         """Have a save made when one is due; give up what takes for ever."""
@@ -201,6 +286,7 @@ class Saving:
     def saved(self, place: Place, message: StateSaved) -> None:
         """A share is whole in memory; its agent is writing it."""
         state = message.state
+        self._note_in_memory(place, message)
         if self._is_over(state.name):
             return
         save = self._saves.get(state.name)
@@ -224,16 +310,26 @@ class Saving:
         if save is not None:
             save.shards.update(((shard.layer, shard.part), shard) for shard in message.shards)
             self._commit_when_written(save)
+        elif message.name in self._given_up:
+            self._remove([message.name])  # written after it was given up
 
-    def committed(self, message: CheckpointCommitted) -> None:
-        """The first node that has the manifest makes the checkpoint complete."""
-        save = self._saves.pop(message.name, None)
-        if save is None:
+    def committed(self, node: str, message: CheckpointCommitted) -> None:
+        """A node has the manifest. The checkpoint is complete once all that wrote layers have: each may have a disk."""
+        save = self._saves.get(message.name)
+        if save is not None:
+            save.committed.add(node)
+            self._complete_when_committed(save)
+
+    def _complete_when_committed(self, save: _Save) -> None:
+        ready = {member.spec.name for member in self._members.ready}
+        if not save.committed or not {place.node for place in save.savers} & ready <= save.committed:
             return
+        del self._saves[save.name]
         now_s = self._outbox.now_s
         self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
-        self.know([KnownCheckpoint(name=save.name, step=save.step, saved_at=save.saved_at)], ())
+        self.know([self._known(save)])
         self._forget_old()
+        self._saved_step, self._failure = max(self._saved_step, save.step), ""
         self.due_s = math.inf
         self._outbox.record(
             CheckpointSaved(
@@ -249,16 +345,36 @@ class Saving:
         self._arm()
 
     def failed(self, node: str, message: StateNotSaved) -> None:
-        """A part of a save has failed: the rest is worth nothing. Training goes on, and says so."""
-        if not self._is_over(message.name):
+        """A part of a save has failed, so the rest cannot be used. Training goes on, and says so."""
+        if not message.name:  # a node has no place to save in, and there will be no save
+            self._failure = f"{node}: {message.reason}"
+            self._outbox.notice("error", f"nothing can be saved: {self._failure}; training goes on")
+        elif not self._is_over(message.name):
             self._tried_step = max(self._tried_step, message.step)
             self._saves.setdefault(message.name, _Save(message.name, message.step, 0, self._outbox.now_s))
             self._give_up(message.name, f"{node}: {message.reason}")
 
     # --- small things ----------------------------------------------------------------------------------------
 
+    def _note_in_memory(self, place: Place, message: StateSaved) -> None:
+        """Shares of a save that was given up are in memory all the same, and may come after it was."""
+        step, part = message.state.step, place.device % self._num_parts
+        if step > self._in_memory[0]:
+            self._in_memory = (step, set())
+        if step == self._in_memory[0]:
+            self._in_memory[1].update((layer, part) for layer in message.layers)
+            if len(self._in_memory[1]) == len(self._layer_names) * self._num_parts:
+                self._memory_step = step
+
     def _is_over(self, name: str) -> bool:
-        return name in self._unfinished or any(known.name == name for known in self.complete)
+        return name in self._given_up or any(known.name == name for known in self.complete)
+
+    def _remove(self, unfinished: Iterable[str]) -> None:
+        """Have agents remove what is on disk of saves that will never be complete."""
+        names = tuple(sorted(unfinished))
+        if names:
+            for member in self._members.ready:
+                self._outbox.send(member.spec.name, RemoveUnfinished(names=names))
 
     def _tell(self) -> None:
         assert self._plan is not None
@@ -282,12 +398,13 @@ class Saving:
     def _give_up(self, name: str, why: str, *, soon: bool = False) -> None:
         """Forget a save. `soon`: nothing speaks against the next one, once there is a plan again."""
         save = self._saves.pop(name)
-        self._unfinished.add(name)
-        text = f"step {save.step} is not saved" if save.step else "a save has failed"
-        newest = f"the newest checkpoint is that of step {self.complete[-1].step}" if self.complete else "there is none"
-        level = "warning" if soon else "error"
-        text = f"{text}: {why}; {newest}; training goes on"
-        self._outbox.record(Notice(t_s=self._outbox.now_s, level=level, text=text))
+        self._given_up.add(name)
+        self._failure = why
+        self._remove([name])
+        newest_step = self.complete[-1].step if self.complete else None
+        self._outbox.record(
+            SaveFailed(t_s=self._outbox.now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
+        )
         if soon:
             self._wanted = self._last_step + 1
         else:
@@ -299,11 +416,19 @@ class Saving:
         if save.is_committing or not is_written or not save.savers:
             return
         save.is_committing = True
-        complete = [*self.complete, KnownCheckpoint(name=save.name, step=save.step, saved_at=save.saved_at)]
-        remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit]]
-        commit = CommitCheckpoint(manifest=self._manifest(save), remove=(*remove, *sorted(self._unfinished)))
+        complete = [*self.complete, self._known(save)]
+        remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit] if not known.is_final]
+        commit = CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove))
         for member in self._members.ready:
             self._outbox.send(member.spec.name, commit)
+
+    def _known(self, save: _Save) -> KnownCheckpoint:
+        return KnownCheckpoint(
+            name=save.name, step=save.step, saved_at=save.saved_at, is_final=self._is_final(save.step, save.position)
+        )
+
+    def _is_final(self, step: int, position: DataPosition | None) -> bool:
+        return step >= self._job.max_steps or self._reads_to_the_end(position)
 
     def _forget_old(self) -> None:
         del self.complete[: -self._job.checkpoint.save_total_limit]
@@ -314,7 +439,7 @@ class Saving:
             version=MANIFEST_VERSION,
             name=save.name,
             tag=self._job.tag,
-            run=self._run,
+            run=run_of(save.name),
             saved_at=save.saved_at,
             step=save.step,
             generation=save.generation,
@@ -327,4 +452,6 @@ class Saving:
             num_parts=self._num_parts,
             shards=tuple(shard for _, shard in sorted(save.shards.items())),
             position=save.position,
+            origin=self._origin if run_of(save.name) == self._run else None,
+            is_final=self._is_final(save.step, save.position),
         )

@@ -4,6 +4,9 @@ master ── SaveState ──> workers        the next commit carries the wish,
 workers ── StateSaved ──> master       on its way the agent hears of it, and writes the layers to disk
 agents ── LayersPersisted ──> master   when all layers are there:
 master ── CommitCheckpoint ──> agents ── CheckpointCommitted ──> master
+
+master ── PersistState ──> agents      a state that a run before has left in memory alone: its layers are written too
+master ── RemoveUnfinished ──> agents  a save was given up: what is on disk of it takes room that the next one needs
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ __all__ = [
     "FindCheckpoints",
     "FoundState",
     "LayersPersisted",
+    "PersistState",
+    "RemoveUnfinished",
     "ReplicaDigests",
     "Restore",
     "RestoreFailed",
@@ -105,6 +110,21 @@ class CommitCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PersistState:
+    """Write all that the node's memory has of a state, which processes before have left there."""
+
+    name: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveUnfinished:
+    """Saves that were given up: remove what is on disk of them, unless they have a manifest."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted:
     """The checkpoint is complete on this agent's disk."""
 
@@ -136,6 +156,10 @@ class FoundState:
     """Where it lies, when that is not the run's own."""
     position: DataPosition | None = None
     """Where in its shards the run is then; None where samples have numbers."""
+    origin: str | None = None
+    """The checkpoint that its run began from, where a manifest says so."""
+    is_final: bool = False
+    """Its run had nothing more to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +172,9 @@ class CheckpointsFound:
     problems: tuple[str, ...]
     """What cannot be used, and why."""
     unfinished: tuple[str, ...]
-    """Names of saves on disk that were never finished."""
+    """Names of saves on disk that were never finished: they have no manifest."""
+    misfits: tuple[str, ...] = ()
+    """Complete checkpoints of this tag that are of another model, each with what does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,19 @@ from dataclasses import asdict, dataclass
 
 from oobleck.planner import ExecutionPlan
 
-from .journal import Evaluated, JobEnded, JobStarted, JournalEntry, PlanAdopted, RecoveryDone, StepDone, StepsDone
+from .journal import (
+    CheckpointSaved,
+    Evaluated,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    JournalGap,
+    PlanAdopted,
+    RecoveryDone,
+    SaveFailed,
+    StepDone,
+    StepsDone,
+)
 from .node_hours import NodeAccount, NodeHours
 from .tally import StepTally
 
@@ -52,6 +64,8 @@ class RecoverySummary:
     """Time in which no microbatch of a committed step made progress anywhere."""
     bytes_moved: int
     microbatches_redone: int
+    unfinished: str = ""
+    """Why it was not completed; empty where it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +155,18 @@ class Summary:
     """In the order of steps, one for each step that was evaluated."""
     node_hours: NodeSummary | None = None
     """None for models of other systems, which keep no journal."""
+    begun_after: int = 0
+    """The step of the checkpoint that the run began from: those before were committed by runs before it."""
+    saved_step: int | None = None
+    """Of the newest checkpoint that the run has made, or has begun from."""
+    saves_failed: int = 0
+    journal_lacks: str = ""
+    """What the journal says of its own gaps; empty where it knows all that happened."""
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that is committed, by this run or by those that it goes on from."""
+        return self.begun_after + self.steps_committed
 
     def to_dict(self) -> dict[str, object]:
         """The summary as JSON-able values."""
@@ -161,6 +187,9 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
     recoveries: list[RecoverySummary] = []
     evaluations: dict[int, float] = {}
     steps_lost = 0
+    saves_failed = 0
+    saved_step: int | None = None
+    gap: JournalGap | None = None
     elapsed_s = 0.0
     for entry in entries:
         nodes.apply(entry)
@@ -172,6 +201,7 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
                 plan = entry
                 if entry.restored_step is not None:
                     tally.begin_after(entry.restored_step)
+                    saved_step = entry.restored_step
                     evaluations = {step: loss for step, loss in evaluations.items() if step <= entry.restored_step}
             case Evaluated():
                 evaluations[entry.step] = entry.loss
@@ -180,6 +210,12 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
             case RecoveryDone():
                 recoveries.append(_recovery(entry))
                 steps_lost += entry.steps_lost
+            case CheckpointSaved(step=step):
+                saved_step = step
+            case SaveFailed():
+                saves_failed += 1
+            case JournalGap():
+                gap = entry if entry.is_open or entry.num_lost else None
             case JobEnded():
                 end = entry
             case _:
@@ -210,6 +246,10 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
         plan=_plan(plan.plan) if plan else None,
         evaluations=tuple(EvaluationSummary(step=step, loss=loss) for step, loss in sorted(evaluations.items())),
         node_hours=NodeSummary.of(nodes.at(elapsed_s), num_steps=tally.num_steps, tokens=tally.tokens),
+        begun_after=tally.begun_after,
+        saved_step=saved_step,
+        saves_failed=saves_failed,
+        journal_lacks="" if gap is None else gap.describe(),
     )
 
 
@@ -225,6 +265,7 @@ def _recovery(done: RecoveryDone) -> RecoverySummary:
         stall_s=done.stall_s,
         bytes_moved=done.bytes_moved,
         microbatches_redone=done.microbatches_redone,
+        unfinished=done.unfinished,
     )
 
 

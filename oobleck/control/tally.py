@@ -43,6 +43,11 @@ class StepTally:
         if not self._runs:
             self._first_step = step + 1
 
+    @property
+    def begun_after(self) -> int:
+        """The step that a run before this one has left; 0 for none."""
+        return self._first_step - 1
+
     def add(self, entry: StepDone | StepsDone) -> None:
         """Take a commit in; O(1) amortised."""
         last = entry.record.step

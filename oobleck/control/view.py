@@ -24,6 +24,7 @@ from .journal import (
     JobEnded,
     JobStarted,
     JournalEntry,
+    JournalGap,
     LayersArriving,
     MasterResumed,
     NodeAdded,
@@ -37,6 +38,7 @@ from .journal import (
     RecordsDealt,
     RecoveryDone,
     RecoveryStarted,
+    SaveFailed,
     ScalingDecided,
     ShardQuarantined,
     ShardsKnown,
@@ -51,7 +53,7 @@ __all__ = ["RunView", "level_of"]
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
-_RESUMABLE = frozenset({75, 130, 143})
+_RESUMABLE = frozenset({74, 75, 130, 143})
 
 StageKey = tuple[str, int, int]
 
@@ -133,6 +135,8 @@ class RunView:
                 | ProfileKnown()
                 | HangExplained()
                 | CheckpointSaved()
+                | SaveFailed()
+                | JournalGap()
                 | PaceChanged()
             ):
                 pass
@@ -249,8 +253,12 @@ def level_of(entry: JournalEntry) -> str:
     match entry:
         case Notice():
             return entry.level
-        case ShardQuarantined():
+        case ShardQuarantined() | JournalGap():
             return "error"
+        case SaveFailed():
+            return "warning" if entry.is_our_doing else "error"
+        case RecoveryDone():
+            return "warning" if entry.unfinished else "info"
         case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
             return "warning"
         case PaceChanged():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError
+from oobleck.json_table import parse_json, shown
 
 from .profile import NetworkProfile
 
@@ -35,8 +34,13 @@ class DeviceSheet:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "name" and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"device {self.name!r}: {field.name} is {value!r}; it must be above 0")
+            if field.name == "name":
+                continue
+            least, most = (1e-12, 1e6) if field.name.endswith("latency_s") else (1, 1e18)
+            if not least <= value <= most:
+                raise ConfigError(
+                    f"device {self.name!r}: {field.name} is {shown(value)}; it must be from {least:g} to {most:g}"
+                )
 
     @property
     def network(self) -> NetworkProfile:
@@ -114,9 +118,9 @@ def device_sheet(name: str) -> DeviceSheet:
 def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
     """Read a data sheet with the field names of `DeviceSheet`; ConfigError names the field that is wrong."""
     try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}: not JSON: {error}") from None
+        document = parse_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{source}: must be an object, not {type(document).__name__}")
     known = [field.name for field in fields(DeviceSheet)]
@@ -126,7 +130,9 @@ def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
             raise ConfigError(f"{source}: unknown key {key!r}; did you mean {near!r}?")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number == (key == "name") or (key == "name" and not isinstance(value, str)):
-            raise ConfigError(f"{source}: {key} is {value!r}; it must be {'text' if key == 'name' else 'a number'}")
+            raise ConfigError(
+                f"{source}: {key} is {shown(value)}; it must be {'text' if key == 'name' else 'a number'}"
+            )
     required = [name for name in known if "latency" not in name and name != "inter_node_bytes_per_s"]
     if missing := [name for name in required if name not in document]:
         raise ConfigError(f"{source}: {missing[0]} is missing")

@@ -7,12 +7,13 @@ carries the label (`estimated`). Units are in the names; the file form is JSON w
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.errors import ConfigError
-from oobleck.json_table import JsonTable
+from oobleck.job import MAX_DEVICES
+from oobleck.json_table import JsonTable, parse_json, shown
 
 __all__ = [
     "PROFILE_VERSION",
@@ -30,9 +31,16 @@ PROFILE_VERSION = 1
 _SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes")
 
 
-def _check_number(where: str, value: float, *, positive: bool = False) -> None:
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ConfigError(f"{where} is {value!r}; it must be finite and {'above 0' if positive else 'at least 0'}")
+_MAX_LAYERS = 1_024
+_MAX_SECONDS = 1e6
+_LEAST_SECONDS = 1e-9
+_MAX_BYTES = 2**60
+_MAX_BYTES_PER_S = 1e18
+
+
+def _check_number(where: str, value: float, *, least: float = 0, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{where} is {shown(value)}; it must be from {least:g} to {most:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +55,8 @@ class SplitBackward:
 
     def __post_init__(self) -> None:
         for field_name in _SPLIT_KEYS:
-            _check_number(f"split: {field_name}", getattr(self, field_name))
+            most = _MAX_BYTES if field_name == "kept_bytes" else _MAX_SECONDS
+            _check_number(f"split: {field_name}", getattr(self, field_name), most=most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +81,16 @@ class LayerProfile:
             if 1 not in seconds:
                 raise ConfigError(f"{where}: {field_name} has no time for 1 device")
             for num_devices, value in seconds.items():
-                if num_devices < 1 or num_devices & (num_devices - 1):
-                    raise ConfigError(f"{where}: {field_name} names {num_devices} devices; it must be a power of two")
-                _check_number(f"{where}: {field_name}[{num_devices}]", value)
+                if not 1 <= num_devices <= MAX_DEVICES or num_devices & (num_devices - 1):
+                    raise ConfigError(
+                        f"{where}: {field_name} names {shown(num_devices)} devices; it must be a power of two, "
+                        f"{MAX_DEVICES} at most"
+                    )
+                _check_number(f"{where}: {field_name}[{num_devices}]", value, most=_MAX_SECONDS)
         if set(self.forward_s) != set(self.backward_s):
             raise ConfigError(f"{where}: forward_s and backward_s must name the same device counts")
         for field_name in ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes"):
-            _check_number(f"{where}: {field_name}", getattr(self, field_name))
+            _check_number(f"{where}: {field_name}", getattr(self, field_name), most=_MAX_BYTES)
 
     @property
     def state_bytes(self) -> int:
@@ -94,7 +106,7 @@ class DeviceProfile:
     memory_bytes: int
 
     def __post_init__(self) -> None:
-        _check_number("device: memory_bytes", self.memory_bytes, positive=True)
+        _check_number("device: memory_bytes", self.memory_bytes, least=1, most=_MAX_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +119,10 @@ class NetworkProfile:
     intra_node_latency_s: float
 
     def __post_init__(self) -> None:
-        _check_number("network: inter_node_bytes_per_s", self.inter_node_bytes_per_s, positive=True)
-        _check_number("network: intra_node_bytes_per_s", self.intra_node_bytes_per_s, positive=True)
-        _check_number("network: inter_node_latency_s", self.inter_node_latency_s)
-        _check_number("network: intra_node_latency_s", self.intra_node_latency_s)
+        for key in ("inter_node_bytes_per_s", "intra_node_bytes_per_s"):
+            _check_number(f"network: {key}", getattr(self, key), least=1, most=_MAX_BYTES_PER_S)
+        for key in ("inter_node_latency_s", "intra_node_latency_s"):
+            _check_number(f"network: {key}", getattr(self, key), most=_MAX_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +143,22 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
-            raise ConfigError(f"profile version {self.version} is not known; this program reads {PROFILE_VERSION}")
+            raise ConfigError(
+                f"profile version {shown(self.version)} is not known; this program reads {PROFILE_VERSION}"
+            )
         if not self.layers:
             raise ConfigError(f"profile of {self.model!r} has 0 layers; it needs at least 1")
-        if self.microbatch_size < 1 or self.sequence_length < 1:
-            raise ConfigError(f"profile of {self.model!r}: microbatch_size and sequence_length must be at least 1")
+        if self.num_layers > _MAX_LAYERS:
+            raise ConfigError(f"profile of {self.model!r} has {self.num_layers} layers; it may have {_MAX_LAYERS}")
+        where = f"profile of {self.model!r}"
+        _check_number(f"{where}: microbatch_size", self.microbatch_size, least=1, most=1_000_000)
+        _check_number(f"{where}: sequence_length", self.sequence_length, least=1, most=1 << 24)
         for count in sorted(set.intersection(*(set(layer.forward_s) for layer in self.layers))):
-            if not any(layer.forward_s[count] + layer.backward_s[count] > 0 for layer in self.layers):
+            seconds = sum(layer.forward_s[count] + layer.backward_s[count] for layer in self.layers)
+            if seconds < _LEAST_SECONDS:
                 raise ConfigError(
                     f"profile of {self.model!r}: no layer takes any time on {count} device{'' if count == 1 else 's'}; "
-                    "at least one forward_s or backward_s must be above 0"
+                    f"forward_s and backward_s must be at least {_LEAST_SECONDS:g} in all"
                 )
 
     @property
@@ -182,11 +200,7 @@ def profile_from_json(text: str, *, source: str = "profile") -> Profile:
     expected; an unknown key is an error that suggests the nearest known one.
     """
     try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}: not JSON: {error}") from None
-    try:
-        return _read_profile(JsonTable(document, "the file"))
+        return _read_profile(JsonTable(parse_json(text), "the file"))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
 
@@ -260,6 +274,6 @@ def _read_split(table: JsonTable) -> SplitBackward:
 
 def _read_seconds(table: JsonTable) -> dict[int, float]:
     for count in table.items:
-        if not (count.isascii() and count.isdigit()):
-            raise ConfigError(f"{table.where}: {count!r} is not a number of devices")
+        if not re.fullmatch(r"[0-9]{1,9}", count):
+            raise ConfigError(f"{table.where}: {shown(count)} is not a number of devices")
     return {int(count): table.number(count) for count in table.items}

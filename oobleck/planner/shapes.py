@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError
+from oobleck.job import check_model_numbers
 
 __all__ = ["KNOWN_MODELS", "ModelShape", "model_shape", "shape_from_config"]
 
@@ -136,6 +137,7 @@ def shape_from_config(config: Mapping[str, Scalar]) -> ModelShape:
 
     Understands the names of GPT-2's, BERT's and Llama's kin; others raise ConfigError that names the key missing.
     """
+    check_model_numbers({key: config[key] for keys in _ALIASES.values() for key in keys if key in config})
     kind = str(config.get("model_type", ""))
     numbers = {field: _number(config, keys) for field, keys in _ALIASES.items()}
     for field in ("hidden_size", "num_blocks", "num_heads", "vocab_size"):

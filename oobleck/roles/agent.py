@@ -29,8 +29,10 @@ from oobleck.control.messages import (
     MasterMessage,
     Order,
     Pace,
+    PersistState,
     ProfileRequest,
     RecordsOver,
+    RemoveUnfinished,
     SaveState,
     SetUpWorker,
     StartWorker,
@@ -128,6 +130,9 @@ class Agent:
         self._worker_ended = trio.Event()
         self._generation = 0
         self._letters = Letters(limit=_UNSAID_LIMIT)
+        self._next: MasterConnection | None = None
+        """Of a master that has come, and is not served yet."""
+        self._master_came = trio.Event()
         self._heard_s = 0.0
         """When a master last said something."""
         self._stop_reason: str | None = None
@@ -139,10 +144,11 @@ class Agent:
             nursery.start_soon(self._watch_fork_server)
             if self._safekeeping is not None:
                 nursery.start_soon(self._safekeeping.run)
+            nursery.start_soon(self._meet_masters)
             while self._stop_reason is None:
-                connection = None
                 with trio.move_on_after(self._patience_s):
-                    connection = await self._accept()
+                    await self._master_came.wait()
+                connection, self._next, self._master_came = self._next, None, trio.Event()
                 if connection is None:
                     self._stop_reason = f"no master came for {self._patience_s:g} s"
                     if self._safekeeping is not None:
@@ -161,13 +167,37 @@ class Agent:
 
     # --- the conversation with a master ----------------------------------------------------------------------
 
+    async def _meet_masters(self) -> None:
+        """Take in masters that greet, and turn others away; of several that wait, the newest is the one to serve."""
+        while True:
+            connection = await self._accept()
+            try:
+                await self._hear_greeting(connection)
+            except (trio.EndOfChannel, trio.BrokenResourceError, trio.TooSlowError, PeerError):
+                await _close(connection)
+                continue
+            if self._next is not None:
+                await _close(self._next)
+            self._next = connection
+            self._master_came.set()
+
+    async def _give_way(self, talk: trio.CancelScope) -> None:
+        """End a conversation once another master comes: this one is gone, and its connection was never closed.
+
+        A network that loses what is under way closes nothing: a master that was cut off comes back by a new connection.
+        """
+        await self._master_came.wait()
+        talk.cancel()
+
     async def _serve(self, connection: MasterConnection, nursery: trio.Nursery) -> None:
         try:
-            await self._greet(connection)
+            await connection.send([self._hello(self._generation, tuple(sorted(self._workers)))])
             async with trio.open_nursery() as talk:
                 talk.start_soon(self._speak, connection)
+                talk.start_soon(self._give_way, talk.cancel_scope)
                 # A master answers heartbeats that ask. One whose machine lost its power never closes the connection.
-                with trio.fail_after(_FIRST_CONTACT_S) as patience:
+                self._heard_s = trio.current_time()  # it greeted
+                with trio.fail_after(self._patience_s) as patience:
                     while self._stop_reason is None:
                         self._obey(await connection.receive(), nursery)
                         self._heard_s = trio.current_time()
@@ -178,17 +208,15 @@ class Agent:
         except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, trio.TooSlowError):
             pass  # the master is gone or talks nonsense; training goes on, and another may come
         finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(1):
-                await connection.aclose()
+            await _close(connection)
 
-    async def _greet(self, connection: MasterConnection) -> None:
+    async def _hear_greeting(self, connection: MasterConnection) -> None:
         with trio.fail_after(_GREETING_S):
             greeting = await connection.receive()
         if not isinstance(greeting, Greeting):
             raise PeerError(f"said {type(greeting).__name__} before Greeting")
         if greeting.tag != self._tag:
             raise PeerError(f"asked for the job {greeting.tag}; this is {self._tag}")
-        await connection.send([self._hello(self._generation, tuple(sorted(self._workers)))])
 
     async def _take_leave(self) -> None:
         """End the workers and say so, after all that was to be said; then nothing of this node is left."""
@@ -235,9 +263,10 @@ class Agent:
     def _obey(self, message: MasterMessage, nursery: trio.Nursery) -> None:
         match message:
             case Configure():
-                self._duty = _Duty(message)
-                self._open_storage(message)
-                nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
+                is_first, self._duty = self._duty is None, _Duty(message)
+                if is_first:  # it is said again where it may have been lost with a connection
+                    self._open_storage(message)
+                    nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
                 if self._await_notice is not None and not self._is_watching:
                     self._is_watching = True
                     nursery.start_soon(self._watch_for_notice, self._await_notice, message.job.control)
@@ -245,7 +274,7 @@ class Agent:
                 self._letters.heard(sequence)
             case Greeting():
                 raise PeerError("a second greeting on one connection")
-            case CommitCheckpoint():
+            case CommitCheckpoint() | PersistState() | RemoveUnfinished():
                 if self._safekeeping is not None:
                     self._safekeeping.take(message)
             case StartWorker(device=device):
@@ -391,3 +420,8 @@ class Agent:
                         self._safekeeping.take(message)
                 case _:
                     self._letters.add(message)
+
+
+async def _close(connection: MasterConnection) -> None:
+    with trio.CancelScope(shield=True), trio.move_on_after(1):
+        await connection.aclose()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain, repeat
 
 import trio
 
@@ -30,10 +31,10 @@ from oobleck.control.events import (
 )
 from oobleck.control.journal import Cause, JournalEntry
 from oobleck.control.messages import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
-from oobleck.errors import NodeUnfit, NodeUnreachable, PeerError
+from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 
-from .ports import AgentConnection, Cluster, Journal, ProfileCache
+from .ports import AgentConnection, Cluster, Journal, LinkLost, ProfileCache
 
 __all__ = ["Master"]
 
@@ -42,6 +43,8 @@ _EVENTS_AT_ONCE = 100
 """So many are taken in before commands are carried out."""
 _MESSAGES_BUFFERED = 10_000
 """For each node; one that takes fewer than it is sent for so long is lost."""
+_AGAIN_S = (0.0, 0.1, 0.5, 1.0, 2.0)
+"""The waits before each try to find the way to an agent again; the last one before all that follow."""
 _FAREWELL_S = 5.0
 """How long agents may take to end their workers once they are told to stop."""
 
@@ -60,9 +63,11 @@ class Master:
         hello_timeout_s: float,
         elapsed_s: float = 0.0,
         known: Sequence[NodeSpec] = (),
+        held_up_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`elapsed_s`: how long the run has gone on already, under a master before.
 
+        `held_up_s` tells how long this process was stopped so far, where trio's clock does not count that.
         `known` are the nodes that one had, lost ones included: something may be left on them at the end.
         """
         self._coordinator = coordinator
@@ -75,6 +80,7 @@ class Master:
         self._events, self._inbox = trio.open_memory_channel[Event](_EVENTS_BUFFERED)
         self._tunnels: dict[str, _Tunnel] = {}
         self._elapsed_s = elapsed_s
+        self._held_up_s = held_up_s
         self._started_s = 0.0
         self._observers: list[Callable[[JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
@@ -84,8 +90,8 @@ class Master:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the run started."""
-        return trio.current_time() - self._started_s
+        """Seconds since the run started, those included in which this process was stopped."""
+        return trio.current_time() - self._started_s + self._held_up_s()
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
@@ -104,14 +110,17 @@ class Master:
         """Feed an event. Raises trio.WouldBlock when the master is hopelessly behind."""
         self._events.send_nowait(event)
 
-    async def kill(self, node: str) -> None:
-        """Kill a node, as if its power had been cut. Its loss is then met as any other. Raises NodeUnreachable."""
+    async def kill(self, node: str) -> bool:
+        """Kill a node, as if its power had been cut. Its loss is then met as any other. Raises NodeUnreachable.
+
+        Returns False where nothing was there to be killed, or is still there.
+        """
         self.submit(KillRequested(node=node))
-        await self._cluster.kill(self._nodes[node])
+        return await self._cluster.kill(self._nodes[node])
 
     async def run(self) -> End:
         """Run the job; returns how it ended, when nothing of it is left running."""
-        self._started_s = trio.current_time() - self._elapsed_s
+        self._started_s = trio.current_time() - self._elapsed_s + self._held_up_s()
         async with trio.open_nursery() as nursery:
             self._carry_out(self._coordinator.start(self.now_s), nursery)
             while self._outcome is None:
@@ -126,7 +135,7 @@ class Master:
 
     async def _next_commands(self) -> list[Command]:
         deadline_s = self._coordinator.next_deadline()
-        at = math.inf if math.isinf(deadline_s) else self._started_s + deadline_s
+        at = math.inf if math.isinf(deadline_s) else self._started_s + deadline_s - self._held_up_s()
         with trio.move_on_at(min(at, self._keys.due_s)):
             commands = self._feed(await self._inbox.receive())
             with suppress(trio.WouldBlock):  # heartbeats of many nodes come together: one wake-up serves them all
@@ -184,7 +193,11 @@ class Master:
 
 
 class _Tunnel:
-    """The conversation with one agent: a task that reads, a task that writes, and an end that becomes an event."""
+    """The conversation with one agent: a task that reads, a task that writes, and an end that becomes an event.
+
+    Where the way to the agent is lost, and not the agent, the way is looked for until it is found, or the coordinator
+    has waited long enough. What is to be said meanwhile is kept.
+    """
 
     def __init__(self, spec: NodeSpec, tag: str, events: trio.MemorySendChannel[Event], *, attach: bool) -> None:
         self.scope = trio.CancelScope()
@@ -193,6 +206,7 @@ class _Tunnel:
         self._greeting = Greeting(protocol=PROTOCOL_VERSION, tag=tag)
         self._events = events
         self._attach = attach
+        """An agent lives there: it is to be found, and none is to be started."""
         self._post, self._outgoing = trio.open_memory_channel[MasterMessage](_MESSAGES_BUFFERED)
 
     def post(self, message: MasterMessage) -> None:
@@ -204,15 +218,15 @@ class _Tunnel:
             self.scope.cancel()
 
     async def run(self, cluster: Cluster, hello_timeout_s: float) -> None:
-        """Talk to the agent until the connection ends or `scope` is cancelled."""
+        """Talk to the agent until its end, or until `scope` is cancelled."""
         try:
             with self.scope:
-                connection = await cluster.reach(self._spec, attach=self._attach)
-                try:
-                    await self._talk(connection, hello_timeout_s)
-                finally:
-                    with trio.CancelScope(shield=True), trio.move_on_after(1):
-                        await connection.aclose()
+                for wait_s in chain(_AGAIN_S, repeat(_AGAIN_S[-1])):
+                    if not await self._is_only_out_of_reach(cluster, hello_timeout_s):
+                        break
+                    await trio.sleep(wait_s)
+        except AgentGone as error:
+            self._fail(Cause.CONNECTION_LOST, error.reason)
         except NodeUnfit as error:
             self._fail(Cause.UNFIT, error.reason)
         except NodeUnreachable as error:
@@ -220,7 +234,22 @@ class _Tunnel:
         finally:
             self.closed.set()
 
-    async def _talk(self, connection: AgentConnection, hello_timeout_s: float) -> None:
+    async def _is_only_out_of_reach(self, cluster: Cluster, hello_timeout_s: float) -> bool:
+        """Talk to the agent until the connection ends; tell whether the agent may live, and can be looked for."""
+        try:
+            connection = await cluster.reach(self._spec, attach=self._attach)
+        except NodeUnreachable as error:
+            if self._attach and not isinstance(error, AgentGone | NodeUnfit):
+                return True
+            raise
+        try:
+            return await self._talk(connection, hello_timeout_s)
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(1):
+                await connection.aclose()
+
+    async def _talk(self, connection: AgentConnection, hello_timeout_s: float) -> bool:
+        is_link_lost = False
         try:
             with trio.fail_after(hello_timeout_s):
                 await connection.send([self._greeting])
@@ -228,15 +257,21 @@ class _Tunnel:
             if not isinstance(hello, Hello):
                 raise PeerError(f"said {type(hello).__name__} before Hello")
             self._events.send_nowait(NodeUp(node=self._spec.name, hello=hello, address=connection.address))
+            self._attach = True
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write, connection)
                 await self._read(connection)
+        except* LinkLost:
+            is_link_lost = True
         except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
             self._fail(Cause.CONNECTION_LOST, "its connection was lost")
         except* trio.TooSlowError:
-            self._fail(Cause.UNREACHABLE, f"its agent said nothing within {hello_timeout_s:g} s")
+            is_link_lost = self._attach
+            if not self._attach:
+                self._fail(Cause.UNREACHABLE, f"its agent said nothing within {hello_timeout_s:g} s")
         except* PeerError as errors:
             self._fail(Cause.CONNECTION_LOST, f"broke the protocol: {errors.exceptions[0]}")
+        return is_link_lost
 
     async def _read(self, connection: AgentConnection) -> None:
         while True:
@@ -252,7 +287,10 @@ class _Tunnel:
             with suppress(trio.WouldBlock):
                 while True:
                     messages.append(self._outgoing.receive_nowait())
-            await connection.send(messages)
+            try:
+                await connection.send(messages)
+            except trio.BrokenResourceError:
+                return  # who reads finds out what it is that was lost
 
     def _fail(self, cause: Cause, evidence: str) -> None:
         self._events.send_nowait(NodeFailed(node=self._spec.name, cause=cause, evidence=evidence))

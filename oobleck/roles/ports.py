@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import trio
+
 from oobleck.control.journal import JournalEntry
 from oobleck.control.manifest import Manifest, Shard
 from oobleck.control.messages import (
@@ -24,12 +26,20 @@ __all__ = [
     "CheckpointStore",
     "Cluster",
     "Journal",
+    "LinkLost",
     "MasterConnection",
     "ProfileCache",
     "WorkerEnd",
     "WorkerHandle",
     "WorkerHost",
 ]
+
+
+class LinkLost(trio.BrokenResourceError):
+    """The way to a node is lost: a network, a machine in between, or the node. Whether its agent lives, nobody knows.
+
+    An agent that ends, or is killed, is told apart from this: then the other side closes the connection.
+    """
 
 
 class AgentConnection(Protocol):
@@ -47,7 +57,8 @@ class AgentConnection(Protocol):
     async def receive(self) -> AgentMessage:
         """Wait for the next message.
 
-        Raises trio.EndOfChannel or trio.BrokenResourceError when the connection is lost, PeerError for nonsense.
+        Raises LinkLost when the way to the agent is lost, trio.EndOfChannel or another trio.BrokenResourceError when
+        the agent is, PeerError for nonsense.
         """
         ...
 
@@ -70,12 +81,16 @@ class Cluster(Protocol):
     async def reach(self, node: NodeSpec, *, attach: bool) -> AgentConnection:
         """Start the node's agent and connect to it. Raises NodeUnreachable.
 
-        An agent that an earlier master left is ended before, or, with `attach`, taken up with.
+        An agent that an earlier master left is ended before. With `attach`, it is taken up with, and AgentGone is
+        raised where none lives.
         """
         ...
 
-    async def kill(self, node: NodeSpec) -> None:
-        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
+    async def kill(self, node: NodeSpec) -> bool:
+        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable.
+
+        Returns False where nothing was there to be killed, or is still there.
+        """
         ...
 
     async def clean(self, node: NodeSpec) -> None:
@@ -149,10 +164,18 @@ class CheckpointStore(Protocol):
         """Write what a worker left in memory to disk. Raises OSError or CorruptCheckpoint."""
         ...
 
+    async def persist_all(self, name: str) -> tuple[Shard, ...]:
+        """Write all that memory has of a state. Raises OSError or CorruptCheckpoint."""
+        ...
+
     async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
         """Complete a checkpoint, then remove older ones. Raises OSError."""
         ...
 
+    async def remove_unfinished(self, names: tuple[str, ...]) -> None:
+        """Remove what is on disk of saves that were given up. Raises OSError."""
+        ...
+
     def discard_memory(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, unless it has a state that is newer than all on disk."""
         ...

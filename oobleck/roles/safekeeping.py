@@ -6,6 +6,7 @@ It outlives workers: a state that is whole in memory is written whatever becomes
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import assert_never
 
 import trio
@@ -15,6 +16,8 @@ from oobleck.control.messages import (
     CheckpointCommitted,
     CommitCheckpoint,
     LayersPersisted,
+    PersistState,
+    RemoveUnfinished,
     StateNotSaved,
     StateSaved,
 )
@@ -26,15 +29,16 @@ __all__ = ["Safekeeping"]
 
 _TASKS_BUFFERED = 100
 
+_Task = StateSaved | PersistState | CommitCheckpoint | RemoveUnfinished
+
 
 class Safekeeping:
-    """Mutable: knows what is in memory alone. `run` must be running."""
+    """Mutable: has what is still to be written. `run` must be running."""
 
     def __init__(self, store: CheckpointStore, say: Callable[[AgentMessage], None]) -> None:
         self._store = store
         self._say = say
-        self._post, self._tasks = trio.open_memory_channel[StateSaved | CommitCheckpoint](_TASKS_BUFFERED)
-        self._in_memory_alone: set[str] = set()
+        self._post, self._tasks = trio.open_memory_channel[_Task](_TASKS_BUFFERED)
         self._num_pending = 0
         self._settled = trio.lowlevel.ParkingLot()
 
@@ -44,8 +48,13 @@ class Safekeeping:
             match task:
                 case StateSaved():
                     await self._persist(task)
+                case PersistState():
+                    await self._persist_all(task)
                 case CommitCheckpoint():
                     await self._commit(task)
+                case RemoveUnfinished(names=names):
+                    with suppress(OSError):  # what stays takes room, and does no other harm
+                        await self._store.remove_unfinished(names)
                 case _:
                     assert_never(task)
             self._num_pending -= 1
@@ -56,10 +65,8 @@ class Safekeeping:
         while self._num_pending:
             await self._settled.park()
 
-    def take(self, task: StateSaved | CommitCheckpoint) -> None:
-        """Have a saved state written, or a checkpoint committed."""
-        if isinstance(task, StateSaved):
-            self._in_memory_alone.add(task.state.name)
+    def take(self, task: _Task) -> None:
+        """Have a saved state written, a checkpoint committed, or a save that was given up removed from the disk."""
         try:
             self._post.send_nowait(task)
             self._num_pending += 1
@@ -67,9 +74,8 @@ class Safekeeping:
             self._fail(task, f"the disk is {_TASKS_BUFFERED} saves behind")
 
     def leave(self) -> None:
-        """The run has ended: give the memory back, unless it has what the disk lacks."""
-        if not self._in_memory_alone:
-            self._store.discard_memory()
+        """The run has ended: give the memory back, unless it has what the disk lacks, which the store knows."""
+        self._store.discard_memory()
 
     async def _persist(self, saved: StateSaved) -> None:
         began_s = trio.current_time()
@@ -81,19 +87,31 @@ class Safekeeping:
         duration_s = trio.current_time() - began_s
         self._say(LayersPersisted(device=saved.device, name=saved.state.name, shards=shards, duration_s=duration_s))
 
+    async def _persist_all(self, task: PersistState) -> None:
+        began_s = trio.current_time()
+        try:
+            shards = await self._store.persist_all(task.name)
+        except (OSError, CorruptCheckpoint) as error:
+            self._fail(task, _said(error))
+            return
+        duration_s = trio.current_time() - began_s
+        self._say(LayersPersisted(device=0, name=task.name, shards=shards, duration_s=duration_s))
+
     async def _commit(self, task: CommitCheckpoint) -> None:
         try:
             await self._store.commit(task.manifest, task.remove)
         except OSError as error:
             self._fail(task, _said(error))
             return
-        self._in_memory_alone.clear()
         self._say(CheckpointCommitted(name=task.manifest.name))
 
-    def _fail(self, task: StateSaved | CommitCheckpoint, reason: str) -> None:
+    def _fail(self, task: _Task, reason: str) -> None:
         device = task.device if isinstance(task, StateSaved) else 0
-        what = task.state if isinstance(task, StateSaved) else task.manifest
-        self._say(StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
+        match task:
+            case StateSaved(state=what) | CommitCheckpoint(manifest=what) | (PersistState() as what):
+                self._say(StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
+            case RemoveUnfinished():
+                pass
 
 
 def _said(error: OSError | CorruptCheckpoint) -> str:

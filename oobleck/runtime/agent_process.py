@@ -34,10 +34,15 @@ from .checkpoint_store import NodeCheckpoints
 from .descriptors import raise_descriptor_limit
 from .listening import accept as accept_client
 from .notice import await_notice
-from .run_dir import MAX_SOCKET_PATH_BYTES, private_directory
+from .patient_clock import PatientClock
+from .places import private_directory
+from .run_dir import MAX_SOCKET_PATH_BYTES
 from .workers import ForkingWorkerHost
 
 __all__ = ["main"]
+
+_BACKLOG = 128
+"""Masters that look for an agent which is stopped: it turns all but the newest away once it goes on."""
 
 _log = logging.getLogger("oobleck.agent")
 
@@ -45,6 +50,13 @@ _log = logging.getLogger("oobleck.agent")
 def main() -> None:
     """Become the agent of a node, in the background; the foreground process says where and leaves."""
     arguments = _parse_arguments()
+    try:
+        _become_agent(arguments)
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+def _become_agent(arguments: argparse.Namespace) -> None:
     raise_descriptor_limit()  # the fork server and the workers inherit it
     directory = AgentDir(arguments.run, arguments.node)
     directory.create()
@@ -60,11 +72,11 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)
     _detach(log)
-    directory.pid_file("agent").write_text(f"{os.getpid()}\n")
+    directory.note_process("agent", os.getpid())
     # Absolute: the fork server of the workers may have been started by another job, in another directory.
     cache_dir = Path(arguments.cache).expanduser().absolute()
     checkpoints = NodeCheckpoints(directory, default_directory=log_path.parent / "checkpoints")
-    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints)
+    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints, clock=PatientClock())
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -88,22 +100,29 @@ def _answers(path: Path) -> bool:
 
 
 def _open_log(path: Path) -> int:
-    """Open the log for appending; it and its directories are for its user alone."""
-    path.parent.parent.mkdir(parents=True, exist_ok=True)
-    for directory in (path.parent.parent, path.parent):
-        private_directory(directory)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    """Open the log for appending; it and the run's directory are for its user alone, the base directory may be shared.
+
+    Raises ConfigError.
+    """
+    try:
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(path.parent)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"log {path}: {error.strerror}") from error
 
 
 def _listen(path: Path) -> socket.socket:
     """Listen at a path; a dead agent's socket is replaced. Raises ConfigError when the path is too long."""
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(f"{path} is too long for a socket's path; set TMPDIR there to a shorter directory")
+    if not str(path).isprintable():
+        raise ConfigError(f"{str(path)!r} cannot be a socket's path over SSH; set TMPDIR there to a plain directory")
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     path.chmod(0o600)
-    listener.listen(4)
+    listener.listen(_BACKLOG)
     return listener
 
 

@@ -17,9 +17,10 @@ import trio
 from oobleck import __version__
 from oobleck.control.messages import AgentMessage, MasterMessage
 from oobleck.control.node_check import Health
-from oobleck.errors import NodeUnfit, NodeUnreachable
+from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
+from oobleck.roles.ports import LinkLost
 from oobleck.wire import FrameDecoder
 
 from .agent_dir import (
@@ -42,6 +43,8 @@ _START_TIMEOUT_S = 30.0
 _COMMAND_TIMEOUT_S = 5.0
 _AT_ONCE = 32
 """Short commands under way: thousands at once would keep this process busy for longer than any of them may take."""
+_NO_AGENT = 76
+"""A shell's exit status where an agent was to be taken up with that does not live."""
 _NOT_FOUND = 127
 """A shell's exit status for a command that does not exist."""
 
@@ -67,6 +70,14 @@ class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
     @property
     def address(self) -> str:
         return self._connection.peer_address
+
+    async def receive(self) -> AgentMessage:
+        try:
+            return await super().receive()
+        except trio.BrokenResourceError as error:
+            if self._connection.is_lost:  # else the channel was closed alone: at its other end is the agent
+                raise LinkLost(str(error)) from error
+            raise
 
 
 class SSHCluster:
@@ -102,8 +113,8 @@ class SSHCluster:
     async def reach(self, node: NodeSpec, *, attach: bool) -> _Tunnel:
         """Start the node's agent and connect to it. Raises NodeUnreachable.
 
-        One that a killed master has left is taken up with by `attach`; else it is ended before, for it would go on
-        with the work of the run before.
+        One that a killed master has left is taken up with by `attach`, or AgentGone is raised; else it is ended before,
+        for it would go on with the work of the run before.
         """
         async with self._tending[node.name]:
             connection = await self._connection(node)
@@ -112,7 +123,10 @@ class SSHCluster:
                     async with self._turns:
                         await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
                     await self._check_if_returning(node)
-                completed = await connection.run(self._agent_command(node), timeout_s=_START_TIMEOUT_S)
+                command = self._agent_command(node)
+                if attach:
+                    command = f"({is_alive_command(self._run_id, node.name)}) || exit {_NO_AGENT}; {command}"
+                completed = await connection.run(command, timeout_s=_START_TIMEOUT_S)
                 socket = self._understand(node, completed)
                 return _Tunnel(connection, await connection.open_unix(socket))
             except trio.BrokenResourceError as error:
@@ -140,9 +154,12 @@ class SSHCluster:
         except NodeUnreachable:
             return False
 
-    async def kill(self, node: NodeSpec) -> None:
-        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable."""
-        await self._run(node, kill_command(self._run_id, node.name))
+    async def kill(self, node: NodeSpec) -> bool:
+        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable.
+
+        Returns False where nothing was there to be killed, or is still there.
+        """
+        return await self._run(node, kill_command(self._run_id, node.name)) == 0
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
         """Send a signal to processes of the node (see `signal_command`); False where there are none.
@@ -214,6 +231,8 @@ class SSHCluster:
         """Read the answer of the agent's start: the path of its socket."""
         python = self._paths.python
         errors = completed.stderr.decode(errors="replace").strip()
+        if completed.exit_status == _NO_AGENT:
+            raise AgentGone(node.name, "its agent is gone")
         if completed.exit_status == _NOT_FOUND:
             raise NodeUnreachable(node.name, f"there is no {python}; name the interpreter there with --python")
         if "No module named" in errors:

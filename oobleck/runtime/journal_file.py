@@ -3,71 +3,108 @@
 Every entry reaches the system before `append` returns, so it survives the death of the master. Those that a
 restarted master cannot do without are also forced to the disk, from a helper thread, because a slow disk must
 not hold up the master's loop. A crash can tear the last line; a reader leaves it out, and the next writer
-removes it.
+removes it. While the disk takes nothing, entries are kept, and the journal says so as soon as it can.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from oobleck.control.journal import JournalEntry, LayersArriving, Notice, StepDone
+from oobleck.control.journal import JournalEntry, JournalGap, LayersArriving, Notice, StepDone
 from oobleck.errors import ConfigError, PeerError
 from oobleck.wire import decode_json, encode_json
 
-__all__ = ["JournalWriter", "read_journal", "set_aside"]
+from .line_file import LineFile
+
+__all__ = ["JournalWriter", "aside_of", "put_back", "read_journal", "set_aside"]
 
 logger = logging.getLogger(__name__)
+
+_RESERVE_BYTES = 8192
 
 
 class JournalWriter:
     """Appends entries to a file; the port `Journal`, for one thread.
 
-    After an error of the disk nothing more is written: what is there stays a true beginning of the run, and
-    training goes on. `failure` says why.
+    What a full disk does not take is kept and written later (`LineFile`), between two `JournalGap` entries; the first
+    is there as long as the disk is full, so that nobody takes what the journal has for all there is. Training goes on
+    meanwhile.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open the journal, which need not exist; a torn last line is removed. Raises ConfigError."""
+    def __init__(
+        self, path: Path, *, tell: Callable[[JournalGap], None] = lambda _: None, max_bytes: int | None = None
+    ) -> None:
+        """Open the journal, which need not exist; a torn last line is removed. Raises ConfigError.
+
+        `tell` hears of gaps; `max_bytes` limits what is kept in memory while nothing can be written.
+        """
         self.path = path
-        self.failure: OSError | None = None
+        self._tell = tell
+        self._gap: JournalGap | None = None
+        self._late_before = 0
+        self._last_s = 0.0
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self._size_bytes = _whole_lines_bytes(self._descriptor)
-            os.ftruncate(self._descriptor, self._size_bytes)
+            self._lines = LineFile(path) if max_bytes is None else LineFile(path, max_bytes=max_bytes)
         except OSError as error:
             raise ConfigError(f"journal {path}: {error.strerror}") from error
+        self._make_reserve()
         self._wake = threading.Event()
         self._closing = False
         self._syncer = threading.Thread(target=self._sync_when_woken, name="journal-sync", daemon=True)
         self._syncer.start()
 
+    @property
+    def num_missing(self) -> int:
+        """Entries that are not in the file, and may still come or never will."""
+        return self._lines.num_kept + self._lines.num_lost
+
+    @property
+    def problem(self) -> OSError | None:
+        """Why entries cannot be written at the moment; None where they can."""
+        return self._lines.problem
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file has its name: somebody may have removed it."""
+        return self._lines.is_there
+
     def append(self, entry: JournalEntry) -> None:
-        """Write one entry; it is with the system when this returns. Costs O(size)."""
-        if self.failure is not None:
-            return
-        line = encode_json(entry)
-        try:
-            _write_all(self._descriptor, line)
-        except OSError as error:
-            self._fail(error)
-            return
-        self._size_bytes += len(line)
-        if not isinstance(entry, StepDone | LayersArriving | Notice):
+        """Write one entry; it is with the system when this returns, or will be once the disk takes it. O(size)."""
+        is_minor = isinstance(entry, StepDone | LayersArriving | Notice)
+        self._last_s = entry.t_s
+        self._lines.write(encode_json(entry), is_minor=is_minor)
+        if self._lines.is_whole:
+            self._end_gap()
+        elif self._gap is None:
+            self._begin_gap(entry.t_s)
+        if not is_minor:
             self._wake.set()
 
+    def restore(self) -> None:
+        """Make the file again where it was removed, with all that it had. Raises OSError."""
+        self._lines.restore()
+        self._make_reserve()
+
     def close(self) -> None:
-        """Force everything to the disk and close; waits for the disk."""
+        """Write what waits, force everything to the disk and close; waits for the disk."""
         if self._closing:
             return
+        if self._lines.flush():
+            self._end_gap()
         self._closing = True
         self._wake.set()
         self._syncer.join()
-        os.close(self._descriptor)
+        self._lines.close()
+        with suppress(OSError):
+            self._reserve.unlink()
+        if self.num_missing:
+            logger.error("journal %s: %d entries are missing from it", self.path, self.num_missing)
 
     def __enter__(self) -> JournalWriter:
         return self
@@ -77,13 +114,41 @@ class JournalWriter:
     ) -> None:
         self.close()
 
-    def _fail(self, error: OSError) -> None:
-        self.failure = error
-        logger.error("journal %s: %s; the run goes on without it", self.path, error.strerror)
-        try:
-            os.ftruncate(self._descriptor, self._size_bytes)
-        except OSError:
-            logger.debug("the torn line stays; readers leave it out")
+    @property
+    def _reserve(self) -> Path:
+        """A file that holds room for the entry that says that there is none."""
+        return self.path.with_name(f".{self.path.name}.reserve")
+
+    def _make_reserve(self) -> None:
+        with suppress(OSError):  # without it, a full disk may leave no room to say so in the journal itself
+            self._reserve.write_bytes(bytes(_RESERVE_BYTES))
+
+    def _begin_gap(self, since_s: float) -> None:
+        problem = self._lines.problem
+        what = "it cannot be written" if problem is None or problem.strerror is None else problem.strerror
+        self._late_before = self._lines.num_late
+        self._gap = JournalGap(t_s=since_s, since_s=since_s, until_s=None, problem=what)
+        with suppress(OSError):
+            self._reserve.unlink()
+        self._lines.try_write(encode_json(self._gap))
+        logger.error("journal %s: %s; entries are kept in memory until there is room", self.path, what)
+        self._tell(self._gap)
+
+    def _end_gap(self) -> None:
+        gap, self._gap = self._gap, None
+        if gap is None:
+            return
+        self._make_reserve()
+        over = replace(
+            gap,
+            t_s=self._last_s,
+            until_s=self._last_s,
+            num_late=self._lines.num_late - self._late_before,
+            num_lost=self._lines.num_lost,
+        )
+        self._lines.write(encode_json(over))
+        logger.warning("journal %s: %s", self.path, over.describe())
+        self._tell(over)
 
     def _sync_when_woken(self) -> None:
         is_last = False
@@ -92,7 +157,7 @@ class JournalWriter:
             self._wake.clear()
             is_last = self._closing  # asked before the disk is: what was written until then is on it after
             try:
-                os.fsync(self._descriptor)
+                self._lines.sync()
             except OSError as error:
                 logger.error("journal %s cannot be forced to the disk: %s", self.path, error.strerror)  # noqa: TRY400 - no traceback for people
 
@@ -119,32 +184,23 @@ def set_aside(path: Path) -> Path | None:
     """Rename an older run's file (`journal.jsonl` to `journal.<n>.jsonl`, the next free n); None without one."""
     if not path.exists():
         return None
-    taken = (
-        int(other.name.split(".")[1])
-        for other in path.parent.glob(f"{path.stem}.*{path.suffix}")
-        if _is_numbered(other)
-    )
-    aside = path.with_name(f"{path.stem}.{max(taken, default=0) + 1}{path.suffix}")
+    aside = path.with_name(f"{path.stem}.{max(map(_number, aside_of(path)), default=0) + 1}{path.suffix}")
     path.rename(aside)
     return aside
 
 
-def _is_numbered(path: Path) -> bool:
-    return path.name.split(".")[1].isdecimal()
+def aside_of(path: Path) -> frozenset[Path]:
+    """The files of older runs that were set aside for `path`."""
+    others = path.parent.glob(f"{path.stem}.*{path.suffix}")
+    return frozenset(other for other in others if other.name.split(".")[1].isdecimal())
 
 
-def _whole_lines_bytes(descriptor: int) -> int:
-    """The length of a file up to the end of its last whole line."""
-    end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - 65536)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
+def put_back(path: Path, before: frozenset[Path]) -> None:
+    """Undo `set_aside`, for a run that did nothing; `before` is what was aside before it."""
+    new = aside_of(path) - before
+    if new:
+        max(new, key=_number).replace(path)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def _number(path: Path) -> int:
+    return int(path.name.split(".")[1])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from oobleck.control.journal import JobEnded, JournalEntry
 from oobleck.errors import ConfigError, PeerError, UsageError
+from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
 
 from .run_dir import RunDirectory
@@ -27,7 +28,7 @@ def find_journal(base_dir: Path, run: str | None) -> Path:
         if not found:
             raise UsageError(f"no run has left a journal in {base_dir}; name another --base-dir")
         return found[-1]
-    named = Path(run).expanduser()
+    named = expand_user(run)
     candidates = [RunDirectory(base_dir=base_dir, tag=run).journal] if "/" not in run else []
     candidates += [named, named / "journal.jsonl"]
     for path in candidates:
@@ -44,19 +45,19 @@ def follow_journal(path: Path) -> Iterator[JournalEntry | None]:
     """
     try:
         with path.open("rb") as lines:
-            number, rest = 0, b""
+            number, start = 0, 0
             while True:
-                rest += lines.readline()
-                if not rest.endswith(b"\n"):
+                line = lines.readline()
+                if not line.endswith(b"\n"):
+                    lines.seek(start)  # a line that a full disk has torn is cut off, and written again later
                     yield None
                     time.sleep(_POLL_S)
                     continue
-                number += 1
+                number, start = number + 1, start + len(line)
                 try:
-                    entry: JournalEntry = decode_json(JournalEntry, rest)
+                    entry: JournalEntry = decode_json(JournalEntry, line)
                 except PeerError as error:
                     raise ConfigError(f"journal {path}, line {number}: {error}") from error
-                rest = b""
                 yield entry
                 if isinstance(entry, JobEnded):
                     return

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -38,8 +38,12 @@ _OTHER_LOGINS = 24
 
 
 @asynccontextmanager
-async def serve_local_nodes(count: int) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
+async def serve_local_nodes(
+    count: int, *, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
     """Serve `count` virtual nodes, node0 and on; yields them and how to reach them.
+
+    Commands find `environment` there, beside our own.
 
     Must be entered within `open_ssh_loop`. What commands have started and put into the background outlives it,
     as with sshd.
@@ -48,7 +52,7 @@ async def serve_local_nodes(count: int) -> AsyncIterator[tuple[tuple[NodeSpec, .
     client_key = asyncssh.generate_private_key("ssh-ed25519")
     authorized = asyncssh.import_authorized_keys(client_key.export_public_key().decode())
     async with trio.open_nursery() as commands:
-        runner = _CommandRunner(commands)
+        runner = _CommandRunner(commands, {**os.environ, **(environment or {})})
         options = await await_asyncio(
             asyncssh.SSHServerConnectionOptions.construct,
             server_factory=_Server,
@@ -121,8 +125,9 @@ class _Server(asyncssh.SSHServer):
 class _CommandRunner:
     """Runs the commands of SSH sessions as processes of trio's, each in the nursery given."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
+    def __init__(self, nursery: trio.Nursery, environment: Mapping[str, str]) -> None:
         self._nursery = nursery
+        self._environment = environment
 
     async def run(self, session: Any) -> None:
         """Run one session's command to its end. `session` is an asyncssh.SSHServerProcess."""
@@ -130,7 +135,7 @@ class _CommandRunner:
 
         async def run_then_tell() -> None:
             try:
-                await _run_command(session)
+                await _run_command(session, self._environment)
             finally:
                 done.set()
 
@@ -138,12 +143,13 @@ class _CommandRunner:
         await done.wait()
 
 
-async def _run_command(session: Any) -> None:
+async def _run_command(session: Any, environment: Mapping[str, str]) -> None:
     process = await trio.lowlevel.open_process(
         ["/bin/sh", "-c", session.command or "true"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=environment,
         start_new_session=True,  # the terminal's Ctrl-C is for the master alone
     )
     assert process.stdin is not None
@@ -175,7 +181,8 @@ async def _feed(source: Any, process: trio.Process) -> None:
             try:
                 data = await await_asyncio(source.read, _READ_BYTES)
             except asyncssh.SignalReceived as received:
-                _signal_group(process.pid, received.signal)
+                if process.returncode is None:  # else its number may be another's by now
+                    _signal_group(process.pid, received.signal)
                 continue
             if not data:
                 break

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -18,7 +19,9 @@ import trio
 from oobleck.control.journal import JournalEntry, StepDone
 from oobleck.control.metrics import Metrics, MetricSample
 from oobleck.errors import UsageError
+from oobleck.user_path import expand_user
 
+from .line_file import LineFile
 from .listening import serve_clients
 from .run_dir import MAX_SOCKET_PATH_BYTES
 from .tensorboard_file import TensorBoardFile
@@ -30,24 +33,27 @@ _log = logging.getLogger("oobleck.metrics")
 _CLIENT_TIMEOUT_S = 5.0
 _MAX_CLIENTS = 32
 _MAX_REQUEST_BYTES = 16_384
+_PORT = re.compile(r"[0-9]{1,5}")
+_KEPT_BYTES = 16 << 20
 _BOARD_KEYS = ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s", "mfu", "goodput", "nodes")
 
 
 class MetricsOutput:
-    """Writes a sample for each committed step. After an error of the disk it writes nothing more, and says so once."""
+    """Writes a sample for each committed step; what a full disk does not take is written when it does again."""
 
     def __init__(self, path: Path, *, tensorboard: bool | None = None) -> None:
         """Lines are added at the end of `path`. `tensorboard`: None looks whether it is installed."""
         self.metrics = Metrics()
         self._path = path
-        self._descriptor: int | None = None
+        self._lines: LineFile | None = None
+        self._has_board = find_spec("tensorboard") is not None if tensorboard is None else tensorboard
         self._board: TensorBoardFile | None = None
+        self._num_boards = 0
+        self._is_whole = True
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            if find_spec("tensorboard") is not None if tensorboard is None else tensorboard:
-                self._board = TensorBoardFile(path.with_name("tensorboard"), wall_s=time.time(), name=str(os.getpid()))
+            self._lines = LineFile(path, max_bytes=_KEPT_BYTES)
         except OSError as error:
-            self._fail(error)
+            _log.warning("metrics %s: %s; the run goes on without them", path, error.strerror)
 
     def skip(self, entry: JournalEntry) -> None:
         """Take in an entry that a master before this one has written down already."""
@@ -56,31 +62,49 @@ class MetricsOutput:
     def apply(self, entry: JournalEntry) -> None:
         """Take in the next entry, and write a sample if a step was committed."""
         self.metrics.apply(entry)
-        if self._descriptor is None or not isinstance(entry, StepDone):
-            return
-        try:
-            self._write(self._descriptor, self.metrics.sample(entry.t_s))
-        except OSError as error:
-            self._fail(error)
+        if self._lines is not None and isinstance(entry, StepDone):
+            self._write(self._lines, self.metrics.sample(entry.t_s))
+
+    def restore(self) -> None:
+        """Make the file again where it was removed, with all that it had. Raises OSError."""
+        if self._lines is not None:
+            self._lines.restore()
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._lines is not None:
+            self._lines.flush()
+            if missing := self._lines.num_kept + self._lines.num_lost:
+                _log.warning("metrics %s: the samples of %d steps are missing", self._path, missing)
+            self._lines.close()
+            self._lines = None
         if self._board is not None:
             self._board.close()
             self._board = None
 
-    def _write(self, descriptor: int, sample: MetricSample) -> None:
+    def _write(self, lines: LineFile, sample: MetricSample) -> None:
         values = sample.to_dict()
-        os.write(descriptor, json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n")
-        if self._board is not None:
-            known = {key: float(value) for key in _BOARD_KEYS if isinstance(value := values[key], int | float)}
-            self._board.add(sample.step, known, wall_s=time.time())
+        lines.write(json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n", is_minor=True)
+        if lines.is_whole is not self._is_whole:
+            self._is_whole = lines.is_whole
+            problem = "" if lines.problem is None else f"{lines.problem.strerror}; samples are kept until there is room"
+            _log.warning("metrics %s: %s", self._path, problem or "written again")
+        if self._has_board and self._is_whole:
+            self._write_to_board({key: values[key] for key in _BOARD_KEYS}, sample.step)
 
-    def _fail(self, error: OSError) -> None:
-        _log.warning("metrics %s: %s; the run goes on without them", self._path, error.strerror)
-        self.close()
+    def _write_to_board(self, values: Mapping[str, object], step: int) -> None:
+        """Begin another file after an error: the one before may end with half a record."""
+        known = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+        try:
+            if self._board is None:
+                self._num_boards += 1
+                name = f"{os.getpid()}.{self._num_boards}" if self._num_boards > 1 else str(os.getpid())
+                self._board = TensorBoardFile(self._path.with_name("tensorboard"), wall_s=time.time(), name=name)
+            self._board.add(step, known, wall_s=time.time())
+        except OSError as error:
+            _log.warning("TensorBoard's files lack step %d: %s", step, error.strerror)
+            if self._board is not None:
+                self._board.close()
+                self._board = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +119,13 @@ class MetricsAddress:
 def parse_metrics_address(text: str) -> MetricsAddress:
     """Read `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError: nobody else's business is served."""
     if text.startswith("unix:"):
-        path = Path(text.removeprefix("unix:")).expanduser().absolute()
+        path = expand_user(text.removeprefix("unix:")).absolute()
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise UsageError(f"--metrics: {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
         return MetricsAddress(path=path)
     host, _, port = text.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
-    if not port.isdecimal() or not 1 <= int(port) <= 65_535:
+    if not _PORT.fullmatch(port) or not 1 <= int(port) <= 65_535:
         raise UsageError(f"--metrics: {text!r} is not unix:PATH, PORT or 127.0.0.1:PORT")
     if not _is_loopback(host):
         raise UsageError(

@@ -3,7 +3,8 @@
 journal.jsonl        everything that the master saw and decided
 metrics.jsonl        a sample of numbers for each committed step
 lock                 held by the run's master while it lives
-control.sock         status, kill and stop; in a short directory elsewhere if this path is too long
+control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
+temporary            where the agents of virtual nodes have their sockets
 agent<index>.log     one for each line of the hostfile
 profile/             measured profiles
 """
@@ -14,16 +15,18 @@ import fcntl
 import hashlib
 import os
 import socket
-import stat
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.user_path import expand_user
 
-__all__ = ["BASE_DIR_VARIABLE", "MAX_SOCKET_PATH_BYTES", "RunDirectory", "default_base_dir", "private_directory"]
+from .places import private_directory, temporary_directory
+from .process_id import ProcessId
+
+__all__ = ["BASE_DIR_VARIABLE", "MAX_SOCKET_PATH_BYTES", "RunDirectory", "default_base_dir"]
 
 BASE_DIR_VARIABLE = "OOBLECK_BASE_DIR"
 
@@ -34,7 +37,7 @@ MAX_SOCKET_PATH_BYTES = 100
 def default_base_dir() -> Path:
     """The directory of all runs: $OOBLECK_BASE_DIR, or `~/.oobleck`."""
     configured = os.environ.get(BASE_DIR_VARIABLE)
-    return Path(configured).expanduser() if configured else Path.home() / ".oobleck"
+    return expand_user(configured or "~/.oobleck")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,12 @@ class RunDirectory:
     """The paths of one run; nothing exists before `create`."""
 
     base_dir: Path
+    """By any of its names: links in it are followed once, here, so that agents and later masters find one place."""
     tag: str
 
     @property
     def path(self) -> Path:
-        return self.base_dir.absolute() / self.tag
+        return self.base_dir.resolve() / self.tag
 
     @property
     def run_id(self) -> str:
@@ -63,6 +67,13 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def cache(self) -> Path:
+        """Where tokenised text is kept: for all runs of this user, unless the base directory's is somebody else's."""
+        shared = self.path.parent / "cache"
+        is_foreign = shared.exists() and shared.stat().st_uid != os.getuid()
+        return self.path / "cache" if is_foreign else shared
+
+    @property
     def profile(self) -> Path:
         return self.path / "profile"
 
@@ -72,6 +83,13 @@ class RunDirectory:
         path = self.path / "control.sock"
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
             return path
+        try:
+            return Path(os.readlink(path))  # other terminals may have another runtime directory than the master
+        except OSError:
+            return self._short_socket
+
+    @property
+    def _short_socket(self) -> Path:
         digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
         return _short_directory() / f"{digest}.sock"
 
@@ -80,26 +98,49 @@ class RunDirectory:
         return self.path / f"agent{index}.log"
 
     @property
-    def master_pid(self) -> int | None:
+    def master(self) -> ProcessId | None:
         """The process that holds the run's lock, or was the last to hold it; None when nobody ever did."""
-        try:
-            text = (self.path / "lock").read_text()
-        except OSError:
-            return None
-        return int(text) if text.strip().isdecimal() else None
+        return ProcessId.read(self.path / "lock")
 
     def create(self) -> None:
-        """Make the directory and its parents; an existing one becomes private.
+        """Make the directory and its parents; the run's own becomes private, an existing base directory stays as it is.
 
         Raises ConfigError where that is impossible.
         """
         try:
-            self.base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            str(self.path).encode()
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"base directory {str(self.path.parent)!a}: its name must be UTF-8") from error
         except OSError as error:
             raise ConfigError(f"base directory {self.base_dir}: {error.strerror}") from error
         private_directory(self.path)
         private_directory(self.profile)
+        if self.control_socket.parent != self.path:
+            self._link_socket()
         private_directory(self.control_socket.parent)
+
+    def _link_socket(self) -> None:
+        link = self.path / "control.sock"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._short_socket)
+
+    def pin_temporary_directory(self) -> Path:
+        """Where the run's virtual nodes have their agents: where those of a master before us are, if any are left.
+
+        TMPDIR may have another value by now. The directory must exist.
+        """
+        note = self.path / "temporary"
+        try:
+            noted = Path(note.read_text(encoding="utf-8"))
+            if (noted / f"oobleck-{os.getuid()}" / self.run_id).is_dir():
+                return noted
+        except (OSError, ValueError):
+            pass
+        chosen = temporary_directory()
+        with suppress(OSError, UnicodeEncodeError):
+            note.write_text(str(chosen), encoding="utf-8")
+        return chosen
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -112,32 +153,16 @@ class RunDirectory:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+                holder = os.read(descriptor, 100).decode(errors="replace").split()[:1]
                 raise UsageError(
-                    f"a run with tag {self.tag} is active (process {holder}); stop it with "
+                    f"a run with tag {self.tag} is active (process {holder[0] if holder else 'unknown'}); stop it with "
                     f"`oobleck stop {self.tag}` or choose another --tag"
                 ) from None
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
             yield
         finally:
             os.close(descriptor)
-
-
-def private_directory(path: Path) -> None:
-    """Make sure that a directory exists, is ours, and that nobody else can enter it.
-
-    Raises ConfigError where it is somebody else's, a link, or cannot be made.
-    """
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"{path} must be a directory that belongs to you, and not a link")
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            path.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(f"directory {path}: {error.strerror}") from error
 
 
 def _short_directory() -> Path:
@@ -145,7 +170,7 @@ def _short_directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and len(os.fsencode(runtime)) <= MAX_SOCKET_PATH_BYTES - len("/oobleck/0123456789abcdef.sock"):
         return Path(runtime) / "oobleck"
-    shared = Path(tempfile.gettempdir())
+    shared = temporary_directory()
     if len(os.fsencode(shared)) > MAX_SOCKET_PATH_BYTES // 2:
         shared = Path("/tmp")  # noqa: S108 - the directory in it is checked to be ours alone
     return shared / f"oobleck-{os.getuid()}"

@@ -18,6 +18,8 @@ from oobleck.errors import ConfigError, ResourceLost, UsageError
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.wire import encode_json
 
+from .input_file import read_input
+
 __all__ = ["CallbackProcess", "DescribedScript", "describe_script"]
 
 _log = logging.getLogger(__name__)
@@ -45,10 +47,7 @@ def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
     Raises UsageError where its arguments are wrong, ConfigError where it fails, ResourceLost where it does not come
     back within two minutes.
     """
-    try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"script {path}: {error}") from error
+    source = read_input(path, "script")
     spec = ScriptSpec(name=path.name, source=source, arguments=arguments, directory=str(path.parent.absolute()))
     try:
         done = subprocess.run(
@@ -106,6 +105,7 @@ class CallbackProcess:
                     stdout=subprocess.PIPE,
                     stderr=output,
                     env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    start_new_session=True,  # the terminal's end, or its Ctrl-C, is for the master alone
                 )
                 await self._converse(process)
         except OSError as error:

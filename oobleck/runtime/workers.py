@@ -30,6 +30,7 @@ from oobleck.roles.ports import WorkerEnd
 from oobleck.wire import FrameDecoder
 
 from .agent_dir import AgentDir
+from .process_id import ProcessId
 
 __all__ = ["ForkingWorkerHost", "Worker"]
 
@@ -56,7 +57,7 @@ class _Process:
         self.pid = pid
         self.ended = trio.Event()
         self.end = WorkerEnd()
-        self._born = _born(pid)
+        self._id = ProcessId.of(pid)
 
     def note_end(self, wait_status: int | None) -> None:
         """Note how it ended, as `waitpid` told; None when nobody could tell."""
@@ -66,19 +67,14 @@ class _Process:
         self.ended.set()
 
     def kill(self) -> None:
-        if not self.ended.is_set() and self._lives():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        if not self.ended.is_set() and self._id is not None:  # else it had ended before we could look
+            self._id.send(signal.SIGKILL)
 
     async def watch(self) -> None:
         """Look whether it lives until it does not; for one whose parent is gone."""
-        while self._lives():  # noqa: ASYNC110  nothing tells
+        while self._id is not None and self._id.lives:  # noqa: ASYNC110  nothing tells
             await trio.sleep(_LOOK_S)
         self.note_end(None)
-
-    def _lives(self) -> bool:
-        """Whether it is there, and not another one of the same id."""
-        return self._born is not None and _born(self.pid) == self._born
 
 
 class Worker:
@@ -233,7 +229,7 @@ class ForkingWorkerHost:
         Raises WorkersUnavailable when it has ended so often that there is no next one.
         """
         worker = await self._fork()
-        self._directory.pid_file(f"worker{setup.place.device}").write_text(f"{worker.pid}\n")
+        self._directory.note_process(f"worker{setup.place.device}", worker.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await worker.send([setup])
         return worker
@@ -258,7 +254,7 @@ class ForkingWorkerHost:
                 stream = await _open_socket(path)
             except OSError:
                 self._server_pid = _start_fork_server(self._command, path)
-                self._directory.fork_server_pid.write_text(f"{self._server_pid}\n")
+                self._directory.note_fork_server(self._server_pid)
                 self._has_started_server = True
                 stream = await _open_socket(path)
         return _Server(stream)
@@ -272,15 +268,6 @@ async def _open_socket(path: str) -> trio.SocketStream:
         sock.close()
         raise
     return trio.SocketStream(sock)
-
-
-def _born(pid: int) -> str | None:
-    """When a process was started, in the kernel's ticks; None where it does not live."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
 
 
 def _start_fork_server(command: Sequence[str], path: str) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from oobleck.errors import ConfigError
 
-from .trace import Joined, Lost, Trace, TraceEvent
+from .trace import MAX_EVENTS, Joined, Lost, Trace, TraceEvent
 
 __all__ = ["Change", "trace_of_changes", "trace_of_counts"]
 
@@ -72,24 +73,29 @@ def trace_of_counts(counts: Iterable[tuple[float, int]], *, seed: int, source: s
     A node that comes is the first of `node0`, `node1`, … that is away: spot instances have no identity worth keeping.
     """
     rng = random.Random(seed)
-    here: list[str] = []
+    here: list[int] = []
+    away: list[int] = []
+    """A heap of those that were there before."""
     start: tuple[str, ...] | None = None
     events: list[TraceEvent] = []
     most = 0
     begin_s = 0.0
     for t_s, count in counts:
         if start is None:
-            here = [f"node{number}" for number in range(count)]
-            start, most, begin_s = tuple(here), count, t_s
+            here = list(range(count))
+            start, most, begin_s = tuple(f"node{number}" for number in here), count, t_s
             continue
-        most = max(most, count)
         while len(here) > count:
-            node = here.pop(rng.randrange(len(here)))
-            events.append(Lost(t_s=t_s - begin_s, node=node))
+            number = here.pop(rng.randrange(len(here)))
+            heappush(away, number)
+            events.append(Lost(t_s=t_s - begin_s, node=f"node{number}"))
         while len(here) < count:
-            node = next(name for name in (f"node{number}" for number in range(most)) if name not in here)
-            here.append(node)
-            events.append(Joined(t_s=t_s - begin_s, node=node))
+            number = heappop(away) if away else most
+            most = max(most, number + 1)
+            here.append(number)
+            events.append(Joined(t_s=t_s - begin_s, node=f"node{number}"))
+        if len(events) > MAX_EVENTS:
+            raise ConfigError(f"more than {MAX_EVENTS:,} nodes come and go until {t_s:,.0f} s; a trace has no more")
     if start is None or not most:
         raise ConfigError("there is never a node")
     return Trace(

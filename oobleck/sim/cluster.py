@@ -15,11 +15,11 @@ import trio
 
 from oobleck import __version__
 from oobleck.control.messages import PROTOCOL_VERSION, AgentMessage, Hello, MasterMessage
-from oobleck.errors import NodeUnreachable
+from oobleck.errors import AgentGone, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import MasterConnection
+from oobleck.roles.ports import LinkLost, MasterConnection
 from oobleck.wire import FrameDecoder
 
 from .links import Link
@@ -32,6 +32,8 @@ PYTHON_VERSION = "3.11.0"
 """What virtual nodes run, whatever runs the simulation: journals must not depend on it."""
 _CONNECT_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 5.0
+_KEEPALIVE_S = 15.0
+"""After so long without an answer a connection is given up by the master's side, as SSH does."""
 _CLOCKS_APART_S = 1000.0
 _MEMORY_BYTES = 1 << 40
 _NUM_CORES = 8
@@ -42,7 +44,16 @@ class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
 
     def __init__(self, link: Link, address: str) -> None:
         super().__init__(link.near, FrameDecoder(AgentMessage))
+        self._link = link
         self.address = address
+
+    async def receive(self) -> AgentMessage:
+        try:
+            return await super().receive()
+        except trio.BrokenResourceError as error:
+            if self._link.is_way_lost:
+                raise LinkLost(str(error)) from error
+            raise
 
 
 class _AgentProcess:
@@ -51,6 +62,7 @@ class _AgentProcess:
     def __init__(self, machine: _Machine, tag: str, world: World) -> None:
         self.pid = machine.next_pid()
         self.links: list[Link] = []
+        self.frozen_until_s = 0.0
         self.agent: Agent | None = None
         self.host: VirtualWorkerHost | None = None
         self._machine = machine
@@ -64,7 +76,7 @@ class _AgentProcess:
         link = Link(self._world.time, latency_s=self._machine.latency_s)
         if self._machine.is_cut_off:
             link.hold()
-        if self._machine.gate.is_closed:
+        if self._machine.gate.is_closed or self._world.time.now_s < self.frozen_until_s:
             link.far.freeze()
         self.links.append(link)
         self._connections.send_nowait(MessageChannel(link.far, FrameDecoder(MasterMessage)))
@@ -200,6 +212,7 @@ class VirtualCluster:
         self._nursery = nursery
         pids = count(1000)
         self._machines = {name: _Machine(name, world, pids) for name in names}
+        self._master_frozen_until_s = 0.0
 
     # --- the port ------------------------------------------------------------------------------------------
 
@@ -212,16 +225,23 @@ class VirtualCluster:
             await trio.sleep(self._world.delays.start_agent_s)
             if not machine.is_up:
                 raise NodeUnreachable(node.name, "its connection was lost while its agent was started")
+            if attach and machine.agent is None:
+                raise AgentGone(node.name, "its agent is gone")
             if machine.agent is None:
                 machine.agent = _AgentProcess(machine, self._tag, self._world)
                 self._nursery.start_soon(machine.agent.run)
-            return _Tunnel(machine.agent.connect(), f"address of {node.name}")
+            link = machine.agent.connect()
+            if self._world.time.now_s < self._master_frozen_until_s:
+                link.near.freeze()
+            return _Tunnel(link, f"address of {node.name}")
 
-    async def kill(self, node: NodeSpec) -> None:
+    async def kill(self, node: NodeSpec) -> bool:
         machine = self._machine(node)
         await self._shake_hands(machine, timeout_s=_COMMAND_TIMEOUT_S)
-        if machine.agent is not None:
-            machine.agent.end()
+        if machine.agent is None:
+            return False
+        machine.agent.end()
+        return True
 
     async def clean(self, node: NodeSpec) -> None:
         with suppress(NodeUnreachable):
@@ -269,12 +289,41 @@ class VirtualCluster:
         machine = self._machines[name]
         machine.gate.close()
         self._note_frost(machine)
+        self._nursery.start_soon(self._give_up_links, machine)
 
     def thaw(self, name: str) -> None:
         """A frozen node goes on where it stood."""
         machine = self._machines[name]
         machine.gate.open()
         self._note_frost(machine)
+
+    def freeze_agent(self, name: str, frozen_s: float) -> None:
+        """The agent of a node is stopped for a while; its workers go on."""
+        machine = self._machines[name]
+        if (process := machine.agent) is not None:
+            process.frozen_until_s = max(process.frozen_until_s, self._world.time.now_s + frozen_s)
+            self._note_frost(machine)
+            self._nursery.start_soon(self._thaw_agent, machine)
+
+    async def _thaw_agent(self, machine: _Machine) -> None:
+        if machine.agent is not None:
+            await trio.sleep_until(machine.agent.frozen_until_s)
+            self._note_frost(machine)
+
+    def freeze_master(self, until_s: float) -> None:
+        """The master is stopped: it reads nothing and says nothing, until it is thawed."""
+        self._master_frozen_until_s = until_s
+        for link in self._links():
+            link.near.freeze()
+
+    def thaw_master(self) -> None:
+        """It goes on where it stood, or another has taken its place."""
+        self._master_frozen_until_s = 0.0
+        for link in self._links():
+            link.near.thaw()
+
+    def _links(self) -> list[Link]:
+        return [link for machine in self._machines.values() if machine.agent for link in machine.agent.links]
 
     def notice(self, name: str) -> None:
         """The agent of a node is told that the node will be taken away."""
@@ -316,6 +365,7 @@ class VirtualCluster:
         agent = self._machines[name].agent
         if agent is not None:
             for link in agent.links:
+                link.is_way_lost = True
                 link.cut()
 
     def separate(self, names: Iterable[str]) -> None:
@@ -327,6 +377,7 @@ class VirtualCluster:
             machine.is_cut_off = True
             for link in machine.agent.links if machine.agent else ():
                 link.hold()
+            self._nursery.start_soon(self._give_up_links, machine)
 
     def heal(self) -> None:
         """End all partitions."""
@@ -337,10 +388,19 @@ class VirtualCluster:
                 link.release()
             machine.wake()
 
-    @staticmethod
-    def _note_frost(machine: _Machine) -> None:
+    async def _give_up_links(self, machine: _Machine) -> None:
+        """Nothing has come from a machine: the master's side of its connections ends."""
+        silent = tuple(machine.agent.links) if machine.agent else ()
+        with trio.move_on_after(_KEEPALIVE_S):
+            await machine.answers()
+            return
+        for link in silent:
+            link.abandon()
+
+    def _note_frost(self, machine: _Machine) -> None:
+        is_agent_frozen = machine.agent is not None and self._world.time.now_s < machine.agent.frozen_until_s
         for link in machine.agent.links if machine.agent else ():
-            if machine.gate.is_closed:
+            if machine.gate.is_closed or is_agent_frozen:
                 link.far.freeze()
             else:
                 link.far.thaw()

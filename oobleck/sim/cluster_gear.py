@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -89,18 +91,42 @@ def run_cluster(
 
 
 class _RecordingCoordinator(Coordinator):
-    """Keeps what goes in and what comes out."""
+    """Keeps what goes in and what comes out. While its process is stopped, nothing goes in."""
 
     decisions: list[Decided] | None = None
+    frozen_until_s = 0.0
+    unread: deque[Event]
+    """What has happened while it was stopped."""
 
     def start(self, now_s: float) -> list[Command]:
         return self._keep(now_s, None, super().start(now_s))
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
-        return self._keep(now_s, event, super().handle(now_s, event))
+        if now_s < self.frozen_until_s:
+            self.unread.append(event)
+            return []
+        return [*self._go_on(now_s), *self._keep(now_s, event, super().handle(now_s, event))]
 
     def handle_deadline(self, now_s: float) -> list[Command]:
+        if now_s < self.frozen_until_s:
+            return []
+        if self.frozen_until_s:
+            return self._go_on(now_s)
         return self._keep(now_s, None, super().handle_deadline(now_s))
+
+    def next_deadline(self) -> float:
+        return self.frozen_until_s or super().next_deadline()
+
+    def _go_on(self, now_s: float) -> list[Command]:
+        """Act on what should have been done long ago, before anything is read: the worst that can happen."""
+        if not self.frozen_until_s:
+            return []
+        self.frozen_until_s = 0.0
+        commands = self._keep(now_s, None, super().handle_deadline(now_s))
+        while self.unread:
+            event = self.unread.popleft()
+            commands += self._keep(now_s, event, super().handle(now_s, event))
+        return commands
 
     def _keep(self, now_s: float, event: Event | None, commands: list[Command]) -> list[Command]:
         if self.decisions is not None:
@@ -128,14 +154,15 @@ class _Simulation:
         self._life = trio.CancelScope()
         self._down_s = 0.0
         self._unheard: list[Event] = []
-        """What was submitted while there was no master."""
+        """What was submitted while there was no master, or while it was stopped."""
+        self._coordinator: _RecordingCoordinator | None = None
 
     async def run(self) -> End:
         async with trio.open_nursery() as nursery:
             cluster = VirtualCluster(self._job.tag, self._trace.nodes, self._world, nursery)
             for node in self._trace.start:
                 cluster.join(node)
-            nursery.start_soon(self._play, cluster)
+            nursery.start_soon(self._play, cluster, nursery)
             end = await self._run_masters(cluster)
             nursery.cancel_scope.cancel()
         return end
@@ -143,6 +170,7 @@ class _Simulation:
     async def _run_masters(self, cluster: VirtualCluster) -> End:
         """One master, and after each crash another, until the run has ended."""
         while True:
+            cluster.thaw_master()
             master = self._make_master(cluster)
             for event in self._unheard:
                 master.submit(event)
@@ -155,13 +183,14 @@ class _Simulation:
                 return End(exit_code=entry.exit_code, reason=entry.reason)  # it was only saying farewell
             await trio.sleep(self._down_s)
 
-    async def _play(self, cluster: VirtualCluster) -> None:
+    async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
         faults = Faults(
             self._trace,
             cluster,
             spec_of=self._spec,
             submit=self._submit,
             crash_master=self._crash_master,
+            freeze_master=partial(self._freeze_master, cluster, nursery),
         )
         await faults.play()
         self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
@@ -181,6 +210,8 @@ class _Simulation:
             python_version=PYTHON_VERSION,
             remains=remains,
         )
+        coordinator.unread = deque()
+        self._coordinator = coordinator
         coordinator.decisions = self.decisions if self.keeps_decisions else None
         master = Master(
             coordinator,
@@ -200,7 +231,8 @@ class _Simulation:
 
     def _submit(self, event: Event) -> None:
         """Tell the master, or the next one, if there is none just now."""
-        if self._master is not None:
+        is_frozen = self._coordinator is not None and self._coordinator.frozen_until_s
+        if self._master is not None and not is_frozen:
             self._master.submit(event)
         else:
             self._unheard.append(event)
@@ -209,3 +241,22 @@ class _Simulation:
         """The master ends where it stands; another is started after so many seconds."""
         self._down_s = down_s
         self._life.cancel()
+
+    def _freeze_master(self, cluster: VirtualCluster, nursery: trio.Nursery, frozen_s: float) -> None:
+        """The master is stopped, and goes on where it stood."""
+        coordinator = self._coordinator
+        if self._master is None or coordinator is None:
+            return
+        until_s = max(coordinator.frozen_until_s, trio.current_time() + frozen_s)
+        coordinator.frozen_until_s = until_s
+        cluster.freeze_master(until_s)
+        nursery.start_soon(self._thaw_master, cluster, coordinator, until_s)
+
+    async def _thaw_master(self, cluster: VirtualCluster, coordinator: _RecordingCoordinator, until_s: float) -> None:
+        await trio.sleep_until(until_s)
+        if self._coordinator is not coordinator or self._master is None or coordinator.frozen_until_s > until_s:
+            return  # another has taken its place, or it was stopped once more
+        cluster.thaw_master()
+        for event in self._unheard:
+            self._master.submit(event)
+        self._unheard.clear()

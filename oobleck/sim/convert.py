@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from oobleck.errors import ConfigError
-from oobleck.json_table import JsonTable
+from oobleck.job import MAX_NODES
+from oobleck.json_table import JsonTable, shown
 
 from .changes import Change, trace_of_changes, trace_of_counts
 from .trace import Trace
@@ -83,7 +84,7 @@ def _is_number(text: str) -> bool:
 def _number(text: object, where: str) -> float:
     """A finite number; JSON gives it as one, CSV as text."""
     if isinstance(text, bool) or not isinstance(text, str | int | float) or not _is_number(str(text)):
-        raise ConfigError(f"{where}: {text!r} is not a number")
+        raise ConfigError(f"{where}: {shown(text)} is not a number")
     return float(text)
 
 
@@ -236,8 +237,8 @@ def _skypilot(source: _Source) -> Trace:
 
 def _count(text: object, where: str) -> int:
     value = _number(text, where)
-    if value < 0 or value != int(value) or value > 1_000_000:
-        raise ConfigError(f"{where}: {text!r} is not a number of nodes")
+    if value < 0 or value != int(value) or value > MAX_NODES:
+        raise ConfigError(f"{where}: {shown(text)} is not a number of nodes, from 0 to {MAX_NODES:,}")
     return int(value)
 
 

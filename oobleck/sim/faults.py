@@ -13,12 +13,14 @@ from oobleck.job import NodeSpec
 from .cluster import VirtualCluster
 from .trace import (
     AgentCrashed,
+    AgentFrozen,
     ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
     Lost,
     MasterCrashed,
+    MasterFrozen,
     Noticed,
     Partitioned,
     Slowed,
@@ -42,13 +44,18 @@ class Faults:
         spec_of: Callable[[str], NodeSpec],
         submit: Callable[[Event], None],
         crash_master: Callable[[float], None],
+        freeze_master: Callable[[float], None],
     ) -> None:
-        """`submit` feeds the master, as its user would; `crash_master` takes the seconds until it is started again."""
+        """`submit` feeds the master, as its user would.
+
+        `crash_master` and `freeze_master` take the seconds until it is started again, or goes on.
+        """
         self._trace = trace
         self._cluster = cluster
         self._spec_of = spec_of
         self._submit = submit
         self._crash_master = crash_master
+        self._freeze_master = freeze_master
 
     async def play(self) -> None:
         """Return at the trace's end. Seconds count from the beginning of the simulation."""
@@ -78,8 +85,12 @@ class Faults:
                 cluster.crash_fork_server(node)
             case AgentCrashed(node=node):
                 cluster.crash_agent(node)
+            case AgentFrozen(node=node, frozen_s=frozen_s):
+                cluster.freeze_agent(node, frozen_s)
             case MasterCrashed(down_s=down_s):
                 self._crash_master(down_s)
+            case MasterFrozen(frozen_s=frozen_s):
+                self._freeze_master(frozen_s)
             case Partitioned(nodes=nodes):
                 cluster.separate(nodes)
             case Healed():

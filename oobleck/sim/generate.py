@@ -9,17 +9,20 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.errors import ConfigError
+from oobleck.job import MAX_NODES
+from oobleck.json_table import shown
 
-from .trace import Joined, Lost, Noticed, Slowed, Trace, TraceEvent
+from .trace import MAX_EVENTS, MAX_SECONDS, Joined, Lost, Noticed, Slowed, Trace, TraceEvent
 
 __all__ = ["PRESETS", "FailSlow", "FailureModel", "generate"]
 
 _DAY_S = 86_400.0
+_MAX_WEIGHT = 1e9
 _HOUR_S = 3600.0
 
 _SPOT_BATCHES: Mapping[int, float] = {1: 39, 2: 13, 3: 15, 4: 7, 5: 1, 6: 4}
@@ -38,8 +41,8 @@ class FailSlow:
     most_factor: float
 
     def __post_init__(self) -> None:
-        _require(self.rate_per_node_hour >= 0, "rate_per_node_hour", self.rate_per_node_hour, "at least 0")
-        _require(self.mean_duration_s > 0, "mean_duration_s", self.mean_duration_s, "above 0")
+        _require(0 <= self.rate_per_node_hour <= 1e6, "rate_per_node_hour", self.rate_per_node_hour, "0 to 1e6")
+        _require(0 < self.mean_duration_s <= MAX_SECONDS, "mean_duration_s", self.mean_duration_s, "above 0")
         _require(1 <= self.least_factor <= self.most_factor, "least_factor", self.least_factor, "1 to most_factor")
 
 
@@ -69,9 +72,12 @@ class FailureModel:
             "above 0",
         )
         _require(0.1 <= self.shape <= 10, "shape", self.shape, "0.1 to 10")
-        _require(bool(self.batches) and min(self.batches) >= 1, "batches", self.batches, "sizes of at least 1")
-        _require(min(self.batches.values()) > 0, "batches", self.batches, "sizes with weights above 0")
-        _require(self.notice_s is None or self.notice_s >= 0, "notice_s", self.notice_s, "at least 0")
+        sizes_fit = bool(self.batches) and min(self.batches) >= 1 and max(self.batches) <= MAX_NODES
+        _require(sizes_fit, "batches", dict(self.batches), f"sizes from 1 to {MAX_NODES:,}")
+        weights_fit = all(0 < weight <= _MAX_WEIGHT for weight in self.batches.values())
+        _require(weights_fit, "batches", dict(self.batches), f"sizes with weights above 0, {_MAX_WEIGHT:,.0f} at most")
+        notice_fits = self.notice_s is None or 0 <= self.notice_s <= MAX_SECONDS
+        _require(notice_fits, "notice_s", self.notice_s, f"0 to {MAX_SECONDS:,.0f}")
         _require(all(seconds > 0 for _, seconds in self.repairs), "repairs", self.repairs, "seconds above 0")
 
     @property
@@ -81,7 +87,7 @@ class FailureModel:
 
 def _require(condition: bool, name: str, value: object, expectation: str) -> None:
     if not condition:
-        raise ConfigError(f"{name} is {value!r}; it must be {expectation}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be {expectation}")
 
 
 _AWAY_H = {"p3": 0.54, "g4dn": 1.6, "gcp": 1.1}
@@ -137,14 +143,18 @@ def generate(model: FailureModel, *, num_nodes: int, duration_s: float, seed: in
 
 class _Generator:
     def __init__(self, model: FailureModel, num_nodes: int, duration_s: float, seed: int) -> None:
-        _require(num_nodes >= 1, "nodes", num_nodes, "at least 1")
+        _require(1 <= num_nodes <= MAX_NODES, "nodes", num_nodes, f"from 1 to {MAX_NODES:,}")
+        _require(0 < duration_s <= MAX_SECONDS, "duration_s", duration_s, f"above 0, and at most {MAX_SECONDS:,.0f}")
+        if _expected_events(model, num_nodes, duration_s) > MAX_EVENTS:
+            raise _too_many(duration_s)
         self._model = model
         self._duration_s = duration_s
         self._seed = seed
         self._rng = random.Random(seed)
         self._nodes = tuple(f"node{number}" for number in range(num_nodes))
         self._lives = [0] * num_nodes
-        self._is_here = [True] * num_nodes
+        self._here = list(range(num_nodes))
+        """The numbers of the nodes that are there, in order."""
         self._queue: list[tuple[float, int, str, int, int]] = []
         self._events: list[TraceEvent] = []
 
@@ -153,6 +163,8 @@ class _Generator:
             self._begin_life(number, 0.0)
         while self._queue:
             t_s, _, what, number, life = heapq.heappop(self._queue)
+            if len(self._events) > MAX_EVENTS:
+                raise _too_many(t_s)
             if life == self._lives[number]:
                 self._happen(t_s, what, number)
         events = tuple(sorted([*self._events, *self._notices()], key=lambda event: event.t_s))
@@ -186,7 +198,7 @@ class _Generator:
             case "fail":
                 self._fail(t_s, number)
             case "join":
-                self._is_here[number] = True
+                insort(self._here, number)
                 self._events.append(Joined(t_s=t_s, node=self._nodes[number]))
                 self._begin_life(number, t_s)
             case "slow":
@@ -200,16 +212,15 @@ class _Generator:
         size = self._rng.choices(sizes, weights)[0]
         for number in self._neighbours(first, size):
             self._lives[number] += 1
-            self._is_here[number] = False
+            self._here.pop(bisect_left(self._here, number))
             self._events.append(Lost(t_s=t_s, node=self._nodes[number]))
             if self._model.repairs:
                 self._at(t_s + _draw(self._rng, self._model.repairs), "join", number)
 
     def _neighbours(self, first: int, size: int) -> list[int]:
         """The node and those after it that are there, `size` in all where there are so many."""
-        count = len(self._nodes)
-        following = ((first + offset) % count for offset in range(count))
-        return [number for number, _ in zip((n for n in following if self._is_here[n]), range(size), strict=False)]
+        start = bisect_left(self._here, first)
+        return [*self._here[start : start + size], *self._here[: max(0, min(start, start + size - len(self._here)))]]
 
     def _slow_down(self, t_s: float, number: int) -> None:
         slow = self._model.fail_slow
@@ -233,6 +244,20 @@ class _Generator:
                         yield Noticed(t_s=noticed_s, node=node, grace_s=t_s - noticed_s)
                 case _:
                     pass
+
+
+def _expected_events(model: FailureModel, num_nodes: int, duration_s: float) -> float:
+    """About how many at least: of nodes that take as long to come back as the slowest ones do."""
+    if not model.repairs:
+        return 0.0
+    return 2 * num_nodes * duration_s / (model.mean_time_to_failure_s + model.repairs[-1][1])
+
+
+def _too_many(until_s: float) -> ConfigError:
+    return ConfigError(
+        f"more than {MAX_EVENTS:,} events until {until_s:,.0f} s; ask for a shorter duration, fewer nodes, or fewer "
+        "failures"
+    )
 
 
 def _draw(rng: random.Random, quantiles: Sequence[tuple[float, float]]) -> float:

@@ -31,6 +31,10 @@ class _Pipe:
         self._flying: deque[tuple[float, bytes]] = deque()
         self._flying_bytes = 0
         self._last_arrival_s = 0.0
+        self._is_abandoned = False
+        """Its receiver has given it up, and its sender does not know: what is sent goes nowhere."""
+        self._is_lost = False
+        """Its sender has given it up, and its receiver does not know."""
         self._ends_s: float | None = None
         self._breaks_s: float | None = None
         self._has_sender = self._has_receiver = True
@@ -41,7 +45,7 @@ class _Pipe:
         while self.is_full:
             await self._senders.park()
         self.check_sender()
-        if data:
+        if data and not self._is_abandoned:
             self._flying.append((self._arrival_s(), data))
             self._flying_bytes += len(data)
 
@@ -49,12 +53,12 @@ class _Pipe:
         """Raise ClosedResourceError or BrokenResourceError where sending has no meaning any more."""
         if not self._has_sender:
             raise trio.ClosedResourceError("this end is closed")
-        if not self._has_receiver or self._breaks_s is not None:
+        if not self._has_receiver or self._breaks_s is not None or self._is_lost:
             raise trio.BrokenResourceError("the other end is gone")
 
     @property
     def is_full(self) -> bool:
-        is_open = self._has_sender and self._has_receiver and self._breaks_s is None
+        is_open = self._has_sender and self._has_receiver and self._breaks_s is None and not self._is_lost
         return is_open and self._flying_bytes >= self._window_bytes
 
     async def wait_for_room(self) -> None:
@@ -73,8 +77,10 @@ class _Pipe:
     @property
     def is_due(self) -> bool:
         """Whether `receive` returns, or raises, without waiting."""
-        if not self._has_receiver or self.is_held:
-            return not self._has_receiver
+        if not self._has_receiver or self._is_abandoned:
+            return True
+        if self.is_held:
+            return False
         # Bytes, the end, or the news that the link broke.
         due_s = self._flying[0][0] if self._flying else self._ends_s
         if self._breaks_s is not None and (due_s is None or self._breaks_s < due_s):
@@ -83,7 +89,7 @@ class _Pipe:
 
     def _take(self, max_bytes: int | None) -> bytes:
         now_s = self._time.now_s
-        if self._breaks_s is not None and self._breaks_s <= now_s:
+        if self._is_abandoned or (self._breaks_s is not None and self._breaks_s <= now_s):
             raise trio.BrokenResourceError("the connection is lost")
         if not self._flying:
             return b""
@@ -128,6 +134,22 @@ class _Pipe:
         self._breaks_s = self._time.now_s + self.latency_s
         self._time.call_at(self._breaks_s, self._wake)
         self._senders.unpark_all()
+
+    def abandon(self) -> None:
+        """Its receiver gives it up; its sender is not told."""
+        self._is_abandoned = True
+        self._forget()
+        self._wake()
+
+    def lose(self) -> None:
+        """Its sender gives it up: what is under way goes nowhere, and its receiver is not told."""
+        self._is_lost = True
+        self._forget()
+        self._wake()
+
+    def _forget(self) -> None:
+        self._flying.clear()
+        self._flying_bytes = 0
 
     def hold(self, is_held: bool) -> None:
         self.is_held = is_held
@@ -236,6 +258,8 @@ class Link:
 
     def __init__(self, time: VirtualTime, *, latency_s: float, window_bytes: int = _WINDOW_BYTES) -> None:
         self._pipes = _Pipe(time, latency_s, window_bytes), _Pipe(time, latency_s, window_bytes)
+        self.is_way_lost = False
+        """It ended between its ends, and neither of them closed it."""
         self.near = VirtualStream(self._pipes[0], self._pipes[1])
         self.far = VirtualStream(self._pipes[1], self._pipes[0])
 
@@ -243,6 +267,13 @@ class Link:
         """Lose the connection: both ends hear of it, and what is under way is gone."""
         for pipe in self._pipes:
             pipe.break_off()
+
+    def abandon(self) -> None:
+        """The near end has heard nothing for so long that it gives the connection up; the far end is not told."""
+        self.is_way_lost = True
+        incoming, outgoing = self._pipes
+        incoming.abandon()
+        outgoing.lose()
 
     def hold(self) -> None:
         """Let nothing through, bad news neither, until `release`."""

@@ -18,6 +18,8 @@ class Presence:
         """The nodes that the coordinator counts on, and in which of their lives."""
         self.silent: dict[str, int] = {}
         """Nodes that are gone, frozen or cut off, and are not known to be; each silence has a number."""
+        self.mute: dict[str, int] = {}
+        """Nodes whose agent is stopped while their workers train on; each silence has a number."""
         self.frozen: set[str] = set()
         self.cut: set[str] = set()
 
@@ -47,5 +49,6 @@ class Presence:
     def go(self, node: str) -> None:
         """A node is gone, whatever was wrong with it before."""
         self.here.discard(node)
+        self.mute.pop(node, None)
         self.frozen.discard(node)
         self.cut.discard(node)

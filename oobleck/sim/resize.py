@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from oobleck.errors import ConfigError
 
-from .trace import Healed, MasterCrashed, Partitioned, Trace, TraceEvent
+from .trace import Healed, MasterCrashed, MasterFrozen, Partitioned, Trace, TraceEvent
 
 __all__ = ["with_nodes"]
 
@@ -36,7 +36,7 @@ def _kept_events(events: tuple[TraceEvent, ...], kept: frozenset[str]) -> list[T
     is_partitioned = False
     for event in events:
         match event:
-            case MasterCrashed():
+            case MasterCrashed() | MasterFrozen():
                 found.append(event)
             case Healed():
                 if is_partitioned:

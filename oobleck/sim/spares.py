@@ -6,7 +6,19 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .trace import AgentCrashed, Frozen, Healed, Joined, Lost, MasterCrashed, Partitioned, Thawed, Trace, TraceEvent
+from .trace import (
+    AgentCrashed,
+    Frozen,
+    Healed,
+    Joined,
+    Lost,
+    MasterCrashed,
+    MasterFrozen,
+    Partitioned,
+    Thawed,
+    Trace,
+    TraceEvent,
+)
 
 __all__ = ["with_spares"]
 
@@ -54,7 +66,7 @@ class _Reserve:
     def _happens(self, event: TraceEvent) -> bool:
         """Tell whether an event still happens now that some nodes stand by; follow those."""
         match event:
-            case MasterCrashed() | Partitioned() | Healed():
+            case MasterCrashed() | MasterFrozen() | Partitioned() | Healed():
                 return True
             case Joined(node=node) if node in self._replaced:
                 self._replaced.discard(node)

@@ -42,6 +42,7 @@ from oobleck.control.journal import (
     NodeLost,
     StepDone,
 )
+from oobleck.control.leases import are_most, patience_s
 from oobleck.control.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
@@ -59,7 +60,7 @@ from oobleck.control.messages import (
     WorkerReady,
 )
 from oobleck.control.paces import found_out_s
-from oobleck.job import NodeSpec
+from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import Place, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 
@@ -71,12 +72,14 @@ from .run_log import RunLog
 from .sweep_settings import SweepSettings, most_steps
 from .trace import (
     AgentCrashed,
+    AgentFrozen,
     ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
     Lost,
     MasterCrashed,
+    MasterFrozen,
     Noticed,
     Partitioned,
     Slowed,
@@ -88,6 +91,7 @@ from .trace import (
 
 __all__ = ["sweep"]
 
+_CONTROL = ControlSpec()
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
 """Steps of a job that goes on for as long as its trace does."""
@@ -134,6 +138,8 @@ class _Sweep:
         """Workers that have ended, and may be started again."""
         self._order: Order | None = None
         self._fence = 0
+        self._untold_step = 0
+        """The first step that is committed and that nobody can tell the master of; 0 where there is none."""
         self._is_over = False
         """All steps of the job are committed."""
         self._reviews_s = inf
@@ -195,14 +201,20 @@ class _Sweep:
             self._move_to(t_s)
 
     def _committed(self, stretch: Stretch) -> None:
-        self.log.save(stretch)
         record = self._crew.last_record
         place = self._crew.speaker(self._nodes.absent)
         assert record is not None
-        if place is not None and self._coordinator is not None:
+        first_step = self._untold_step or stretch.first_step
+        if self._coordinator is None:
+            self.log.save(stretch)
+        elif place is None:
+            self._untold_step = first_step
+        else:
+            self._untold_step = 0
+            self.log.save(stretch)
             self._agenda.now_s = max(self._agenda.now_s, stretch.end_s)
             message = StepCommitted(device=place.device, record=record)
-            self._feed(Said(node=place.node, message=message), from_step=stretch.first_step)
+            self._feed(Said(node=place.node, message=message), from_step=first_step)
 
     # --- the coordinator's side ---------------------------------------------------------------------------------
 
@@ -341,6 +353,8 @@ class _Sweep:
         # The account sums up what each worker received: one of them says all of it.
         self._feed(AllSaid(places=places[:1], message=replace(resumed, received_bytes=num_bytes)))
         self._feed(AllSaid(places=places[1:], message=resumed))
+        if any(map(self._crew.is_training, self._nodes.silent)):
+            self._crew.stop(self._agenda.now_s)
         self._report_later()
 
     # --- beginnings and ends ------------------------------------------------------------------------------------
@@ -391,6 +405,7 @@ class _Sweep:
     def _give_up(self, reason: str) -> None:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
         self._coordinator, self._order, self._fence, self._reviews_s = None, None, 0, inf
+        self._untold_step = 0
         self._crew.disband()
         if self._reports is not None:
             self._reports.clear()
@@ -417,9 +432,11 @@ class _Sweep:
                 self._report_later()
             case WorkerCrashed(node=node, device=device):
                 self._crash(node, device)
+            case AgentFrozen(node=node, frozen_s=frozen_s):
+                self._freeze_agent(node, frozen_s)
             case ForkServerCrashed():
                 pass  # nobody waits for it, unless a worker ends within seconds of it
-            case MasterCrashed(down_s=down_s):
+            case MasterFrozen(frozen_s=down_s) | MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
             case Partitioned(nodes=nodes):
                 for node in sorted(self._nodes.here.intersection(nodes) - self._nodes.cut):
@@ -450,8 +467,14 @@ class _Sweep:
         if self._crew.is_training(node):
             self._crew.stop(self._agenda.now_s)
 
+        since_s = self._agenda.now_s
+
         def notice() -> None:
-            if self._nodes.silent.get(node) == number:
+            if self._nodes.silent.get(node) != number:
+                return
+            if cause is Cause.LEASE_EXPIRED and self._is_waited_for(since_s):
+                self._agenda.when_seen(self._agenda.now_s + self._costs.lease_s, notice)
+            else:
                 del self._nodes.silent[node]
                 self._fail(node, cause, evidence)
                 is_counted_on = self._coordinator is not None and node in self._nodes.members
@@ -459,6 +482,46 @@ class _Sweep:
                     self.log.record(NodeLost(t_s=self._agenda.now_s, node=node, cause=cause, evidence=evidence))
 
         self._agenda.when_seen(self._agenda.now_s + notice_s, notice)
+
+    def _is_waited_for(self, since_s: float) -> bool:
+        """Whether the master suspects itself: most nodes have been silent since then, but not for too long."""
+        nodes = self._nodes
+        silent = nodes.members.keys() & (nodes.mute.keys() | (nodes.silent.keys() & (nodes.frozen | nodes.cut)))
+        limit_s = patience_s(
+            lease_s=self._costs.lease_s,
+            orphan_timeout_s=_CONTROL.orphan_timeout_s,
+            has_others=len(silent) < len(nodes.members),
+        )
+        return are_most(len(silent), len(nodes.members)) and self._agenda.now_s < since_s + limit_s
+
+    def _freeze_agent(self, node: str, frozen_s: float) -> None:
+        """An agent is stopped: its workers train on, and where that lasts longer than its lease, its node is lost."""
+        if not self._nodes.is_well(node):
+            return
+        number = self._nodes.mute[node] = self._agenda.number()
+        since_s = self._agenda.now_s
+
+        def is_mute() -> bool:
+            return self._nodes.mute.get(node) == number
+
+        def thaw() -> None:
+            if is_mute():
+                del self._nodes.mute[node]
+                if node not in self._nodes.members:
+                    self._join(node)
+
+        def notice() -> None:
+            if not is_mute() or not self._nodes.is_well(node):
+                return
+            if self._is_waited_for(since_s):
+                self._agenda.when_seen(self._agenda.now_s + self._costs.lease_s, notice)
+                return
+            if self._crew.is_training(node):
+                self._crew.stop(self._agenda.now_s)
+            self._fail(node, Cause.LEASE_EXPIRED, "not heard of")
+
+        self._agenda.at(since_s + frozen_s, thaw)
+        self._agenda.when_seen(since_s + self._costs.lease_s, notice)
 
     def _fail(self, node: str, cause: Cause, evidence: str) -> None:
         if node in self._nodes.members:

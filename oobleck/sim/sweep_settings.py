@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.control.planning import planner_for, schedules_for
-from oobleck.job import ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
+from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import Planner, Profile
 
 from .costs import RecoveryCosts
@@ -15,7 +15,7 @@ from .trace import Trace
 
 __all__ = ["SweepSettings", "most_steps"]
 
-_LEASE_S = 1e18
+_LEASE_S = 1e9
 """The coordinator's: nobody sends heartbeats here, and whose silence is noticed is the sweep's to say.
 
 Nor does it try lost nodes again: the trace says when they are back."""
@@ -80,4 +80,4 @@ def most_steps(trace: Trace, settings: SweepSettings) -> int:
     if settings.max_steps is not None:
         return settings.max_steps
     schedules = schedules_for(settings.job(max_steps=1), settings.profile, plan)
-    return int(trace.duration_s / Pace(settings.profile).step_s(plan, {}, schedules)) + 1
+    return min(MAX_STEPS, int(trace.duration_s / Pace(settings.profile).step_s(plan, {}, schedules)) + 1)

@@ -8,7 +8,8 @@ the names; `trace_from_json` and `trace_to_json` are inverses.
     away                joined                                                  here
     here                lost, agent_crashed                                     away
     here                frozen                                                  frozen
-    here                slow, worker_crashed, fork_server_crashed, notice       here
+    here                slow, worker_crashed, fork_server_crashed,              here
+                        agent_frozen, notice
     frozen              thawed                                                  here
     frozen              lost                                                    away
 """
@@ -22,17 +23,22 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from oobleck.errors import ConfigError
-from oobleck.json_table import JsonTable
+from oobleck.job import MAX_DEVICES, MAX_NODES
+from oobleck.json_table import JsonTable, parse_json, shown
 
 __all__ = [
+    "MAX_EVENTS",
+    "MAX_SECONDS",
     "TRACE_VERSION",
     "AgentCrashed",
+    "AgentFrozen",
     "ForkServerCrashed",
     "Frozen",
     "Healed",
     "Joined",
     "Lost",
     "MasterCrashed",
+    "MasterFrozen",
     "NodeEvent",
     "Noticed",
     "Partitioned",
@@ -49,6 +55,11 @@ __all__ = [
 ]
 
 TRACE_VERSION = 1
+MAX_EVENTS = 1_000_000
+MAX_SECONDS = 5e8
+"""Fifteen years: half as long again as the longest failure trace that is published."""
+_LEAST_SECONDS = 1e-3
+_MAX_SLOWNESS = 1e6
 
 
 # --- what can happen ------------------------------------------------------------------------------------------
@@ -95,8 +106,8 @@ class Slowed:
     factor: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor >= 1):
-            raise ConfigError(f"factor is {self.factor!r}; it must be a number of at least 1, the usual speed")
+        if not 1 <= self.factor <= _MAX_SLOWNESS:
+            raise ConfigError(f"factor is {self.factor!r}; it must be from 1, the usual speed, to {_MAX_SLOWNESS:,.0f}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +119,8 @@ class WorkerCrashed:
     device: int = 0
 
     def __post_init__(self) -> None:
-        if self.device < 0:
-            raise ConfigError(f"device is {self.device}; it must be at least 0")
+        if not 0 <= self.device < MAX_DEVICES:
+            raise ConfigError(f"device is {shown(self.device)}; it must be at least 0, and less than {MAX_DEVICES}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +148,29 @@ class MasterCrashed:
 
     def __post_init__(self) -> None:
         _check_seconds("down_s", self.down_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterFrozen:
+    """The master process is stopped, and goes on where it stood `frozen_s` seconds later."""
+
+    t_s: float
+    frozen_s: float
+
+    def __post_init__(self) -> None:
+        _check_seconds("frozen_s", self.frozen_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFrozen:
+    """The agent process of a node is stopped for `frozen_s` seconds; its workers train on."""
+
+    t_s: float
+    node: str
+    frozen_s: float
+
+    def __post_init__(self) -> None:
+        _check_seconds("frozen_s", self.frozen_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +204,12 @@ class Noticed:
         _check_seconds("grace_s", self.grace_s)
 
 
-NodeEvent = Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | ForkServerCrashed | AgentCrashed | Noticed
+NodeEvent = (
+    Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | ForkServerCrashed | AgentCrashed | AgentFrozen | Noticed
+)
 """What happens to one node."""
 
-TraceEvent = NodeEvent | MasterCrashed | Partitioned | Healed
+TraceEvent = NodeEvent | MasterCrashed | MasterFrozen | Partitioned | Healed
 
 _KINDS: dict[str, type[TraceEvent]] = {
     "node_lost": Lost,
@@ -184,7 +220,9 @@ _KINDS: dict[str, type[TraceEvent]] = {
     "worker_crashed": WorkerCrashed,
     "fork_server_crashed": ForkServerCrashed,
     "agent_crashed": AgentCrashed,
+    "agent_frozen": AgentFrozen,
     "master_crashed": MasterCrashed,
+    "master_frozen": MasterFrozen,
     "partition": Partitioned,
     "heal": Healed,
     "notice": Noticed,
@@ -193,8 +231,8 @@ _NAMES = {event_type: kind for kind, event_type in _KINDS.items()}
 
 
 def _check_seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds, at least 0")
+    if not 0 <= value <= MAX_SECONDS:
+        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds, from 0 to {MAX_SECONDS:,.0f}")
 
 
 # --- a trace --------------------------------------------------------------------------------------------------
@@ -215,8 +253,14 @@ class Trace:
     """Where the trace comes from, for people."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.duration_s) and self.duration_s > 0):
-            raise ConfigError(f"duration_s is {self.duration_s!r}; it must be a number of seconds above 0")
+        if not _LEAST_SECONDS <= self.duration_s <= MAX_SECONDS:
+            raise ConfigError(
+                f"duration_s is {self.duration_s!r}; it must be a number of seconds from {_LEAST_SECONDS} to "
+                f"{MAX_SECONDS:,.0f} (fifteen years)"
+            )
+        for name, number, most in (("nodes", len(self.nodes), MAX_NODES), ("events", len(self.events), MAX_EVENTS)):
+            if number > most:
+                raise ConfigError(f"there are {number:,} {name}; a trace has at most {most:,}")
         for name, nodes in (("nodes", self.nodes), ("start", self.start)):
             if twice := [node for node, number in Counter(nodes).items() if number > 1]:
                 raise ConfigError(f"{name} names {twice[0]!r} twice")
@@ -279,7 +323,7 @@ class _Check:
 
     def _name_problem(self, event: TraceEvent) -> str | None:
         match event:
-            case MasterCrashed() | Healed():
+            case MasterCrashed() | MasterFrozen() | Healed():
                 names: tuple[str, ...] = ()
             case Partitioned(nodes=names):
                 pass
@@ -290,7 +334,7 @@ class _Check:
 
     def _state_problem(self, event: TraceEvent) -> str | None:
         match event:
-            case MasterCrashed():
+            case MasterCrashed() | MasterFrozen():
                 return None
             case Partitioned():
                 self._is_partitioned = True
@@ -312,7 +356,7 @@ class _Check:
                 self._frozen.add(node)
             case AgentCrashed(node=node):
                 self._leave(node)
-            case Slowed() | WorkerCrashed() | Noticed():
+            case Slowed() | WorkerCrashed() | AgentFrozen() | Noticed():
                 pass
         return None
 
@@ -373,11 +417,7 @@ def trace_from_json(text: str, *, source: str = "trace") -> Trace:
     content, or the field, and what was expected.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not JSON: {error}") from None
-    try:
-        return _read_trace(JsonTable(document, "the file"))
+        return _read_trace(JsonTable(parse_json(text), "the file"))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
 
@@ -398,7 +438,7 @@ def _read_trace(table: JsonTable) -> Trace:
 
 
 def _read_event(value: object, index: int) -> TraceEvent:
-    table = JsonTable(value, f"event {index} {json.dumps(value)}")
+    table = JsonTable(value, f"event {index} {shown(value)}")
     kind = table.text("kind") if "kind" in table.items else None
     if kind not in _KINDS:
         raise ConfigError(f"{table.where}: kind is {kind!r}; it must be one of {', '.join(_KINDS)}")

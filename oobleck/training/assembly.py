@@ -17,7 +17,7 @@ from .models import ModelStructure
 from .optimizer import Optimizer
 from .script_data import ScriptSamples
 
-__all__ = ["Assembly", "assemble", "structure_of_job"]
+__all__ = ["Assembly", "assemble", "check_optimizer", "structure_of_job"]
 
 _Made = Mapping[str, Callable[..., Any]]
 
@@ -50,15 +50,24 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
             structure = _structure(job, made, vocab_size=train.vocab_size)
     if job.eval_steps and validation is None:
         raise ConfigError("eval_steps: nothing is kept for evaluation; set data.validation_split as well, to 0.05 say")
-    optimizer = Optimizer(
-        job.optimizer, max_steps=job.max_steps, factory=made.get("optimizer"), schedule=made.get("lr_lambda")
-    )
-    return Assembly(train=train, validation=validation, structure=structure, optimizer=optimizer)
+    return Assembly(train=train, validation=validation, structure=structure, optimizer=_optimizer(job, made))
 
 
 def structure_of_job(job: JobSpec) -> ModelStructure:
     """Find the layers of a job's model alone; the vocabulary counts as the job asks for it."""
     return _structure(job, _made_by_script(job), vocab_size=job.data.vocab_size)
+
+
+def check_optimizer(job: JobSpec) -> None:
+    """Make a job's optimizer, and its first step's rate, for nothing. Raises ConfigError for one that cannot be."""
+    optimizer = _optimizer(job, _made_by_script(job))
+    optimizer.layout()
+    optimizer.learning_rate(1)
+
+
+def _optimizer(job: JobSpec, made: _Made) -> Optimizer:
+    factory, schedule = made.get("optimizer"), made.get("lr_lambda")
+    return Optimizer(job.optimizer, max_steps=job.max_steps, factory=factory, schedule=schedule)
 
 
 def _made_by_script(job: JobSpec) -> _Made:

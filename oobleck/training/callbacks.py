@@ -22,7 +22,6 @@ import math
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
@@ -39,6 +38,8 @@ from oobleck.control.journal import (
 )
 from oobleck.job import JobSpec
 
+from .callback_arguments import JobArguments
+
 __all__ = ["CallbackRunner"]
 
 
@@ -47,9 +48,14 @@ class CallbackRunner:
 
     def __init__(self, callbacks: Sequence[object], job: JobSpec) -> None:
         self._callbacks = callbacks
-        self._arguments = _training_arguments(job)
-        self._state = TrainerState(max_steps=job.max_steps, train_batch_size=job.microbatch_size, logging_steps=1)
-        self._state.log_history = []
+        self._arguments = JobArguments(job)
+        self._state = TrainerState(
+            max_steps=job.max_steps,
+            train_batch_size=job.microbatch_size,
+            logging_steps=1,
+            eval_steps=job.eval_steps or 0,
+            save_steps=job.checkpoint.save_steps or 0,
+        )
         self._control = TrainerControl()
         self._has_begun = False
 
@@ -112,34 +118,3 @@ class CallbackRunner:
             return
         if isinstance(answer, TrainerControl):
             self._control = answer
-
-
-def _training_arguments(job: JobSpec) -> SimpleNamespace:
-    """What callbacks may want to know, by the names of `TrainingArguments`."""
-    optimizer = job.optimizer
-    return SimpleNamespace(
-        run_name=job.tag,
-        output_dir=job.tag,
-        max_steps=job.max_steps,
-        per_device_train_batch_size=job.microbatch_size,
-        train_batch_size=job.global_batch_size,
-        seed=job.seed,
-        bf16=job.dtype == "bfloat16",
-        fp16=job.dtype == "float16",
-        gradient_checkpointing=job.activation_checkpointing,
-        eval_steps=job.eval_steps,
-        logging_steps=1,
-        optim=optimizer.optim,
-        learning_rate=optimizer.learning_rate,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_epsilon=optimizer.adam_epsilon,
-        max_grad_norm=optimizer.max_grad_norm,
-        lr_scheduler_type=optimizer.lr_scheduler_type,
-        warmup_steps=optimizer.warmup_steps,
-        metric_for_best_model="eval_loss",
-        greater_is_better=False,
-        load_best_model_at_end=True,
-        job=job,
-    )

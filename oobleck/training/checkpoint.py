@@ -11,6 +11,7 @@ What lies in memory is on its way to the disk: the agent, which outlives this pr
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +146,7 @@ class FlashSaver:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             memory = FlashMemory.create(next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
-            self._share, self._problem = None, f"no shared memory in {self._directory}: {error.strerror}"
+            self._share, self._problem = None, _no_room(self._directory, layout, error)
             self._layout = None  # to be tried again
         else:
             self._share = _Share(memory, (_tensors_over(memory.slots()[0]), _tensors_over(memory.slots()[1])))
@@ -213,11 +214,18 @@ class StateReader:
         self._verified: set[tuple[Path, int, int]] = set()
         """Slots, by file, number and sequence."""
 
-    def in_memory(self) -> tuple[tuple[SavedState, tuple[int, ...]], ...]:
-        """The states in this node's memory, each with the layers that are there whole; newest first."""
+    def in_memory(
+        self, *, fits: Callable[[Layout], bool] = lambda _: True
+    ) -> tuple[tuple[SavedState, tuple[int, ...]], ...]:
+        """The states in this node's memory, each with the layers that are there whole; newest first.
+
+        What does not fit, by its layout, is left out.
+        """
         parts: dict[str, dict[int, set[int]]] = {}
         states: dict[str, tuple[SavedState, int]] = {}
         for state, slot in self._slots():
+            if not fits(slot.memory.layout):
+                continue
             states.setdefault(state.name, (state, slot.memory.layout.num_parts))
             for layer in slot.memory.layout.layers:
                 parts.setdefault(state.name, {}).setdefault(layer, set()).add(slot.memory.layout.part)
@@ -331,3 +339,15 @@ def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _no_room(directory: Path, layout: Layout, error: OSError) -> str:
+    """Why there is no memory for a layout: what is wanted, and what is there."""
+    wanted = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are wanted, for two copies of what this worker saves"
+    try:
+        found = shutil.disk_usage(directory)
+    except OSError:
+        there = ""
+    else:
+        there = f"; {found.free / 2**20:,.1f} MiB of {found.total / 2**20:,.1f} MiB are free there"
+    return f"no shared memory in {directory}: {error.strerror}; {wanted}{there}; a container gets more by --shm-size"

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import difflib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,7 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from oobleck.errors import ConfigError
-from oobleck.job import ModelSpec, Scalar
+from oobleck.job import ModelSpec, Scalar, check_model_numbers
+from oobleck.user_path import expand_user
 
 __all__ = ["CAUSAL_LM_LOSS", "Task", "build_config", "build_model", "model_types", "prepared", "task_of"]
 
@@ -63,6 +63,7 @@ def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> 
             the tokenizer's, or fewer positions than `sequence_length`.
     """
     config = _new_config(model, vocab_size=vocab_size) if model.path is None else _saved_config(model, model.path)
+    check_model_numbers({key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")})
     _require_room(config, vocab_size=vocab_size, sequence_length=sequence_length)
     return config
 
@@ -79,7 +80,7 @@ def _new_config(model: ModelSpec, *, vocab_size: int) -> PreTrainedConfig:
 
 
 def _saved_config(model: ModelSpec, path: str) -> PreTrainedConfig:
-    directory = Path(path).expanduser()
+    directory = expand_user(path)
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is no directory with a config.json on this node")
     try:

@@ -10,6 +10,8 @@ why in the last line on stderr.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import cast, get_args
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from oobleck.checkpoint import (
     MANIFEST_VERSION,
@@ -87,8 +90,24 @@ def export_model(checkpoint: Path, target: Path) -> None:
     if unexpected or set(missing) - tied:
         raise ConfigError(f"{checkpoint}: its parameters are not those of its configuration: {[*missing, *unexpected]}")
     model.tie_weights()
-    target.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(target)
+    _save_whole(model, target)
+
+
+def _save_whole(model: PreTrainedModel, target: Path) -> None:
+    """Write beside the target, then move there: what a full disk has cut off is never taken for a model."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.unfinished{os.getpid()}")
+    try:
+        unfinished.mkdir()
+        model.save_pretrained(unfinished)
+        if target.is_dir():
+            target.rmdir()  # it is empty, or the command would not have begun
+        unfinished.rename(target)
+    # The library has an error of its own for what the disk refuses.
+    except SafetensorError as error:
+        raise OSError(f"{target}: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:

@@ -134,7 +134,7 @@ def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
     manifest = {"digest": digest_of(samples), "vocab_size": tokenizer.get_vocab_size()}
 
     unfinished = directory.with_suffix(f".{os.getpid()}")
-    unfinished.mkdir()
+    unfinished.mkdir(exist_ok=True)  # a process that was killed may have had this id
     try:
         np.save(unfinished / _TOKENS, samples)
         tokenizer.save(str(unfinished / _TOKENIZER))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
+from oobleck.user_path import expand_user
+
+from .columns import problem_with_columns
 
 __all__ = ["read_rows"]
 
@@ -31,6 +33,10 @@ def read_rows(data: DataSpec, path: str) -> Iterator[bytes]:
     kind = getattr(rows.features[column], "dtype", "several values a row")
     if kind not in _TEXT_TYPES:
         raise ConfigError(f"data.text_column: {column!r} of {path} holds {kind}; name a column that holds text")
+    others = (name for name in rows.column_names if name != column)
+    problem = problem_with_columns(others, holds_list=lambda name: not hasattr(rows.features[name], "dtype"))
+    if problem is not None:
+        raise ConfigError(f"data.dataset_path: {path}: {problem}")
     for batch in rows.select_columns([column]).iter(batch_size=_ROWS_AT_ONCE):
         for text in batch[column]:
             if text:
@@ -39,7 +45,7 @@ def read_rows(data: DataSpec, path: str) -> Iterator[bytes]:
 
 def _load(data: DataSpec, path: str) -> Any:
     datasets = _package()
-    directory = Path(path).expanduser()
+    directory = expand_user(path)
     if path.startswith(_LOCAL_BEGINNINGS) and not directory.exists():
         raise ConfigError(
             f"data.dataset_path: {path} does not exist on this node; give a directory, or a name of the hub"

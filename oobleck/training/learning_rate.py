@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 from oobleck.errors import ConfigError
 from oobleck.job import OptimizerSpec, Scalar
 
 __all__ = ["learning_rate", "rate_factor"]
+
+_MOST = 10**12
+"""Of arguments: steps, powers, shares and rates; beyond them, floating-point numbers have no answer."""
 
 _Shape = Callable[[float, Mapping[str, float]], float]
 """From the progress after the warm-up, 0 to 1, and the schedule's arguments, to a factor of the peak."""
@@ -51,10 +55,14 @@ def _arguments(spec: OptimizerSpec) -> dict[str, float]:
         if key not in known or not _is_number(value):
             takes = f"takes {', '.join(known)}, all of them numbers" if known else "takes none"
             raise ConfigError(f"optimizer.lr_scheduler_kwargs.{key}: {spec.lr_scheduler_type} {takes}")
-    return {**known, **{key: float(value) for key, value in spec.lr_scheduler_kwargs.items() if _is_number(value)}}  # type: ignore[arg-type]  # numbers, as was just asked
+        if not 0 <= value <= _MOST:
+            raise ConfigError(
+                f"optimizer.lr_scheduler_kwargs.{key}: {value!r} is not possible; it must be from 0 to {_MOST:,}"
+            )
+    return {**known, **{key: float(value) for key, value in spec.lr_scheduler_kwargs.items() if _is_number(value)}}
 
 
-def _is_number(value: Scalar) -> bool:
+def _is_number(value: Scalar) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

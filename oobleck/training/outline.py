@@ -14,7 +14,7 @@ from oobleck.errors import UserError
 from oobleck.job import JobSpec
 from oobleck.wire import decode_json
 
-from .assembly import structure_of_job
+from .assembly import check_optimizer, structure_of_job
 from .structure import ModelStructure
 
 __all__ = ["main"]
@@ -38,6 +38,7 @@ def main() -> int:
     """Read the job, print the outline; returns the exit status."""
     job = decode_json((JobSpec,), sys.stdin.readline())
     try:
+        check_optimizer(job)
         structure = structure_of_job(job)
     except UserError as error:
         sys.stderr.write(f"{error}\n")

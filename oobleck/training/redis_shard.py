@@ -16,6 +16,7 @@ import numpy.typing as npt
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec
 
+from .columns import problem_with_columns
 from .record_text import NO_TOKEN, RecordText
 from .shard_reader import Extent
 
@@ -82,6 +83,10 @@ class RedisShard:
 
     def _row(self, fields: dict[bytes, bytes]) -> npt.NDArray[np.int64]:
         tokens = fields.get(_TOKENS.encode())
+        others = (name.decode(errors="replace") for name in fields)
+        problem = problem_with_columns(others, holds_list=lambda name: tokens is not None or name != "label")
+        if problem is not None:
+            raise ShardUnreadable(f"an entry: {problem}")
         if tokens is None:
             text = fields.get(self._data.text_column.encode())
             if text is None:

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from oobleck.checkpoint import CheckpointDirectory, Manifest, checkpoint_name
+from oobleck.checkpoint import (
+    CheckpointDirectory,
+    Layout,
+    Manifest,
+    TensorSpec,
+    checkpoint_name,
+    read_layer_file,
+    run_of,
+)
 from oobleck.control.data_position import DataPosition
 from oobleck.control.shares import shares_of
-from oobleck.errors import CorruptCheckpoint
+from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.planner import ExecutionPlan, Place
+from oobleck.user_path import expand_user
 from oobleck.wire import (
     CheckpointsFound,
     FindCheckpoints,
@@ -35,6 +45,8 @@ from .tensor_parallel import Share
 
 __all__ = ["Saving"]
 
+_IMPORTED = "imported"
+"""The tag of what `oobleck checkpoint import` has written: it is nobody's yet."""
 _ANY_DEVICE = "device*"
 """What other workers of the node have saved can be read here too."""
 
@@ -53,8 +65,10 @@ class _Share:
 class Saving:
     """One worker's. `want` and `find` are the control thread's to call, all else the training thread's."""
 
-    def __init__(self, place: Place, paths: StoragePaths, share: Share, report: Report) -> None:
+    def __init__(self, place: Place, paths: StoragePaths, share: Share, report: Report, *, tag: str) -> None:
+        """`tag` is the job's: a directory of checkpoints may be shared with other jobs, whose states are not ours."""
         structure = share.structure
+        self._tag = tag
         self._part = share
         self._place = place
         self._run = paths.run
@@ -168,12 +182,12 @@ class Saving:
     def _find(self, message: FindCheckpoints) -> None:
         found: list[FoundState] = []
         problems: list[str] = []
-        for state, layers in self._reader(None).in_memory():
-            run = state.name.split(".")[1]
+        misfits: list[str] = []
+        for state, layers in self._reader(None).in_memory(fits=self._fits):
             found.append(
                 FoundState(
                     name=state.name,
-                    run=run,
+                    run=run_of(state.name),
                     step=state.step,
                     saved_at=state.saved_at,
                     layers=layers,
@@ -181,11 +195,10 @@ class Saving:
                     position=state.position,
                 )
             )
-        self._look_into(self._checkpoints, None, found, problems)
+        self._look_into(self._checkpoints, None, found, problems, misfits)
         if message.directory is not None:
             self._look_elsewhere(Path(message.directory), found, problems)
-        complete = {state.name for state in found if not state.in_memory}
-        unfinished = tuple(name for name in self._checkpoints.names() if name not in complete)
+        unfinished = tuple(name for name in self._checkpoints.names() if self._checkpoints.is_unfinished(name))
         self._report(
             CheckpointsFound(
                 device=self._place.device,
@@ -193,16 +206,21 @@ class Saving:
                 found=tuple(found),
                 problems=tuple(problems),
                 unfinished=unfinished,
+                misfits=tuple(misfits),
             )
         )
 
     def _look_elsewhere(self, path: Path, found: list[FoundState], problems: list[str]) -> None:
         """Look where the user says: at one checkpoint, or at a directory of them."""
-        path = path.expanduser()
+        try:
+            path = expand_user(path)
+        except ConfigError as error:
+            problems.append(str(error))
+            return
         if (path / "manifest.json").exists():
-            self._look_into(CheckpointDirectory(path.parent), str(path.parent), found, problems, only=path.name)
+            self._look_into(CheckpointDirectory(path.parent), str(path.parent), found, problems, [], only=path.name)
         else:
-            self._look_into(CheckpointDirectory(path), str(path), found, problems)
+            self._look_into(CheckpointDirectory(path), str(path), found, problems, [])
 
     def _look_into(
         self,
@@ -210,14 +228,24 @@ class Saving:
         told: str | None,
         found: list[FoundState],
         problems: list[str],
+        misfits: list[str],
         only: str | None = None,
     ) -> None:
         for entry in directory.find():
             if only is not None and entry.name != only:
                 continue
-            problem = entry.problem if entry.manifest is None else self._misfit(entry.manifest)
-            if entry.manifest is None or problem is not None:
-                problems.append(f"{directory.path / entry.name}: {problem}" if entry.manifest else f"{problem}")
+            if entry.manifest is None:
+                # Of our own saves, those that were never finished say nothing new: they are removed.
+                if entry.is_damaged or told is not None:
+                    problems.append(f"{entry.problem}")
+                continue
+            if told is None and entry.manifest.tag not in (self._tag, _IMPORTED):
+                continue  # another job's
+            problem = self._misfit(directory, entry.manifest)
+            if problem is not None:
+                text = f"{directory.path / entry.name}: {problem}"
+                problems.append(text)
+                misfits.append(text)
                 continue
             found.append(
                 FoundState(
@@ -229,18 +257,51 @@ class Saving:
                     in_memory=False,
                     directory=told,
                     position=entry.manifest.position,
+                    origin=entry.manifest.origin,
+                    is_final=entry.manifest.is_final,
                 )
             )
 
-    def _misfit(self, manifest: Manifest) -> str | None:
+    def _misfit(self, directory: CheckpointDirectory, manifest: Manifest) -> str | None:
         """Why a checkpoint is not one of our model; None when it is."""
         if manifest.layer_names != self._structure.layer_names:
             ours = self._structure.layer_names
             other = next((name for name in manifest.layer_names if name not in ours), None)
             what = f"{len(manifest.layer_names)} layers" if other is None else f"a layer {other}"
             return f"of another model, with {what}; ours has {len(ours)}, from {ours[0]} to {ours[-1]}"
+        for shard in manifest.shards[:1]:
+            with suppress(CorruptCheckpoint, OSError):  # it is read again, and its fault told, before it is used
+                file = read_layer_file(directory.path / manifest.name / shard.file)
+                return self._layer_misfit(shard.layer, [spec for spec, _ in file.tensors.values()], manifest.num_parts)
+        return None
+
+    def _fits(self, layout: Layout) -> bool:
+        """Whether a state in memory is one of our model: the job may have been changed since it was saved."""
+        specs: dict[int, list[TensorSpec]] = {}
+        for entry in layout.entries:
+            specs.setdefault(entry.layer, []).append(entry.spec)
+        return all(self._layer_misfit(layer, specs[layer], layout.num_parts) is None for layer in specs)
+
+    def _layer_misfit(self, layer: int, specs: Sequence[TensorSpec], num_parts: int) -> str | None:
+        """Why these tensors are not those of a layer of our model; None when they are.
+
+        Parts of layers have shapes of their own.
+        """
+        if layer not in range(self._structure.num_layers):
+            return f"of another model, with a layer {layer}; ours has {self._structure.num_layers}"
+        shapes = {spec.name: spec.shape for spec in specs}
+        for name in self._structure.layer_parameters(layer):
+            ours = tuple(self._structure.shapes[name])
+            if name not in shapes:
+                return f"of another model, without {name} in layer {layer}"
+            if num_parts == 1 and shapes[name] != ours:
+                return f"of another model, whose {name} is {_size_text(shapes[name])}; ours is {_size_text(ours)}"
         return None
 
     def _reader(self, directory: str | None) -> StateReader:
         elsewhere = None if directory is None else CheckpointDirectory(Path(directory))
         return StateReader(self._memory, _ANY_DEVICE, elsewhere or self._checkpoints)
+
+
+def _size_text(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "a number"

@@ -11,16 +11,19 @@ import numpy.typing as npt
 
 from oobleck.errors import ConfigError
 
+from .columns import problem_with_row
+
 __all__ = ["ScriptSamples"]
 
 _DIGESTED_SAMPLES = 64
 
 
 class ScriptSamples:
-    """A source of samples: a list, an array, a torch dataset. An item is a row of tokens, or has them as `input_ids`.
+    """A source of samples: a list, an array, a torch dataset. An item is a row of tokens, or has it as `input_ids`.
 
-    Raises ConfigError for what has no length, no samples, or samples of another length or with other tokens than the
-    job says.
+    Labels and masks are refused, unless they say only what holds without them: labels that are the tokens, masks of
+    ones. Raises ConfigError for what has no length, no samples, or samples of another length or with other tokens than
+    the job says.
     """
 
     def __init__(self, make: Callable[[], Any], *, sequence_length: int, vocab_size: int) -> None:
@@ -61,8 +64,16 @@ class ScriptSamples:
         return np.stack([self._row(int(index)) for index in indices])
 
     def _row(self, index: int) -> npt.NDArray[np.int64]:
-        item = self._samples[index]
-        tokens = np.asarray(item["input_ids"] if isinstance(item, Mapping) else item)
+        try:
+            item = self._samples[index]
+            columns = item if isinstance(item, Mapping) else {"input_ids": item}
+            tokens = np.asarray(columns["input_ids"])
+            problem = problem_with_row(columns, tokens)
+        # As above: an item may be anything, and so may what happens when it is asked for.
+        except Exception as error:
+            raise ConfigError(f"the script's data: sample {index}: {type(error).__name__}: {error}") from error
+        if problem is not None:
+            raise ConfigError(f"the script's data: sample {index}: {problem}")
         if tokens.shape != (self._length,) or tokens.dtype.kind not in "iu":
             raise ConfigError(
                 f"the script's data: sample {index} is {tokens.dtype} of the shape {tokens.shape}; it must be "

@@ -18,6 +18,7 @@ from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, UserError
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.script import run_script
+from oobleck.streams import shield_scripts
 from oobleck.wire import decode_json
 
 __all__ = ["main"]
@@ -27,6 +28,7 @@ def main() -> int:
     """Do what the first argument says; returns the exit status."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    shield_scripts()
     if sys.argv[1] == "describe":
         _describe(sys.stdin.buffer.readline(), answers)
     else:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from oobleck.errors import ShardUnreadable
 from oobleck.job import DataSpec
 
+from .columns import problem_with_columns
 from .record_text import RecordText
 from .shard_reader import Extent
 
@@ -160,8 +161,11 @@ class LineShard:
             return line.decode(errors="replace")
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ShardUnreadable(f"a line is not JSON: {error}") from error
         if not isinstance(value, Mapping) or not isinstance(value.get(self._column), str):
             raise ShardUnreadable(f"a line has no text under {self._column!r}; name its key by data.text_column")
+        problem = problem_with_columns(value, holds_list=lambda name: isinstance(value[name], list))
+        if problem is not None:
+            raise ShardUnreadable(f"a line: {problem}")
         return str(value[self._column])

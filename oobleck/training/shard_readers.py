@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec
+from oobleck.user_path import expand_user
 
 from .record_text import NO_TOKEN, RecordText
 from .redis_shard import RedisShard
@@ -85,7 +86,7 @@ def _names(data: DataSpec) -> tuple[str, ...]:
             _opener(given)
             names.append(given)
             continue
-        path = str(Path(given).expanduser())
+        path = str(expand_user(given))
         found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
         files = [name for name in found if not Path(name).is_dir() and not name.endswith(".end")]
         if not files or not (data.follow or all(Path(name).is_file() for name in files)):

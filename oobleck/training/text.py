@@ -13,7 +13,9 @@ from pathlib import Path
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
+from oobleck.user_path import expand_user
 
+from .columns import problem_with_columns
 from .dataset_rows import read_rows
 
 __all__ = ["read_documents"]
@@ -52,7 +54,7 @@ def _contents(data: DataSpec) -> Iterator[bytes]:
         return
     for path in _files(data):
         try:
-            content = path.read_bytes()
+            content = _read(path, data.max_bytes)
         except OSError as error:
             raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
         if path.suffix in _JSON_LINES:
@@ -61,16 +63,27 @@ def _contents(data: DataSpec) -> Iterator[bytes]:
             yield content
 
 
+def _read(path: Path, max_bytes: int) -> bytes:
+    """As much of a file as can be used; all of JSON lines, which must not end within one."""
+    if path.suffix in _JSON_LINES:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        return file.read(max_bytes)
+
+
 def _lines(path: Path, content: bytes, column: str) -> Iterator[bytes]:
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(value, Mapping) or not isinstance(value.get(column), str):
             raise ConfigError(f"{path}:{number}: has no text under {column!r}; name its key by data.text_column")
+        problem = problem_with_columns(value, holds_list=lambda name, row=value: isinstance(row[name], list))  # type: ignore[misc]  # a default binds the row
+        if problem is not None:
+            raise ConfigError(f"{path}:{number}: {problem}")
         yield value[column].encode(errors="replace")
 
 
@@ -79,7 +92,7 @@ def _files(data: DataSpec) -> Iterator[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         yield from _walk(root, without=_OTHER_PEOPLES, suffix=".py")
     for name in data.paths:
-        path = Path(name).expanduser()
+        path = expand_user(name)
         if path.is_dir():
             yield from _walk(path)
         elif path.is_file():

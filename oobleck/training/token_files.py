@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
+from oobleck.user_path import expand_user
 
 __all__ = ["TokenFiles", "holds_tokens", "open_token_files"]
 
@@ -69,7 +70,7 @@ def holds_tokens(data: DataSpec) -> bool:
 
 def open_token_files(data: DataSpec) -> TokenFiles:
     """Map the files that a job names. Raises ConfigError for one that cannot be read, or is too short."""
-    files = tuple(_open(Path(path).expanduser(), data) for path in data.paths)
+    files = tuple(_open(expand_user(path), data) for path in data.paths)
     return TokenFiles(
         names=data.paths,
         files=files,

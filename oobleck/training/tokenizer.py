@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from oobleck.errors import ConfigError
+from oobleck.user_path import expand_user
 
 __all__ = [
     "END_OF_TEXT",
@@ -103,7 +104,7 @@ def _spread(documents: Sequence[str]) -> list[str]:
 
 def tokenizer_file(path: str) -> Path:
     """Return the file of a tokenizer that is named by itself or by its directory. Raises ConfigError without one."""
-    given = Path(path).expanduser()
+    given = expand_user(path)
     file = given / "tokenizer.json" if given.is_dir() else given
     if not file.is_file():
         raise ConfigError(f"data.tokenizer: there is no {file} on this node; name a tokenizer.json, or its directory")

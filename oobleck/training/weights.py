@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
+from oobleck.user_path import expand_user
 
 __all__ = ["WeightFiles"]
 
@@ -30,7 +31,7 @@ class WeightFiles:
     """The safetensors files of a directory. Nothing is read before it is asked for."""
 
     def __init__(self, directory: str) -> None:
-        self._directory = Path(directory).expanduser()
+        self._directory = expand_user(directory)
         self._loaded: dict[str, torch.Tensor] | None = None
 
     def digest(self) -> str:

@@ -21,6 +21,7 @@ import torch
 from oobleck.control.standing import Standing
 from oobleck.errors import UserError
 from oobleck.planner import profile_to_json
+from oobleck.streams import shield_scripts
 from oobleck.wire import (
     Fence,
     FindCheckpoints,
@@ -65,6 +66,7 @@ def run_worker(sock: socket.socket) -> None:
 
     An exception that nobody catches ends the process, on whatever thread: a helper that is gone would be waited for.
     """
+    shield_scripts()
     link = AgentLink(sock)
     threading.excepthook = lambda failed: _fail(link, failed.exc_value)
     try:
@@ -122,7 +124,7 @@ class _Worker:
         degree = job.tensor_parallel
         share = share_of(self._structure, rank=self._device % degree, degree=degree)
         if setup.storage is not None and job.checkpoint.enabled:
-            self._saving = Saving(setup.place, setup.storage, share, link.send)
+            self._saving = Saving(setup.place, setup.storage, share, link.send, tag=setup.job.tag)
         self._engine = Engine(
             job,
             setup.place,

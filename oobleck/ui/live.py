@@ -6,11 +6,12 @@ for as long as its user likes (Ctrl-S), so it happens on a helper thread; this f
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import TextIO, TypeVar, cast
 
 import trio
 from rich.console import Console
@@ -18,11 +19,12 @@ from rich.live import Live
 
 from oobleck.control.journal import JournalEntry
 from oobleck.control.view import RunView
+from oobleck.streams import Output
 
 from .dashboard import Dashboard
 from .lines import LineFormatter
 
-__all__ = ["LineLog", "run_dashboard", "run_lines", "wants_dashboard"]
+__all__ = ["LineLog", "console_on", "run_dashboard", "run_lines", "say", "tell_of_lost_output", "wants_dashboard"]
 
 T = TypeVar("T")
 
@@ -34,6 +36,11 @@ _LEAVE_TIMEOUT_S = 2.0
 _MAX_LINES = 10_000
 
 
+def console_on(output: Output) -> Console:
+    """A console that writes to an output."""
+    return Console(file=cast("TextIO", output))
+
+
 def wants_dashboard(console: Console, *, plain: bool = False) -> bool:
     """Whether the dashboard can be drawn here: a terminal that can move its cursor, and nobody asked for lines."""
     return console.is_terminal and not console.is_dumb_terminal and not plain
@@ -42,15 +49,16 @@ def wants_dashboard(console: Console, *, plain: bool = False) -> bool:
 async def run_dashboard(
     view: RunView,
     *,
-    console: Console,
+    output: Output,
     now_s: Callable[[], float],
     refresh_interval_s: float = _REFRESH_INTERVAL_S,
 ) -> None:
-    """Draw the run until its journal ends or the task is cancelled.
+    """Draw the run until its journal ends, the terminal is gone, or the task is cancelled.
 
     It draws on the alternate screen, which survives resizing and gives the terminal back as it was; the last
     state is then printed below what was there before. `now_s` is the time that the journal's entries count in.
     """
+    console = console_on(output)
     live = Live(
         Dashboard(view.at(now_s())),
         console=console,
@@ -61,7 +69,7 @@ async def run_dashboard(
     )
     await _in_thread(live.start)
     try:
-        while not view.has_ended:
+        while not (view.has_ended or output.is_lost):
             began_s = time.thread_time()
             snapshot = view.at(now_s())
             spent_s = time.thread_time() - began_s
@@ -112,27 +120,41 @@ class LineLog:
         return lines
 
 
-async def run_lines(log: LineLog, *, console: Console) -> None:
+async def run_lines(log: LineLog, *, output: Output) -> None:
     """Write the lines of a log as they come, until cancelled; what waits then is still written."""
     try:
         while True:
-            await _write(log, console)
+            await _write(log, output)
             await trio.sleep(_LINES_INTERVAL_S)
     finally:
         with trio.CancelScope(deadline=trio.current_time() + _LEAVE_TIMEOUT_S, shield=True):
-            await _write(log, console)
+            await _write(log, output)
 
 
-async def _write(log: LineLog, console: Console) -> None:
+async def tell_of_lost_output(output: Output, tell: Callable[[str], None]) -> None:
+    """Wait until output fails, and tell why: once, though there may be room on a disk later."""
+    while output.failure is None:  # noqa: ASYNC110  it fails in a helper thread
+        await trio.sleep(_REFRESH_INTERVAL_S)
+    tell(output.failure.strerror or str(output.failure))
+
+
+def say(output: Output, text: str) -> None:
+    """Write a line; waits for its reader, but not for long: one that never reads must not hold up a start."""
+    writing = threading.Thread(target=_print_plain, args=(output, f"{text}\n"), daemon=True)
+    writing.start()
+    writing.join(_LEAVE_TIMEOUT_S)
+
+
+async def _write(log: LineLog, output: Output) -> None:
     lines = log.take()
     if lines:
         text = "\n".join(lines) + "\n"
-        await _in_thread(partial(_print_plain, console, text))
+        await _in_thread(partial(_print_plain, output, text))
 
 
-def _print_plain(console: Console, text: str) -> None:
-    console.out(text, end="", highlight=False)
-    console.file.flush()
+def _print_plain(output: Output, text: str) -> None:
+    output.write(text)
+    output.flush()
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

@@ -32,7 +32,13 @@ def summary_table(summary: Summary) -> RenderableType:
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
-    yield "steps committed", f"{summary.steps_committed} of {summary.max_steps}"
+    yield "steps committed", _steps_text(summary)
+    if summary.saves_failed or (summary.saved_step or summary.last_step) < summary.last_step:
+        newest = "none" if summary.saved_step is None else f"that of step {summary.saved_step}"
+        text = f"the newest checkpoint is {newest}; {summary.saves_failed} saves failed"
+        yield "saved", Text(text, style="bold red" if summary.saved_step != summary.last_step else "")
+    if summary.journal_lacks:
+        yield "journal", Text(summary.journal_lacks, style="bold red")
     yield "steps lost", _bad_unless_zero(summary.steps_lost)
     yield "samples committed", count_text(summary.samples_committed)
     yield "samples repeated", _bad_unless_zero(summary.samples_repeated)
@@ -57,6 +63,12 @@ def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
     yield "seed", str(summary.seed)
 
 
+def _steps_text(summary: Summary) -> str:
+    if not summary.begun_after:
+        return f"{summary.steps_committed} of {summary.max_steps}"
+    return f"{summary.last_step} of {summary.max_steps}, {summary.steps_committed} of them in this run"
+
+
 def _bad_unless_zero(count: int) -> Text:
     return Text(f"{count:,}", style="bold red" if count else "")
 
@@ -73,7 +85,8 @@ def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> Table:
     for recovery in shown:
         table.add_row(
             duration_text(recovery.t_s),
-            f"{_names(recovery.nodes)}: {recovery.cause.replace('_', ' ')}; {recovery.action.replace('_', ' ')}",
+            f"{_names(recovery.nodes)}: {recovery.cause.replace('_', ' ')}; "
+            f"{'not completed' if recovery.unfinished else recovery.action.replace('_', ' ')}",
             *(f"{s:.3f}" for s in (recovery.detect_s, recovery.decide_s, recovery.transfer_s, recovery.stall_s)),
             bytes_text(recovery.bytes_moved),
             str(recovery.microbatches_redone),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,52 @@ def test_a_manifest_that_cannot_be_read_is_named(directory: CheckpointDirectory,
     path.write_text(text)
     with pytest.raises(CorruptCheckpoint, match=r"manifest.json: "):
         directory.manifest(manifest.name)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("step", -1, "step is -1"),
+        ("step", 11, "are those of step-00000011"),
+        ("generation", 7, "are those of"),
+        ("num_parts", 0, "num_parts is 0"),
+        ("layer_names", [], "no layers"),
+        ("saved_at", "yesterday", "which is no time"),
+        ("samples_seen", -5, "samples_seen is -5"),
+    ],
+)
+def test_what_no_run_writes_is_a_damaged_manifest(directory: CheckpointDirectory, key, value, told: str) -> None:
+    manifest = save(directory, 10)
+    path = directory.path / manifest.name / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    (found,) = directory.find()
+    assert (found.manifest, found.is_damaged) == (None, True)
+    assert f"{path}: damaged: " in (found.problem or "")
+    assert told in (found.problem or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"layer": 9}, "there are 3 layers"), ({"size_bytes": 0}, "has 0 bytes"), ({"sha256": "x"}, "SHA-256 'x'")],
+)
+def test_a_manifest_with_a_file_that_no_run_writes_is_damaged(directory: CheckpointDirectory, change, told) -> None:
+    manifest = save(directory, 10)
+    path = directory.path / manifest.name / "manifest.json"
+    raw = json.loads(path.read_text())
+    raw["shards"][0] |= change
+    path.write_text(json.dumps(raw))
+    with pytest.raises(CorruptCheckpoint, match=told):
+        directory.manifest(manifest.name)
+
+
+def test_what_was_given_up_is_removed_and_what_has_a_manifest_stays(directory: CheckpointDirectory) -> None:
+    damaged, whole = save(directory, 10), save(directory, 20)
+    (directory.path / damaged.name / "manifest.json").write_text("{")
+    unfinished = directory.path / "step-00000030.x.1"
+    unfinished.mkdir()
+    assert not next(found for found in directory.find() if found.name == unfinished.name).is_damaged
+    directory.remove_unfinished([damaged.name, whole.name, unfinished.name])
+    assert directory.names() == (damaged.name, whole.name)
 
 
 def test_a_manifest_cannot_point_out_of_its_directory(directory: CheckpointDirectory) -> None:

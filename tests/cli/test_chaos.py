@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from oobleck.runtime.control_client import (
 )
 from oobleck.sim.trace import (
     AgentCrashed,
+    AgentFrozen,
     ForkServerCrashed,
     Frozen,
     Healed,
@@ -55,6 +57,9 @@ class FakeRun:
         if getattr(asked, "node", None) == self._refused:
             raise UsageError(f"{self._refused} is lost, or has left, already")
         return {}
+
+    def freeze_master(self, frozen_s: float) -> None:
+        self.asked.append(f"stopped for {frozen_s * SPEEDUP:g} s")
 
     def crash_master(self, down_s: float) -> None:
         self.asked.append(f"down for {down_s * SPEEDUP:g} s")
@@ -141,7 +146,8 @@ def test_every_trace_can_be_played(trace: Trace) -> None:
     assert len(set(names.values())) == len(trace.nodes)
     assert Player(run, names, speedup=SPEEDUP, tell=lambda _: None).play(trace)
     unplayed = sum(isinstance(event, Partitioned | Healed) for event in trace.events)
-    assert len(run.asked) == len(trace.events) - unplayed
+    twice = sum(isinstance(event, AgentFrozen) for event in trace.events)  # stopped, and let go on
+    assert len(run.asked) == len(trace.events) - unplayed + twice
 
 
 def test_nodes_are_those_of_the_same_name_or_those_in_the_same_order() -> None:
@@ -171,3 +177,21 @@ def test_what_cannot_be_played_is_refused_before_anything_starts(
     (tmp_path / "t.json").write_text(json.dumps({"version": 1, "duration_s": 9, "nodes": ["a", "b"], "events": []}))
     assert main(["chaos", *arguments, "--base-dir", "base"]) in (2, 78)
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_new_runs_tag_is_that_of_its_job(tmp_path: Path, capfd) -> None:
+    """The run itself ends at once, for its tag's directory is a file; which one, it says."""
+    (tmp_path / "t.json").write_text(json.dumps({"version": 1, "duration_s": 9, "nodes": ["a"], "events": []}))
+    (tmp_path / "job.yaml").write_text("tag: from-file\n")
+    (tmp_path / "base").mkdir(mode=0o700)
+    job = ("--job", str(tmp_path / "job.yaml"))
+    for tag, options in (
+        ("chaos", ()),
+        ("from-file", job),
+        ("from-set", (*job, "--set", "tag=from-set")),
+        ("from-option", (*job, "--set", "tag=from-set", "--tag", "from-option")),
+    ):
+        (tmp_path / "base" / tag).touch()
+        base = ("--base-dir", str(tmp_path / "base"))
+        assert main(["chaos", str(tmp_path / "t.json"), "--local", "1", "--plain", *options, *base]) == 78
+        assert f"base/{tag}" in capfd.readouterr().err

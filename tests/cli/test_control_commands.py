@@ -115,3 +115,21 @@ async def test_a_run_of_another_version_is_told_as_that(nursery, oobleck, tmp_pa
     code, _, err = await oobleck("status")
     assert code == 1
     assert "run odd is of another version of Oobleck" in err
+
+
+async def test_nodes_are_added_one_by_one_and_those_that_are_refused_are_told(nursery, oobleck, tmp_path):
+    asked = []
+
+    async def answer(request):
+        asked.append(request.node)
+        if request.node in ("node1", "node3"):
+            raise UsageError(f"{request.node} is in the run already")
+        return {"adding": request.node}
+
+    directory = RunDirectory(base_dir=tmp_path, tag="only")
+    directory.create()
+    await nursery.start(serve_control, directory.control_socket, answer)
+    code, out, err = await oobleck("add", "node1", "node2", "node3", "node4")
+    assert asked == ["node1", "node2", "node3", "node4"]
+    assert (code, out) == (2, "node2 joins run only\nnode4 joins run only\n")
+    assert err == "oobleck: node1 is in the run already\noobleck: node3 is in the run already\n"

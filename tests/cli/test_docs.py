@@ -14,7 +14,7 @@ from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.hostfile import parse_hostfile
 from oobleck.cli.job_file import apply_overrides, load_job, parse_override
 from oobleck.cli.main import main
-from oobleck.job import JobSpec
+from oobleck.job import JobSpec, bounds_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text(encoding="utf-8")
 
@@ -53,6 +53,19 @@ def as_documented(value: object) -> str:
 def test_the_table_of_keys_has_every_key_with_its_default():
     documented = {key: row[0] for key, row in table("## Job files").items() if key != "key"}
     assert documented == {key: as_documented(value) for key, value in keys(JobSpec())}
+
+
+def bounds(cls: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The bounds of a job's numbers, by dotted key."""
+    yield from ((prefix + name, str(found)) for name, found in bounds_of(cls).items())
+    for name, hint in typing.get_type_hints(cls).items():
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from bounds(hint, f"{prefix}{name}.")
+
+
+def test_the_table_of_bounds_has_every_number_with_its_own():
+    documented = {key: row[0] for key, row in table("## Bounds").items() if key != "key"}
+    assert documented == dict(bounds(JobSpec))
 
 
 def test_keys_whose_names_have_a_unit_are_documented_with_it():

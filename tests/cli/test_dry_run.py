@@ -151,3 +151,38 @@ def test_nodes_that_would_rest_are_left_out_and_told(tmp_path, capsys):
     assert f"{used} of 12 nodes" in told
     assert dry_run(tmp_path, "--local", 12, "--json") == ExitCode.DONE
     assert json.loads(capsys.readouterr().out)["nodes"] == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--set", "optimizer.optim=nonsense"), 78, "optimizer.optim: 'nonsense' is not known"),
+        (("--set", "data.paths=[/nowhere]"), 78, "data.paths: /nowhere does not exist"),
+        (("--set", "data.tokenizer=/nowhere"), 78, "data.tokenizer: /nowhere does not exist"),
+        (("--resume", "/nowhere"), 78, "--resume /nowhere: there is no checkpoint"),
+        (("--metrics", "8.8.8.8:9"), 2, "--metrics: 8.8.8.8 is open to others"),
+        (("--set", "optimizer.adam_beta1=1"), 2, "optimizer.adam_beta1: 1.0 is not possible"),
+        (("--python", "/nowhere"), 2, "--python: there is no /nowhere"),
+        (("--set", "model.n_layer=0"), 2, "model.config.n_layer: 0 is not possible; it must be from 1 to 1,000"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_a_run_would_refuse_is_refused_by_a_dry_run(tmp_path, capsys, arguments, code, words):
+    assert dry_run(tmp_path / "base", "--local", 2, *arguments) == code
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_base_directory_that_cannot_be_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert dry_run(tmp_path / "file" / "deep", "--local", 2) == ExitCode.CONFIG
+    assert "file is not a directory" in capsys.readouterr().err.replace("\n", " ")
+    assert dry_run(tmp_path / "file", "--local", 2) == ExitCode.USAGE
+
+
+def test_more_losses_at_once_than_nodes_are_warned_of(tmp_path, capsys):
+    """Before anything else is looked at."""
+    for f, nodes, is_warned in ((99, 2, True), (2, 2, True), (1, 2, False), (1, 1, False), (2, 3, False)):
+        assert dry_run(tmp_path / "base", "--local", nodes, "--pipelines", 1, "-f", f, "--metrics", "8.8.8.8:9") == 2
+        said = capsys.readouterr().err
+        assert (f"fault_threshold is {f}, and there are {nodes} nodes: {nodes - 1} of them can" in said) == is_warned

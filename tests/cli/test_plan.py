@@ -180,18 +180,18 @@ def test_a_png_is_drawn_or_the_extra_for_it_is_named(profile_file, tmp_path, cap
         ),
         (
             ("--profile", "/nowhere/profile.json", "--nodes", 2, "--global-batch", 4),
-            ExitCode.CONFIG,
+            ExitCode.USAGE,
             "No such file or directory",
         ),
         (
             ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--plot", "/nowhere/plan.svg"),
-            ExitCode.CONFIG,
+            ExitCode.USAGE,
             "/nowhere/plan.svg: [Errno 2] No such file or directory",
         ),
         (
             ("--profile", "-", "--nodes", 2, "--global-batch", 4, "-f", -1),
-            ExitCode.CONFIG,
-            "fault_threshold is -1; it must be at least 0",
+            ExitCode.USAGE,
+            "-1 is not possible; it must be a whole number from 0 to 16,384",
         ),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_bad_profile_is_refused_by_layer_and_field(tmp_path, capsys):
     profile = json.loads(profile_to_json(make_profile([1.0, 1.0])))
     path = tmp_path / "profile.json"
     for change, message in (
-        ({"forward_s": {"1": -1.0}}, "layer 'layer1': forward_s[1] is -1.0; it must be finite and at least 0"),
+        ({"forward_s": {"1": -1.0}}, "layer 'layer1': forward_s[1] is -1.0; it must be from 0 to"),
         ({"backward_s": {"2": 1.0}}, "layer 'layer1': backward_s has no time for 1 device"),
         ({"param_bites": 3}, "layer 1 (layer1): unknown key 'param_bites'; did you mean 'param_bytes'?"),
     ):

@@ -27,7 +27,7 @@ from oobleck.planner import Place, profile_to_json
 from tests.control.model import Shape
 from tests.control.test_recovery import record
 
-__all__ = ["Bench", "hello", "ready"]
+__all__ = ["Bench", "hello", "ready", "sends"]
 
 T = TypeVar("T")
 

@@ -111,7 +111,7 @@ class Shape:
     def job(self) -> JobSpec:
         return JobSpec(
             tag="model",
-            control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, rejoin_after_s=0.0),
+            control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, rejoin_after_s=0.0, orphan_timeout_s=20.0),
             max_steps=self.max_steps,
             global_batch_size=self.num_microbatches,
             microbatch_size=1,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-import pytest
-
+from oobleck.cli.exit_codes import ExitCode
 from oobleck.control.coordinator import Phase
+from oobleck.control.diagnosis import diagnose
 from oobleck.control.events import ProfileFound, StopRequested
-from oobleck.control.journal import Action, CheckpointSaved, Notice, PlanAdopted, RecoveryDone
+from oobleck.control.journal import Action, CheckpointSaved, JournalGap, Notice, PlanAdopted, RecoveryDone, SaveFailed
 from oobleck.control.manifest import SavedState, Shard, checkpoint_name, run_digest
 from oobleck.control.messages import (
     CheckpointCommitted,
@@ -19,12 +19,17 @@ from oobleck.control.messages import (
     Finished,
     FoundState,
     LayersPersisted,
+    PersistState,
+    RemoveUnfinished,
     ReplicaDigests,
     RestoreFailed,
     SaveState,
     StateNotSaved,
     StateSaved,
 )
+from oobleck.control.remains import read_remains
+from oobleck.control.summary import summarize
+from oobleck.control.view import level_of
 from oobleck.job import CheckpointSpec
 from oobleck.planner import Place, profile_to_json
 from tests.control.bench import Bench, ready
@@ -35,6 +40,7 @@ SHAPE = Shape(num_nodes=2, num_pipelines=2, max_steps=100)
 LAYERS = (0, 1, 2, 3)
 RUN = run_digest("model", "2026-01-01T00:00:00Z")
 OLD = "0000000b"
+OTHER = "0000000c"
 
 
 def started(spec: CheckpointSpec | None = None, *, resume: str = "auto", shape: Shape = SHAPE) -> Bench:
@@ -98,7 +104,11 @@ def save(bench: Bench, step: int, *, until: str = "committed", generation: int =
 
 
 def texts(bench: Bench) -> str:
-    return "\n".join(notice.text for notice in bench.journal(Notice))
+    return "\n".join(entry.describe() for entry in (*bench.journal(Notice), *bench.journal(SaveFailed)))
+
+
+def commits(bench: Bench, node: str = "n0") -> list[CommitCheckpoint]:
+    return [message for message in bench.messages(bench.commands, node) if isinstance(message, CommitCheckpoint)]
 
 
 def test_a_run_begins_when_all_have_told_what_they_see() -> None:
@@ -142,11 +152,158 @@ def test_what_one_node_alone_sees_is_sent_to_the_other() -> None:
     assert {(item.source.node, item.target.node) for item in sent} == {("n0", "n1")}
 
 
-@pytest.mark.parametrize("found", [[state(100, run=OLD)], []])
-def test_without_anything_to_go_on_from_a_run_starts_anew(found: list[FoundState]) -> None:
-    bench = training(None, *found)
+def test_without_anything_to_go_on_from_a_run_begins_with_the_seed() -> None:
+    assert all(order.initial for order in training().orders)
+
+
+def test_a_finished_run_is_said_to_be_and_nothing_is_done() -> None:
+    bench = training(None, state(100, run=OLD))
+    assert bench.orders == []
+    assert bench.ended is not None
+    assert (bench.ended.exit_code, bench.ended.reason[:16]) == (0, "finished before:")
+    assert not [message for message in bench.messages(bench.commands) if isinstance(message, RemoveUnfinished)]
+
+
+def test_more_steps_go_on_from_a_finished_run_and_keep_its_checkpoint() -> None:
+    bench = started(CheckpointSpec(save_steps=5, save_total_limit=1))
+    tell(bench, state(40, run=OLD), state(50, run=OLD, at=50, is_final=True))
+    assert {order.boundary for order in bench.orders} == {50}
+    save(bench, 55, until="written")
+    (commit,) = commits(bench)
+    assert commit.remove == (state(40, run=OLD).name,)
+    assert (commit.manifest.origin, commit.manifest.is_final) == (state(50, run=OLD).name, False)
+
+
+def test_what_other_runs_have_made_is_never_removed() -> None:
+    """Neither by a run that begins with the seed, nor by one that goes on from somewhere else."""
+    for resume in ("never", "auto"):
+        bench = started(CheckpointSpec(save_steps=5, save_total_limit=1), resume=resume)
+        tell(bench, state(9, run=OTHER, at=1), state(3, run=OLD, at=2), state(4, run=OLD, at=3))
+        save(bench, 5, until="written")
+        (commit,) = commits(bench)
+        own = () if resume == "never" else (state(3, run=OLD).name, state(4, run=OLD).name)
+        assert commit.remove == own
+        assert "checkpoints of other runs lie in the same directory and stay" in texts(bench)
+
+
+def test_the_past_of_a_run_goes_back_through_all_that_it_was_resumed_from() -> None:
+    bench = started(CheckpointSpec(save_steps=5, save_total_limit=1))
+    tell(bench, state(3, run=OTHER), state(4, run=OLD, origin=state(3, run=OTHER).name))
+    save(bench, 5, until="written")
+    (commit,) = commits(bench)
+    assert commit.remove == (state(3, run=OTHER).name, state(4, run=OLD).name)
+
+
+def test_the_checkpoint_after_the_last_step_is_final() -> None:
+    bench = training(CheckpointSpec(save_steps=50))
+    save(bench, 50)
+    save(bench, 100, until="written")
+    assert [commit.manifest.is_final for commit in commits(bench)] == [False, True]
+
+
+def test_another_model_under_the_same_tag_is_refused() -> None:
+    bench = started()
+    tell(bench, misfits=("/c/step-1: of another model",))
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 78
+    for word in ("/c/step-1: of another model", "--tag", "--resume never"):
+        assert word in bench.ended.reason
+    bench = started(resume="never")
+    tell(bench, misfits=("/c/step-1: of another model",))
     assert all(order.initial for order in bench.orders)
-    assert ("starts anew" in texts(bench)) == bool(found)
+
+
+def test_a_finished_model_that_only_memory_has_is_written() -> None:
+    """The last save of the run before has failed: this one trains nothing, and writes what was kept."""
+    name = state(100, run=OLD).name
+    bench = training(None, state(100, run=OLD, in_memory=True))
+    assert bench.ended is None
+    wanted_ = [message for message in bench.messages(bench.commands) if isinstance(message, PersistState)]
+    assert [message.name for message in wanted_] == [name, name]
+    for node in ("n0", "n1"):
+        bench.say(node, Finished(device=0, applied=100))
+    assert bench.ended is None
+    shards = tuple(Shard(layer=layer, file=f"layer-{layer}", size_bytes=7, sha256="") for layer in LAYERS)
+    bench.say("n0", LayersPersisted(device=0, name=name, shards=shards, duration_s=1.0))
+    (commit,) = commits(bench)
+    assert (commit.manifest.run, commit.manifest.step, commit.manifest.is_final) == (OLD, 100, True)
+    for node in ("n0", "n1"):
+        bench.say(node, CheckpointCommitted(name=name))
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 0
+
+
+def ended_with(*said: StateNotSaved, save_first: bool = True) -> Bench:
+    """A run that stops after its first step; what nodes say of its save."""
+    bench = training()
+    bench.feed(StopRequested(now=False, exit_code=143, reason="ended by SIGTERM"))
+    if save_first:
+        save(bench, 1, until="in memory")
+    bench.commit("n0", 1)
+    for node in ("n0", "n1"):
+        bench.say(node, Finished(device=0, applied=1))
+    for message in said:
+        bench.say("n1", message)
+    return bench
+
+
+NO_ROOM = StateNotSaved(
+    device=0, name=checkpoint_name(RUN, step=1, generation=1), step=1, reason="/c: No space left on device"
+)
+
+
+def test_an_end_whose_save_fails_is_no_success() -> None:
+    bench = ended_with(NO_ROOM)
+    assert bench.ended is not None
+    assert bench.ended.exit_code == ExitCode.NOT_SAVED
+    for words in ("ended by SIGTERM", "step 1 is NOT SAVED: n1: /c: No space left", "stays in the shared memory"):
+        assert words in bench.ended.reason
+    (failed,) = bench.journal(SaveFailed)
+    assert (failed.step, failed.newest_step) == (1, None)
+
+
+def test_an_end_whose_state_was_never_in_memory_says_that_it_is_gone() -> None:
+    bench = ended_with(replace(NO_ROOM, reason="no shared memory in /dev/shm"), save_first=False)
+    assert bench.ended is None, "others may still tell of their shares"
+    bench.beat_until(bench.now_s + 3.0, "n0", "n1")
+    assert bench.ended is not None
+    assert bench.ended.exit_code == ExitCode.NOT_SAVED
+    assert "nothing is left of what was trained" in bench.ended.reason
+
+
+def test_shares_that_are_told_of_after_the_save_has_failed_count_as_kept() -> None:
+    bench = ended_with(NO_ROOM, save_first=False)
+    save(bench, 1, until="in memory")
+    assert bench.ended is not None
+    assert "stays in the shared memory" in bench.ended.reason
+
+
+def test_an_end_without_a_place_to_save_in_is_no_success() -> None:
+    """Workers that cannot save say so once, when they start; nobody asks them later."""
+    bench = Bench(SHAPE)
+    bench.up("n0")
+    bench.up("n1")
+    bench.say("n1", StateNotSaved(device=0, name="", step=0, reason="/c: Not a directory"))
+    for node in ("n0", "n1"):
+        bench.say(node, ready())
+    bench.feed(ProfileFound(profile_json=profile_to_json(SHAPE.profile)))
+    bench.feed(StopRequested(now=False, exit_code=0, reason="stopped on request"))
+    bench.commit("n0", 1)
+    for node in ("n0", "n1"):
+        bench.say(node, Finished(device=0, applied=1))
+    assert bench.ended is not None
+    assert bench.ended.exit_code == ExitCode.NOT_SAVED
+    assert "/c: Not a directory" in bench.ended.reason
+
+
+def test_what_is_on_disk_of_a_save_that_failed_is_removed() -> None:
+    bench = training()
+    name = save(bench, 5, until="in memory")
+    bench.say("n1", StateNotSaved(device=0, name=name, step=5, reason="/c: No space left on device"))
+    late = LayersPersisted(device=0, name=name, shards=(), duration_s=1.0)
+    for commands in (bench.commands, bench.say("n0", late)):
+        removed = [message for message in bench.messages(commands, "n0") if isinstance(message, RemoveUnfinished)]
+        assert {message.names for message in removed} == {(name,)}
 
 
 def test_who_wants_to_start_anew_does() -> None:
@@ -167,20 +324,24 @@ def test_a_save_is_wanted_at_multiples_and_complete_with_its_manifest() -> None:
     assert [(commit.manifest.name, [shard.layer for shard in commit.manifest.shards]) for commit in commits] == [
         (name, [0, 1, 2, 3])
     ]
-    assert bench.journal(CheckpointSaved) == []
-    commands = bench.say("n1", CheckpointCommitted(name=name))
+    bench.say("n1", CheckpointCommitted(name=name))
+    assert bench.journal(CheckpointSaved) == [], "n0 may have a disk of its own, and no manifest there"
+    commands = bench.say("n0", CheckpointCommitted(name=name))
     (saved,) = bench.journal(CheckpointSaved)
     assert (saved.step, saved.size_bytes, saved.pause_s) == (5, 28, 0.25)
     assert wanted(commands, bench) == [5], "no step is known to be committed since, so the next multiple is this one"
 
 
-def test_old_ones_and_unfinished_ones_are_removed_with_the_next() -> None:
+def test_old_ones_are_removed_with_the_next_and_unfinished_ones_at_once() -> None:
     bench = started(CheckpointSpec(save_steps=5, save_total_limit=2))
     old = [state(step, run=OLD, at=step) for step in (1, 2)]
     tell(bench, *old, unfinished=("step-00000003.x.1",))
     save(bench, 5, until="written")
-    (commit,) = [message for message in bench.messages(bench.commands, "n0") if isinstance(message, CommitCheckpoint)]
-    assert commit.remove == (old[0].name, "step-00000003.x.1")
+    (commit,) = commits(bench)
+    assert commit.remove == (old[0].name,)
+    assert [message for message in bench.messages(bench.commands, "n0") if isinstance(message, RemoveUnfinished)] == [
+        RemoveUnfinished(names=("step-00000003.x.1",))
+    ]
 
 
 def test_time_can_be_what_saves_are_counted_in() -> None:
@@ -193,14 +354,23 @@ def test_time_can_be_what_saves_are_counted_in() -> None:
     assert wanted(bench.commands, bench) == [21]
 
 
+def test_a_node_that_is_lost_with_its_layers_written_is_not_waited_for() -> None:
+    bench = training()
+    name = save(bench, 5, until="written")
+    bench.say("n0", CheckpointCommitted(name=name))
+    assert bench.journal(CheckpointSaved) == []
+    bench.fail("n1")
+    assert [saved.step for saved in bench.journal(CheckpointSaved)] == [5]
+
+
 def test_a_full_disk_is_told_loudly_and_tried_again_later() -> None:
     bench = training()
     name = save(bench, 5, until="in memory")
     bench.commit("n0", 5)
     bench.say("n1", StateNotSaved(device=0, name=name, step=5, reason="/c: No space left on device"))
-    (notice,) = bench.journal(Notice)
-    assert notice.level == "error"
-    assert "step 5 is not saved: n1: /c: No space left on device" in notice.text
+    (failed,) = bench.journal(SaveFailed)
+    assert level_of(failed) == "error"
+    assert "step 5 is not saved: n1: /c: No space left on device" in failed.describe()
     assert bench.coordinator.phase is Phase.TRAINING
     before = len(wanted(bench.commands, bench))
     for step in range(6, 90):
@@ -239,6 +409,7 @@ def test_a_last_save_that_never_comes_is_not_waited_for_for_ever() -> None:
         bench.say(node, Finished(device=0, applied=1))
     bench.beat_until(bench.now_s + 301.0, "n0", "n1")
     assert bench.ended is not None
+    assert bench.ended.exit_code == ExitCode.NOT_SAVED
 
 
 # --- state is lost -----------------------------------------------------------------------------------------------
@@ -351,3 +522,52 @@ def test_a_state_in_parts_is_complete_when_all_parts_of_all_layers_are() -> None
     (commit,) = written("n1", 0)
     assert commit.manifest.num_parts == 2
     assert [(shard.layer, shard.part) for shard in commit.manifest.shards] == list(product(range(4), range(2)))
+
+
+def test_a_recovery_that_never_came_to_an_end_is_not_told_as_done() -> None:
+    bench = training()
+    bench.commit("n0", 1)
+    bench.fail("n0")
+    bench.answer("n1", applied=1, adopted=1, layers=LAYERS)
+    bench.wait(0.02)
+    bench.fail("n1")
+    assert bench.ended is not None
+    for done in bench.journal(RecoveryDone):
+        assert done.unfinished
+        assert "this recovery was not completed: " in done.describe()
+        assert "copied" not in done.describe()
+        assert level_of(done) == "warning"
+
+
+def test_a_run_left_to_itself_saves_after_its_first_step() -> None:
+    """So that it has something to go back to, and hears of a disk that is too small while that costs nothing."""
+    bench = training(CheckpointSpec())
+    assert wanted(bench.commands, bench) == [1]
+    commands = save_and_collect(bench, 1)
+    assert wanted(commands, bench) == [], "from then on as often as it pays"
+
+
+def save_and_collect(bench: Bench, step: int) -> list:
+    before = len(bench.commands)
+    save(bench, step)
+    return bench.commands[before:]
+
+
+def test_a_journal_knows_whether_all_that_happened_is_in_it() -> None:
+    bench = training()
+    bench.commit("n0", 1)
+    entries = bench.entries(bench.commands)
+    begun = JournalGap(t_s=2.0, since_s=2.0, until_s=None, problem="No space left on device")
+    over = replace(begun, t_s=3.0, until_s=3.0, num_late=5)
+    for gaps, expected in (
+        ((), None),
+        ((begun,), begun),
+        ((begun, over), None),
+        ((begun, replace(over, num_lost=2)), replace(over, num_lost=2)),
+    ):
+        remains = read_remains([*entries, *gaps])
+        assert remains is not None
+        assert remains.gap == expected
+        said = summarize([*entries, *gaps]).journal_lacks
+        assert said == ("" if expected is None else expected.describe())
+        assert bool(diagnose([*entries, *gaps])) == bool(gaps)

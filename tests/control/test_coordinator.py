@@ -61,7 +61,7 @@ from oobleck.control.messages import (
 from oobleck.control.remains import read_remains
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import Place, profile_to_json
-from tests.control.bench import Bench, hello, ready
+from tests.control.bench import Bench, hello, ready, sends
 from tests.control.model import Shape
 from tests.control.test_recovery import record
 
@@ -423,8 +423,10 @@ def test_a_silent_node_is_lost_when_its_lease_ends():
     bench.beat_until(2.9, "n0", "n1")
     assert not bench.journal(NodeLost)
     bench.beat_until(3.0, "n0", "n1")
+    assert not bench.journal(NodeLost), "what it said may wait to be read"
+    bench.beat_until(3.1, "n0", "n1")
     (lost,) = bench.journal(NodeLost)
-    assert (lost.node, lost.cause, lost.evidence) == ("n2", Cause.LEASE_EXPIRED, "not heard of for 3.0 s")
+    assert (lost.node, lost.cause, lost.evidence) == ("n2", Cause.LEASE_EXPIRED, "not heard of for 3.1 s")
 
 
 def test_early_deadlines_do_nothing():
@@ -446,7 +448,7 @@ def test_a_worker_that_answers_no_fence_is_frozen_though_its_agent_is_not():
     bench.answer("n0", adopted=1, layers=held(bench, "n0"))
     bench.beat_until(bench.now_s + 3.5, "n0", "n1")
     assert bench.journal(NodeLost)[-1].node == "n1"
-    assert bench.journal(NodeLost)[-1].evidence == "its worker did not answer for 3 s"
+    assert bench.journal(NodeLost)[-1].evidence == "its worker did not answer for 3.5 s"
 
 
 def test_a_master_that_was_held_up_waits_for_answers_once_more():
@@ -985,6 +987,111 @@ def test_a_node_with_notice_of_its_end_is_drained():
     bench.say("n2", Leaving(reason="spot"))
     assert bench.journal(RecoveryStarted)[-1].cause is Cause.DRAINED
     assert "n2 is to be terminated: spot" in [entry.text for entry in bench.journal(Notice)]
+
+
+def test_a_notice_during_the_start_is_acted_on_once_training_begins():
+    bench = Bench(SINGLES)
+    for node in ("n0", "n1", "n2"):
+        bench.up(node)
+    bench.say("n2", Leaving(reason="spot"))
+    assert bench.ended is None
+    bench.prepare()
+    assert bench.journal(RecoveryStarted)[-1].cause is Cause.DRAINED
+    assert bench.journal(RecoveryStarted)[-1].nodes == ("n2",)
+
+
+def test_a_notice_to_a_node_whose_worker_is_started_again_is_acted_on_once_it_is_back():
+    bench = training()
+    bench.say("n2", WorkerExited(device=0, pid=8, signal=9))
+    bench.say("n2", Leaving(reason="spot"))
+    answer_all(bench, "n0", "n1")
+    bench.say("n2", ready(pid=9))
+    answer_all(bench, "n0", "n1", adopted=2)
+    bench.answer("n2")
+    assert bench.orders[-1].generation > 2
+    assert "n2" not in bench.orders[-1].plan.nodes
+
+
+def test_nobody_is_lost_by_silence_before_training_and_the_start_says_who_is_silent():
+    bench = Bench(SINGLES)
+    for node in ("n0", "n1", "n2"):
+        bench.up(node)
+    bench.beat_until(60.0, "n0", "n1")
+    assert bench.ended is None
+    bench.beat_until(130.0, "n0", "n1")
+    assert bench.ended is not None
+    assert bench.ended.reason.endswith("; nothing is heard of n2")
+
+
+# --- where most are silent -----------------------------------------------------------------------------------
+
+
+FOURS = Shape(num_nodes=4)
+FOUR = ("n0", "n1", "n2", "n3")
+
+
+def test_where_half_fall_silent_at_once_they_are_waited_for():
+    job = FOURS.job
+    bench = Bench(FOURS, job=replace(job, control=replace(job.control, orphan_timeout_s=600.0)))
+    bench.prepare()
+    bench.beat_until(60.0, "n0", "n1")
+    assert not bench.journal(NodeLost)
+    assert "most nodes have fallen silent at once" in bench.journal(Notice)[-1].text
+    bench.beat_until(bench.now_s + 10.0, *FOUR)
+    assert not bench.journal(NodeLost)
+    assert "heard of again" in bench.journal(Notice)[-1].text
+
+
+def test_where_all_are_silent_nothing_hangs():
+    bench = training(FOURS)
+    bench.beat_until(15.0)
+    assert not bench.journal(NodeLost)
+    assert not bench.journal(RecoveryStarted)
+
+
+def test_those_who_stay_silent_when_most_are_back_are_lost_some_time_later():
+    bench = training(FOURS)
+    bench.beat_until(10.0, "n0")
+    bench.beat_until(15.0, "n0", "n1", "n2")
+    assert not bench.journal(NodeLost), "the others were as silent, and are about to be heard"
+    bench.beat_until(30.0, "n0", "n1", "n2")
+    assert [lost.node for lost in bench.journal(NodeLost)] == ["n3"]
+
+
+def test_connections_that_are_closed_are_proof_however_many_they_are():
+    bench = training(FOURS)
+    bench.beat_until(5.0, "n0")
+    for node in ("n1", "n2", "n3"):
+        bench.fail(node)
+    assert [lost.node for lost in bench.journal(NodeLost)] == ["n1", "n2", "n3"]
+
+
+def test_workers_that_all_answer_no_fence_are_waited_for():
+    bench = training(FOURS)
+    bench.fail("n3")
+    bench.beat_until(15.0, *FOUR)
+    assert len(bench.journal(NodeLost)) == 1
+    answer_all(bench, "n0", "n1", "n2")
+    assert bench.orders[-1].generation == 2
+
+
+def test_a_node_that_is_reached_again_is_fenced_once_more():
+    """The first fence may have been lost on the way."""
+    bench = training(FOURS)
+    bench.fail("n3")
+    again = bench.up("n1", generation=1, workers=(0,))
+    fences = [send for command in again for send in sends(command) if isinstance(send.message, Fence)]
+    assert [(send.node, send.message.generation) for send in fences] == [("n1", 2)]
+    assert len(bench.journal(RecoveryStarted)) == 1
+
+
+def test_orders_that_may_be_lost_on_the_way_are_given_anew():
+    bench = training(FOURS)
+    bench.fail("n3")
+    answer_all(bench, "n0", "n1", "n2")
+    bench.up("n1", generation=1, workers=(0,))
+    assert bench.journal(RecoveryStarted)[-1].generation == 3
+    assert not [lost for lost in bench.journal(NodeLost) if lost.node == "n1"]
 
 
 # --- another master takes over -------------------------------------------------------------------------------

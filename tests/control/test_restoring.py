@@ -110,4 +110,5 @@ def test_problems_are_told_once() -> None:
     restoring = asked([], [], problems=("x is broken",), unfinished=("step-00000007.r.1",))
     assert restoring.problems() == ("x is broken",)
     assert restoring.problems() == ()
-    assert restoring.unfinished() == ("step-00000007.r.1",)
+    assert restoring.unfinished(None, is_private=True) == ("step-00000007.r.1",)
+    assert restoring.unfinished(None, is_private=False) == ()

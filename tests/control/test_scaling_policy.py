@@ -158,8 +158,8 @@ def test_a_deadline_that_can_be_met_is_met(state: ScalingState) -> None:
     [
         ({"policy": "deadline"}, "given where"),
         ({"deadline_s": 5.0}, "left out"),
-        ({"policy": "deadline", "deadline_s": 0.0}, "positive"),
-        ({"hysteresis_s": -1.0}, "positive"),
+        ({"policy": "deadline", "deadline_s": 0.0}, "but not 0"),
+        ({"hysteresis_s": -1.0}, "from 0 to"),
     ],
 )
 def test_impossible_settings_say_what_to_change(fields: dict[str, object], word: str) -> None:

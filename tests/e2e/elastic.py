@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from oobleck.cli.job_file import load_job
 
@@ -40,6 +41,11 @@ class Elastic:
         assert done.returncode == 2, (done.returncode, done.stderr)
         assert done.stdout == ""
         return done.stderr
+
+    def wait_for_recovery(self, *nodes: str) -> None:
+        """Read output until the loss of these nodes has been recovered from."""
+        while not {node for _, _, lost in recoveries_in(self._runner.journal()) for node in lost}.issuperset(nodes):
+            self.up.wait_for("] step ")
 
     def stop(self) -> Outcome:
         self.command_stop()
@@ -75,10 +81,13 @@ def elastic_run(
     assert runner.left_over() == []
 
 
-def each_loss(job_file: Path, cache_dir: Path) -> Reference:
-    """The first losses of a job in one process; as many as are asked for, each computed once."""
+def each_loss(job_file: Path, cache_dir: Path, *, evaluations: list[float] | None = None) -> Reference:
+    """The first losses of a job in one process; as many as are asked for, each computed once.
+
+    `evaluations` receives the losses of evaluations up to there.
+    """
     job = replace(load_job(job_file.read_text(), source=str(job_file)), max_steps=ENDLESS)
-    coming = each_reference_loss(job, cache_dir)
+    coming = each_reference_loss(job, cache_dir, evaluations=evaluations)
     known: list[float] = []
 
     def first(count: int) -> list[float]:
@@ -106,6 +115,12 @@ def assert_losses(losses: list[float], reference: Reference) -> None:
 
 def recoveries(outcome: Outcome) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(each["cause"], each["action"], tuple(each["nodes"])) for each in outcome.summary["recoveries"]]
+
+
+def recoveries_in(journal: Sequence[dict[str, Any]]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Cause, action and nodes of each recovery that a journal tells of."""
+    done = [entry for entry in journal if entry["@type"] == "RecoveryDone"]
+    return [(each["cause"], each["action"], tuple(each["nodes"])) for each in done]
 
 
 def nodes_of(outcome: Outcome) -> list[str]:

@@ -22,6 +22,7 @@ import psutil
 
 from oobleck.cli.exit_codes import ExitCode
 from oobleck.runtime.agent_dir import AgentDir
+from oobleck.runtime.process_id import ProcessId
 from oobleck.runtime.run_dir import RunDirectory
 
 TAG = "e2e"
@@ -200,8 +201,10 @@ class Runner:
                 time.sleep(0.2)
 
     def kill_fork_server(self) -> None:
-        """Kill it, warm as it is; the next run keeps another one."""
-        os.kill(int(self._fork_server.with_name("fork.pid").read_text()), signal.SIGKILL)
+        """Kill it if there is one, warm as it is; the next run keeps another one."""
+        noted = ProcessId.read(self._fork_server.with_name("fork.pid"))
+        if noted is not None:
+            noted.send(signal.SIGKILL)
         if self._warm is not None:
             self._warm.close()
             self._warm = None
@@ -215,20 +218,33 @@ class Runner:
         run_id = RunDirectory(base_dir=self.base_dir, tag=TAG).run_id
         return self.temporary / f"oobleck-{os.getuid()}" / run_id / node
 
+    def pids(self, node: str, processes: str = "*") -> list[int]:
+        """Ids of a node's `agent`, of its `worker0`, or of all whose names match a pattern, as its agent noted them."""
+        files = sorted(self.agent_directory(node).glob(f"{processes}.pid"))
+        return [noted.pid for noted in map(ProcessId.read, files) if noted is not None and noted.lives]
+
     def processes(self) -> list[psutil.Process]:
         """Living processes of runs: masters, agents, workers and fork servers, but for the warm one."""
         found = processes_with(f"TMPDIR={self.temporary}")
-        servers = [process for process in found if "oobleck.training.fork_server" in _command_line(process)]
-        # Workers are forked from the server, and bear its command line.
-        warm = [process for process in servers if process.ppid() not in {server.pid for server in servers}]
+        warm = _fork_servers(found)
         if self._warm is not None and warm:
             found.remove(warm[0])
         return found
 
+    def fork_servers(self) -> list[int]:
+        """Ids of the processes that fork workers."""
+        return [server.pid for server in _fork_servers(processes_with(f"TMPDIR={self.temporary}"))]
+
     def files(self) -> list[str]:
         """What runs have left in memory, and, but for the warm fork server and torch's cache, in files."""
-        server = self._fork_server
-        warm = {server, server.with_name("fork.pid"), *server.parents} if self._warm is not None else set()
+        warm: set[Path] = set()
+        if self._warm is not None:
+            server = self._fork_server
+            warm = {server, server.with_name("fork.pid"), *server.parents}
+            for module in self.temporary.glob(
+                "*/_remote_module_non_scriptable.py"
+            ):  # torch 2.9 writes it when imported
+                warm |= {module, module.parent}
         left = [path.relative_to(self.temporary) for path in self.temporary.rglob("*") if path not in warm]
         left_there = sorted(str(path) for path in left if not path.parts[0].startswith("torchinductor_"))
         return [*left_there, *map(str, sorted(self.memory.rglob("*")))]
@@ -303,6 +319,12 @@ def processes_with(variable: str) -> list[psutil.Process]:
             if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def _fork_servers(found: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not been forked themselves: workers bear the command line of the server that forked them."""
+    servers = [process for process in found if "oobleck.training.fork_server" in _command_line(process)]
+    return [process for process in servers if process.ppid() not in {server.pid for server in servers}]
 
 
 def _command_line(process: psutil.Process) -> str:

@@ -59,7 +59,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["hosts", "--local", "2"], 2, ["one of the two"]),
         (["--local", "0"], 2, ["--local: 0 nodes", "1 to"]),
         (["hosts", "--job", "nowhere.yaml"], 2, ["job file nowhere.yaml", "No such file"]),
-        (["hosts", "--job", "."], 2, ["job file .", "directory"]),
+        (["hosts", "--job", "."], 78, ["job file .", "directory"]),
         (["hosts", "--job", "unknown.yaml"], 78, ["unknown.yaml:2:", "'optimiser'", "did you mean", "optimizer"]),
         (["hosts", "--job", "type.yaml"], 78, ["type.yaml:1:", "max_steps: expected a whole number", "'many'"]),
         (["hosts", "--job", "value.yaml"], 78, ["value.yaml:2:", "15", "a multiple of microbatch_size (2)"]),
@@ -67,14 +67,26 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["hosts", "--set", "max_step=3"], 2, ["--set max_step=3", "max_steps"]),
         (["hosts", "--set", "optimizer.learning_rate=fast"], 2, ["--set", "expected a number", "'fast'"]),
         (["hosts", "--dtype", "float8"], 2, ["--dtype", "float32, float64, bfloat16, float16"]),
-        (["hosts", "--pipelines", "3"], 78, ["num_pipelines: 3", "2 nodes", "at least one node"]),
+        (["hosts", "--pipelines", "3"], 2, ["num_pipelines: 3", "2 nodes", "at least one node"]),
         (["hosts", "--kill", "node9@5"], 2, ["--kill", "'node9'", "node1, node2"]),
         (["hosts", "--kill", "node1"], 2, ["--kill", "NODE@STEP", "node2@20"]),
         (["hosts", "--kill", "node1@5000"], 2, ["--kill", "between 1 and"]),
         (["hosts", "--summary", "no/such/place.json"], 2, ["--summary", "no/such/place.json", "directory"]),
         (["hosts", "--ssh-config", "nowhere"], 2, ["ssh config nowhere", "No such file"]),
         (["--local", "2", "--ssh-config", "hosts"], 2, ["--ssh-config", "virtual nodes need none"]),
-        (["hosts", "--tag", "../up"], 78, ["tag", "'../up'", "letters, digits"]),
+        (["hosts", "--tag", "../up"], 2, ["tag", "'../up'", "letters, digits"]),
+        (["hosts", "--steps", "0"], 2, ["--steps: max_steps: 0", "from 1 to"]),
+        (["hosts", "--steps", "9" * 23], 2, ["--steps: max_steps: 9999", "from 1 to"]),
+        (["hosts", "--steps", "9" * 5000], 2, ["--steps", "integer"]),
+        (["hosts", "--seed", "9" * 20], 2, ["--seed: seed: 9999"]),
+        (["hosts", "-f", "-1"], 2, ["-f: fault_threshold: -1"]),
+        (["hosts", "--keep", "0"], 2, ["--keep: checkpoint.save_total_limit: 0"]),
+        (["hosts", "--tp", "0"], 2, ["--tp: tensor_parallel: 0"]),
+        (["hosts", "--tp", "3"], 2, ["--tp: tensor_parallel: 3", "a power of two"]),
+        (["hosts", "--pipelines", "0"], 2, ["--pipelines: num_pipelines: 0"]),
+        (["hosts", "--save-every", "9" * 14], 2, ["--save-every: checkpoint.save_steps: 9999"]),
+        (["--local", "2", "--python", "/nonexistent"], 2, ["--python: there is no /nonexistent"]),
+        (["hosts", "--metrics", "8.8.8.8:80"], 2, ["--metrics: 8.8.8.8"]),
         (["hosts", "--no-such-option"], 2, ["--no-such-option"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -130,11 +142,6 @@ def test_a_model_that_fits_on_no_number_of_nodes_names_the_layer(runner: Runner,
     job = str(runner.job_file())
     outcome = runner.run("--job", job, "--set", "device_memory_bytes=1000", nodes=("--local", "2"))
     assert_refused(runner, outcome, 78, "layer 0 (embedding)", "fits on no number of nodes", "1000 bytes")
-
-
-def test_an_interpreter_that_does_not_exist_is_named(runner: Runner) -> None:
-    outcome = runner.run("--job", str(runner.job_file()), "--python", "/nonexistent", nodes=("--local", "2"))
-    assert_refused(runner, outcome, 1, "there is no /nonexistent", "--python")
 
 
 def script(path: Path, *lines: str) -> str:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
 import torch
 
 from oobleck.checkpoint import CheckpointDirectory
+from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.job_file import load_job
+from tests.disks import fill, small_disk
 
 from .harness import TAG, Outcome, Runner, oobleck
 from .reference import reference_losses
 
 TOLERANCE = 1e-9
+ENDS_BADLY = (ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.CONFIG)
 STEPS = 40
 
 
@@ -52,29 +56,28 @@ def options(runner: Runner, directory: CheckpointDirectory, *more: str, every: i
     return ("--job", str(runner.job_file()), "--steps", str(STEPS), "--set", checkpoint, *more)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, as small as a test wants a disk to be."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
 def kill_everything(runner: Runner) -> None:
-    """SIGKILL to master, agents and workers, as a power cut would, but for the memory."""
-    for process in runner.processes():
-        with suppress(psutil.Error):
-            process.kill()
+    """SIGKILL to master, agents and workers, as a power cut would, but for the memory.
+
+    The master comes first, and all are stopped before any is killed: one that sees others die ends by itself, and what
+    the nodes keep in memory is given back.
+    """
+    processes = sorted(runner.processes(), key=_is_no_child)
+    for act in (psutil.Process.suspend, psutil.Process.kill):
+        for process in processes:
+            with suppress(psutil.Error):
+                act(process)
     deadline_s = time.monotonic() + 20.0
     while runner.processes():
         assert time.monotonic() < deadline_s, runner.processes()
         time.sleep(0.02)
+
+
+def _is_no_child(process: psutil.Process) -> bool:
+    """Whether a process is not the master, which this one started."""
+    with suppress(psutil.Error):
+        return process.ppid() != os.getpid()
+    return True
 
 
 def steps_of(directory: CheckpointDirectory) -> list[int]:
@@ -85,9 +88,9 @@ def steps_of(directory: CheckpointDirectory) -> list[int]:
     return [manifest.step for manifest in manifests]
 
 
-def assert_went_on(outcome: Outcome, reference: list[float], first_step: int) -> None:
+def assert_went_on(outcome: Outcome, reference: list[float], first_step: int, *, exit_code: int = 0) -> None:
     """All steps from this one on were committed, with the losses of a run in which nothing happened."""
-    assert outcome.exit_code == 0, outcome.output
+    assert outcome.exit_code == exit_code, outcome.output
     assert len(outcome.losses) == STEPS - first_step + 1, outcome.output
     gaps = [abs(one - other) for one, other in zip(outcome.losses, reference[first_step - 1 :], strict=True)]
     assert max(gaps) < TOLERANCE, gaps
@@ -192,41 +195,127 @@ def test_a_disk_that_takes_nothing_stops_saving_but_not_training(
     (tmp_path / "file").write_text("in the way")
     directory = CheckpointDirectory(tmp_path / "file" / "checkpoints")
     outcome = runner.run(*options(runner, directory, "--resume", "never"))
-    assert_went_on(outcome, reference, 1)
+    assert_went_on(outcome, reference, 1, exit_code=ExitCode.NOT_SAVED)
     assert "is not saved" in outcome.output
     assert "Not a directory" in outcome.output
-    assert "training goes on" in outcome.output
+
+
+def test_a_last_save_that_fails_is_no_success_and_the_next_run_makes_it_good(
+    runner: Runner, tmp_path: Path, reference: list[float]
+) -> None:
+    """And once it is good, the same line says so and touches nothing."""
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        filler = fill(disk)
+        directory = CheckpointDirectory(disk / "checkpoints")
+        line = options(runner, directory, every=1000)
+        full = runner.run(*line, "--resume", "never")
+        assert_went_on(full, reference, 1, exit_code=ExitCode.NOT_SAVED)
+        assert f"step {STEPS} is NOT SAVED" in full.output
+        assert "stays in the shared memory" in full.output
+        assert "the state was not saved" in oobleck("events", TAG, "--base-dir", str(runner.base_dir)).stdout
+        assert full.summary["saves_failed"] >= 1
+        assert directory.names() == (), "what a failed save has left takes no room"
+        filler.unlink()
+        good = runner.run(*line)
+        assert good.exit_code == 0, good.output
+        assert good.losses == [], "nothing is trained twice"
+        assert steps_of(directory) == [STEPS]
+        assert not runner.memory.exists()
+        journal = (runner.base_dir / TAG / "journal.jsonl").read_bytes()
+        before = files_in(directory.path)
+        again = runner.run(*line, "--keep", "1")
+        assert again.exit_code == 0, again.output
+        assert "finished before: all 40 steps are committed" in again.output
+        assert files_in(directory.path) == before
+        assert (runner.base_dir / TAG / "journal.jsonl").read_bytes() == journal
+
+
+def files_in(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file."""
+    return {
+        str(file.relative_to(path)): (file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(path.rglob("*"))
+    }
 
 
 @pytest.mark.slow
 def test_a_full_disk_stops_saving_but_not_training_until_there_is_room(
-    runner: Runner, small_disk: Path, reference: list[float]
+    runner: Runner, tmp_path: Path, reference: list[float]
 ) -> None:
-    filler = small_disk / "filler"
-    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - (64 << 10)))
-    directory = CheckpointDirectory(small_disk / "checkpoints")
-    with runner.up(*options(runner, directory, "--resume", "never", every=2)) as up:
-        assert "No space left on device" in up.wait_for("is not saved")
-        up.wait_for_steps(3)
-        outcome = up.finish()
-    assert_went_on(outcome, reference, 1)
-    assert steps_of(directory) == []
-    filler.unlink()
-    again = runner.run(*options(runner, directory, "--resume", "never", every=2))
-    assert_went_on(again, reference, 1)
-    assert steps_of(directory)[0] == STEPS
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        filler = fill(disk)
+        directory = CheckpointDirectory(disk / "checkpoints")
+        with runner.up(*options(runner, directory, "--resume", "never", every=2)) as up:
+            assert "No space left on device" in up.wait_for("is not saved")
+            up.wait_for_steps(3)
+            filler.unlink()
+            outcome = up.finish()
+        assert_went_on(outcome, reference, 1)
+        assert steps_of(directory)[0] == STEPS
 
 
 @pytest.mark.slow
-def test_a_run_that_was_finished_starts_anew_or_goes_on_where_it_is_told_to(
+def test_what_a_finished_run_has_made_outlives_all_that_comes_after(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:
-    short = ("--steps", "6")
+    short = ("--steps", "6", "--keep", "1")
     first = runner.run(*options(runner, directory, "--resume", "never"), *short)
     assert first.exit_code == 0, first.output
-    again = runner.run(*options(runner, directory), *short)
-    assert "starts anew" in again.output
-    assert len(again.losses) == 6
+    (made,) = directory.names()
+    before = files_in(directory.path / made)
+    from_scratch = runner.run(*options(runner, directory, "--resume", "never", every=2), *short)
+    assert len(from_scratch.losses) == 6
+    assert "checkpoints of other runs lie in the same directory and stay" in from_scratch.output
+    further = runner.run(*options(runner, directory, every=2), "--steps", "12", "--keep", "1")
+    assert further.summary["begun_after"] == 6
+    assert len(further.losses) == 6
+    other = runner.run(*options(runner, directory), *short, "--set", "model.n_embd=16")
+    assert other.exit_code == ExitCode.CONFIG
+    assert "this tag has trained another model" in other.output
+    assert files_in(directory.path / made) == before
+    assert sorted(steps_of(directory)) == [6, 6, 12]
     nowhere = runner.run(*options(runner, directory, "--resume", "/nonexistent"), *short)
     assert nowhere.exit_code == 78
     assert "there is no checkpoint that can be used" in nowhere.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_wherever_a_disk_is_full_success_means_a_whole_checkpoint_and_a_whole_journal(
+    tmp_path: Path, seed: int
+) -> None:
+    """All that a run writes is on a disk that is full for a while, beginning and ending anywhere."""
+    random = Random(seed)
+    own = Runner(tmp_path)
+    own.base_dir.mkdir()
+    with small_disk(own.base_dir, "48m") as disk:
+        checkpoint = CheckpointDirectory(own.base_dir / TAG / "checkpoints")
+        line = ("--job", str(own.job_file()), "--steps", str(STEPS), "--set", "checkpoint={enabled: true}")
+        codes = []
+        for _ in range(3):
+            with own.up(*line, "--save-every", str(random.choice((1, 3, 1000)))) as up:
+                if random.random() < 0.7:
+                    with suppress(AssertionError):  # there may be nothing left to train
+                        up.wait_for("] step ")
+                time.sleep(random.random())
+                filler = fill(disk)
+                time.sleep(random.random())
+                if codes or random.random() < 0.5:
+                    filler.unlink()
+                outcome = up.finish()
+            filler.unlink(missing_ok=True)
+            codes.append(outcome.exit_code)
+            assert outcome.exit_code in (0, 1, *ENDS_BADLY), outcome.output
+            if outcome.exit_code == 0:
+                assert steps_of(checkpoint)[0] == STEPS, outcome.output
+                assert_journal_is_whole(own)
+        assert codes[-1] == 0, outcome.output
+    own.close()
+
+
+def assert_journal_is_whole(runner: Runner) -> None:
+    """It tells every step after those that a run before has left, and its end."""
+    entries = runner.journal()
+    assert entries[-1]["@type"] in ("JobEnded", "JournalGap")
+    begun = next(entry["restored_step"] for entry in entries if entry["@type"] == "PlanAdopted") or 0
+    steps = [entry["record"]["step"] for entry in entries if entry["@type"] == "StepDone"]
+    assert steps == list(range(begun + 1, STEPS + 1))

@@ -36,7 +36,8 @@ def newest(runner: Runner, failure: str, node: str | None, *, timeout_s: float =
 
 
 def agent_pid(runner: Runner, node: str) -> int:
-    return int((runner.agent_directory(node) / "agent.pid").read_text())
+    (pid,) = runner.pids(node, "agent")
+    return pid
 
 
 def wait_until_ready_again(up: Up, node: str) -> None:

@@ -29,7 +29,8 @@ SOON = ("--set", "control.rejoin_after_s=1", "--set", "control.lease_s=1.5")
 
 
 def pid_of(runner: Runner, node: str, role: str) -> int:
-    return int((runner.agent_directory(node) / f"{role}.pid").read_text())
+    (pid,) = runner.pids(node, role)
+    return pid
 
 
 def test_an_agent_is_killed_under_its_worker_and_another_is_given_notice(
@@ -223,7 +224,7 @@ def test_a_master_is_crashed_under_a_run_that_somebody_else_has_started(runner: 
         assert played.returncode == 0, played.stdout + played.stderr
         assert up.process.wait(10) == -signal.SIGKILL
         up.wait_for("a new master takes over")  # it writes to where the first one did
-        assert RunDirectory(base_dir=runner.base_dir, tag=TAG).master_pid != first
+        assert RunDirectory(base_dir=runner.base_dir, tag=TAG).master.pid != first
         up.wait_for_steps(3)
         stopped = oobleck("stop", TAG, "--base-dir", str(runner.base_dir))
         assert stopped.returncode == 0, stopped.stderr

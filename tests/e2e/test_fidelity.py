@@ -52,6 +52,7 @@ Recovery = tuple[str, str, tuple[str, ...]]
 """Cause, action, nodes."""
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("events", "duration_s", "attempts"),
     [(SHORT, 11.0, 2), pytest.param(LONG, 110.0, 1, marks=pytest.mark.slow)],

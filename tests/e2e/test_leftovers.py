@@ -38,7 +38,7 @@ class Holdings:
 def holdings(run: Elastic, runner: Runner) -> Holdings:
     """Of node0's worker, which lives all along, of the agents that stay, and of the master."""
     worker = worker_pids(runner)["node0"]
-    agents = [int((runner.agent_directory(node) / "agent.pid").read_text()) for node in ("node0", "node1")]
+    agents = [pid for node in ("node0", "node1") for pid in runner.pids(node, "agent")]
     return Holdings(
         worker_descriptors=_count(worker, "fd"),
         worker_threads=_count(worker, "task"),

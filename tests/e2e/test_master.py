@@ -45,6 +45,8 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
     assert outcome.exit_code == 0, outcome.output
     assert len(entries(runner, "MasterResumed")) == 1
     assert [incident["root"]["failure"] for incident in incidents(runner)] == ["master_lost"]
+    assert f"] step {STEPS}/{STEPS}: loss" in outcome.output
+    assert "/0: loss" not in outcome.output, "the second master says how many steps there are to be"
     assert outcome.summary["steps_committed"] == STEPS
     assert outcome.summary["steps_lost"] == outcome.summary["samples_repeated"] == 0
     assert outcome.summary["recoveries"] == []
@@ -62,8 +64,8 @@ def test_a_node_that_dies_with_the_master_is_met_by_the_next_one(runner: Runner)
         first.wait_for_step(8)
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
-        for path in runner.agent_directory("node3").glob("*.pid"):
-            os.kill(int(path.read_text()), signal.SIGKILL)
+        for pid in runner.pids("node3"):
+            os.kill(pid, signal.SIGKILL)
         with runner.up(*options(runner)) as second:
             outcome = second.finish()
     assert outcome.exit_code == 0, outcome.output

@@ -70,6 +70,26 @@ def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
     assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]
 
 
+def test_ssh_connections_that_all_end_cost_no_node(
+    runner: Runner, undisturbed: Outcome, hosts: tuple[str, ...], servers: list[OpenSSH], home: Path
+) -> None:
+    """The agents live, and their workers train on: the master finds the way to them again."""
+    workers: dict[str, int] = {}
+    with runner.up("--job", str(runner.job_file()), nodes=hosts) as up:
+        up.wait_for("step 2/")
+        workers = worker_pids(runner)
+        for server in servers:
+            server.kill_sessions()
+        outcome = up.finish()
+    assert outcome.exit_code == 0, outcome.output
+    assert all(f"{node} is reached again" in outcome.output for node in NODES), outcome.output
+    assert outcome.summary["recoveries"] == []
+    assert worker_pids(runner) == workers
+    gaps = [abs(one - other) for one, other in zip(outcome.losses, undisturbed.losses, strict=True)]
+    assert max(gaps) < TOLERANCE
+    assert runner.left_over() == []
+
+
 def listening_addresses(runner: Runner) -> dict[str, str]:
     """The one address that each node's worker listens at."""
     found = {}

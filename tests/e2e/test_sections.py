@@ -62,12 +62,12 @@ def wait_for_middle_of_step(runner: Runner, up: Up, step: int) -> None:
     time.sleep(INTO * done[-1]["duration_s"])
 
 
-def kill(runner: Runner, nodes: Sequence[str], pattern: str = "*.pid") -> None:
-    """Kill agents and workers of nodes at once, or those whose files match the pattern."""
+def kill(runner: Runner, nodes: Sequence[str], processes: str = "*") -> None:
+    """Kill agents and workers of nodes at once, or those whose names match the pattern."""
     for node in nodes:
-        for path in runner.agent_directory(node).glob(pattern):
+        for pid in runner.pids(node, processes):
             with suppress(ProcessLookupError):
-                os.kill(int(path.read_text()), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def plans_within_steps(runner: Runner) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def test_loss_upon_loss_within_one_step_changes_no_loss(runner: Runner) -> None:
 def test_workers_that_come_back_and_nodes_that_join_within_a_step_change_no_loss(runner: Runner) -> None:
     with runner.up(*options(runner, steps=30)) as up:
         wait_for_middle_of_step(runner, up, 3)
-        kill(runner, ("node1", "node2"), "worker*.pid")
+        kill(runner, ("node1", "node2"), "worker*")
         wait_for_middle_of_step(runner, up, 5)
         kill(runner, ("node3",))
         wait_for_middle_of_step(runner, up, 6)

@@ -69,13 +69,13 @@ class Storm:
         """Shorter than the lease: nobody is to be lost for it."""
         node = self.random.choice(sorted(self.living))
         self.done.append(f"freeze {node} a while")
-        self._signal(node, "*.pid", signal.SIGSTOP)
+        self._signal(node, "*", signal.SIGSTOP)
         time.sleep(LEASE_S / 3)
-        self._signal(node, "*.pid", signal.SIGCONT)
+        self._signal(node, "*", signal.SIGCONT)
 
     def kill_agent(self) -> None:
         for node in self._victims("kill the agent of", 1):
-            self._signal(node, "agent.pid", signal.SIGKILL)
+            self._signal(node, "agent", signal.SIGKILL)
             self.living.discard(node)
 
     def kill_master(self) -> None:
@@ -88,12 +88,12 @@ class Storm:
     def give_notice(self) -> None:
         node = self.random.choice(sorted(self.living))
         self.done.append(f"SIGTERM {node}")
-        self._signal(node, "agent.pid", signal.SIGTERM)
+        self._signal(node, "agent", signal.SIGTERM)
         self.living.discard(node)
 
     def kill_worker(self) -> None:
         for node in self._victims("kill the worker of", 1):
-            self._signal(node, "worker*.pid", signal.SIGKILL)
+            self._signal(node, "worker*", signal.SIGKILL)
 
     def drain(self) -> None:
         node = self.random.choice(sorted(self.living))
@@ -107,7 +107,7 @@ class Storm:
 
     def _end(self, number_of_nodes: int, number: signal.Signals) -> None:
         for node in self._victims(number.name, number_of_nodes):
-            self._signal(node, "*.pid", number)
+            self._signal(node, "*", number)
             self.living.discard(node)
 
     def _victims(self, what: str, count: int) -> list[str]:
@@ -144,10 +144,10 @@ class Storm:
                     kept.update(range(stage["first_layer"], stage["stop_layer"]))
         return kept >= set(range(entries[in_force]["num_layers"]))
 
-    def _signal(self, node: str, pattern: str, number: signal.Signals) -> None:
-        for path in self.runner.agent_directory(node).glob(pattern):
-            with suppress(ProcessLookupError, FileNotFoundError, ValueError):
-                os.kill(int(path.read_text()), number)
+    def _signal(self, node: str, processes: str, number: signal.Signals) -> None:
+        for pid in self.runner.pids(node, processes):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _command(self, command: str, node: str) -> bool:
         """A command that comes too early or too late is refused; that is an answer, too."""

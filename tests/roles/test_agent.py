@@ -127,9 +127,11 @@ async def test_a_notice_of_termination_is_passed_on_once(autojump_clock: MockClo
         return f"notice asked for every {control.notice_interval_s:g} s"
 
     link = Link()
+    post, links = trio.open_memory_channel[Link](1)
+    post.send_nowait(link)
 
     async def accept():
-        return link.agent
+        return (await links.receive()).agent
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(make_agent(accept, VirtualHost(), await_notice=in_a_while).run)

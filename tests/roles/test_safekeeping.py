@@ -6,7 +6,14 @@ import pytest
 import trio
 
 from oobleck.control.manifest import Manifest, Shard
-from oobleck.control.messages import AgentMessage, LayersPersisted, StateSaved
+from oobleck.control.messages import (
+    AgentMessage,
+    LayersPersisted,
+    PersistState,
+    RemoveUnfinished,
+    StateNotSaved,
+    StateSaved,
+)
 from oobleck.control.saving_messages import SavedState
 from oobleck.job import CheckpointSpec
 from oobleck.roles.ports import StoragePaths
@@ -26,8 +33,14 @@ class SlowDisk:
     async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
         await trio.sleep(3)
 
+    async def persist_all(self, name: str) -> tuple[Shard, ...]:
+        raise OSError(28, "No space left on device", "/c")
+
+    async def remove_unfinished(self, names: tuple[str, ...]) -> None:
+        raise OSError(5, "Input/output error")
+
     def discard_memory(self) -> None:
-        raise AssertionError("nothing is committed yet")
+        raise AssertionError("nobody leaves here")
 
 
 async def test_what_was_handed_over_is_written_before_anybody_leaves(autojump_clock: trio.testing.MockClock) -> None:
@@ -43,5 +56,16 @@ async def test_what_was_handed_over_is_written_before_anybody_leaves(autojump_cl
         await keeping.settle()
         assert trio.current_time() == pytest.approx(6)
         assert [type(message) for message in said] == [LayersPersisted] * 2
-        keeping.leave()  # what is not committed stays in memory
         nursery.cancel_scope.cancel()
+
+
+async def test_what_a_run_before_has_left_fails_by_its_name(autojump_clock: trio.testing.MockClock) -> None:
+    said: list[AgentMessage] = []
+    keeping = Safekeeping(SlowDisk(), said.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keeping.run)
+        keeping.take(PersistState(name="step-1", step=1))
+        keeping.take(RemoveUnfinished(names=("step-0",)))  # what stays on a broken disk is nobody's business here
+        await keeping.settle()
+        nursery.cancel_scope.cancel()
+    assert said == [StateNotSaved(device=0, name="step-1", step=1, reason="/c: No space left on device")]

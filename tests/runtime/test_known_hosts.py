@@ -62,7 +62,9 @@ def test_every_host_has_the_keys_that_asyncssh_alone_would_find(
 
 
 @pytest.mark.parametrize(
-    "line", ["alpha", "@nonsense alpha key", f"|1|salt {WORDS[0]}", f"|2|c2FsdA==|aGFzaA== {WORDS[0]}"]
+    "line",
+    ["alpha", "@nonsense alpha key", f"|1|salt {WORDS[0]}", f"|2|c2FsdA==|aGFzaA== {WORDS[0]}"],
+    ids=["no key", "unknown marker", "no hash", "unknown hash"],
 )
 def test_a_broken_line_is_an_error_for_every_host(tmp_path: Path, line: str) -> None:
     path = tmp_path / "known_hosts"

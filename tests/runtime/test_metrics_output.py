@@ -15,6 +15,7 @@ from oobleck.errors import UsageError
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, parse_metrics_address, serve_metrics
 from oobleck.runtime.tensorboard_file import TensorBoardFile, crc32c
 from tests.control.journals import run_with_a_loss
+from tests.disks import fill, small_disk
 
 
 def test_each_committed_step_is_a_line_and_a_new_master_goes_on_below(tmp_path):
@@ -41,6 +42,24 @@ def test_a_disk_that_refuses_costs_the_run_nothing(tmp_path, caplog):
         output.apply(entry)
     assert output.metrics.sample(9.0).step == 3
     assert len(caplog.records) == 1
+
+
+def test_samples_that_a_full_disk_did_not_take_are_written_when_there_is_room(tmp_path):
+    steps = list(run_with_a_loss(steps=60, lost_at=4))
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        output = MetricsOutput(disk / "metrics.jsonl", tensorboard=True)
+        for entry in steps[:20]:
+            output.apply(entry)
+        filler = fill(disk)
+        for entry in steps[20:]:
+            output.apply(entry)
+        there = (disk / "metrics.jsonl").read_text()
+        assert there.endswith("\n")
+        assert len(there.splitlines()) < 60
+        filler.unlink()
+        output.close()
+        samples = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == list(range(1, 61))
 
 
 def test_the_checksum_is_castagnolis():

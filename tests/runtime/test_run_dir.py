@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, RunDirectory, default_base_dir, private_directory
+from oobleck.runtime.agent_dir import AgentDir
+from oobleck.runtime.places import private_directory
+from oobleck.runtime.process_id import ProcessId
+from oobleck.runtime.run_dir import BASE_DIR_VARIABLE, RunDirectory, default_base_dir
 
 HOLD_THE_LOCK = """
 import sys
@@ -72,15 +76,16 @@ def test_a_base_directory_that_cannot_be_made_is_named(tmp_path):
 def test_a_link_in_place_of_a_directory_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="belongs to you, and not a link"):
+    with pytest.raises(ConfigError, match="belongs to you, and not a link; it is a link"):
         private_directory(tmp_path / "link")
 
 
-def test_a_deep_base_directory_gets_a_short_socket_path(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_a_deep_base_directory_gets_a_short_socket_path(tmp_path_factory, tmp_path, monkeypatch):
+    runtime = tmp_path_factory.mktemp("r")  # its name is shorter than this test's
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     shallow, deep, other = run_in(Path("/b")), run_in(tmp_path / ("x" * 90)), run_in(tmp_path / ("y" * 90))
     assert shallow.control_socket == Path("/b/t/control.sock")
-    assert deep.control_socket.parent == tmp_path / "oobleck"
+    assert deep.control_socket.parent == runtime / "oobleck"
     assert deep.control_socket != other.control_socket
     assert max(len(os.fsencode(run.control_socket)) for run in (deep, other)) <= 100
 
@@ -88,7 +93,9 @@ def test_a_deep_base_directory_gets_a_short_socket_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize("variable", ["", "/" + "r" * 95])
 def test_without_a_usable_runtime_directory_the_temporary_one_serves(tmp_path, monkeypatch, variable):
     monkeypatch.setenv("XDG_RUNTIME_DIR", variable)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path)[:20] + "z" * 60)
+    long = tmp_path / ("z" * 60)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
     path = run_in(tmp_path / ("x" * 90)).control_socket
     assert path.parent == Path(f"/tmp/oobleck-{os.getuid()}")
 
@@ -121,4 +128,77 @@ def test_the_lock_can_be_taken_again_after_it_was_given_back(tmp_path):
     run.create()
     for _ in range(2):
         with run.lock():
-            assert (run.path / "lock").read_text() == f"{os.getpid()}\n"
+            assert run.master == ProcessId.of(os.getpid())
+
+
+def test_an_existing_base_directory_keeps_its_mode(tmp_path):
+    base = tmp_path / "shared"
+    base.mkdir()
+    base.chmod(0o1777)
+    run_in(base).create()
+    assert mode_of(base) == 0o1777
+    assert mode_of(base / "t") == 0o700
+
+
+def test_a_run_is_the_same_by_every_name_of_its_base_directory(tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "link").symlink_to(scratch)
+    monkeypatch.chdir(tmp_path)
+    names = [scratch, tmp_path / "link", Path("link"), Path("scratch/../link/"), tmp_path / "link" / "." / ""]
+    runs = [run_in(name) for name in names]
+    runs[1].create()
+    assert {run.path for run in runs} == {scratch / "t"}
+    assert len({run.run_id for run in runs}) == len({run.control_socket for run in runs}) == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_tokenised_text_is_kept_apart_where_the_shared_one_is_of_another_user(tmp_path):
+    run = run_in(tmp_path)
+    assert run.cache == tmp_path / "cache"
+    run.cache.mkdir()
+    assert run.cache == tmp_path / "cache"
+    os.chown(run.cache, 54_321, 54_321)
+    assert run.cache == tmp_path / "t" / "cache"
+
+
+def test_a_link_that_points_nowhere_yet_is_followed(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    run_in(tmp_path / "link").create()
+    assert mode_of(tmp_path / "scratch" / "t") == 0o700
+
+
+def test_a_base_directory_that_ssh_cannot_name_is_refused(tmp_path):
+    name = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    with pytest.raises(ConfigError, match="its name must be UTF-8"):
+        run_in(name).create()
+    assert not name.exists()
+
+
+def test_a_run_is_reached_from_terminals_with_another_runtime_directory(tmp_path, monkeypatch):
+    base = tmp_path / ("x" * 90)
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "one"))
+    run_in(base).create()
+    before = run_in(base).control_socket
+    assert before.parent == tmp_path / "one" / "oobleck"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "other"))
+    assert run_in(base).control_socket == before
+    run_in(base).create()  # the next master's
+    assert run_in(base).control_socket.parent == tmp_path / "other" / "oobleck"
+
+
+def test_agents_that_a_master_left_are_looked_for_where_they_are(tmp_path, monkeypatch):
+    run = run_in(tmp_path / "base")
+    run.create()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "one"))
+    assert run.pin_temporary_directory() == tmp_path / "one"
+    AgentDir(run.run_id, "node0").create()
+    left = AgentDir(run.run_id, "any").job_path
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "other"))
+    assert run.pin_temporary_directory() == tmp_path / "one"
+    shutil.rmtree(left)
+    assert run.pin_temporary_directory() == tmp_path / "other"

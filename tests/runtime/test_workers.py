@@ -76,7 +76,7 @@ def parent_of(worker: Worker) -> str:
 
 
 def kill_server(directory: AgentDir) -> None:
-    os.kill(int(directory.fork_server_pid.read_text()), signal.SIGKILL)
+    os.kill(int(directory.fork_server_pid.read_text().split()[0]), signal.SIGKILL)
 
 
 async def test_workers_outlive_their_fork_server_and_their_ends_are_noticed(directory: AgentDir) -> None:
@@ -108,7 +108,7 @@ async def test_agents_of_one_machine_share_the_next_server(directory: AgentDir) 
         told = {await one.server_ended(), await two.server_ended()}
         assert told == {"killed by signal 9; it is started again", "its connection was lost; it is started again"}
         after = [await one.start(setup()), await two.start(setup("node1"))]
-        assert {parent_of(worker) for worker in after} == {directory.fork_server_pid.read_text().strip()}
+        assert {parent_of(worker) for worker in after} == {directory.fork_server_pid.read_text().split()[0]}
         for worker in before:
             os.kill(worker.pid, 0)  # it lives
 

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from oobleck.sim.trace import (
     AgentCrashed,
+    AgentFrozen,
     ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
     Lost,
     MasterCrashed,
+    MasterFrozen,
     Noticed,
     Partitioned,
     Slowed,
@@ -24,8 +26,8 @@ from oobleck.sim.trace import (
 )
 
 _ANY = (
-    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, Noticed, MasterCrashed, Partitioned, Healed,
-    ForkServerCrashed,
+    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed,
+    MasterFrozen, Partitioned, Healed, ForkServerCrashed,
 )  # fmt: skip
 
 
@@ -54,8 +56,9 @@ def traces(
         well, away = sorted(here - frozen), sorted(set(nodes) - here)
         targets = {
             Lost: sorted(here), Joined: away, Frozen: well, Thawed: sorted(frozen), Slowed: well, WorkerCrashed: well,
-            AgentCrashed: well, ForkServerCrashed: well, Noticed: well, MasterCrashed: nodes, Partitioned: nodes,
-            Healed: nodes if partitioned else (),
+            AgentCrashed: well, ForkServerCrashed: well, AgentFrozen: well, Noticed: well, MasterCrashed: nodes,
+            MasterFrozen: nodes,
+            Partitioned: nodes, Healed: nodes if partitioned else (),
         }  # fmt: skip
         possible = [kind for kind in kinds if targets[kind]]
         if not possible:
@@ -68,6 +71,10 @@ def traces(
             events.append(Noticed(t_s=t_s, node=node, grace_s=draw(st.floats(0, 120))))
         elif kind is MasterCrashed:
             events.append(MasterCrashed(t_s=t_s, down_s=draw(st.floats(0, 60))))
+        elif kind is MasterFrozen:
+            events.append(MasterFrozen(t_s=t_s, frozen_s=draw(st.floats(0, 60))))
+        elif kind is AgentFrozen:
+            events.append(AgentFrozen(t_s=t_s, node=node, frozen_s=draw(st.floats(0, 60))))
         elif kind is Partitioned:
             events.append(Partitioned(t_s=t_s, nodes=tuple(sorted(draw(st.sets(st.sampled_from(nodes), min_size=1))))))
             partitioned = True

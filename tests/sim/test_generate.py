@@ -123,7 +123,7 @@ def test_another_process_with_another_hash_seed_draws_the_same() -> None:
         ({"mean_time_to_failure_s": 0}, "mean_time_to_failure_s is 0; it must be above 0"),
         ({"shape": 0}, "shape is 0"),
         ({"batches": {}}, "batches is {}"),
-        ({"batches": {0: 1.0}}, "sizes of at least 1"),
+        ({"batches": {0: 1.0}}, "sizes from 1 to"),
         ({"batches": {1: 0.0}}, "weights above 0"),
         ({"notice_s": -1}, "notice_s is -1"),
         ({"repairs": ((1.0, 0.0),)}, "repairs is"),

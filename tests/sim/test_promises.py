@@ -16,17 +16,20 @@ from oobleck.job import ScalingSpec
 from oobleck.sim.cluster_gear import ClusterRun, run_cluster
 from oobleck.sim.trace import (
     AgentCrashed,
+    AgentFrozen,
     ForkServerCrashed,
     Frozen,
     Healed,
     Joined,
     Lost,
     MasterCrashed,
+    MasterFrozen,
     Noticed,
     Partitioned,
     Slowed,
     Thawed,
     Trace,
+    TraceEvent,
     WorkerCrashed,
 )
 from tests.examples import examples
@@ -65,8 +68,8 @@ SHAPES = (
     replace(PLAIN, num_layers=6, layers_per_device=3, slowness=20.0, reductions=4),
 )
 ALL = (
-    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, Noticed, MasterCrashed, Partitioned, Healed,
-    ForkServerCrashed,
+    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed,
+    MasterFrozen, Partitioned, Healed, ForkServerCrashed,
 )  # fmt: skip
 NODES = (Lost, Joined, WorkerCrashed, AgentCrashed, ForkServerCrashed)
 
@@ -86,8 +89,15 @@ def _with_quiet_end(trace: Trace) -> Trace:
 
 
 def _last_fault_s(trace: Trace) -> float:
-    ends = [event.t_s + (event.down_s if isinstance(event, MasterCrashed) else 0.0) for event in trace.events]
-    return max(ends, default=BEGIN_S)
+    return max(map(_end_s, trace.events), default=BEGIN_S)
+
+
+def _end_s(event: TraceEvent) -> float:
+    match event:
+        case MasterCrashed(down_s=lasts_s) | MasterFrozen(frozen_s=lasts_s) | AgentFrozen(frozen_s=lasts_s):
+            return event.t_s + lasts_s
+        case _:
+            return event.t_s
 
 
 def play(trace: Trace, setting: Setting, seed: int) -> ClusterRun:

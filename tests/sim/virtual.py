@@ -35,6 +35,7 @@ class Setting:
     duration_s: float = 40.0
     max_steps: int = 1_000_000
     heartbeat_interval_s: float = 0.5
+    orphan_timeout_s: float = 20.0
     link_latency_s: float = Delays().link_latency_s
     """Long ones have more under way when something ends."""
     has_profile: bool = True
@@ -63,7 +64,7 @@ class Setting:
             lease_s=3.0,
             connect_timeout_s=5.0,
             start_timeout_s=30.0,
-            orphan_timeout_s=20.0,
+            orphan_timeout_s=self.orphan_timeout_s,
         )
         return replace(self.shape.job, control=control, scaling=self.scaling, schedule=self.schedule)
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.training.conversion import export_model, import_model
+from tests.disks import fill, small_disk
 
 SIZES = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "bos_token_id": 0, "eos_token_id": 0},
@@ -54,6 +55,16 @@ def test_a_harmed_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(CorruptCheckpoint, match=r"layer-0002.safetensors: "):
         export_model(checkpoint, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_an_export_that_a_full_disk_cuts_off_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    checkpoint = import_model(saved, tmp_path / "imported")
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        filler = fill(disk)
+        filler.write_bytes(bytes(filler.stat().st_size - 16384))
+        with pytest.raises(OSError, match="exported"):
+            export_model(checkpoint, disk / "exported")
+        assert list(disk.iterdir()) == [filler]
 
 
 def test_what_is_no_model_directory_is_not_imported(tmp_path: Path) -> None:

@@ -288,6 +288,82 @@ def test_what_a_script_makes_is_checked():
             source(value)
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("labels", [-100, -100, 3, 4]),
+        ("labels", [1, 2, 3]),
+        ("label", 1),
+        ("attention_mask", [1, 1, 1, 0]),
+        ("token_type_ids", [0, 0, 1, 1]),
+        ("position_ids", [0, 1, 0, 1]),
+        ("loss_mask", [1, 1, 1, 1]),
+    ],
+)
+def test_what_a_scripts_samples_say_beside_their_tokens_is_refused_by_name(column: str, value: object):
+    whole = {"input_ids": [1, 2, 3, 4]}
+    for samples in ([whole | {column: value}], [whole] * 63 + [whole | {column: value}]):
+        with pytest.raises(ConfigError, match=rf"its column '{column}' is not supported yet, .*; leave the column out"):
+            ScriptSamples(lambda samples=samples: samples, sequence_length=4, vocab_size=10)
+
+
+def test_columns_that_change_nothing_are_no_concern():
+    """As `tokenizer(...)` and the usual scripts of transformers make them."""
+    tokens = [1, 2, 3, 4]
+    sample = {
+        "input_ids": tokens,
+        "labels": torch.tensor(tokens),
+        "attention_mask": np.ones(4),
+        "token_type_ids": [0] * 4,
+        "position_ids": range(4),
+        "id": "a7",
+        "label_ids": None,
+    }
+    source = ScriptSamples(lambda: [sample], sequence_length=4, vocab_size=10)
+    assert source.rows([0]).tolist() == [tokens]
+
+
+def test_a_sample_that_cannot_be_had_is_told_by_its_number():
+    class Broken:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> list[int]:
+            if index == 2:
+                raise RuntimeError("gone")
+            return [1, 2]
+
+    for samples, words in (
+        (Broken(), "sample 2: RuntimeError: gone"),
+        ([{"tokens": [1, 2]}], "sample 0: KeyError: 'input_ids'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ScriptSamples(lambda samples=samples: samples, sequence_length=2, vocab_size=10)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"labels": [1, 2]}, r"a\.jsonl:2: its column 'labels' is not supported yet"),
+        ({"attention_mask": [1, 0]}, r"a\.jsonl:2: its column 'attention_mask'"),
+        ({"label": [0, 1]}, r"a\.jsonl:2: its column 'label'"),
+        ({"label": 1, "labels": "spam"}, None),
+    ],
+)
+def test_labels_for_each_token_of_a_line_are_refused_and_those_of_a_text_are_not(
+    row: dict[str, object], words: str | None, tmp_path: Path
+):
+    rows = ({"text": "one"}, {"text": "two"} | row)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    spec = DataSpec(paths=(str(path),))
+    if words is None:
+        assert read_documents(spec) == ["one", "two"]
+    else:
+        with pytest.raises(ConfigError, match=words):
+            read_documents(spec)
+
+
 @pytest.mark.slow
 def test_eight_megabytes_take_seconds(tmp_path: Path):
     start = time.process_time()

@@ -79,6 +79,15 @@ def test_a_part_of_the_rows_is_taken_where_it_is_asked_for(tmp_path: Path) -> No
     assert read(tmp_path / "other", text_column="body") == ["other"]
 
 
+def test_labels_for_each_token_are_refused_and_that_of_a_text_is_not(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": ["one"], "label": [1]}).save_to_disk(tmp_path / "reviews")
+    assert read(tmp_path / "reviews") == ["one"]
+    for column in ("labels", "attention_mask", "label"):
+        Dataset.from_dict({"text": ["one"], column: [[1, 0]]}).save_to_disk(tmp_path / column)
+        with pytest.raises(ConfigError, match=rf"its column '{column}' is not supported yet"):
+            read(tmp_path / column)
+
+
 def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
     Dataset.from_dict({"text": ["x" * 100] * 50_000}).save_to_disk(tmp_path / "saved")
     documents = read(tmp_path / "saved", max_bytes=1050)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from oobleck.errors import ConfigError
-from oobleck.job import OptimizerSpec, Scalar
+from oobleck.job import JobSpec, OptimizerSpec, Scalar
+from oobleck.training.assembly import check_optimizer
 from oobleck.training.optimizer import Optimizer
 
 SPEC = OptimizerSpec(learning_rate=0.01, warmup_steps=2, lr_scheduler_type="linear")
@@ -212,3 +213,21 @@ def test_unfit_optimizers_are_refused_with_the_reason():
         Optimizer(OptimizerSpec(optim_args={"momentum": 0.9}), max_steps=9)
     with pytest.raises(ConfigError, match="SGD refuses its arguments: Invalid momentum"):
         Optimizer(OptimizerSpec(optim="sgd", optim_args={"momentum": -1.0}), max_steps=9).layout()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (OptimizerSpec(optim="nonsense"), "optimizer.optim: 'nonsense' is not known"),
+        (OptimizerSpec(optim_args={"momentum": 2}), "optimizer.optim_args.momentum: AdamW takes no such argument"),
+        (OptimizerSpec(optim="sgd", optim_args={"momentum": -1}), "optimizer: SGD refuses its arguments"),
+        (OptimizerSpec(lr_scheduler_kwargs={"num_cycles": -1}), "num_cycles: -1 is not possible; it must be from 0"),
+        (OptimizerSpec(lr_scheduler_kwargs={"num_cycles": 1e300}), "num_cycles: 1e[+]300 is not possible"),
+        (OptimizerSpec(lr_scheduler_kwargs={"num_cycles": float("nan")}), "num_cycles: nan is not possible"),
+        (OptimizerSpec(lr_scheduler_kwargs={"nonsense": 1}), "lr_scheduler_kwargs.nonsense: cosine takes"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_told_before_anything_is_trained(spec: OptimizerSpec, words: str) -> None:
+    check_optimizer(JobSpec())
+    with pytest.raises(ConfigError, match=words):
+        check_optimizer(JobSpec(optimizer=spec))

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 
 import trio
-from rich.console import Console
 
 from oobleck.control.view import RunView
-from oobleck.ui.live import LineLog, run_dashboard, run_lines, wants_dashboard
+from oobleck.streams import lasting
+from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, wants_dashboard
 from tests.control.journals import run_with_a_loss
 
 
 async def feed(arguments: argparse.Namespace) -> int:
-    console, view, log = Console(), RunView(), LineLog()
+    output, view, log = lasting(sys.stdout), RunView(), LineLog()
     started = trio.current_time()
     late_s = 0.0
 
@@ -33,10 +33,10 @@ async def feed(arguments: argparse.Namespace) -> int:
     number = 0
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch_signals, nursery.cancel_scope)
-        if wants_dashboard(console, plain=arguments.plain):
-            nursery.start_soon(partial(run_dashboard, view, console=console, now_s=now_s))
+        if wants_dashboard(console_on(output), plain=arguments.plain):
+            nursery.start_soon(partial(run_dashboard, view, output=output, now_s=now_s))
         else:
-            nursery.start_soon(partial(run_lines, log, console=console))
+            nursery.start_soon(partial(run_lines, log, output=output))
         for entry in run_with_a_loss(arguments.nodes // 2, 2):
             await trio.sleep_until(started + entry.t_s / arguments.speed)
             late_s = max(late_s, trio.current_time() - started - entry.t_s / arguments.speed)

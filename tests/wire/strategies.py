@@ -6,6 +6,7 @@ some combinations of fields are helped, to choose possible ones.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -16,12 +17,26 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from oobleck.control.manifest import Shard
-from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, OptimizerSpec, ScalingSpec
+from oobleck.job import (
+    Bounds,
+    CheckpointSpec,
+    ControlSpec,
+    DataSpec,
+    JobSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ScalingSpec,
+    bounds_of,
+)
 from oobleck.planner import Pipeline, PipelineTemplate, Place, StageTemplate
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)
 """With lone surrogates, as in a traceback that shows a file name of broken encoding."""
+
+WHOLE = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
+"""What a job may hold."""
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | WHOLE
 
 _PLAIN: dict[object, st.SearchStrategy[Any]] = {
     None: st.none(),
@@ -60,10 +75,19 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
 def built(cls: type, **chosen: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Values of a dataclass, each field of its annotation but for the chosen ones."""
     hints = get_type_hints(cls)
-    return st.builds(
-        cls,
-        **({field.name: values_of(hints[field.name]) for field in fields(cls) if field.name not in chosen} | chosen),
-    )
+    drawn = {name: within(hints[name], bounds) for name, bounds in bounds_of(cls).items()}
+    plain = {field.name: values_of(hints[field.name]) for field in fields(cls) if field.name not in drawn | chosen}
+    return st.builds(cls, **(plain | drawn | chosen))
+
+
+def within(annotation: Any, bounds: Bounds) -> st.SearchStrategy[Any]:
+    """Values of a bounded field: numbers within, and what else its annotation allows."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    numbers: dict[Any, st.SearchStrategy[Any]] = {
+        int: st.integers(math.ceil(bounds.least), math.floor(bounds.most)),
+        float: st.floats(bounds.least, bounds.most),
+    }
+    return st.one_of(*(numbers[kind].filter(bounds.hold) if kind in numbers else values_of(kind) for kind in kinds))
 
 
 def _stage_templates() -> st.SearchStrategy[StageTemplate]:
@@ -99,24 +123,29 @@ def _pipelines(draw: st.DrawFn) -> Pipeline:
 def _data_specs() -> st.SearchStrategy[DataSpec]:
     return built(
         DataSpec,
-        sequence_length=st.integers(2, 2**40),
-        vocab_size=st.integers(257, 2**40),
-        max_bytes=st.integers(1, 2**40),
+        **dict.fromkeys(("dataset_split", "text_column"), WHOLE),
+        **{name: st.none() | WHOLE for name in ("dataset_name", "tokenizer")},
+        paths=st.lists(WHOLE, max_size=3).map(tuple),
         dataset_path=st.none(),
         shards=st.just(()),
-        epochs=st.integers(1, 2**40),
-        shards_at_once=st.one_of(st.none(), st.integers(1, 64)),
-        validation_split=st.floats(0, 1, exclude_max=True),
-        mlm_probability=st.floats(0, 1, exclude_min=True, exclude_max=True),
     )
 
 
 def _optimizer_specs() -> st.SearchStrategy[OptimizerSpec]:
     return built(
         OptimizerSpec,
-        learning_rate=st.floats(min_value=0, exclude_min=True),
-        max_grad_norm=st.floats(min_value=0),
-        warmup_steps=st.integers(0, 2**40),
+        optim=WHOLE,
+        optim_args=st.dictionaries(WHOLE, SCALARS, max_size=3),
+        lr_scheduler_kwargs=st.dictionaries(WHOLE, SCALARS, max_size=3),
+    )
+
+
+def _model_specs() -> st.SearchStrategy[ModelSpec]:
+    return built(
+        ModelSpec,
+        type=WHOLE,
+        path=st.none() | WHOLE,
+        config=st.dictionaries(WHOLE, st.integers(-(2**40), 2**40) | WHOLE | st.floats(-1e9, 1e9), max_size=3),
     )
 
 
@@ -125,39 +154,29 @@ def _control_specs() -> st.SearchStrategy[ControlSpec]:
         lambda interval_s: built(
             ControlSpec,
             heartbeat_interval_s=st.just(interval_s),
-            lease_s=st.floats(min_value=2 * interval_s),
-            rejoin_after_s=st.floats(0, 1e6),
+            lease_s=st.floats(2 * interval_s, 1e9),
+            notice_command=st.none() | WHOLE,
+            notice_headers=st.dictionaries(
+                st.from_regex(r"[A-Za-z-]{1,9}", fullmatch=True), st.text("abc :;", max_size=9), max_size=3
+            ),
             notice_url=st.none() | st.sampled_from(["http://169.254.169.254/notice", "https://example.org/"]),
             notice_pattern=st.none() | st.sampled_from(["TRUE", "a|b", "[0-9]+"]),
-            notice_interval_s=st.floats(1e-3, 1e6),
         )
     )
 
 
 def _checkpoint_specs() -> st.SearchStrategy[CheckpointSpec]:
-    some = {"save_total_limit": st.integers(1, 99), "compare_steps": st.integers(0, 2**40)}
-    steps, seconds = st.integers(1, 2**40), st.floats(min_value=0, exclude_min=True)
+    directory = st.none() | WHOLE
     return st.one_of(
-        built(CheckpointSpec, save_steps=st.none(), save_interval_s=st.none() | seconds, **some),
-        built(CheckpointSpec, save_steps=steps, save_interval_s=st.none(), **some),
+        built(CheckpointSpec, save_steps=st.none(), directory=directory),
+        built(CheckpointSpec, save_interval_s=st.none(), directory=directory),
     )
 
 
 def _scaling_specs() -> st.SearchStrategy[ScalingSpec]:
-    seconds = st.floats(min_value=0)
     return st.one_of(
-        built(
-            ScalingSpec,
-            policy=st.sampled_from(["all", "efficient"]),
-            deadline_s=st.none(),
-            hysteresis_s=seconds,
-        ),
-        built(
-            ScalingSpec,
-            policy=st.just("deadline"),
-            deadline_s=st.floats(min_value=0, exclude_min=True),
-            hysteresis_s=seconds,
-        ),
+        built(ScalingSpec, policy=st.sampled_from(["all", "efficient"]), deadline_s=st.none()),
+        built(ScalingSpec, policy=st.just("deadline"), deadline_s=st.floats(1e-6, 1e9)),
     )
 
 
@@ -174,17 +193,12 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
         built(
             JobSpec,
             tag=st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}", fullmatch=True),
-            max_steps=st.integers(1, 2**40),
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
-            fault_threshold=st.integers(0, 99),
-            reductions_per_step=st.just("auto") | st.integers(1, 99),
             schedule=st.just(schedule),
             compile=st.booleans() if degree == 1 and schedule != "zero-bubble" else st.just(False),
             tensor_parallel=st.just(degree),
-            eval_steps=st.none() | st.integers(1, 2**40),
-            max_eval_samples=st.none() | st.integers(1, 2**40),
-            initial_loss_scale=st.integers(-40, 40).map(lambda exponent: 2.0**exponent),
+            initial_loss_scale=st.integers(-24, 100).map(lambda exponent: 2.0**exponent),
             num_pipelines=st.none() | st.integers(1, num_microbatches),
         )
     )
@@ -195,6 +209,7 @@ _HELPED: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {
     PipelineTemplate: _pipeline_templates,
     Pipeline: _pipelines,
     DataSpec: _data_specs,
+    ModelSpec: _model_specs,
     OptimizerSpec: _optimizer_specs,
     ControlSpec: _control_specs,
     CheckpointSpec: _checkpoint_specs,

@@ -18,21 +18,31 @@ import math
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
-import torch.distributed.checkpoint as dcp
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
 from oobleck.checkpoint import MANIFEST_VERSION, CheckpointDirectory, Manifest, checkpoint_name, find_slots
+from oobleck.control.manifest import Shard
 from oobleck.training.checkpoint import FlashSaver, LayerTensors, SavedLayers, StateReader
 from oobleck.training.digests import digest_of
+from tools.smoke import parse_arguments
 
 _STEM = "device0"
 _RUN = "0123abcd"
@@ -60,7 +70,7 @@ def main() -> None:
     size = sum(tensor.nbytes for tensors in layers.values() for tensor in tensors.values())
     directory = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir=options.directory))
     shared = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir="/dev/shm"))
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         copies_s, ways = _measure(layers, directory, shared, options.saves)
     finally:
@@ -76,7 +86,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--directory", default=None, help="where to save; by default the temporary directory")
-    return parser.parse_args()
+    return parse_arguments(parser, mib=150, saves=1)
 
 
 def _state(mib: int) -> LayerTensors:
@@ -174,7 +184,7 @@ class _Flash:
         for times, memory in ((self.times, self._shared), (self.disk_times, nowhere)):
             _forget_pages(self._directory.path)
             reader = StateReader(memory, _STEM, self._directory)
-            times.load_s.append(_timed(lambda reader=reader: self._restore(reader)))
+            times.load_s.append(_timed(partial(self._restore, reader)))
 
     def _restore(self, reader: StateReader) -> None:
         for layer, tensors in self._layers.items():
@@ -186,7 +196,7 @@ class _Flash:
         assert saved.problem is None, saved.problem
         self._done.set()
 
-    def _manifest(self, step: int, shards: tuple) -> Manifest:
+    def _manifest(self, step: int, shards: tuple[Shard, ...]) -> Manifest:
         return Manifest(
             version=MANIFEST_VERSION,
             name=self._name,
@@ -245,13 +255,11 @@ class _Distributed:
     def save(self, number: int) -> None:
         path = self._directory / f"dcp{number}"
         began_s = time.monotonic()
-        writer = dcp.FileSystemWriter(path)
-        futures: list = []
+        writer = FileSystemWriter(path)
+        futures: list[Any] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.times.pause_s.append(
-                _timed(lambda: futures.append(dcp.async_save(self._state, storage_writer=writer)))
-            )
+            self.times.pause_s.append(_timed(lambda: futures.append(async_save(self._state, storage_writer=writer))))
         futures[0].result()
         self.times.on_disk_s.append(time.monotonic() - began_s)
         shutil.rmtree(self._path, ignore_errors=True)
@@ -261,8 +269,8 @@ class _Distributed:
         _forget_pages(self._path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            reader = dcp.FileSystemReader(self._path)
-            self.times.load_s.append(_timed(lambda: dcp.load(self._state, storage_reader=reader)))
+            reader = FileSystemReader(self._path)
+            self.times.load_s.append(_timed(lambda: load_distributed(self._state, storage_reader=reader)))
 
 
 def _timed(act: Callable[[], object]) -> float:

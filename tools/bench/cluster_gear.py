@@ -10,12 +10,17 @@ may be busy with something else.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
 from oobleck.job import ControlSpec, JobSpec
 from oobleck.planner import device_sheet, estimate_profile, model_shape
 from oobleck.sim.cluster_gear import ClusterRun, run_cluster
 from oobleck.sim.trace import Joined, Lost, Trace, TraceEvent
+from tools.smoke import parse_arguments
 
 _FAILURE_EVERY_S = 600.0
 _AWAY_S = 300.0
@@ -50,7 +55,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--runs", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, nodes=4, hours=0.5, runs=1)
     trace = make_trace(arguments.nodes, 3600 * arguments.hours)
     times_s = []
     for _ in range(arguments.runs):
@@ -62,6 +67,7 @@ def main() -> None:
         f"{arguments.nodes} nodes, {arguments.hours:g} virtual hours: {min(times_s):.2f} s of processor time "
         f"(target: 5 s for 16 nodes and 1 hour)"
     )
+    assert summary.step_time_s is not None, "an hour has steps"
     print(
         f"{summary.steps_committed} steps of {summary.step_time_s.median:.2f} s, {len(summary.recoveries)} recoveries, "
         f"goodput {summary.goodput:.3f}; journal {played.digest[:16]}"

@@ -52,7 +52,7 @@ class _Sockets:
             raise NodeUnreachable(node.name, str(error)) from error
         return _Tunnel(stream, FrameDecoder(AgentMessage))
 
-    async def kill(self, node: NodeSpec) -> None:
+    async def kill(self, node: NodeSpec) -> bool:
         raise NodeUnreachable(node.name, "nobody can be killed through its agent's socket")
 
     async def clean(self, node: NodeSpec) -> None:

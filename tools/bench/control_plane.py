@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 
 from tools.bench.control_processes import Agents, Cluster, Master, run_master, serve_agents, serve_ssh
 from tools.bench.control_servers import why_no_openssh
+from tools.smoke import parse_arguments
 
 __all__ = ["main"]
 
@@ -104,7 +105,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tunnels", choices=_TUNNELS, nargs="+", default=_TUNNELS)
     parser.add_argument("--work", choices=_WORK, nargs="+", default=_WORK)
     parser.add_argument("--dashboard", action="store_true", help="the master draws its dashboard, on a terminal")
-    return parser.parse_args(arguments)
+    return parse_arguments(
+        parser, arguments, agents=4, seconds=1.0, step=0.5, tunnels=("none", "embedded"), work=("steps",)
+    )
 
 
 def _usual_row(tunnels: str, work: str, usual: Usual, agents: int) -> str:

@@ -27,6 +27,7 @@ from oobleck.wire import (
     ProfileRequest,
     SetUpWorker,
     StepCommitted,
+    StoreKeys,
     StorePut,
     WorkerBound,
     WorkerFailed,
@@ -152,7 +153,7 @@ class LocalWorkers:
                 if isinstance(message, StorePut):
                     for other in self._places:
                         if other != place and other.node in message.nodes:
-                            self._tell(other, message)
+                            self._tell(other, StoreKeys(keys=((message.key, message.value),)))
                 heard.append((place, message))
         return heard
 

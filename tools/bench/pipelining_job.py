@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -60,7 +61,7 @@ class _LastStage(nn.Module):
 def train_pipelined(rank: int, job: JobSpec, num_blocks: int, threads: int, directory: Path) -> StepTimes:
     """Train one of two stages under Schedule1F1B, the first with the embedding and `num_blocks` blocks."""
     torch.set_num_threads(threads)
-    store = dist.FileStore(str(directory / "store"), 2)
+    store = FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=100))
     dataset, model = _prepare(job, directory)
     module = (_FirstStage, _LastStage)[rank](model, num_blocks)
@@ -114,7 +115,8 @@ def _prepare(job: JobSpec, directory: Path) -> tuple[Dataset, PreTrainedModel]:
     structure = ModelStructure.from_spec(
         job.model, vocab_size=dataset.vocab_size, sequence_length=job.data.sequence_length
     )
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(structure.config), dtype=torch.float32).train()
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(copy.deepcopy(structure.config), dtype=torch.float32).train()
     ours = StageModel(structure, dtype=torch.float32, device="cpu")
     ours.adopt(0, structure.num_layers, {})
     ours.initialize(range(structure.num_layers), seed=job.seed)

@@ -14,9 +14,13 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
 from oobleck.planner import (
     DeviceProfile,
@@ -31,6 +35,7 @@ from oobleck.planner import (
 )
 from oobleck.planner.catalog import Catalog
 from oobleck.planner.sizes import choose_sizes
+from tools.smoke import parse_arguments
 
 KINDS = ("uniform", "gpt-like", "random")
 LAYER_BYTES = 10**7
@@ -220,13 +225,13 @@ def find_all(profile: Profile, settings: PlannerSettings, num_nodes: int) -> Non
     Catalog(profile, settings).options(num_nodes)
 
 
-def bench_templates(repeats: int) -> None:
+def bench_templates(repeats: int, layer_counts: Sequence[int], node_counts: Sequence[int]) -> None:
     print("all templates for 1 to N nodes, one device each, milliseconds: median (quickest)")
-    print(f"{'profile':>10} {'layers':>7} " + " ".join(f"{'N=' + str(count):>15}" for count in (16, 32, 64)))
+    print(f"{'profile':>10} {'layers':>7} " + " ".join(f"{'N=' + str(count):>15}" for count in node_counts))
     for kind in KINDS:
-        for num_layers in (26, 50, 98):
+        for num_layers in layer_counts:
             row = []
-            for count in (16, 32, 64):
+            for count in node_counts:
                 profile = make_profile(kind, num_layers, seed=num_layers)
                 settings = PlannerSettings(num_microbatches=1024)
 
@@ -250,13 +255,13 @@ def bench_devices(repeats: int) -> None:
         print(f"{'g=' + str(per_node):>10} {milliseconds}")
 
 
-def bench_instantiation(repeats: int) -> None:
+def bench_instantiation(repeats: int, node_counts: Sequence[int]) -> None:
     print("\ninstantiation with batches, 50 layers, the model needs 4 nodes, milliseconds: median (quickest)")
-    print(f"{'profile':>10} {'batch':>10} " + " ".join(f"{'N=' + str(count):>15}" for count in (64, 512, 4096)))
+    print(f"{'profile':>10} {'batch':>10} " + " ".join(f"{'N=' + str(count):>15}" for count in node_counts))
     for kind in KINDS:
         for share in (4, 16):
             row = []
-            for count in (64, 512, 4096):
+            for count in node_counts:
                 settings = PlannerSettings(num_microbatches=share * count)
                 catalog = Catalog(make_profile(kind, 50, seed=1, smallest=4), settings)
                 fewest, most = catalog.num_pipelines(count)
@@ -273,11 +278,11 @@ def bench_instantiation(repeats: int) -> None:
             print(f"{kind:>10} {f'{share} a node':>10} " + " ".join(f"{value:>15}" for value in row))
 
 
-def bench_reconfiguration(repeats: int) -> None:
-    print("\na decision with 8 of 1,024 nodes lost at once, milliseconds: median (quickest) over losses")
+def bench_reconfiguration(repeats: int, num_nodes: int) -> None:
+    print(f"\na decision with 8 of {num_nodes:,} nodes lost at once, milliseconds: median (quickest) over losses")
     for kind in KINDS:
-        planner = Planner(make_profile(kind, 50, seed=1, smallest=4), PlannerSettings(num_microbatches=4096))
-        plan = planner.initial_plan(nodes(1024)).plan
+        planner = Planner(make_profile(kind, 50, seed=1, smallest=4), PlannerSettings(num_microbatches=4 * num_nodes))
+        plan = planner.initial_plan(nodes(num_nodes)).plan
         draw = random.Random(0)
         planner.reconfigure(plan, lost=draw.sample(plan.nodes, 8))
         times, actions = [], []
@@ -321,14 +326,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the planner.")
     parser.add_argument("--paper", action="store_true", help="print predictions for the paper's models instead")
     parser.add_argument("--repeats", type=int, default=7, help="runs of which the median is taken")
-    arguments = parser.parse_args()
+    parser.add_argument("--layers", type=int, nargs="+", default=(26, 50, 98), help="of the models with templates")
+    parser.add_argument("--nodes", type=int, nargs="+", default=(16, 32, 64), help="up to which there are templates")
+    parser.add_argument("--clusters", type=int, nargs="+", default=(64, 512, 4096), help="nodes to instantiate on")
+    parser.add_argument("--losing", type=int, default=1024, help="nodes of which eight are lost")
+    arguments = parse_arguments(parser, repeats=1, layers=(26,), nodes=(16,), clusters=(64,), losing=64)
     if arguments.paper:
         print_paper()
         return
-    bench_templates(arguments.repeats)
+    bench_templates(arguments.repeats, arguments.layers, arguments.nodes)
     bench_devices(arguments.repeats)
-    bench_instantiation(arguments.repeats)
-    bench_reconfiguration(arguments.repeats)
+    bench_instantiation(arguments.repeats, arguments.clusters)
+    bench_reconfiguration(arguments.repeats, arguments.losing)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
+
 from oobleck.runtime.agent_dir import AgentDir
 from oobleck.runtime.run_dir import RunDirectory
+from tools.smoke import parse_arguments
 
 _TAG = "bench-recovery"
 _FAULT_STEP = 20
@@ -174,7 +177,7 @@ def _step(entry: dict[str, object]) -> int:
 
 def _pids(run: Run, node: str, pattern: str = "*.pid") -> list[int]:
     run_id = RunDirectory(base_dir=run.base_dir, tag=_TAG).run_id
-    return [int(path.read_text()) for path in AgentDir(run_id, node).path.glob(pattern)]
+    return [int(path.read_text().split()[0]) for path in AgentDir(run_id, node).path.glob(pattern)]
 
 
 def _signal(pids: list[int], number: int) -> None:
@@ -250,18 +253,18 @@ _FAULTS: dict[str, Fault] = {
 }
 
 
-def measure(fault: str, directory: Path, number: int) -> Outcome:
-    """Do one fault to one run."""
+def measure(fault: str, directory: Path, number: int, *, at_step: int, after: int) -> Outcome:
+    """Do one fault to one run, once it has made so many steps."""
     run = Run(directory, number)
     try:
-        run.wait_for_step(_FAULT_STEP)
+        run.wait_for_step(at_step)
         run.skip()
         workers, ordinary_s = run.workers, run.steps()[_WARM_UP_STEPS:]
         at_s = _FAULTS[fault].act(run)
         first_s = _wait_until_it_goes_on(run, fault) - at_s
         nodes = len(run.plan_nodes)
         stalled_s = max(run.steps()[_WARM_UP_STEPS + len(ordinary_s) :]) - max(ordinary_s)
-        for _ in range(_AFTER_STEPS):
+        for _ in range(after):
             run.wait_for_next_step()
         kept = sum(run.workers.get(node) == pid and _lives(pid) for node, pid in workers.items())
         summary = run.stop()
@@ -298,7 +301,7 @@ def _lives(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def measure_torchrun(directory: Path) -> float:
+def measure_torchrun(directory: Path, *, at_step: int) -> float:
     """Seconds from a worker's SIGKILL to the first step after torchrun's restart, a checkpoint each step."""
     script = Path(__file__).parent / "torchrun_job.py"
     log = directory / "torchrun.jsonl"
@@ -311,23 +314,32 @@ def measure_torchrun(directory: Path) -> float:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        before = _wait_for_line(log, lambda entry: entry["step"] >= _FAULT_STEP)
+        before = _wait_for_line(log, lambda line: line.step >= at_step)
         at_s = time.monotonic()
-        os.kill(int(before["pids"][2]), signal.SIGKILL)
-        _wait_for_line(log, lambda entry: entry["restart"] > before["restart"])
+        os.kill(before.pids[2], signal.SIGKILL)
+        _wait_for_line(log, lambda line: line.restart > before.restart)
         return time.monotonic() - at_s
     finally:
         process.terminate()
         process.wait(60)
 
 
-def _wait_for_line(path: Path, wanted: Callable[[dict[str, object]], bool]) -> dict[str, object]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """What rank 0 of torchrun's job tells of a step."""
+
+    step: int
+    restart: int
+    pids: Sequence[int]
+
+
+def _wait_for_line(path: Path, wanted: Callable[[_Line], bool]) -> _Line:
     deadline_s = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline_s:
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n") and wanted(entry := json.loads(line)):
-                    return entry
+                if line.endswith("\n") and wanted(told := _Line(**json.loads(line))):
+                    return told
         time.sleep(0.002)
     raise RuntimeError(f"torchrun's job did not get there within {_TIMEOUT_S:g} s")
 
@@ -337,19 +349,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--faults", nargs="*", choices=[*_FAULTS, []], default=list(_FAULTS))
-    parser.add_argument("--no-torchrun", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--at-step", type=int, default=_FAULT_STEP, help="the step after which faults happen")
+    parser.add_argument("--after", type=int, default=_AFTER_STEPS, help="steps that follow")
+    parser.add_argument("--torchrun", action=argparse.BooleanOptionalAction, default=True, help="its restart as well")
+    arguments = parse_arguments(
+        parser, runs=1, faults=["killed worker"], at_step=_WARM_UP_STEPS + 1, after=2, torchrun=False
+    )
     print("| fault | runs | stall (max), s | next step, s | step, s | target | met | lost | nodes | kept |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         medians: dict[str, float] = {}
         for fault in arguments.faults:
-            outcomes = [measure(fault, directory, number) for number in range(arguments.runs)]
+            outcomes = [
+                measure(fault, directory, number, at_step=arguments.at_step, after=arguments.after)
+                for number in range(arguments.runs)
+            ]
             medians[fault] = statistics.median(outcome.next_step_s for outcome in outcomes)
             print(_row(fault, outcomes), flush=True)
-        if not arguments.no_torchrun:
-            times = [measure_torchrun(directory) for _ in range(arguments.runs)]
+        if arguments.torchrun:
+            times = [measure_torchrun(directory, at_step=arguments.at_step) for _ in range(arguments.runs)]
             median_s = statistics.median(times)
             print(f"| torchrun, killed worker | {len(times)} | | {median_s:.2f} | | | | | | |")
             for fault, ours_s in medians.items():

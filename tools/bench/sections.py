@@ -25,6 +25,7 @@ from oobleck.job import DataSpec, JobSpec, ModelSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
 from oobleck.schedule import ScheduleKind
 from tools.bench.local_workers import LocalWorkers, fork_context
+from tools.smoke import parse_arguments
 
 __all__ = ["main"]
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens in a sample")
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--microbatch-size", type=int, default=4)
-    chosen = parser.parse_args(arguments)
+    chosen = parse_arguments(parser, arguments, rounds=1, steps=3, hidden=64, blocks=2, length=16, microbatches=8)
     job, plan = _job(chosen), _plan(chosen.blocks, chosen.microbatches)
     turns: dict[int, list[tuple[float, tuple[float, ...]]]] = {1: [], chosen.sections: []}
     with tempfile.TemporaryDirectory() as directory:

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
 from oobleck.control.summary import summarize
 from oobleck.planner.devices import device_sheet
@@ -20,6 +24,7 @@ from oobleck.sim.generate import FailureModel, generate
 from oobleck.sim.sweep import sweep
 from oobleck.sim.sweep_settings import SweepSettings
 from oobleck.sim.trace_facts import facts_of
+from tools.smoke import parse_arguments
 
 _HOUR_S = 3600.0
 
@@ -30,7 +35,7 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=54.0)
     parser.add_argument("--mtbf-h", type=float, default=3.1, help="hours between losses, of the whole cluster")
     parser.add_argument("--repair-h", type=float, help="hours until a lost node is back; never, if left out")
-    given = parser.parse_args()
+    given = parse_arguments(parser, nodes=64, days=2.0)
     repairs = ((1.0, given.repair_h * _HOUR_S),) if given.repair_h else ()
     model = FailureModel(mean_time_to_failure_s=given.mtbf_h * _HOUR_S * given.nodes, batches={1: 1.0}, repairs=repairs)
     trace = generate(model, num_nodes=given.nodes, duration_s=given.days * 24 * _HOUR_S, seed=0)

@@ -50,6 +50,7 @@ from oobleck.schedule.choice import choose_schedule
 from oobleck.schedule.forecast import forecast
 from tools.bench.local_workers import LocalWorkers, fork_context
 from tools.bench.pipelining_job import StepTimes, train_alone, train_pipelined
+from tools.smoke import parse_arguments
 
 __all__ = ["Setting", "Turn", "main", "measure"]
 
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens in a sample")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
-    chosen = parser.parse_args(arguments)
+    chosen = parse_arguments(parser, arguments, rounds=1, steps=5, hidden=64, blocks=2, length=16, microbatches=4)
     with tempfile.TemporaryDirectory() as temporary:
         setting = _setting(chosen, Path(temporary))
         profile, turns, plans = measure(setting, chosen.rounds)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(0)
-    store = dist.FileStore(str(directory / f"store{restart}-{os.environ['TORCHELASTIC_RUN_ID']}"), world)
+    store = FileStore(str(directory / f"store{restart}-{os.environ['TORCHELASTIC_RUN_ID']}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     config = GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4)
     model = torch.nn.parallel.DistributedDataParallel(GPT2LMHeadModel(config))

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from oobleck.sim.trace import (
     AgentCrashed,
+    AgentFrozen,
     Frozen,
     Healed,
     Joined,
     Lost,
     MasterCrashed,
+    MasterFrozen,
     Noticed,
     Partitioned,
     Slowed,
@@ -36,7 +38,11 @@ class Happening:
 
 
 def happenings(trace: Trace) -> Iterator[Happening]:
-    """Read a trace; O(events). What is frozen or cut off is not there; notices and the master's death are nothing."""
+    """Read a trace; O(events).
+
+    What is frozen or cut off is not there. Notices are nothing, and so is what happens to masters, or to agents that
+    are only stopped: workers train on.
+    """
     view = _View(trace)
     index = 0
     while index < len(trace.events):
@@ -86,7 +92,7 @@ class _View:
                 self._cut |= self._here.intersection(nodes)
             case Healed():
                 self._cut.clear()
-            case MasterCrashed() | Noticed():
+            case MasterCrashed() | MasterFrozen() | AgentFrozen() | Noticed():
                 pass
 
     def happening(self, t_s: float) -> Happening | None:

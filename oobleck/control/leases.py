@@ -1,0 +1,146 @@
+"""Who is lost by silence, and when silence says more of us than of the nodes.
+
+A node that says nothing for its lease is frozen, cut off or gone: it is lost, once a look shows that no words of its
+wait unread. But where most nodes fall silent together, the one thing that they share is this master, which was stopped,
+or cut off from all. So it suspects itself: it gives nobody up, and waits until it hears of them again.
+
+    heard ── the lease lapses ──> looked at again ── a few are silent ──> lost
+      ^                                 └── most are silent ──> waited for ── too long ──> lost
+      └───────── heard again ────────────────────────────────────────┘
+
+Silence alone is judged here. A connection that the other side has closed is proof, and needs no lease.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+
+from oobleck.job import ControlSpec
+
+from .membership import Member, Membership
+
+__all__ = ["Leases", "are_most", "patience_s"]
+
+_LAST_HEARD_S = attrgetter("last_heard_s")
+_LOOK_S = 0.1
+"""What was said before the lease lapsed, and waits unread, is read within this time."""
+_MOST_SILENT_S = 120.0
+"""For how long most nodes may be silent while others are not. The network is tried again after twice the time each
+time: what was cut for a minute may be heard of only after two."""
+
+
+def are_most(num_silent: int, num_all: int) -> bool:
+    """Whether so many silent ones of all make a master suspect itself: all of them, or half, and two at least."""
+    return num_silent > 0 and (num_silent == num_all or (num_silent >= 2 and 2 * num_silent >= num_all))
+
+
+def patience_s(*, lease_s: float, orphan_timeout_s: float, has_others: bool) -> float:
+    """For how long most nodes may be silent before they are lost.
+
+    Without others there is nobody to go on with, and nothing to be gained by giving up before the agents do.
+    """
+    return max(lease_s, min(orphan_timeout_s, _MOST_SILENT_S) if has_others else orphan_timeout_s)
+
+
+class Leases:
+    """Mutable: knows whom it looks at again, and whether it suspects itself. Costs O(nodes) a look."""
+
+    def __init__(self, control: ControlSpec, members: Membership) -> None:
+        self._control = control
+        self._members = members
+        # Who was heard of just before all fell silent has been silent for less than a lease when the first one lapses.
+        self._silent_after_s = max(control.lease_s / 2, control.lease_s - 1.5 * control.heartbeat_interval_s)
+        self._looks: dict[str, tuple[float, float]] = {}
+        """By node whose lease has lapsed: (when it was heard of, when it is looked at again)."""
+        self._spared_until_s = 0.0
+        """After a silence of most, nobody is lost before this."""
+        self._silent_since_s = math.inf
+        self._waited_for_s = math.inf
+        """While it suspects itself: when the first of the silent nodes has been silent for too long."""
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Most nodes are silent, and it may be us."""
+        return math.isfinite(self._silent_since_s)
+
+    @property
+    def due_s(self) -> float:
+        """When somebody's silence is to be judged next."""
+        if self.is_suspicious:
+            return self._waited_for_s
+        if self._looks:
+            return min(map(self._judged_s, self._members.living), default=math.inf)
+        heard_s = min(map(_LAST_HEARD_S, self._members.living), default=math.inf)
+        return max(heard_s + self._control.lease_s, self._spared_until_s)
+
+    def heard(self, now_s: float) -> float | None:
+        """Somebody was heard of. Returns how long most were silent, where they are not any more."""
+        if not self.is_suspicious or self._are_most(now_s):
+            return None
+        silent_s = now_s - self._silent_since_s
+        self._trust_again(now_s, silent_s)
+        return silent_s
+
+    def take_lapsed(self, now_s: float) -> tuple[Member, ...]:
+        """Judge the silence of all: return the nodes that are lost by it."""
+        heard_s = {member.spec.name: member.last_heard_s for member in self._members.living}
+        self._looks = {name: look for name, look in self._looks.items() if heard_s.get(name) == look[0]}
+        lapsed = [member for member in self._members.living if now_s >= self._judged_s(member)]
+        if not self.is_suspicious:
+            lapsed = [member for member in lapsed if self._was_looked_at(member, now_s)]
+            if not lapsed:
+                return ()
+        silent = self._silent(now_s)
+        if not are_most(len(silent), len(self._members.living)):
+            if self.is_suspicious:
+                self._trust_again(now_s, now_s - self._silent_since_s)
+                return ()
+            self._looks.clear()
+            return tuple(lapsed)
+        if not self.is_suspicious:
+            self._silent_since_s = max(map(_LAST_HEARD_S, silent))
+        limit_s = patience_s(
+            lease_s=self._control.lease_s,
+            orphan_timeout_s=self._control.orphan_timeout_s,
+            has_others=len(silent) < len(self._members.living),
+        )
+        self._waited_for_s = min(map(_LAST_HEARD_S, silent)) + limit_s
+        if now_s < self._waited_for_s:
+            return ()
+        self._trust_again(now_s, 0.0)
+        return tuple(member for member in silent if now_s >= member.last_heard_s + self._control.lease_s)
+
+    def forgive(self, now_s: float) -> None:
+        """We ourselves were held up: what nodes said meanwhile waits to be read, so no lease has lapsed."""
+        for member in self._members.living:
+            member.last_heard_s = max(member.last_heard_s, now_s)
+        self._looks.clear()
+
+    def _silent(self, now_s: float) -> Sequence[Member]:
+        since_s = now_s - self._silent_after_s
+        return [member for member in self._members.living if member.last_heard_s <= since_s]
+
+    def _are_most(self, now_s: float) -> bool:
+        return are_most(len(self._silent(now_s)), len(self._members.living))
+
+    def _judged_s(self, member: Member) -> float:
+        lapses_s = max(member.last_heard_s + self._control.lease_s, self._spared_until_s)
+        heard_s, again_s = self._looks.get(member.spec.name, (-math.inf, 0.0))
+        return max(lapses_s, again_s) if heard_s == member.last_heard_s else lapses_s
+
+    def _was_looked_at(self, member: Member, now_s: float) -> bool:
+        """Whether a node was looked at before, since it was heard of last; else that is done soon."""
+        heard_s, _ = self._looks.get(member.spec.name, (-math.inf, 0.0))
+        if heard_s == member.last_heard_s:
+            return True
+        self._looks[member.spec.name] = (member.last_heard_s, now_s + _LOOK_S)
+        return False
+
+    def _trust_again(self, now_s: float, silent_s: float) -> None:
+        """Some are heard of again: the others are about to be, as long as they were silent, or until reached anew."""
+        longest_s = self._control.lease_s + self._control.connect_timeout_s
+        self._spared_until_s = now_s + max(self._control.lease_s, min(silent_s, longest_s))
+        self._silent_since_s = self._waited_for_s = math.inf
+        self._looks.clear()

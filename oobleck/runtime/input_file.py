@@ -1,0 +1,87 @@
+"""Files that a user names, read within bounds: of size, and of the time that a pipe may take to say something.
+
+A name may stand for anything: a directory, a device that never ends, a pipe that nobody writes to. Each of them is an
+error in words, and at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import time
+from pathlib import Path
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.user_path import expand_user
+
+__all__ = ["MAX_DATA_BYTES", "MAX_TEXT_BYTES", "read_input"]
+
+MAX_TEXT_BYTES = 4 << 20
+"""Of what people write: jobs, hostfiles, scripts. The longest hostfile that is allowed has half of it."""
+MAX_DATA_BYTES = 64 << 20
+"""Of what programs write: traces, profiles, configurations of models."""
+
+_PATIENCE_S = 10.0
+"""How long a pipe may take, all in all."""
+_CHUNK_BYTES = 1 << 20
+
+
+def read_input(path: Path, what: str, *, most_bytes: int = MAX_TEXT_BYTES, patience_s: float = _PATIENCE_S) -> str:
+    """Return the text of a file that the user has named; `what` it is for stands in errors.
+
+    Line ends become newlines, and a byte order mark is left out. Blocks for `patience_s` at most, where the file is a
+    pipe or a terminal.
+
+    Raises UsageError where there is no such file, and ConfigError where what is there cannot be read as text, or is
+    longer than `most_bytes`.
+    """
+    place = f"{what} {str(path)!r}" if not str(path).isprintable() else f"{what} {path}"
+    try:
+        content = _read(path, place, most_bytes, patience_s)
+    except FileNotFoundError as error:
+        raise UsageError(f"{place}: {error.strerror}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # a name with a null character; the home of no user
+        raise ConfigError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read(path: Path, place: str, most_bytes: int, patience_s: float) -> bytes:
+    """All bytes of a file. Without O_NONBLOCK, a pipe that nobody writes to could not even be opened."""
+    descriptor = os.open(expand_user(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(0, "it is a directory; name a file")
+        if stat.S_ISREG(found.st_mode) and found.st_size > most_bytes:
+            raise _too_long(place, most_bytes)
+        return _read_all(descriptor, place, most_bytes, time.monotonic() + patience_s)
+    finally:
+        os.close(descriptor)
+
+
+def _read_all(descriptor: int, place: str, most_bytes: int, until_s: float) -> bytes:
+    content = bytearray()
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while True:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1e3):
+            raise ConfigError(f"{place}: nothing more came from it in time, and it has not ended")
+        try:
+            chunk = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            continue
+        if not chunk:
+            return bytes(content)
+        content += chunk
+        if len(content) > most_bytes:
+            raise _too_long(place, most_bytes)
+
+
+def _too_long(place: str, most_bytes: int) -> ConfigError:
+    return ConfigError(f"{place}: longer than {most_bytes >> 20} MiB, the most that is read; is it the right file?")

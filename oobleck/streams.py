@@ -1,0 +1,173 @@
+"""The streams that a process was started with: they may be closed, full, broken, or know only ASCII.
+
+A command whose answer cannot be written fails. What goes on for days does not: its output is lost, and it goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO, TextIO
+
+__all__ = ["Output", "as_output", "lasting", "open_standard_streams", "settle", "shield_scripts"]
+
+_PASSING = (errno.ENOSPC, errno.EDQUOT)
+"""There may be room again later."""
+
+
+class Output(io.TextIOBase):
+    """A text stream that remembers when it could not be written to, and, if it is `lasting`, raises nothing then.
+
+    It has no `buffer`: typer would write past it.
+    """
+
+    def __init__(self, stream: TextIO, *, lasting: bool = False) -> None:
+        self.lasting = lasting
+        self.failure: OSError | None = None
+        """The first error; what it was about is lost."""
+        self.is_lost = False
+        """Whether nothing can be written any more."""
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"a text stream takes str, not {type(text).__name__}")
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        if self.is_lost and self.lasting:
+            return
+        try:
+            act()
+        except OSError as error:
+            self.failure = self.failure or error
+            self.is_lost = error.errno not in _PASSING
+            if not self.lasting:
+                raise self.failure from None  # the same each time, by which it can be told from others
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a property here, as in every text stream that is written to
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]  # the same
+        return self._stream.errors
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+
+class ScriptOutput(Output):
+    """An output of somebody else's code, which may ask for bytes; those still meet errors."""
+
+    @property
+    def buffer(self) -> BinaryIO:
+        return self._stream.buffer
+
+
+def shield_scripts() -> None:
+    """Have what a script prints never fail: a log's full disk is no fault of the script's."""
+    sys.stdout = ScriptOutput(sys.stdout, lasting=True)
+    sys.stderr = ScriptOutput(sys.stderr, lasting=True)
+
+
+def open_standard_streams() -> None:
+    """Make this process's streams fit to be used, whatever it was started with.
+
+    What is closed is opened, so that no file or socket takes its number: reading finds the end, output fails as it
+    would have, messages go nowhere. What the encoding lacks is replaced. A pipe that does not wait is made to.
+    Streams that somebody has put in their place (a test, a notebook) are left alone.
+    """
+    for number, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        if _is_closed(number):
+            _open_null(number, flags)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115  for the life of the process
+    if sys.stdout is None or sys.stdout is sys.__stdout__:
+        _make_blocking(1)
+        sys.stdout = Output(_text_stream(sys.__stdout__, 1, errors="replace"))
+    if sys.stderr is None or sys.stderr is sys.__stderr__:
+        _make_blocking(2)
+        sys.stderr = Output(_text_stream(sys.__stderr__, 2, errors="backslashreplace"), lasting=True)
+
+
+def as_output(stream: TextIO | Output) -> Output:
+    """The stream itself, where `open_standard_streams` has been at it."""
+    return stream if isinstance(stream, Output) else Output(stream)
+
+
+def lasting(stream: TextIO | Output) -> Output:
+    """A stream that from now on may break without an error."""
+    output = as_output(stream)
+    output.lasting = True
+    return output
+
+
+def settle(output: Output) -> OSError | None:
+    """Write what waits to be written, at the end of a process; returns why not all of its output was written.
+
+    What cannot be written is given up then, so that the interpreter does not try once more.
+    """
+    with suppress(OSError):
+        output.flush()
+    if output.failure is not None:
+        with suppress(OSError, ValueError):
+            if output.fileno() == 1:
+                _open_null(1, os.O_WRONLY)
+    return output.failure
+
+
+def _is_closed(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return True
+    return False
+
+
+def _open_null(number: int, flags: int) -> None:
+    descriptor = os.open(os.devnull, flags)
+    if descriptor == number:
+        os.set_inheritable(number, True)
+    else:
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _text_stream(stream: TextIO | None, number: int, *, errors: str) -> TextIO:
+    if stream is None:
+        return open(number, "w", closefd=False, encoding="utf-8", errors=errors)
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors=errors)
+    return stream
+
+
+def _make_blocking(number: int) -> None:
+    """Whoever started us may share a pipe with us that does not wait for its reader; theirs stays as it is."""
+    try:
+        if os.get_blocking(number) or stat.S_ISREG(os.fstat(number).st_mode):
+            return
+        try:
+            own = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY)
+        except OSError:  # a socket
+            os.set_blocking(number, True)
+        else:
+            os.dup2(own, number)
+            os.close(own)
+    except OSError:
+        return

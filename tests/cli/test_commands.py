@@ -1,0 +1,132 @@
+"""Every command that a user is shown is one: all are parsed, and those that need no run and no cluster are run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.exit_codes import ExitCode
+from oobleck.cli.main import main
+from oobleck.planner import device_sheet, estimate_profile, model_shape, profile_to_json
+from tests.documented import command_path, documented_commands
+from tests.e2e.shown_commands import ON_A_RUN
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTED = documented_commands()
+OURS = tuple(line for line in DOCUMENTED if line.startswith("oobleck "))
+TOOLS = tuple(line for line in DOCUMENTED if line.startswith("python tools/"))
+
+LEFT_OUT = {
+    "oobleck plan … --after-losing node3": "--profile gpt2.json --nodes 13 --global-batch 128",
+    "oobleck plan … --after-losing node3,node7": "--profile gpt2.json --nodes 13 --global-batch 128",
+    "oobleck plan … --schedule auto": "--profile gpt2.json --nodes 13 --global-batch 128",
+    "oobleck sim --failures trace.json --gear cluster …": (
+        "--model gpt3-2.7b --device A100 --global-batch 128 --microbatch 2"
+    ),
+    "oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …": "--global-batch 512 --microbatch 2",
+    "oobleck sim --failures trace.json --policy oobleck,varuna,restart …": (
+        "--model gpt3-2.7b --device A100 --global-batch 512 --microbatch 2"
+    ),
+}
+"""What stands for the … of commands that are run."""
+
+HERE = re.compile(r"oobleck (plan|sim|trace (generate|convert|info)) .*")
+"""Run by this file, in a directory with the files that the pages speak of."""
+
+ELSEWHERE = (
+    (r"oobleck( \w+)?( (NODE|generate|convert|info|verify))?", "names a command; its options are in other lines"),
+    (r"oobleck up --local 4", "tests/e2e: every run there is one"),
+    (r"oobleck up hosts.txt\b.*", "needs hosts: tests/e2e/test_openssh.py has one, over OpenSSH"),
+    (r"oobleck up … .*", "tests/e2e/test_dry_run.py and tests/e2e/test_events.py; the other words are those of a run"),
+    (
+        r"oobleck check hosts.txt.*|oobleck check --local 4",
+        "tests/e2e/test_check.py, tests/runtime/test_check_nodes.py",
+    ),
+    (r"oobleck chaos examples/chaos.json --local 4", "takes a minute; tests/e2e/test_faults.py plays others"),
+    (r"oobleck profile (job.yaml|examples/gpt2.yaml) .*", "tests/cli/test_profile.py"),
+    (r"oobleck profile train.py --device cuda .*", "needs a GPU"),
+    (r"oobleck add 'node7 slots=1 port=2222'", "needs a host: tests/cli/test_docs.py sees that it names one node"),
+    (r"oobleck checkpoint \w+ my-llama.*", "tests/e2e/test_commands.py, by the other name of a run"),
+    (r"oobleck kill node2 --tag gpt2-demo", "tests/e2e/test_losses.py: a survivor keeps its process"),
+    (
+        r"oobleck stop gpt2-demo --now",
+        "tests/cli/test_control_commands.py; the run of tests/e2e is stopped after its step",
+    ),
+    (r"make (demo|test)", "CI runs them"),
+    (r"pip install .", "`make` does it"),
+    (r"python -m oobleck.runtime.agent_process", "what the master runs on a node, in every run"),
+    (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),
+    (r"python tools/mutations.py", "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code"),
+    (r"python tools/(paper|recovery_timeline).py .*", "tests/tools has a test of each"),
+)
+"""What is not run by this file or on a run of tests/e2e, and why, or who runs it."""
+
+
+def plain(line: str) -> str:
+    return line.replace("'…'", "…")
+
+
+@pytest.mark.parametrize("line", OURS, ids=plain)
+def test_its_options_are_those_of_the_command(line: str, capsys: pytest.CaptureFixture[str]):
+    words = [word for word in shlex.split(line) if word != "…"]
+    path = command_path(words)
+    assert path, "its first word is a command"
+    rest = words[1 + len(path) :]
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    assert main([*path, "--help", *own]) == ExitCode.DONE, capsys.readouterr().err
+    offered = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", capsys.readouterr().out.split("Examples:")[0]))
+    assert [word for word in own if word.startswith("-") and word not in offered] == []
+
+
+@pytest.mark.parametrize("line", TOOLS)
+def test_its_script_has_its_options(line: str):
+    _, script, *options = shlex.split(line)
+    text = (ROOT / script).read_text(encoding="utf-8")
+    assert [word for word in options if word.startswith("--") and f'"{word}"' not in text] == []
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files that the pages speak of, where the commands are run."""
+    monkeypatch.chdir(tmp_path)
+    profile = estimate_profile(model_shape("gpt2-medium"), device_sheet("A40"), microbatch_size=2, sequence_length=1024)
+    Path("gpt2.json").write_text(profile_to_json(profile))
+    faults = [
+        {"node_id": "x", "event_time": day, "event_type": kind, "fault_type": {"Level": "Hardware Failure"}}
+        for day, kind in ((1.0, "fault_start"), (1.5, "fault_end"))
+    ]
+    Path("fault_trace.json").write_text(json.dumps(faults))
+    Path("p3-trace.csv").write_text("5000,add,a\n5000,add,b\n65000,remove,a\n125000,add,c\n")
+    for name in ("trace.json", "t.json"):
+        assert main(shlex.split(f"trace generate --nodes 6 --duration 20m --preset spot-p3 -o {name}")) == ExitCode.DONE
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", [line for line in OURS if HERE.fullmatch(line)], ids=plain)
+def test_it_runs(line: str, files: Path, capsys: pytest.CaptureFixture[str]):
+    more = LEFT_OUT[plain(line)] if "…" in line else ""
+    words = shlex.split(line.replace("'…'", more))
+    assert main(words[1:]) == ExitCode.DONE, capsys.readouterr().err
+    if "-o" in words or "--plot" in words:
+        written = words[words.index("-o" if "-o" in words else "--plot") + 1]
+        assert (files / written).stat().st_size > 0
+    else:
+        assert capsys.readouterr().out.strip()
+
+
+def test_every_command_is_run_or_it_is_said_why_not():
+    lines = [plain(line) for line in DOCUMENTED]
+    shown_elsewhere = [re.compile(pattern) for pattern, _ in ELSEWHERE]
+    assert [
+        line
+        for line in lines
+        if not HERE.fullmatch(line)
+        and line not in ON_A_RUN
+        and not any(pattern.fullmatch(line) for pattern in shown_elsewhere)
+    ] == []
+    assert [line for line in ON_A_RUN if line not in lines] == [], "no page has them any more"
+    assert [pattern.pattern for pattern in shown_elsewhere if not any(map(pattern.fullmatch, lines))] == []

@@ -1,0 +1,112 @@
+"""The commands that the pages show for a run, given to one as they stand there, but for its name."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .elastic import ENDLESS
+from .harness import TAG, Runner, Up
+from .shown_commands import AFTERWARDS, ON_A_RUN, WHILE_IT_TRAINS
+
+CHAOS = {
+    "version": 1,
+    "duration_s": 60,
+    "nodes": ["node0"],
+    "events": [{"t_s": 30, "kind": "worker_crashed", "node": "node0", "device": 0}],
+}
+
+
+class Terminal:
+    """A second terminal; knows what was asked."""
+
+    def __init__(self, runner: Runner, directory: Path) -> None:
+        self._runner = runner
+        self._directory = directory
+        self.given: list[str] = []
+
+    def words(self, line: str) -> list[str]:
+        assert line in ON_A_RUN
+        self.given.append(line)
+        words = [TAG if word in ("gpt2-demo", "my-llama") else word for word in shlex.split(line)[1:]]
+        has_base = words[:2] != ["checkpoint", "import"]
+        return [
+            sys.executable,
+            "-m",
+            "oobleck",
+            *words,
+            *(("--base-dir", str(self._runner.base_dir)) if has_base else ()),
+        ]
+
+    def give(self, line: str) -> str:
+        done = subprocess.run(
+            self.words(line), cwd=self._directory, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture
+def terminal(runner: Runner, tmp_path: Path) -> Iterator[Terminal]:
+    (tmp_path / "trace.json").write_text(json.dumps(CHAOS))
+    return Terminal(runner, tmp_path)
+
+
+def test_what_the_pages_show_for_a_run_does_what_they_say(runner: Runner, terminal: Terminal, tmp_path: Path) -> None:
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "checkpoint.enabled=true")
+    with runner.up(*options, "--save-every", "10") as up:
+        up.wait_for_step(5)
+        following = subprocess.Popen(
+            terminal.words("oobleck events gpt2-demo --follow"), stdout=subprocess.PIPE, text=True
+        )
+        try:
+            _while_it_trains(terminal, up)
+            outcome = up.finish()
+            told, _ = following.communicate(timeout=60)
+        finally:
+            following.kill()
+    assert outcome.exit_code == 0, outcome.output
+    assert "node2" in told
+    said: dict[str, str] = {}
+    for line in AFTERWARDS:
+        if line.startswith("oobleck checkpoint export"):
+            shutil.rmtree(tmp_path / "model", ignore_errors=True)  # each is shown as the first
+        said[line] = terminal.give(line)
+    assert "node2" in said["oobleck events"]
+    assert TAG in said["oobleck checkpoint list"]
+    assert "<html" in (tmp_path / "report.html").read_text()[:200]
+    assert list((tmp_path / "model").glob("*.safetensors"))
+    assert list((tmp_path / "imported").iterdir())
+    assert sorted(terminal.given) == sorted(ON_A_RUN)
+    assert runner.left_over() == []
+
+
+def _while_it_trains(terminal: Terminal, up: Up) -> None:
+    give = terminal.give
+    assert TAG in give("oobleck status")
+    assert (
+        json.loads(give("oobleck status --json")).keys() == json.loads(give("oobleck status gpt2-demo --json")).keys()
+    )
+    give("oobleck kill node2")
+    up.wait_for("node2 lost; ")
+    give("oobleck add node2")
+    up.wait_for("node2 taken in; ")
+    give("oobleck drain node2")
+    up.wait_for("node2 has left")
+    give("oobleck add node7")
+    up.wait_for("node7 taken in; ")
+    give("oobleck add node4")
+    up.wait_for("node4 taken in; ")
+    give("oobleck drain node1")
+    up.wait_for("node1 has left")
+    give("oobleck chaos trace.json --tag gpt2-demo --speedup 60")
+    up.wait_for("node0 taken in; restart_worker")
+    give("oobleck stop")
+    assert sorted(terminal.given) == sorted(WHILE_IT_TRAINS)

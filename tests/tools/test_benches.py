@@ -1,0 +1,81 @@
+"""Every benchmark runs: as a user would start it, with `--smoke`, which does everything once, as small as it can be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHES = ROOT / "tools" / "bench"
+TIMEOUT_S = 280
+
+PARTS = {
+    "control_agents.py": "control_processes.py",
+    "control_master.py": "control_processes.py",
+    "control_processes.py": "control_plane.py",
+    "control_servers.py": "control_processes.py",
+    "local_workers.py": "throughput.py",
+    "pipelining_job.py": "throughput.py",
+    "torchrun_job.py": "recovery.py",
+}
+"""What a benchmark consists of beside its own script, and who uses it."""
+
+SMOKES: dict[str, tuple[str, ...]] = {
+    "checkpoint.py": ("flash ", "torch.save", "pause against dcp.async_save"),
+    "cluster_gear.py": ("recoveries, goodput",),
+    "control_plane.py": ("| none | steps", "| none | loss", "| embedded | steps", "| embedded | loss"),
+    "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
+    "recovery.py": ("| killed worker | 1 |",),
+    "sections.py": ("1 sections: step", "4 sections: step", "throughput of 4 sections, of one's: "),
+    "simulator.py": ("64 nodes, 2 days", "goodput"),
+    "throughput.py": ("torch", "same cut: layers 0-1 | 2-3; bubble", "own plan", "alone", "auto takes"),
+}
+"""What each says, at least. Those that train compare losses themselves, and fail where they differ."""
+
+
+def run(name: str, *options: str) -> str:
+    """What a benchmark prints."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHES / name), "--smoke", *options],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_benchmark_has_a_smoke_test_or_is_part_of_one_that_has():
+    assert {path.name for path in BENCHES.glob("*.py")} == PARTS.keys() | SMOKES.keys()
+    for part, user in PARTS.items():
+        assert Path(part).stem in (BENCHES / user).read_text(encoding="utf-8"), f"{user} does not use {part}"
+
+
+@pytest.mark.parametrize("name", sorted(SMOKES))
+def test_it_runs(name: str):
+    said = run(name)
+    assert [words for words in SMOKES[name] if words not in said] == [], said
+
+
+@pytest.mark.slow
+def test_each_fault_of_the_recovery_benchmark_is_recovered_from_and_torchrun_restarts():
+    faults = ("killed node", "frozen node", "killed master", "join", "drain")
+    said = run("recovery.py", "--torchrun", "--faults", *faults)
+    assert [fault for fault in (*faults, "torchrun, killed worker") if f"| {fault} | 1 |" not in said] == [], said
+
+
+@pytest.mark.slow
+def test_the_control_plane_is_measured_in_every_way():
+    said = run("control_plane.py", "--tunnels", "none", "embedded", "--work", "heartbeats", "steps", "--dashboard")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line[:2] == "| "]
+    assert {(row[0], row[1]) for row in rows[1:]} >= {
+        (tunnels, what) for tunnels in ("none", "embedded") for what in ("heartbeats", "steps", "start", "loss")
+    }
+    # A heartbeat, and two commits of its pipeline's, of each of four nodes; hello, worker started, ready, resumed.
+    assert all(int(row[5]) >= 8 for row in rows if row[1] in ("steps", "start"))
