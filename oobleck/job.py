@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeVar
 
-from oobleck.errors import ConfigError
+from .errors import ConfigError
 
 __all__ = [
     "MAX_DEVICES",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from difflib import get_close_matches
 
-from oobleck.errors import ConfigError
+from .errors import ConfigError
 
 __all__ = ["JsonTable", "parse_json", "shown"]
 

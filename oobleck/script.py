@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from oobleck.errors import ConfigError, UsageError
-from oobleck.job import ScriptSpec
+from .errors import ConfigError, UsageError
+from .job import ScriptSpec
 
 __all__ = ["Job", "run_script"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from oobleck.errors import ConfigError
+from .errors import ConfigError
 
 __all__ = ["expand_user"]
 

@@ -11,11 +11,11 @@ import pytest
 
 from oobleck import Job
 from oobleck.cli.exit_codes import ExitCode
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, OobleckError, UsageError
 from oobleck.job import JobSpec, ScriptSpec
-from oobleck.runtime.script_process import describe_script
+from oobleck.runtime.processes.script_process import describe_script
 from oobleck.script import run_script
 
 

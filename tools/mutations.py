@@ -28,10 +28,8 @@ COMMIT = "tests/control/test_commit.py::test_faults_of_all_kinds_break_no_promis
 KILLS = "tests/control/test_commit.py::test_killed_nodes_break_no_promise"
 F_LOSSES = "tests/control/test_commit.py::test_losing_f_nodes_never_ends_a_run"
 RESTARTS = "tests/control/test_commit.py::test_workers_that_end_and_come_back_break_no_promise"
-FORGOTTEN = (
-    "tests/control/test_coordinator.py::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
-)
-ANSWERS = "tests/control/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
+FORGOTTEN = "tests/control/coordinator/test_coordinator.py::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
+ANSWERS = "tests/control/commit/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 UNHEARD = "tests/sim/test_promises.py::test_what_a_killed_master_had_not_heard_is_told_to_the_next"
@@ -51,21 +49,21 @@ class Mutation:
     """A test with real workers that catches it as well, where one was tried."""
 
 
-FOLLOWER = "oobleck/control/follower.py"
+FOLLOWER = "oobleck/control/commit/follower.py"
 
 MUTATIONS = (
     Mutation(
         name="stale_answers",
         what="answers to an older fence are not dropped",
-        file="oobleck/control/reconfiguration.py",
+        file="oobleck/control/coordinator/reconfiguration.py",
         old="if self.is_fencing and status.generation == self.generations.current:",
         new="if self.is_fencing:",
-        caught_by="tests/control/test_coordinator.py::test_answers_to_an_older_fence_count_for_nothing",
+        caught_by="tests/control/coordinator/test_coordinator.py::test_answers_to_an_older_fence_count_for_nothing",
     ),
     Mutation(
         name="dead_holders",
         what="layers are read from nodes that are lost, which stay in the plan",
-        file="oobleck/control/reconfiguration.py",
+        file="oobleck/control/coordinator/reconfiguration.py",
         old="absent = frozenset(self.lost_for(in_force))",
         new="absent: frozenset[str] = frozenset()",
         caught_by=KILLS,
@@ -73,15 +71,15 @@ MUTATIONS = (
     Mutation(
         name="unfenced_commit",
         what="a worker applies a step although a fence came before",
-        file="oobleck/control/standing.py",
+        file="oobleck/control/commit/commit_state.py",
         old="        with self._lock:\n            self._check_fence()\n            self._move_to(record)",
         new="        with self._lock:\n            self._move_to(record)",
-        caught_by="tests/control/test_standing.py::test_a_step_is_applied_before_the_fence_or_not_at_all",
+        caught_by="tests/control/commit/test_commit_state.py::test_a_step_is_applied_before_the_fence_or_not_at_all",
     ),
     Mutation(
         name="commit_without_agreement",
         what="a step is committed without the all-reduce over everybody",
-        file="oobleck/sim/worker.py",
+        file="oobleck/sim/cluster/worker.py",
         old="        said = yield from self._groups.sum(key, sequence, step)\n        yield from",
         new=(
             "        banked = self._follower.bank.microbatches\n"
@@ -93,7 +91,7 @@ MUTATIONS = (
     Mutation(
         name="unfenced_bank",
         what="a section of a step is banked after an answer said that it is not",
-        file="oobleck/control/standing.py",
+        file="oobleck/control/commit/commit_state.py",
         old="            self._check_fence()\n            self._bank(record)",
         new="            self._bank(record)",
         caught_by=ANSWERS,
@@ -101,7 +99,7 @@ MUTATIONS = (
     Mutation(
         name="bank_left_behind",
         what="who holds the sums of a section that others have banked is not told to bank it",
-        file="oobleck/control/generations.py",
+        file="oobleck/control/commit/generations.py",
         old="_record(verdict, banked) if verdict.is_bank_behind else None",
         new="None",
         caught_by=SECTIONS,
@@ -109,7 +107,7 @@ MUTATIONS = (
     Mutation(
         name="banked_twice",
         what="what is banked of a step is dealt out again with a plan in the middle of it",
-        file="oobleck/control/sections.py",
+        file="oobleck/control/commit/sections.py",
         old="    gone = frozenset(banked)\n",
         new="    gone = frozenset(())\n",
         caught_by=SECTIONS,
@@ -117,18 +115,18 @@ MUTATIONS = (
     Mutation(
         name="behind_but_trusted",
         what="layers are read from workers that missed a section which others have banked",
-        file="oobleck/control/recovery.py",
+        file="oobleck/control/commit/judgement.py",
         old="    missed = {key for key in alike if banks[key] != bank and key not in behind_bank}\n",
         new="    missed = set()\n",
-        caught_by="tests/control/test_recovery.py::test_who_missed_a_section_holds_nothing",
+        caught_by="tests/control/commit/test_judgement.py::test_who_missed_a_section_holds_nothing",
     ),
     Mutation(
         name="unfenced_reduction",
         what="a worker joins a commit although its answer said that it has no reduced gradients",
-        file="oobleck/control/standing.py",
+        file="oobleck/control/commit/commit_state.py",
         old="            self._check_fence()\n            self._reduced = step",
         new="            self._reduced = step",
-        caught_by="tests/control/test_standing.py::test_gradients_are_reduced_before_the_fence_or_not_at_all",
+        caught_by="tests/control/commit/test_commit_state.py::test_gradients_are_reduced_before_the_fence_or_not_at_all",
     ),
     Mutation(
         name="ignored_threshold",
@@ -141,7 +139,7 @@ MUTATIONS = (
     Mutation(
         name="forgotten_step",
         what="a step that workers were told to forget is finished after all",
-        file="oobleck/control/generations.py",
+        file="oobleck/control/commit/generations.py",
         old="verdict.adopted is None or verdict.adopted < self._forgot or",
         new="verdict.adopted is None or",
         caught_by=FORGOTTEN,
@@ -149,7 +147,7 @@ MUTATIONS = (
     Mutation(
         name="broken_segments",
         what="segments stay with a pipeline that broke since they were dealt",
-        file="oobleck/control/recovery.py",
+        file="oobleck/control/commit/judgement.py",
         old="kept = tuple(segment for segment in segments if segment.pipeline in whole)",
         new="kept = tuple(segments)",
         caught_by=KILLS,
@@ -157,7 +155,7 @@ MUTATIONS = (
     Mutation(
         name="dealt_twice",
         what="microbatches that were dealt before are dealt again",
-        file="oobleck/control/recovery.py",
+        file="oobleck/control/commit/judgement.py",
         old="done = {microbatch for segment in kept for microbatch in segment.microbatches}",
         new="done: set[int] = set()",
         caught_by=KILLS,
@@ -165,7 +163,7 @@ MUTATIONS = (
     Mutation(
         name="half_a_program",
         what="a pipeline that failed half-way is asked to finish the step",
-        file="oobleck/control/generations.py",
+        file="oobleck/control/commit/generations.py",
         old="if failed and index not in broken and not failed.isdisjoint(pipeline.places):",
         new="if failed and index in broken and not failed.isdisjoint(pipeline.places):",
         caught_by=FORGOTTEN,
@@ -173,7 +171,7 @@ MUTATIONS = (
     Mutation(
         name="nobody_catches_up",
         what="those who have not applied a step that others have are not told to",
-        file="oobleck/control/recovery.py",
+        file="oobleck/control/commit/judgement.py",
         old="catch_up=newest if behind else None,",
         new="catch_up=None,",
         caught_by=COMMIT,
@@ -181,7 +179,7 @@ MUTATIONS = (
     Mutation(
         name="reused_groups",
         what="the group of a pipeline that was stopped half-way is kept",
-        file="oobleck/control/generations.py",
+        file="oobleck/control/commit/generations.py",
         old="                if lost.isdisjoint(pipeline.nodes)\n            }",
         new="            }",
         caught_by=RESTARTS,
@@ -189,7 +187,7 @@ MUTATIONS = (
     Mutation(
         name="lost_evaluation",
         what="a step is finished first where an evaluation that was broken off is due before it",
-        file="oobleck/control/replanning.py",
+        file="oobleck/control/coordinator/replanning.py",
         old="return has_records and not evaluates_first and",
         new="return has_records and",
         caught_by="tests/control/test_evaluation.py::test_a_plan_takes_effect_where_an_evaluation_was_broken_off",
@@ -197,11 +195,11 @@ MUTATIONS = (
     Mutation(
         name="needless_repetition",
         what="a step is run again although finishing it is quicker",
-        file="oobleck/control/replanning.py",
+        file="oobleck/control/coordinator/replanning.py",
         old="if finish_s <= again_s + _WORTH_FORGETTING_S:",
         new="if finish_s <= 0:",
         caught_by=(
-            "tests/control/test_coordinator.py::test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time"
+            "tests/control/coordinator/test_coordinator.py::test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time"
         ),
     ),
     Mutation(
@@ -215,7 +213,7 @@ MUTATIONS = (
     Mutation(
         name="endless_lease",
         what="a node that says nothing is never given up",
-        file="oobleck/control/leases.py",
+        file="oobleck/control/membership/leases.py",
         old="        lapses_s = max(member.last_heard_s + self._control.lease_s, self._spared_until_s)\n",
         new="        lapses_s = max(member.last_heard_s + 1e9, self._spared_until_s)\n",
         caught_by=STACK,
@@ -223,23 +221,23 @@ MUTATIONS = (
     Mutation(
         name="unsettled_takeover",
         what="a master takes over without fencing, though orders may not have arrived",
-        file="oobleck/control/coordinator.py",
+        file="oobleck/control/coordinator/coordinator.py",
         old="        if not remains.is_settled:\n",
         new="        if False:\n",
-        caught_by="tests/control/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
+        caught_by="tests/control/coordinator/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
     ),
     Mutation(
         name="no_restart",
         what="a worker that ended is not started again",
-        file="oobleck/control/attendance.py",
+        file="oobleck/control/coordinator/node_lifecycle.py",
         old="        self._outbox.send(member.spec.name, StartWorker(device=device))\n",
         new="",
-        caught_by="tests/sim/test_cluster_gear.py::test_a_crashed_worker_is_started_again_in_its_place",
+        caught_by="tests/sim/cluster/test_run.py::test_a_crashed_worker_is_started_again_in_its_place",
     ),
     Mutation(
         name="slow_for_ever",
         what="a slow node that was left out is never tried again",
-        file="oobleck/control/replanning.py",
+        file="oobleck/control/coordinator/replanning.py",
         old="        return self._probation.due_s\n",
         new='        return float("inf")\n',
         caught_by="tests/sim/test_slow_nodes.py::test_a_slow_node_rests_and_is_taken_back_once_it_is_well",
@@ -247,7 +245,7 @@ MUTATIONS = (
     Mutation(
         name="tries_forgotten",
         what="a slow node that was tried too early waits no longer than before",
-        file="oobleck/control/probation.py",
+        file="oobleck/control/speed/slow_node_retry.py",
         old="min(2 * before.wait_s, _LONGEST_WAIT * found_out_s)",
         new="before.wait_s",
         caught_by="tests/sim/test_slow_nodes.py::test_a_slow_node_that_is_tried_too_early_rests_twice_as_long",
@@ -287,7 +285,7 @@ MUTATIONS = (
     Mutation(
         name="section_kept_back",
         what="a section that was not banked is not given back",
-        file="oobleck/control/bank.py",
+        file="oobleck/control/commit/partial_commit.py",
         old="            yield GiveBack(section.number)\n",
         new="",
         caught_by=SECTIONS,

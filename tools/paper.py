@@ -25,15 +25,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it finds its neighbours
 
 from oobleck.planner import estimate_profile
-from oobleck.planner.devices import device_sheet
-from oobleck.planner.shapes import model_shape
-from oobleck.sim.convert import convert
+from oobleck.planner.profiles import device_sheet, model_shape
 from oobleck.sim.policies.ideal import share_of_ideal
 from oobleck.sim.policies.stop_and_go import Rules, play
 from oobleck.sim.policies.throughput import Plans, Table
-from oobleck.sim.sweep import sweep
-from oobleck.sim.sweep_settings import SweepSettings
-from oobleck.sim.trace import Trace
+from oobleck.sim.sweep import SweepSettings, sweep
+from oobleck.sim.trace import Trace, convert
 from tools.bars import bars_svg
 
 MODELS = ("BERT-L", "GPT-2", "GPT-3M", "2.7B", "6.7B")
@@ -216,7 +213,7 @@ _USUAL = 23
 _OURS_S = 0.3
 """A recovery of ours: noticing, deciding and grouping take 0.1 s in local runs; 0.2 s more copy a few layers."""
 _SECTION_S, _MOST_SECTIONS = 8.0, 32
-"""As `oobleck.control.sections` cuts steps."""
+"""As `oobleck.control.commit.sections` cuts steps."""
 
 
 def original_rules(system: str, model: str) -> Rules:

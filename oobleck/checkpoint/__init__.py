@@ -4,12 +4,12 @@
                                     (`memory`)                        (`layer_file`)               (`directory`)
 
 What a slot or a file holds is told by its `Layout`: tensors by name, each with a type, a shape and a place. Workers
-put tensors of torch around the same bytes (`oobleck.training.checkpoint`).
+put tensors of torch around the same bytes (`oobleck.training.checkpoint.state`).
 """
 
 from __future__ import annotations
 
-from oobleck.control.manifest import (
+from oobleck.control.protocol import (
     MANIFEST_VERSION,
     Manifest,
     SavedState,

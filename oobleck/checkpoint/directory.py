@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from oobleck.control.manifest import MANIFEST_VERSION, Manifest, Shard, what_is_wrong
+from oobleck.control.protocol import MANIFEST_VERSION, Manifest, Shard, what_is_wrong
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.wire import from_builtins, to_builtins
 

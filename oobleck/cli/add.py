@@ -10,7 +10,7 @@ import typer
 from oobleck.errors import OobleckError
 from oobleck.runtime.control_client import AddRequest, find_run, request
 
-from .options import BaseDirOption, JsonOption, TagOption, base_dir_of
+from .inputs import BaseDirOption, JsonOption, TagOption, base_dir_of
 
 __all__ = ["add"]
 

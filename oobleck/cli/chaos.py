@@ -12,14 +12,11 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_NODES, MAX_STEPS, JobSpec
 from oobleck.runtime.control_client import find_run
-from oobleck.runtime.run_dir import RunDirectory
+from oobleck.runtime.files import RunDirectory
 from oobleck.sim.trace import Trace
 
-from .chaos_play import Player, name_nodes, not_played
-from .chaos_targets import LocalRun, RunningRun
-from .numbers import whole
-from .options import NUM_SPARE_NODES, BaseDirOption, TagOption, base_dir_of
-from .read_job import read_job
+from .chaos_run import LocalRun, Player, RunningRun, name_nodes, not_played
+from .inputs import NUM_SPARE_NODES, BaseDirOption, TagOption, base_dir_of, read_job, whole
 from .trace import read_trace
 
 __all__ = ["chaos"]

@@ -13,11 +13,11 @@ import typer
 from oobleck.errors import UsageError
 
 from .exit_codes import ExitCode
-from .options import SLOW_FACTOR, BaseDirOption, JsonOption, base_dir_of
+from .inputs import SLOW_FACTOR, BaseDirOption, JsonOption, base_dir_of
 from .up import read_nodes, readable_file
 
 if TYPE_CHECKING:
-    from oobleck.control.check_report import CheckReport
+    from oobleck.control.node_check import CheckReport
     from oobleck.job import NodeSpec
 
 __all__ = ["check"]
@@ -59,7 +59,7 @@ def check(
     import trio
     from rich.console import Console
 
-    from oobleck.runtime.patient_clock import PatientClock
+    from oobleck.runtime.processes import PatientClock
     from oobleck.ui.check_table import check_table
 
     def tell(text: str) -> None:
@@ -93,9 +93,8 @@ async def _check(
     slow_factor: float,
     tell: Callable[[str], None],
 ) -> CheckReport:
-    from oobleck.runtime.check_nodes import check_nodes
-    from oobleck.runtime.local_ssh import serve_local_nodes
-    from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
+    from oobleck.runtime.node_check import check_nodes
+    from oobleck.runtime.ssh import SSHOptions, open_ssh_loop, serve_local_nodes
 
     async with open_ssh_loop():
         if not num_local:

@@ -10,11 +10,11 @@ import typer
 
 from oobleck.checkpoint import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
 from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
-from oobleck.runtime.conversion import convert, find_tokenizer, write_tokenizer
+from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
 from oobleck.wire import to_builtins
 
 from .exit_codes import ExitCode
-from .options import BaseDirOption, JsonOption, base_dir_of
+from .inputs import BaseDirOption, JsonOption, base_dir_of
 
 __all__ = ["export_checkpoint", "import_checkpoint", "inspect_checkpoint", "list_checkpoints", "verify_checkpoint"]
 

@@ -9,7 +9,7 @@ import typer
 
 from oobleck.runtime.control_client import DrainRequest, find_run, request
 
-from .options import BaseDirOption, JsonOption, TagOption, base_dir_of
+from .inputs import BaseDirOption, JsonOption, TagOption, base_dir_of
 
 __all__ = ["drain"]
 

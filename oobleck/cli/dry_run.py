@@ -14,17 +14,14 @@ from pathlib import Path
 from rich.console import Console
 
 from oobleck.checkpoint.directory import MANIFEST_NAME, CheckpointDirectory
-from oobleck.control.planning import fixed_schedule, planner_for
+from oobleck.control.coordinator import fixed_schedule, planner_for
 from oobleck.control.scaling import first_target
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import LayerProfile, Profile, profile_from_json
-from oobleck.planner.devices import device_sheet
-from oobleck.planner.estimate import estimate_profile
-from oobleck.planner.shapes import shape_from_config
-from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
-from oobleck.runtime.model_outline import LayerOutline, ModelOutline, outline_of
-from oobleck.runtime.run_dir import RunDirectory
+from oobleck.planner.profiles import device_sheet, estimate_profile, shape_from_config
+from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
+from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.user_path import expand_user
 
 from .make_report import make_report, show_report

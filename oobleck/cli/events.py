@@ -9,13 +9,11 @@ from typing import Annotated
 
 import typer
 
-from oobleck.control.diagnosis import Diagnosis, Incident, diagnose
-from oobleck.control.journal import JournalEntry
-from oobleck.runtime.journal_file import read_journal
-from oobleck.runtime.journal_reading import find_journal, follow_journal
+from oobleck.control.journal import Diagnosis, Incident, JournalEntry, diagnose
+from oobleck.runtime.files import find_journal, follow_journal, read_journal
 from oobleck.ui.incident_text import incident_lines, incident_news
 
-from .options import BaseDirOption, JsonOption, base_dir_of
+from .inputs import BaseDirOption, JsonOption, base_dir_of
 
 __all__ = ["events"]
 

@@ -10,8 +10,7 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES
 
-from .numbers import whole
-from .options import MAX_BATCH, MAX_TOKENS, JsonOption
+from .inputs import MAX_BATCH, MAX_TOKENS, JsonOption, whole
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner, Profile

@@ -8,11 +8,19 @@ from pathlib import Path
 from oobleck.errors import ConfigError, UsageError
 from oobleck.json_table import parse_json
 from oobleck.planner import Profile, profile_from_json
-from oobleck.planner.devices import KNOWN_DEVICES, DeviceSheet, device_sheet, device_sheet_from_json
-from oobleck.planner.estimate import estimate_profile
-from oobleck.planner.flops import training_flops
-from oobleck.planner.shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
-from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
+from oobleck.planner.profiles import (
+    KNOWN_DEVICES,
+    KNOWN_MODELS,
+    DeviceSheet,
+    ModelShape,
+    device_sheet,
+    device_sheet_from_json,
+    estimate_profile,
+    model_shape,
+    shape_from_config,
+    training_flops,
+)
+from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
 __all__ = ["ProfileSource", "profile_of", "utilisation_of"]
 

@@ -10,9 +10,7 @@ import typer
 
 from oobleck.errors import UsageError
 
-from .numbers import whole
-from .options import BaseDirOption, JsonOption, base_dir_of
-from .read_job import read_job
+from .inputs import BaseDirOption, JsonOption, base_dir_of, read_job, whole
 
 if TYPE_CHECKING:
     from oobleck.planner import Profile
@@ -48,9 +46,8 @@ def profile(
     measured once.
     """
     from oobleck.planner import profile_from_json
-    from oobleck.runtime.profile_files import ProfileFiles
-    from oobleck.runtime.profile_process import measure_profile
-    from oobleck.runtime.run_dir import RunDirectory
+    from oobleck.runtime.files import ProfileFiles, RunDirectory
+    from oobleck.runtime.processes import measure_profile
 
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device: {device} is not known; it is cpu or cuda")

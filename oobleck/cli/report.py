@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
-from oobleck.control.diagnosis import diagnose
-from oobleck.control.history import history_of
-from oobleck.control.summary import summarize
+from oobleck.control.journal import diagnose, history_of, summarize
 from oobleck.errors import UsageError
-from oobleck.runtime.journal_file import read_journal
-from oobleck.runtime.journal_reading import find_journal
+from oobleck.runtime.files import find_journal, read_journal
 from oobleck.ui.report_html import report_html
 
 from .events import RunArgument
-from .options import BaseDirOption, base_dir_of
+from .inputs import BaseDirOption, base_dir_of
 
 __all__ = ["report"]
 

@@ -16,17 +16,14 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
 
-from .durations import duration_s
-from .numbers import whole
-from .options import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption
-from .scaling_option import parse_scaling
+from .inputs import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption, duration_s, parse_scaling, whole
 from .trace import read_trace
 
 if TYPE_CHECKING:
     from oobleck.job import ScheduleName
     from oobleck.planner import Profile
-    from oobleck.sim.outcome import Outcome
-    from oobleck.sim.sweep_settings import SweepSettings
+    from oobleck.sim.costs import Outcome
+    from oobleck.sim.sweep import SweepSettings
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
 
@@ -180,8 +177,7 @@ def sim(
     Policy `oobleck` runs the real decisions; the others are models with their sources. Nothing is started.
     """
     from oobleck.sim.policies.registry import POLICIES
-    from oobleck.sim.resize import with_nodes
-    from oobleck.sim.spares import with_spares
+    from oobleck.sim.trace import with_nodes, with_spares
 
     from .pictures import picture_writer, write_file
     from .plan_profile import ProfileSource, profile_of
@@ -256,7 +252,7 @@ def _settings(
     checkpoint_interval_s: float,
     seed: int,
 ) -> SweepSettings:
-    from oobleck.sim.sweep_settings import SweepSettings
+    from oobleck.sim.sweep import SweepSettings
 
     if global_batch % profile.microbatch_size:
         raise UsageError(
@@ -294,9 +290,9 @@ def _play(name: str, trace: Trace, settings: SweepSettings, *, gear: str, quiet:
 
 
 def _play_cluster(trace: Trace, settings: SweepSettings, report: Callable[[float], None]) -> Outcome:
-    from oobleck.sim.cluster_gear import run_cluster
-    from oobleck.sim.outcome import outcome_of_journal
-    from oobleck.sim.sweep_settings import most_steps
+    from oobleck.sim.cluster import run_cluster
+    from oobleck.sim.costs import outcome_of_journal
+    from oobleck.sim.sweep import most_steps
 
     run = run_cluster(
         trace,

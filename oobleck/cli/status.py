@@ -8,12 +8,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from oobleck.control.snapshot import RunSnapshot
+from oobleck.control.journal import RunSnapshot
 from oobleck.errors import PeerError
 from oobleck.runtime.control_client import StatusRequest, find_run, request
 from oobleck.ui.dashboard import Dashboard
 
-from .options import BaseDirOption, JsonOption, TagArgument, base_dir_of
+from .inputs import BaseDirOption, JsonOption, TagArgument, base_dir_of
 
 __all__ = ["status"]
 

@@ -9,7 +9,7 @@ import typer
 
 from oobleck.runtime.control_client import StopRequest, find_run, request
 
-from .options import BaseDirOption, JsonOption, TagArgument, base_dir_of
+from .inputs import BaseDirOption, JsonOption, TagArgument, base_dir_of
 
 __all__ = ["stop"]
 

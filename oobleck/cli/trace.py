@@ -10,15 +10,12 @@ import typer
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import MAX_NODES
-from oobleck.runtime.input_file import MAX_DATA_BYTES, read_input
+from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
-from .durations import duration_s
-from .numbers import real, whole
-from .options import MAX_SEED, JsonOption
+from .inputs import MAX_SEED, JsonOption, duration_s, real, whole
 
 if TYPE_CHECKING:
-    from oobleck.sim.generate import FailureModel
-    from oobleck.sim.trace import Trace
+    from oobleck.sim.trace import FailureModel, Trace
 
 __all__ = ["convert_trace", "generate_trace", "read_trace", "trace_info"]
 
@@ -89,7 +86,7 @@ def generate_trace(
 
     The same options give the same trace everywhere. `oobleck trace info` shows what was drawn.
     """
-    from oobleck.sim.generate import generate
+    from oobleck.sim.trace import generate
 
     if duration <= 0:
         raise UsageError("--duration is 0; a trace has to last")
@@ -133,7 +130,7 @@ def convert_trace(
 
     Where the file tells only how many nodes there are, which of them goes is drawn from the seed.
     """
-    from oobleck.sim.convert import FORMATS, convert, detect_format
+    from oobleck.sim.trace import FORMATS, convert, detect_format
 
     text = read_input(file, "trace", most_bytes=MAX_DATA_BYTES)
     name = format_name or detect_format(text)
@@ -148,7 +145,7 @@ def trace_info(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace.")], *, as_json: JsonOption = False
 ) -> None:
     """Tell what is in a trace: its nodes, how often they are lost, how many at once, and when how many are there."""
-    from oobleck.sim.trace_facts import facts_of
+    from oobleck.sim.trace import facts_of
 
     trace = read_trace(file)
     facts = facts_of(trace)
@@ -185,7 +182,7 @@ def _write(trace: Trace, output: Path | None) -> None:
 
 
 def _model(preset: str | None, mtbf: float | None, num_nodes: int) -> FailureModel:
-    from oobleck.sim.generate import PRESETS, FailureModel
+    from oobleck.sim.trace import PRESETS, FailureModel
 
     if (preset is None) == (mtbf is None):
         raise UsageError("how often do nodes fail? give either --preset NAME or --mtbf TIME")
@@ -210,7 +207,7 @@ def _changed(
     """The model with what the options say in place of its own."""
     from dataclasses import replace
 
-    from oobleck.sim.generate import FailSlow
+    from oobleck.sim.trace import FailSlow
 
     if shape is not None:
         model = replace(model, shape=shape)

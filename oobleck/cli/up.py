@@ -16,14 +16,10 @@ import typer
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.runtime.input_file import read_input
+from oobleck.runtime.files import read_input
 from oobleck.user_path import expand_user
 
-from .hostfile import parse_hostfile
-from .options import BaseDirOption, JsonOption, base_dir_of
-from .read_job import read_job
-from .save_every import with_save_every
-from .scaling_option import parse_scaling
+from .inputs import BaseDirOption, JsonOption, base_dir_of, parse_hostfile, parse_scaling, read_job, with_save_every
 
 if TYPE_CHECKING:
     from oobleck.runtime.metrics_output import MetricsAddress
@@ -176,7 +172,7 @@ def up(
         dry_run(job, nodes, local or 0, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
-    from .run_job import Run, run_job
+    from .run import Run, run_job
 
     run = Run(
         job=job,

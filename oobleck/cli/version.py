@@ -11,7 +11,7 @@ import typer
 
 from oobleck import __version__
 
-from .options import JsonOption
+from .inputs import JsonOption
 
 __all__ = ["version"]
 

@@ -10,20 +10,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .decision import Decision
-from .devices import KNOWN_DEVICES, DeviceSheet, device_sheet, device_sheet_from_json
-from .estimate import estimate_profile
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Place, Stage, StageTemplate
-from .profile import (
+from .profiles import (
+    KNOWN_DEVICES,
+    KNOWN_MODELS,
     DeviceProfile,
+    DeviceSheet,
     LayerProfile,
+    ModelShape,
     NetworkProfile,
     Profile,
     SplitBackward,
+    device_sheet,
+    device_sheet_from_json,
+    estimate_profile,
+    model_shape,
     profile_from_json,
     profile_to_json,
+    shape_from_config,
 )
 from .settings import PlannerSettings
-from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
 from .transfers import LayerTransfer
 
 if TYPE_CHECKING:

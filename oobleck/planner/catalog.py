@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from oobleck.errors import PlanningError
 
-from .batches import deal_microbatches
 from .costs import StageCosts, Timing
+from .instantiation import SizeOption, Sizing, choose_sizes, deal_microbatches, reduction_s
 from .inventory import Holding, needed_holdings
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate
-from .profile import Profile
+from .profiles import Profile
 from .settings import PlannerSettings
-from .sizes import SizeOption, Sizing, choose_sizes, reduction_s
 from .templates import find_templates
 
 __all__ = ["Catalog"]

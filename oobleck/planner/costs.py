@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from oobleck.errors import PlanningError
 
 from .plan import PipelineTemplate, StageTemplate
-from .profile import NetworkProfile, Profile
+from .profiles import NetworkProfile, Profile
 
 __all__ = ["Floats", "Footprint", "StageCosts", "Timing", "cut_seconds"]
 

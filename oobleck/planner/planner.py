@@ -10,8 +10,8 @@ from oobleck.errors import PlanningError
 from .catalog import Catalog
 from .decision import Decision
 from .plan import ExecutionPlan, PipelineTemplate, Place
-from .profile import Profile
-from .reconfigure import reconfigure
+from .profiles import Profile
+from .reconfiguration import reconfigure
 from .settings import PlannerSettings
 from .words import counted
 

@@ -15,7 +15,7 @@ from oobleck.errors import PlanningError
 from .decision import Decision
 from .plan import ExecutionPlan, PipelineTemplate, Place
 from .planner import Planner
-from .profile import LayerProfile, Profile
+from .profiles import LayerProfile, Profile
 from .settings import PlannerSettings
 from .transfers import LayerTransfer
 

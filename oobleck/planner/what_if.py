@@ -16,7 +16,7 @@ from oobleck.errors import PlanningError, Unrecoverable
 from .decision import Decision
 from .plan import ExecutionPlan
 from .planner import Planner
-from .profile import Profile
+from .profiles import Profile
 from .transfers import LayerTransfer
 
 __all__ = ["LossCase", "LossReport", "moved_bytes", "transfer_s", "what_if_one_is_lost", "what_if_two_are_lost"]

@@ -13,7 +13,7 @@ from typing import assert_never
 
 import trio
 
-from oobleck.control.messages import (
+from oobleck.control.protocol import (
     AgentStopped,
     CommitCheckpoint,
     Configure,

@@ -12,7 +12,7 @@ from collections import deque
 
 import trio
 
-from oobleck.control.messages import AgentMessage, Heartbeat, Pace
+from oobleck.control.protocol import AgentMessage, Heartbeat, Pace
 
 __all__ = ["Letters"]
 

@@ -9,7 +9,6 @@ from itertools import chain, repeat
 
 import trio
 
-from oobleck.control.bundles import KeyGathering
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import (
     Command,
@@ -17,6 +16,7 @@ from oobleck.control.events import (
     Disconnect,
     End,
     Event,
+    KeyGathering,
     KillRequested,
     LookUpProfile,
     NodeFailed,
@@ -30,7 +30,7 @@ from oobleck.control.events import (
     StoreProfile,
 )
 from oobleck.control.journal import Cause, JournalEntry
-from oobleck.control.messages import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
+from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
 from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 

@@ -10,11 +10,12 @@ from typing import Protocol
 import trio
 
 from oobleck.control.journal import JournalEntry
-from oobleck.control.manifest import Manifest, Shard
-from oobleck.control.messages import (
+from oobleck.control.protocol import (
     AgentMessage,
+    Manifest,
     MasterMessage,
     SetUpWorker,
+    Shard,
     StoragePaths,
     WorkerBound,
     WorkerMessage,

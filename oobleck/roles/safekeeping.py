@@ -11,7 +11,7 @@ from typing import assert_never
 
 import trio
 
-from oobleck.control.messages import (
+from oobleck.control.protocol import (
     AgentMessage,
     CheckpointCommitted,
     CommitCheckpoint,

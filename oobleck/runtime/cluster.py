@@ -15,15 +15,15 @@ from pathlib import PurePosixPath
 import trio
 
 from oobleck import __version__
-from oobleck.control.messages import AgentMessage, MasterMessage
 from oobleck.control.node_check import Health
+from oobleck.control.protocol import AgentMessage, MasterMessage
 from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import LinkLost
 from oobleck.wire import FrameDecoder
 
-from .agent_dir import (
+from .files import (
     clean_command,
     end_command,
     forget_command,
@@ -32,7 +32,7 @@ from .agent_dir import (
     signal_command,
     slow_command,
 )
-from .check_nodes import check_nodes
+from .node_check import check_nodes
 from .ssh import CompletedCommand, SSHConnection, SSHOptions, connect
 
 __all__ = ["RemotePaths", "SSHCluster"]
@@ -225,7 +225,7 @@ class SSHCluster:
             "--cache": self._paths.cache_dir,
         }
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
-        return f"exec {shlex.quote(self._paths.python)} -m oobleck.runtime.agent_process {options}"
+        return f"exec {shlex.quote(self._paths.python)} -m oobleck.runtime.processes.agent_process {options}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
         """Read the answer of the agent's start: the path of its socket."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from oobleck.errors import ConfigError, OobleckError, PeerError, UsageError, UserError
 
-from .run_dir import RunDirectory
+from .files import RunDirectory
 
 __all__ = [
     "AddRequest",

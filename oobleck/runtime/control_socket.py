@@ -32,8 +32,8 @@ from .control_client import (
     encode_error,
     request,
 )
+from .files import MAX_SOCKET_PATH_BYTES
 from .listening import serve_clients
-from .run_dir import MAX_SOCKET_PATH_BYTES
 
 __all__ = [
     "AddRequest",

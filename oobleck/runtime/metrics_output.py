@@ -16,14 +16,12 @@ from pathlib import Path
 
 import trio
 
-from oobleck.control.journal import JournalEntry, StepDone
-from oobleck.control.metrics import Metrics, MetricSample
+from oobleck.control.journal import JournalEntry, Metrics, MetricSample, StepDone
 from oobleck.errors import UsageError
 from oobleck.user_path import expand_user
 
-from .line_file import LineFile
+from .files import MAX_SOCKET_PATH_BYTES, LineFile
 from .listening import serve_clients
-from .run_dir import MAX_SOCKET_PATH_BYTES
 from .tensorboard_file import TensorBoardFile
 
 __all__ = ["MetricsAddress", "MetricsOutput", "parse_metrics_address", "serve_metrics"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from oobleck.planner import ExecutionPlan, PipelineTemplate, Profile, StageTemplate
-from oobleck.planner.sizes import reduction_s
+from oobleck.planner.instantiation import reduction_s
 
 from .choice import choose_schedule
 from .compile import compile_schedule

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oobleck.control.check_report import CheckedNode, CheckReport
-from oobleck.control.node_check import Health
+from oobleck.control.node_check import CheckedNode, CheckReport, Health
 
 from .words import bytes_text, one_line
 

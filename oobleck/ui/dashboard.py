@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from oobleck.control.snapshot import EventLine, NodeState, NodeView, RunSnapshot, RunState
+from oobleck.control.journal import EventLine, NodeState, NodeView, RunSnapshot, RunState
 
 from .pipeline_map import pipeline_lines
 from .words import count_text, duration_text, one_line, percent_text, seconds_text

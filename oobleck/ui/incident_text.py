@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oobleck.control.diagnosis import Finding, Incident
+from oobleck.control.journal import Finding, Incident
 
 from .words import bytes_text, duration_text, one_line, seconds_text
 

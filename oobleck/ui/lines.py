@@ -6,8 +6,7 @@ ones stay readable; the first step, the last, and the first after an event are a
 
 from __future__ import annotations
 
-from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, RecordsDealt, StepDone
-from oobleck.control.view import level_of
+from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, RecordsDealt, StepDone, level_of
 
 from .words import count_text, duration_text, one_line, seconds_text
 

@@ -17,8 +17,7 @@ import trio
 from rich.console import Console
 from rich.live import Live
 
-from oobleck.control.journal import JournalEntry
-from oobleck.control.view import RunView
+from oobleck.control.journal import JournalEntry, RunView
 from oobleck.streams import Output
 
 from .dashboard import Dashboard

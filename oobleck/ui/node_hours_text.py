@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.summary import NodeSummary
+from oobleck.control.journal import NodeSummary
 
 from .words import hours_text, percent_text
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from oobleck.control.snapshot import PipelineView, StageView, WorkState
+from oobleck.control.journal import PipelineView, StageView, WorkState
 
 from .words import layers_text, one_line
 

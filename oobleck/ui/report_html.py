@@ -9,10 +9,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from html import escape
 
-from oobleck.control.diagnosis import Incident
-from oobleck.control.history import History
-from oobleck.control.journal import Cause, PlanAdopted
-from oobleck.control.summary import RecoverySummary, Summary
+from oobleck.control.journal import Cause, History, Incident, PlanAdopted, RecoverySummary, Summary
 from oobleck.planner import Pipeline
 
 from .node_hours_text import node_hours_text

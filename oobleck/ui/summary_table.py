@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oobleck.control.summary import RecoverySummary, Summary
+from oobleck.control.journal import RecoverySummary, Summary
 
 from .node_hours_text import node_hours_text
 from .words import bytes_text, count_text, duration_text, percent_text, seconds_text

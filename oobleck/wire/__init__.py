@@ -6,8 +6,8 @@ themselves, so that whoever speaks the protocol (workers too) imports only this 
 
 from __future__ import annotations
 
-from oobleck.control import messages
-from oobleck.control.messages import *  # noqa: F403 - every word of the protocol, also those still to come
+from oobleck.control.protocol import messages
+from oobleck.control.protocol.messages import *  # noqa: F403 - every word of the protocol, also those still to come
 
 from .codec import (
     MAX_FRAME_BYTES,

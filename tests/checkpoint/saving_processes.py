@@ -17,7 +17,7 @@ import torch
 
 from oobleck.checkpoint import MANIFEST_VERSION, CheckpointDirectory, Manifest, Slot, checkpoint_name, find_slots
 from oobleck.errors import CorruptCheckpoint
-from oobleck.training.checkpoint import FlashSaver, SavedLayers
+from oobleck.training.checkpoint.state import FlashSaver, SavedLayers
 
 RUN = "0123abcd"
 STEM = "device0"

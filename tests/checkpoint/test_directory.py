@@ -19,7 +19,7 @@ from oobleck.checkpoint import (
     read_layer_file,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.training.checkpoint import FlashSaver, SavedLayers, StateReader
+from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader
 
 from .saving_processes import RUN, manifest_of, state_after
 

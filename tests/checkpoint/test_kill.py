@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from oobleck.checkpoint import CheckpointDirectory, checkpoint_name
-from oobleck.training.checkpoint import StateReader
+from oobleck.training.checkpoint.state import StateReader
 
 from .saving_processes import RUN, STEM, state_after
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from oobleck.cli.chaos_play import Player, name_nodes, not_played
+from oobleck.cli.chaos_run.play import Player, name_nodes, not_played
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, UsageError
 from oobleck.runtime.control_client import (
@@ -20,7 +20,7 @@ from oobleck.runtime.control_client import (
     SignalRequest,
     SlowRequest,
 )
-from oobleck.sim.trace import (
+from oobleck.sim.trace.trace import (
     AgentCrashed,
     AgentFrozen,
     ForkServerCrashed,

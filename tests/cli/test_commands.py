@@ -44,7 +44,7 @@ ELSEWHERE = (
     (r"oobleck up … .*", "tests/e2e/test_dry_run.py and tests/e2e/test_events.py; the other words are those of a run"),
     (
         r"oobleck check hosts.txt.*|oobleck check --local 4",
-        "tests/e2e/test_check.py, tests/runtime/test_check_nodes.py",
+        "tests/e2e/test_check.py, tests/runtime/node_check/test_check.py",
     ),
     (r"oobleck chaos examples/chaos.json --local 4", "takes a minute; tests/e2e/test_faults.py plays others"),
     (r"oobleck profile (job.yaml|examples/gpt2.yaml) .*", "tests/cli/test_profile.py"),
@@ -58,7 +58,7 @@ ELSEWHERE = (
     ),
     (r"make (demo|test)", "CI runs them"),
     (r"pip install .", "`make` does it"),
-    (r"python -m oobleck.runtime.agent_process", "what the master runs on a node, in every run"),
+    (r"python -m oobleck.runtime.processes.agent_process", "what the master runs on a node, in every run"),
     (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),
     (r"python tools/mutations.py", "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code"),
     (r"python tools/(paper|recovery_timeline).py .*", "tests/tools has a test of each"),

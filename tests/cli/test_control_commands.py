@@ -9,10 +9,10 @@ import pytest
 import trio
 
 from oobleck.cli.main import main
-from oobleck.control.view import RunView
+from oobleck.control.journal.view import RunView
 from oobleck.errors import UsageError
 from oobleck.runtime.control_socket import KillRequest, StatusRequest, StopRequest, serve_control
-from oobleck.runtime.run_dir import RunDirectory
+from oobleck.runtime.files.run_dir import RunDirectory
 from tests.control.journals import run_with_a_loss
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.exit_codes import ExitCode
-from oobleck.cli.hostfile import parse_hostfile
-from oobleck.cli.job_file import apply_overrides, load_job, parse_override
+from oobleck.cli.inputs.hostfile import parse_hostfile
+from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_override
 from oobleck.cli.main import main
 from oobleck.job import JobSpec, bounds_of
 

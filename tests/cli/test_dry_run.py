@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.exit_codes import ExitCode
-from oobleck.cli.job_file import default_job
+from oobleck.cli.inputs.job_file import default_job
 from oobleck.cli.main import main
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
-from oobleck.runtime.model_outline import ModelOutline, outline_of
+from oobleck.runtime.processes.model_outline import ModelOutline, outline_of
 
 JOB = default_job(4)
 

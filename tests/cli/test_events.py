@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.control.journal import JournalEntry
+from oobleck.control.journal.entries import JournalEntry
 from oobleck.wire import encode_json
 from tests.control.journals import run_with_a_loss
 

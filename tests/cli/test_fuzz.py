@@ -19,16 +19,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.cli.exit_codes import ExitCode
-from oobleck.cli.hostfile import parse_hostfile
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.hostfile import parse_hostfile
+from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.main import COMMANDS, Command, main
 from oobleck.errors import UserError
 from oobleck.planner import profile_from_json, profile_to_json
-from oobleck.planner.devices import device_sheet
-from oobleck.planner.estimate import estimate_profile
-from oobleck.planner.shapes import model_shape
-from oobleck.sim.convert import FORMATS, convert, detect_format
-from oobleck.sim.trace import Lost, Trace, trace_from_json, trace_to_json
+from oobleck.planner.profiles.devices import device_sheet
+from oobleck.planner.profiles.estimate import estimate_profile
+from oobleck.planner.profiles.shapes import model_shape
+from oobleck.sim.trace.convert import FORMATS, convert, detect_format
+from oobleck.sim.trace.trace import Lost, Trace, trace_from_json, trace_to_json
 from tests.examples import examples
 
 ENDS = {int(code) for code in ExitCode}

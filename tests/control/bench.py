@@ -6,10 +6,21 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from oobleck import __version__
-from oobleck.control.coordinator import Coordinator
-from oobleck.control.events import Command, End, Event, NodeFailed, NodeUp, ProfileFound, Record, Said, Send, SendAll
-from oobleck.control.journal import Cause, JournalEntry
-from oobleck.control.messages import (
+from oobleck.control.coordinator.coordinator import Coordinator
+from oobleck.control.events.inputs import (
+    Command,
+    End,
+    Event,
+    NodeFailed,
+    NodeUp,
+    ProfileFound,
+    Record,
+    Said,
+    Send,
+    SendAll,
+)
+from oobleck.control.journal.entries import Cause, JournalEntry
+from oobleck.control.protocol.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
     Doorbell,
@@ -24,8 +35,8 @@ from oobleck.control.messages import (
 )
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Place, profile_to_json
+from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
-from tests.control.test_recovery import record
 
 __all__ = ["Bench", "hello", "ready", "sends"]
 

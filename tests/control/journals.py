@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oobleck.control.journal import (
+from oobleck.control.journal.entries import (
     Action,
     Cause,
     JobEnded,
@@ -18,7 +18,7 @@ from oobleck.control.journal import (
     StepDone,
     WorkerUp,
 )
-from oobleck.control.messages import CommitRecord
+from oobleck.control.protocol.messages import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
 

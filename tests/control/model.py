@@ -12,9 +12,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from oobleck import __version__
-from oobleck.control.bundles import bundle_keys
-from oobleck.control.coordinator import Coordinator, Phase
-from oobleck.control.events import (
+from oobleck.control.commit.sections import banked_after
+from oobleck.control.coordinator.coordinator import Coordinator, Phase
+from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.events.inputs import (
     AddRequested,
     Command,
     Connect,
@@ -33,8 +34,9 @@ from oobleck.control.events import (
     SendAll,
     StopRequested,
 )
-from oobleck.control.journal import Cause, JobEnded, JournalEntry, PlanAdopted, StepDone
-from oobleck.control.messages import (
+from oobleck.control.events.key_gathering import bundle_keys
+from oobleck.control.journal.entries import Cause, JobEnded, JournalEntry, PlanAdopted, StepDone
+from oobleck.control.protocol.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
     AgentStopped,
@@ -54,20 +56,11 @@ from oobleck.control.messages import (
     WorkerReady,
     WorkerStarted,
 )
-from oobleck.control.remains import read_remains
-from oobleck.control.sections import banked_after
 from oobleck.job import ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName
-from oobleck.planner import (
-    DeviceProfile,
-    LayerProfile,
-    NetworkProfile,
-    Place,
-    Profile,
-    profile_to_json,
-)
-from oobleck.sim.fabric import Fabric, Violation
-from oobleck.sim.layers import Version
-from oobleck.sim.shards import VirtualShards
+from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Place, Profile, profile_to_json
+from oobleck.sim.cluster.fabric import Fabric, Violation
+from oobleck.sim.cluster.layers import Version
+from oobleck.sim.cluster.shards import VirtualShards
 
 from .model_worker import SteppedWorker
 

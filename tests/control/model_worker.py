@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from oobleck.control.effects import Compute
-from oobleck.control.groups import PlaceInPlan
-from oobleck.control.messages import WorkerMessage
-from oobleck.control.standing import Interrupted, PeerLost
+from oobleck.control.commit.commit_state import Interrupted, PeerLost
+from oobleck.control.commit.groups import PlaceInPlan
+from oobleck.control.commit.worker_effects import Compute
+from oobleck.control.protocol.messages import WorkerMessage
 from oobleck.job import JobSpec
 from oobleck.planner import Place, Profile
 from oobleck.schedule import Instruction, Op, compile_schedule
-from oobleck.sim.fabric import Fabric, Violation, Wait, label
-from oobleck.sim.moves import Moves
-from oobleck.sim.program import Programs, Work
-from oobleck.sim.shards import VirtualShards
-from oobleck.sim.tempo import Tempo
-from oobleck.sim.worker import VirtualWorker
+from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
+from oobleck.sim.cluster.moves import Moves
+from oobleck.sim.cluster.program import Programs, Work
+from oobleck.sim.cluster.shards import VirtualShards
+from oobleck.sim.cluster.tempo import Tempo
+from oobleck.sim.cluster.worker import VirtualWorker
 
 __all__ = ["SteppedWorker"]
 

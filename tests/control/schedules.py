@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oobleck.sim.fabric import Violation
+from oobleck.sim.cluster.fabric import Violation
 
 from .model import Shape, World
 

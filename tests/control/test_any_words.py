@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.messages import AgentMessage, PeerFailed, StepCommitted
+from oobleck.control.protocol.messages import AgentMessage, PeerFailed, StepCommitted
 from tests.control.bench import Bench, ready
+from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
-from tests.control.test_recovery import record
 from tests.examples import examples
 from tests.wire.strategies import built
 

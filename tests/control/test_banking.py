@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from oobleck.control.journal import PlanAdopted, RecoveryDone
-from oobleck.control.messages import NOTHING, Banked, BankRecord
-from oobleck.control.recovery import NOTHING_BANKED
-from oobleck.control.remains import read_remains
-from oobleck.control.sections import shares_of
-from tests.control.test_coordinator import LONG, answer_all, held, training
+from oobleck.control.commit.judgement import NOTHING_BANKED
+from oobleck.control.commit.sections import shares_of
+from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.journal.entries import PlanAdopted, RecoveryDone
+from oobleck.control.protocol.messages import NOTHING, Banked, BankRecord
+from tests.control.coordinator.test_coordinator import LONG, answer_all, held, training
 
 SECTIONS = replace(LONG, reductions=8)
 

@@ -6,12 +6,23 @@ from dataclasses import replace
 from itertools import product
 
 from oobleck.cli.exit_codes import ExitCode
-from oobleck.control.coordinator import Phase
-from oobleck.control.diagnosis import diagnose
-from oobleck.control.events import ProfileFound, StopRequested
-from oobleck.control.journal import Action, CheckpointSaved, JournalGap, Notice, PlanAdopted, RecoveryDone, SaveFailed
-from oobleck.control.manifest import SavedState, Shard, checkpoint_name, run_digest
-from oobleck.control.messages import (
+from oobleck.control.coordinator.coordinator import Phase
+from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.events.inputs import ProfileFound, StopRequested
+from oobleck.control.journal.diagnosis import diagnose
+from oobleck.control.journal.entries import (
+    Action,
+    CheckpointSaved,
+    JournalGap,
+    Notice,
+    PlanAdopted,
+    RecoveryDone,
+    SaveFailed,
+)
+from oobleck.control.journal.summary import summarize
+from oobleck.control.journal.view import level_of
+from oobleck.control.protocol.manifest import SavedState, Shard, checkpoint_name, run_digest
+from oobleck.control.protocol.messages import (
     CheckpointCommitted,
     CheckpointsFound,
     CommitCheckpoint,
@@ -27,9 +38,6 @@ from oobleck.control.messages import (
     StateNotSaved,
     StateSaved,
 )
-from oobleck.control.remains import read_remains
-from oobleck.control.summary import summarize
-from oobleck.control.view import level_of
 from oobleck.job import CheckpointSpec
 from oobleck.planner import Place, profile_to_json
 from tests.control.bench import Bench, ready

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.events import Record
-from oobleck.control.journal import Cause, Evaluated, NodeLost, PlanAdopted, RecoveryStarted
-from oobleck.control.messages import Evaluating, EvaluationDone, Order
-from oobleck.control.outbox import Outbox
-from oobleck.control.progress import Progress
-from oobleck.control.remains import read_remains
+from oobleck.control.commit.progress import Progress
+from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.events.effects import Outbox
+from oobleck.control.events.inputs import Record
+from oobleck.control.journal.entries import Cause, Evaluated, NodeLost, PlanAdopted, RecoveryStarted
+from oobleck.control.protocol.messages import Evaluating, EvaluationDone, Order
 from tests.control.bench import Bench, record
 from tests.control.model import Shape
 

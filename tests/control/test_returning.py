@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.coordinator import Phase
-from oobleck.control.diagnosis import Failure, diagnose
-from oobleck.control.events import ProfileFound, Send
-from oobleck.control.journal import (
+from oobleck.control.coordinator.coordinator import Phase
+from oobleck.control.events.inputs import ProfileFound, Send
+from oobleck.control.journal.diagnosis import Failure, diagnose
+from oobleck.control.journal.entries import (
     Action,
     Cause,
     NodeLost,
@@ -20,8 +20,8 @@ from oobleck.control.journal import (
     StepDone,
     WorkerDown,
 )
-from oobleck.control.manifest import checkpoint_name
-from oobleck.control.messages import (
+from oobleck.control.protocol.manifest import checkpoint_name
+from oobleck.control.protocol.messages import (
     AgentStopped,
     CheckpointsFound,
     FindCheckpoints,
@@ -35,8 +35,8 @@ from oobleck.job import CheckpointSpec
 from oobleck.planner import profile_to_json
 from tests.control import test_checkpoints
 from tests.control.bench import Bench, ready
-from tests.control.test_coordinator import PAIRS, SINGLES, answer_all, held, training
-from tests.control.test_recovery import record
+from tests.control.commit.test_judgement import record
+from tests.control.coordinator.test_coordinator import PAIRS, SINGLES, answer_all, held, training
 
 NODES = ("n0", "n1", "n2")
 ERROR = "Traceback\nValueError: bad sample"

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from oobleck.control.data_position import DataPosition, OpenShard, digest_of_shards
-from oobleck.control.data_view import DataView
-from oobleck.control.dealer import Dealer
-from oobleck.control.events import Record, Send, SendAll
-from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
-from oobleck.control.messages import (
+from oobleck.control.commit.progress import Progress
+from oobleck.control.data.record_assigner import Dealer
+from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
+from oobleck.control.events.effects import Outbox
+from oobleck.control.events.inputs import Record, Send, SendAll
+from oobleck.control.journal.data_view import DataView
+from oobleck.control.journal.entries import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
+from oobleck.control.protocol.data_position import DataPosition, OpenShard, digest_of_shards
+from oobleck.control.protocol.messages import (
     CommitRecord,
     Found,
     Order,
@@ -23,9 +26,6 @@ from oobleck.control.messages import (
     Survey,
     Surveyed,
 )
-from oobleck.control.outbox import Outbox
-from oobleck.control.progress import Progress
-from oobleck.control.sharding import STEPS_AHEAD, Sharding, ShardRemains
 from oobleck.errors import PeerError
 from oobleck.job import DataSpec, JobSpec
 from oobleck.planner import ExecutionPlan, Place

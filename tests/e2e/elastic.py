@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.job_file import load_job
 
 from .harness import TAG, Outcome, Runner, Up, oobleck
 from .reference import each_reference_loss

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 
 from oobleck.cli.exit_codes import ExitCode
-from oobleck.runtime.agent_dir import AgentDir
-from oobleck.runtime.process_id import ProcessId
-from oobleck.runtime.run_dir import RunDirectory
+from oobleck.runtime.files.agent_dir import AgentDir
+from oobleck.runtime.files.process_id import ProcessId
+from oobleck.runtime.files.run_dir import RunDirectory
 
 TAG = "e2e"
 """All runs here share it, and so a fork server that has imported torch already."""
@@ -323,7 +323,7 @@ def processes_with(variable: str) -> list[psutil.Process]:
 
 def _fork_servers(found: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that have not been forked themselves: workers bear the command line of the server that forked them."""
-    servers = [process for process in found if "oobleck.training.fork_server" in _command_line(process)]
+    servers = [process for process in found if "oobleck.training.process.fork_server" in _command_line(process)]
     return [process for process in servers if process.ppid() not in {server.pid for server in servers}]
 
 

@@ -32,7 +32,7 @@ def find_probe(node: str, master: int) -> psutil.Process | None:
     for process in psutil.Process(master).children(recursive=True):
         with suppress(psutil.Error):
             line = process.cmdline()
-            if "oobleck.training.node_probe" in line and node in line:
+            if "oobleck.training.process.node_probe" in line and node in line:
                 return process
     return None
 

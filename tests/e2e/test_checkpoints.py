@@ -17,7 +17,7 @@ import torch
 
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.cli.exit_codes import ExitCode
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.job_file import load_job
 from tests.disks import fill, small_disk
 
 from .harness import TAG, Outcome, Runner, oobleck

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from oobleck.cli.job_file import load_job
-from oobleck.training.data import Dataset, open_source
-from oobleck.training.models import ModelStructure, StageModel
+from oobleck.cli.inputs.job_file import load_job
+from oobleck.training.data.data import Dataset, open_source
+from oobleck.training.model.models import ModelStructure, StageModel
 
 from .harness import Runner, incidents, oobleck, worker_pids
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.cli.job_file import apply_overrides, load_job, parse_override
+from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_override
 
 from .harness import Runner
 from .reference import each_reference_loss

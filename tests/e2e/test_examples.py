@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.chaos_play import name_nodes, not_played
+from oobleck.cli.chaos_run.play import name_nodes, not_played
 from oobleck.cli.trace import read_trace
 
 from .harness import TAG, Outcome, Runner

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from oobleck.runtime.run_dir import RunDirectory
+from oobleck.runtime.files.run_dir import RunDirectory
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 
 from .elastic import ENDLESS, Reference, assert_losses, nodes_of, recoveries

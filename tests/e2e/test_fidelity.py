@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from oobleck.control.journal import RecoveryDone, StepsDone
+from oobleck.control.journal.entries import RecoveryDone, StepsDone
 from oobleck.planner import profile_from_json
-from oobleck.sim.costs import RecoveryCosts
-from oobleck.sim.sweep import sweep
-from oobleck.sim.sweep_settings import SweepSettings
-from oobleck.sim.trace import Trace, trace_from_json
+from oobleck.sim.costs.costs import RecoveryCosts
+from oobleck.sim.sweep.settings import SweepSettings
+from oobleck.sim.sweep.sweep import sweep
+from oobleck.sim.trace.trace import Trace, trace_from_json
 
 from .elastic import ENDLESS
 from .harness import TAG, Runner, oobleck

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from oobleck.runtime.control_client import AddRequest, ControlRequest, DrainRequest, KillRequest, request
-from oobleck.runtime.run_dir import RunDirectory
+from oobleck.runtime.files.run_dir import RunDirectory
 
 from .elastic import Elastic
 from .harness import TAG, Runner, worker_pids

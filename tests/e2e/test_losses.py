@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from oobleck.cli.job_file import load_job
-from oobleck.control.journal import PlanAdopted, ProfileKnown
-from oobleck.control.planning import schedules_for
+from oobleck.cli.inputs.job_file import load_job
+from oobleck.control.coordinator.planning import schedules_for
+from oobleck.control.journal.entries import PlanAdopted, ProfileKnown
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, SplitBackward, profile_from_json, profile_to_json
-from oobleck.runtime.journal_reading import follow_journal
+from oobleck.runtime.files.journal_reading import follow_journal
 from oobleck.schedule import ScheduleKind
 
 from .harness import LLAMA, TAG, Outcome, Runner, oobleck, started_at, worker_pids

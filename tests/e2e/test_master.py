@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import replace
 
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.job_file import load_job
 
 from .harness import Runner, incidents, oobleck, started_at, worker_pids
 from .reference import reference_losses

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.job_file import load_job
 
 from .harness import GPT2, LLAMA, Outcome, Runner, Up, oobleck
 from .reference import reference_losses

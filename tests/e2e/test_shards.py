@@ -23,9 +23,9 @@ import psutil
 import pytest
 import torch
 
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.job_file import load_job
 from oobleck.job import JobSpec
-from oobleck.training.redis_shard import position_of
+from oobleck.training.data.redis_shard import position_of
 from tests.redis_server import needs_redis, serve_redis
 
 from .harness import Runner, oobleck

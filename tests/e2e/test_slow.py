@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.job_file import load_job
 
 from .harness import TAG, Runner, oobleck, worker_pids
 from .reference import each_reference_loss

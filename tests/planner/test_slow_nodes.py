@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from oobleck.planner import ExecutionPlan, Pipeline, Planner, PlannerSettings, Profile
 from oobleck.planner.catalog import Catalog
-from oobleck.planner.gather import gather_slow_nodes
-from oobleck.planner.sizes import reduction_s
+from oobleck.planner.instantiation.sizes import reduction_s
+from oobleck.planner.reconfiguration.gather import gather_slow_nodes
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, profiles, uniform_profile
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from oobleck.control.messages import (
+from oobleck.control.protocol.messages import (
     AgentMessage,
     AgentStopped,
     Fence,
@@ -33,11 +33,11 @@ from oobleck.control.messages import (
 )
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
-from oobleck.runtime.agent_dir import AgentDir
-from oobleck.runtime.checkpoint_store import NodeCheckpoints
+from oobleck.runtime.files.agent_dir import AgentDir
+from oobleck.runtime.processes.checkpoint_store import NodeCheckpoints
 from oobleck.schedule import ScheduleKind
+from tests.control.commit.test_judgement import record, status
 from tests.control.journals import plan
-from tests.control.test_recovery import record, status
 from tests.roles.virtual import CONTROL, GREETING, Link, VirtualHost, configure, make_agent
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import trio
 
-from oobleck.control.manifest import Manifest, Shard
-from oobleck.control.messages import (
+from oobleck.control.protocol.checkpoint_messages import SavedState
+from oobleck.control.protocol.manifest import Manifest, Shard
+from oobleck.control.protocol.messages import (
     AgentMessage,
     LayersPersisted,
     PersistState,
@@ -14,7 +15,6 @@ from oobleck.control.messages import (
     StateNotSaved,
     StateSaved,
 )
-from oobleck.control.saving_messages import SavedState
 from oobleck.job import CheckpointSpec
 from oobleck.roles.ports import StoragePaths
 from oobleck.roles.safekeeping import Safekeeping

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from oobleck import __version__
-from oobleck.control.messages import (
+from oobleck.control.protocol.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
     Configure,

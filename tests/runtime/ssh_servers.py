@@ -12,9 +12,9 @@ import pytest
 import trio
 
 from oobleck.job import NodeSpec
-from oobleck.runtime.asyncssh_adapter import SSHStream
-from oobleck.runtime.local_ssh import serve_local_nodes
-from oobleck.runtime.ssh import SSHConnection, SSHOptions, connect, open_ssh_loop
+from oobleck.runtime.ssh.asyncssh_adapter import SSHStream
+from oobleck.runtime.ssh.client import SSHConnection, SSHOptions, connect, open_ssh_loop
+from oobleck.runtime.ssh.local_ssh import serve_local_nodes
 from tests.openssh import needs_openssh, serve_openssh
 
 _NUMBERS = count()

@@ -9,12 +9,12 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from oobleck.control.messages import PROTOCOL_VERSION, Greeting, Hello
+from oobleck.control.protocol.messages import PROTOCOL_VERSION, Greeting, Hello
 from oobleck.errors import NodeUnreachable
 from oobleck.roles.ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
-from oobleck.runtime.local_ssh import serve_local_nodes
-from oobleck.runtime.ssh import open_ssh_loop
+from oobleck.runtime.ssh.client import open_ssh_loop
+from oobleck.runtime.ssh.local_ssh import serve_local_nodes
 
 _SICK = """#!/bin/sh
 case "$*" in

@@ -28,7 +28,7 @@ from oobleck.runtime.control_client import (
     request,
 )
 from oobleck.runtime.control_socket import serve_control
-from oobleck.runtime.run_dir import RunDirectory
+from oobleck.runtime.files.run_dir import RunDirectory
 
 REQUESTS = [
     StatusRequest(),

@@ -16,9 +16,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import trio
 
-from oobleck.cli.job_file import load_job
+from oobleck.cli.inputs.job_file import load_job
 from oobleck.job import ControlSpec
-from oobleck.runtime.notice import await_notice
+from oobleck.runtime.processes.notice import await_notice
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")

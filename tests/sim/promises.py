@@ -6,11 +6,11 @@ it, or layers of different histories are put together; here is the rest.
 
 from __future__ import annotations
 
-from oobleck.control.events import Disconnect, SendAll
-from oobleck.control.journal import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
-from oobleck.control.messages import Order
-from oobleck.sim.cluster_gear import ClusterRun
-from oobleck.sim.fabric import Violation
+from oobleck.control.events.inputs import Disconnect, SendAll
+from oobleck.control.journal.entries import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
+from oobleck.control.protocol.messages import Order
+from oobleck.sim.cluster.fabric import Violation
+from oobleck.sim.cluster.run import ClusterRun
 
 __all__ = ["check_liveness", "check_safety"]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.sim.convert import FORMATS
-from oobleck.sim.costs import RecoveryCosts
-from oobleck.sim.generate import PRESETS
+from oobleck.sim.costs.costs import RecoveryCosts
 from oobleck.sim.policies.registry import POLICIES
-from oobleck.sim.trace import event_kinds, trace_from_json
+from oobleck.sim.trace.convert import FORMATS
+from oobleck.sim.trace.generate import PRESETS
+from oobleck.sim.trace.trace import event_kinds, trace_from_json
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
 

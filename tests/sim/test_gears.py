@@ -9,8 +9,8 @@ from itertools import takewhile
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from oobleck.control.coordinator import Coordinator
-from oobleck.control.journal import (
+from oobleck.control.coordinator.coordinator import Coordinator
+from oobleck.control.journal.entries import (
     Action,
     Cause,
     JobEnded,
@@ -23,11 +23,11 @@ from oobleck.control.journal import (
     RecoveryStarted,
     WorkerDown,
 )
-from oobleck.sim.cluster import PYTHON_VERSION
-from oobleck.sim.cluster_gear import run_cluster
-from oobleck.sim.sweep import sweep
-from oobleck.sim.sweep_settings import SweepSettings
-from oobleck.sim.trace import Joined, Lost, Noticed, Trace, TraceEvent, WorkerCrashed
+from oobleck.sim.cluster.cluster import PYTHON_VERSION
+from oobleck.sim.cluster.run import run_cluster
+from oobleck.sim.sweep.settings import SweepSettings
+from oobleck.sim.sweep.sweep import sweep
+from oobleck.sim.trace.trace import Joined, Lost, Noticed, Trace, TraceEvent, WorkerCrashed
 from tests.examples import examples
 from tests.sim.strategies import traces
 from tests.sim.test_promises import PLAIN, SHAPES, faulty

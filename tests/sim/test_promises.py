@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import NodeLost, StepDone, WorkerDown
+from oobleck.control.journal.entries import NodeLost, StepDone, WorkerDown
 from oobleck.job import ScalingSpec
-from oobleck.sim.cluster_gear import ClusterRun, run_cluster
-from oobleck.sim.trace import (
+from oobleck.sim.cluster.run import ClusterRun, run_cluster
+from oobleck.sim.trace.trace import (
     AgentCrashed,
     AgentFrozen,
     ForkServerCrashed,
@@ -175,8 +175,8 @@ def slow_traces(draw: st.DrawFn) -> Trace:
 def test_trying_slow_nodes_again_breaks_no_promise(trace: Trace, setting: Setting, seed: int):
     """They are tried after seconds, not minutes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("oobleck.control.probation._FIRST_WAIT", 0.2)
-        patch.setattr("oobleck.control.probation._LONGEST_WAIT", 0.8)
+        patch.setattr("oobleck.control.speed.slow_node_retry._FIRST_WAIT", 0.2)
+        patch.setattr("oobleck.control.speed.slow_node_retry._LONGEST_WAIT", 0.8)
         play(trace, setting, seed)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import (
+from oobleck.control.journal.entries import (
     Cause,
     JobEnded,
     JournalEntry,
@@ -20,16 +20,16 @@ from oobleck.control.journal import (
     ScalingDecided,
     StepsDone,
 )
-from oobleck.control.summary import summarize
+from oobleck.control.journal.summary import summarize
 from oobleck.job import ScalingSpec
 from oobleck.planner import Profile
-from oobleck.sim.sweep import sweep
-from oobleck.sim.sweep_settings import SweepSettings
-from oobleck.sim.trace import Joined, Lost, MasterCrashed, Trace, TraceEvent
+from oobleck.sim.sweep.settings import SweepSettings
+from oobleck.sim.sweep.sweep import sweep
+from oobleck.sim.trace.trace import Joined, Lost, MasterCrashed, Trace, TraceEvent
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, uniform_profile
+from tests.sim.cluster.test_run import check_whole, entries, run
 from tests.sim.strategies import traces
-from tests.sim.test_cluster_gear import check_whole, entries, run
 
 PROFILE = uniform_profile(4, memory_bytes=400, seconds=0.5)
 """A node holds the model, and the network costs nothing: each node adds as much as another."""

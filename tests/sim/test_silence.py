@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import Cause, NodeLost, PlanAdopted, StepDone
-from oobleck.sim.cluster_gear import ClusterRun
-from oobleck.sim.sweep import sweep
-from oobleck.sim.sweep_settings import SweepSettings
-from oobleck.sim.trace import AgentFrozen, Frozen, Healed, MasterFrozen, Partitioned, Thawed, Trace, TraceEvent
+from oobleck.control.journal.entries import Cause, NodeLost, PlanAdopted, StepDone
+from oobleck.sim.cluster.run import ClusterRun
+from oobleck.sim.sweep.settings import SweepSettings
+from oobleck.sim.sweep.sweep import sweep
+from oobleck.sim.trace.trace import AgentFrozen, Frozen, Healed, MasterFrozen, Partitioned, Thawed, Trace, TraceEvent
 from tests.examples import examples
 from tests.sim.promises import check_safety
 from tests.sim.virtual import Setting

@@ -6,12 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.journal import Cause, JournalEntry, PaceChanged, PlanAdopted, RecoveryDone, StepDone, StepsDone
-from oobleck.control.summary import summarize
-from oobleck.sim.cluster_gear import ClusterRun
-from oobleck.sim.sweep import sweep
-from oobleck.sim.sweep_settings import SweepSettings
-from oobleck.sim.trace import Lost, MasterCrashed, Slowed, Trace, TraceEvent
+from oobleck.control.journal.entries import (
+    Cause,
+    JournalEntry,
+    PaceChanged,
+    PlanAdopted,
+    RecoveryDone,
+    StepDone,
+    StepsDone,
+)
+from oobleck.control.journal.summary import summarize
+from oobleck.sim.cluster.run import ClusterRun
+from oobleck.sim.sweep.settings import SweepSettings
+from oobleck.sim.sweep.sweep import sweep
+from oobleck.sim.trace.trace import Lost, MasterCrashed, Slowed, Trace, TraceEvent
 from tests.sim.test_gears import plans
 from tests.sim.virtual import Setting
 

@@ -12,9 +12,9 @@ import sys
 import threading
 
 from oobleck.planner import Place
-from oobleck.training.groups import GroupKey, GroupTable
-from oobleck.training.rendezvous import Board
-from oobleck.training.signals import Signals
+from oobleck.training.comm.groups import GroupKey, GroupTable
+from oobleck.training.comm.rendezvous import Board
+from oobleck.training.comm.waiter import Signals
 
 A, B, C = (Place(node=node, device=0) for node in "abc")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oobleck.checkpoint import CheckpointDirectory
-from oobleck.training.checkpoint import FlashSaver, SavedLayers, StateReader
+from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader
 
 STEM = "device0"
 

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from oobleck.control.data_position import DataPosition
+from oobleck.control.protocol.data_position import DataPosition
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec, JobSpec, ScriptSpec
-from oobleck.training.assembly import assemble
-from oobleck.training.batches import IGNORED_LABEL
-from oobleck.training.data import prepare_dataset
-from oobleck.training.shard_files import LineShard
-from oobleck.training.shard_reader import Extent
-from oobleck.training.shard_readers import NO_TOKEN, RecordText, ShardReader, ShardSet, register_stream
-from oobleck.training.surveyor import Surveyor
+from oobleck.training.data.batches import IGNORED_LABEL
+from oobleck.training.data.data import prepare_dataset
+from oobleck.training.data.shard_files import LineShard
+from oobleck.training.data.shard_reader import Extent
+from oobleck.training.data.shard_readers import NO_TOKEN, RecordText, ShardReader, ShardSet, register_stream
+from oobleck.training.data.shard_scanner import Surveyor
+from oobleck.training.process.assembly import assemble
 from oobleck.wire import RecordRun, StepRecords, Survey, Surveyed, Want
 from tests.examples import examples
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from oobleck.job import ModelSpec, Scalar
-from oobleck.training.batches import Batch
-from oobleck.training.configuration import build_config
-from oobleck.training.losses import masked_lm_loss
-from oobleck.training.models import MicrobatchKey, ModelStructure, StageModel
+from oobleck.training.data.batches import Batch
+from oobleck.training.model.configuration import build_config
+from oobleck.training.model.losses import masked_lm_loss
+from oobleck.training.model.models import MicrobatchKey, ModelStructure, StageModel
 from oobleck.training.randomness import derive_seed
 
 VOCAB_SIZE = 96

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from oobleck.control.snapshot import (
+from oobleck.control.journal.snapshot import (
     EventLine,
     NodeState,
     NodeView,
@@ -17,7 +17,7 @@ from oobleck.control.snapshot import (
     StageView,
     WorkState,
 )
-from oobleck.control.view import RunView
+from oobleck.control.journal.view import RunView
 from oobleck.ui.dashboard import Dashboard, dashboard_lines
 from tests.control.journals import run_with_a_loss
 

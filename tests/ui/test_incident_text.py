@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.diagnosis import Failure, Finding, Incident, diagnose
+from oobleck.control.journal.diagnosis import Failure, Finding, Incident, diagnose
 from oobleck.ui.incident_text import incident_lines, incident_news
 from tests.control.journals import run_with_a_loss
 

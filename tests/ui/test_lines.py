@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from oobleck.control.journal import JobEnded, NodeConnected, Notice
+from oobleck.control.journal.entries import JobEnded, NodeConnected, Notice
 from oobleck.ui.lines import LineFormatter
 from tests.control.journals import committed, job_started, run_with_a_loss
 

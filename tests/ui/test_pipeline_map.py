@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.snapshot import PipelineView, StageView, WorkState
+from oobleck.control.journal.snapshot import PipelineView, StageView, WorkState
 from oobleck.ui.pipeline_map import STATE_STYLES, pipeline_lines
 
 

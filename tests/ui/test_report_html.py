@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.diagnosis import diagnose
-from oobleck.control.history import history_of, mean_rates, thinned
-from oobleck.control.journal import Cause, JobEnded, NodeLost
-from oobleck.control.summary import summarize
+from oobleck.control.journal.diagnosis import diagnose
+from oobleck.control.journal.entries import Cause, JobEnded, NodeLost
+from oobleck.control.journal.history import history_of, mean_rates, thinned
+from oobleck.control.journal.summary import summarize
 from oobleck.ui.report_charts import ticks, time_ticks
 from oobleck.ui.report_html import report_html
 from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss

@@ -10,10 +10,10 @@ from html import unescape
 
 import pytest
 
-from oobleck.control.diagnosis import diagnose
-from oobleck.control.history import history_of
-from oobleck.control.journal import Cause, NodeLost
-from oobleck.control.summary import summarize
+from oobleck.control.journal.diagnosis import diagnose
+from oobleck.control.journal.entries import Cause, NodeLost
+from oobleck.control.journal.history import history_of
+from oobleck.control.journal.summary import summarize
 from oobleck.ui.report_html import report_html
 from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from oobleck.control.summary import EvaluationSummary, NodeSummary, summarize
+from oobleck.control.journal.summary import EvaluationSummary, NodeSummary, summarize
 from oobleck.ui.summary_table import summary_table
 from tests.control.journals import run_with_a_loss
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
+from oobleck.control.journal.entries import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec, ModelSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate

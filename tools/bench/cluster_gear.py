@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 
 from oobleck.job import ControlSpec, JobSpec
 from oobleck.planner import device_sheet, estimate_profile, model_shape
-from oobleck.sim.cluster_gear import ClusterRun, run_cluster
+from oobleck.sim.cluster import ClusterRun, run_cluster
 from oobleck.sim.trace import Joined, Lost, Trace, TraceEvent
 from tools.smoke import parse_arguments
 

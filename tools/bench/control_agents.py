@@ -33,7 +33,7 @@ import trio
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
 from oobleck import __version__
-from oobleck.control.messages import (
+from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     Hello,
@@ -47,10 +47,7 @@ from oobleck.planner import profile_from_json
 from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import MasterConnection, WorkerEnd
-from oobleck.sim.determinism import VirtualTime
-from oobleck.sim.tempo import Delays, Tempo
-from oobleck.sim.workers import VirtualWorkerHost, WorkerProcess
-from oobleck.sim.world import Gate, World
+from oobleck.sim.cluster import Delays, Gate, Tempo, VirtualTime, VirtualWorkerHost, WorkerProcess, World
 from oobleck.wire import FrameDecoder
 
 _GLOO_BYTES, _GLOO_BYTES_EACH = 154, 8

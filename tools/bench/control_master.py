@@ -18,18 +18,16 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.cli.read_job import read_job
+from oobleck.cli.inputs import read_job
 from oobleck.control.coordinator import Coordinator
-from oobleck.control.messages import AgentMessage, MasterMessage
-from oobleck.control.view import RunView
+from oobleck.control.journal import RunView
+from oobleck.control.protocol import AgentMessage, MasterMessage
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.master import Master
-from oobleck.runtime.journal_file import JournalWriter
+from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory
 from oobleck.runtime.metrics_output import MetricsOutput
-from oobleck.runtime.profile_files import ProfileFiles
-from oobleck.runtime.run_dir import RunDirectory
 from oobleck.wire import FrameDecoder
 
 

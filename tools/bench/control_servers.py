@@ -26,8 +26,7 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.runtime.local_ssh import serve_local_nodes
-from oobleck.runtime.ssh import open_ssh_loop
+from oobleck.runtime.ssh import open_ssh_loop, serve_local_nodes
 
 __all__ = ["Reach", "serve_embedded", "serve_openssh", "why_no_openssh"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Place, Profile, profile_from_json
 from oobleck.schedule import ScheduleKind
-from oobleck.training.worker import run_worker
+from oobleck.training.process import run_worker
 from oobleck.wire import (
     CommitRecord,
     Finished,
@@ -39,7 +39,7 @@ from oobleck.wire import (
 __all__ = ["LocalWorkers", "Trained", "fork_context"]
 
 _TIMEOUT_S = 200.0
-_PRELOADED = ["oobleck.training.worker", "torch.distributed.pipelining"]
+_PRELOADED = ["oobleck.training.process.worker", "torch.distributed.pipelining"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

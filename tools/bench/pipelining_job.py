@@ -21,10 +21,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oobleck.job import JobSpec
-from oobleck.training.data import Dataset, prepare_dataset
-from oobleck.training.learning_rate import rate_factor
-from oobleck.training.models import ModelStructure, StageModel
-from oobleck.training.sampling import samples_of_step
+from oobleck.training.data import Dataset, prepare_dataset, samples_of_step
+from oobleck.training.model import ModelStructure, StageModel
+from oobleck.training.optim import rate_factor
 
 __all__ = ["StepTimes", "train_alone", "train_pipelined"]
 

@@ -34,7 +34,7 @@ from oobleck.planner import (
     model_shape,
 )
 from oobleck.planner.catalog import Catalog
-from oobleck.planner.sizes import choose_sizes
+from oobleck.planner.instantiation import choose_sizes
 from tools.smoke import parse_arguments
 
 KINDS = ("uniform", "gpt-like", "random")

@@ -27,8 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.runtime.agent_dir import AgentDir
-from oobleck.runtime.run_dir import RunDirectory
+from oobleck.runtime.files import AgentDir, RunDirectory
 from tools.smoke import parse_arguments
 
 _TAG = "bench-recovery"

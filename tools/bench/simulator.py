@@ -16,14 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.control.summary import summarize
-from oobleck.planner.devices import device_sheet
-from oobleck.planner.estimate import estimate_profile
-from oobleck.planner.shapes import model_shape
-from oobleck.sim.generate import FailureModel, generate
-from oobleck.sim.sweep import sweep
-from oobleck.sim.sweep_settings import SweepSettings
-from oobleck.sim.trace_facts import facts_of
+from oobleck.control.journal import summarize
+from oobleck.planner.profiles import device_sheet, estimate_profile, model_shape
+from oobleck.sim.sweep import SweepSettings, sweep
+from oobleck.sim.trace import FailureModel, facts_of, generate
 from tools.smoke import parse_arguments
 
 _HOUR_S = 3600.0

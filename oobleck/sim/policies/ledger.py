@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from oobleck.control.goodput import TimeSplit
-from oobleck.control.summary import RecoverySummary, StepTime, Summary
-from oobleck.sim.outcome import Activity, Outcome, Stretch
+from oobleck.control.journal import RecoverySummary, StepTime, Summary, TimeSplit
+from oobleck.sim.costs import Activity, Outcome, Stretch
 
 __all__ = ["Ledger"]
 

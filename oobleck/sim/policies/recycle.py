@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from math import floor
 
-from oobleck.sim.outcome import Activity, Outcome
+from oobleck.sim.costs import Activity, Outcome
 from oobleck.sim.trace import Trace
 
 from .happenings import Happening, happenings

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from oobleck.sim.outcome import Outcome, outcome_of_journal
-from oobleck.sim.sweep import sweep
-from oobleck.sim.sweep_settings import SweepSettings
+from oobleck.sim.costs import Outcome, outcome_of_journal
+from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Trace
 
 from . import recycle

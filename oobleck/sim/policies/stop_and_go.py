@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import floor, inf
 
-from oobleck.sim.outcome import Activity, Outcome
+from oobleck.sim.costs import Activity, Outcome
 from oobleck.sim.trace import Trace
 
 from .happenings import Happening, happenings

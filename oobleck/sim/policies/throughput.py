@@ -8,9 +8,9 @@ from typing import Protocol
 
 from oobleck.errors import PlanningError
 from oobleck.planner import PipelineTemplate, Planner, Profile
-from oobleck.planner.sizes import reduction_s
-from oobleck.sim.pace import Pace
-from oobleck.sim.sweep_settings import SweepSettings
+from oobleck.planner.instantiation import reduction_s
+from oobleck.sim.costs import Pace
+from oobleck.sim.sweep import SweepSettings
 
 __all__ = ["Grids", "Plans", "Table", "Throughput", "redundant_profile"]
 

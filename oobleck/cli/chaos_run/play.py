@@ -1,0 +1,165 @@
+"""Plays a failure trace on a real run: each event at its time, by requests to the run's master.
+
+What happens to virtual nodes in the simulator (`sim/cluster/faults.py`) happens to processes here: a lost node's are killed,
+a frozen node's are stopped, a slow node's workers are stopped and continued in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, assert_never
+
+from oobleck.errors import ConfigError, OobleckError
+from oobleck.runtime.control_client import (
+    AddRequest,
+    ControlRequest,
+    KillRequest,
+    NoActiveRun,
+    SignalRequest,
+    SlowRequest,
+)
+from oobleck.sim.trace import (
+    AgentCrashed,
+    AgentFrozen,
+    ForkServerCrashed,
+    Frozen,
+    Healed,
+    Joined,
+    Lost,
+    MasterCrashed,
+    MasterFrozen,
+    NodeEvent,
+    Noticed,
+    Partitioned,
+    Slowed,
+    Thawed,
+    Trace,
+    TraceEvent,
+    WorkerCrashed,
+    event_kind,
+)
+
+__all__ = ["Player", "Target", "name_nodes", "not_played"]
+
+
+class Target(Protocol):
+    """A run to play a trace on."""
+
+    def ask(self, asked: ControlRequest) -> Mapping[str, object]:
+        """Ask the run's master. Raises NoActiveRun where there is none, and what it answers with."""
+
+    def freeze_master(self, frozen_s: float) -> None:
+        """Stop the run's master for so many seconds."""
+
+    def crash_master(self, down_s: float) -> None:
+        """Kill the run's master, and start it again `down_s` seconds later; returns when it listens."""
+
+    def wait_until(self, at_s: float) -> bool:
+        """Wait until `time.monotonic()` is `at_s`; returns whether the run goes on."""
+
+
+def name_nodes(trace: Trace, here: Sequence[str], spares: Sequence[str] = ()) -> dict[str, str]:
+    """Say which node of the run each node of a trace is.
+
+    By name, where the run has all nodes that the trace begins with; by their order, where it has others. `spares` are
+    nodes that may join. Raises ConfigError when the run has too few.
+    """
+    if set(trace.start) <= set(here):
+        return {node: node for node in trace.nodes}
+    more = [node for node in trace.nodes if node not in trace.start]
+    for words, wanted, there in (("begins with", trace.start, here), ("adds", more, spares)):
+        if len(wanted) > len(there):
+            raise ConfigError(f"the trace {words} {len(wanted)} nodes, and the run has {len(there)} for that")
+    return dict(zip(trace.start, here, strict=False)) | dict(zip(more, spares, strict=False))
+
+
+def not_played(trace: Trace) -> str | None:
+    """Say which events of a trace cannot be played, and why; None when all can."""
+    counts = Counter(event_kind(event) for event in trace.events if isinstance(event, Partitioned | Healed))
+    if not counts:
+        return None
+    kinds = " and ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+    return f"{kinds} will not be played: cutting a network takes rights over it that a run does not have"
+
+
+class Player:
+    """Plays a trace once."""
+
+    def __init__(
+        self, target: Target, names: Mapping[str, str], *, speedup: float, tell: Callable[[str], None]
+    ) -> None:
+        """`tell` takes a line for each event; times of the trace are divided by `speedup`."""
+        self._target = target
+        self._names = names
+        self._speedup = speedup
+        self._tell = tell
+
+    def play(self, trace: Trace) -> bool:
+        """Play a trace from now on; returns False when the run ended before it."""
+        began_s = time.monotonic()
+        for event in trace.events:
+            if not self._target.wait_until(began_s + event.t_s / self._speedup):
+                return False
+            try:
+                self._tell(f"{event.t_s:g} s: {self._strike(event)}")
+            except NoActiveRun:
+                return False
+        return self._target.wait_until(began_s + trace.duration_s / self._speedup)
+
+    def _strike(self, event: TraceEvent) -> str:
+        """Let an event happen; returns what was done. What the run refuses is told, and the trace goes on."""
+        try:
+            return self._do(event)
+        except NoActiveRun:
+            raise
+        except OobleckError as error:
+            return f"{event_kind(event)} is refused: {error}"
+
+    def _do(self, event: TraceEvent) -> str:
+        match event:
+            case Partitioned() | Healed():
+                return f"{event_kind(event)} is not played"
+            case MasterCrashed(down_s=down_s):
+                self._target.crash_master(down_s / self._speedup)
+                return f"the master was killed, and started again after {down_s / self._speedup:g} s"
+            case MasterFrozen(frozen_s=frozen_s):
+                self._target.freeze_master(frozen_s / self._speedup)
+                return f"the master was stopped for {frozen_s / self._speedup:g} s"
+            case _:
+                return self._strike_node(event, self._names[event.node])
+
+    def _strike_node(self, event: NodeEvent, node: str) -> str:
+        match event:
+            case Lost():
+                self._target.ask(KillRequest(node=node))
+                return f"all processes of {node} were killed"
+            case Joined():
+                self._target.ask(AddRequest(node=node))
+                return f"{node} was added"
+            case Frozen():
+                return self._signal(node, "STOP", "*", "was frozen")
+            case Thawed():
+                return self._signal(node, "CONT", "*", "was thawed")
+            case Slowed(factor=factor):
+                self._target.ask(SlowRequest(node=node, factor=factor))
+                return f"{node} takes {factor:g} times as long"
+            case WorkerCrashed(device=device):
+                return self._signal(node, "KILL", f"worker{device}", f"lost the worker of device {device}")
+            case AgentFrozen(frozen_s=frozen_s):
+                self._signal(node, "STOP", "agent", "")
+                self._target.wait_until(time.monotonic() + frozen_s / self._speedup)
+                return self._signal(node, "CONT", "agent", f"had its agent stopped for {frozen_s / self._speedup:g} s")
+            case ForkServerCrashed():
+                return self._signal(node, "KILL", "fork_server", "lost its fork server")
+            case AgentCrashed():
+                return self._signal(node, "KILL", "agent", "lost its agent")
+            case Noticed():
+                return self._signal(node, "TERM", "agent", "was given notice")
+            case _:
+                assert_never(event)
+
+    def _signal(self, node: str, signal: str, processes: str, done: str) -> str:
+        self._target.ask(SignalRequest(node=node, signal=signal, processes=processes))
+        return f"{node} {done}"

@@ -1,0 +1,44 @@
+"""What users write: hostfiles, job files and options, read and checked."""
+
+from __future__ import annotations
+
+from .durations import duration_s
+from .hostfile import parse_hostfile
+from .job_file import changed_keys
+from .numbers import real, whole
+from .options import (
+    MAX_BATCH,
+    MAX_SEED,
+    MAX_TOKENS,
+    NUM_SPARE_NODES,
+    SLOW_FACTOR,
+    BaseDirOption,
+    JsonOption,
+    TagArgument,
+    TagOption,
+    base_dir_of,
+)
+from .read_job import read_job
+from .save_every import with_save_every
+from .scaling_option import parse_scaling
+
+__all__ = [
+    "MAX_BATCH",
+    "MAX_SEED",
+    "MAX_TOKENS",
+    "NUM_SPARE_NODES",
+    "SLOW_FACTOR",
+    "BaseDirOption",
+    "JsonOption",
+    "TagArgument",
+    "TagOption",
+    "base_dir_of",
+    "changed_keys",
+    "duration_s",
+    "parse_hostfile",
+    "parse_scaling",
+    "read_job",
+    "real",
+    "whole",
+    "with_save_every",
+]

@@ -1,0 +1,49 @@
+"""Notices when the directory of a run that goes on is removed, and makes what its master keeps there again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import trio
+
+from oobleck.errors import UserError
+from oobleck.runtime.files import JournalWriter, RunDirectory
+from oobleck.runtime.metrics_output import MetricsOutput
+
+__all__ = ["watch_run_directory"]
+
+_PERIOD_S = 2.0
+
+
+async def watch_run_directory(
+    directory: RunDirectory,
+    journal: JournalWriter,
+    metrics: MetricsOutput,
+    *,
+    say: Callable[[str], None],
+    listen: Callable[[], None],
+    period_s: float = _PERIOD_S,
+) -> None:
+    """Look for ever, and say what was found gone. `listen` serves the control socket again."""
+    with ExitStack() as locks:
+        problem = ""
+        while True:
+            await trio.sleep(period_s)
+            if journal.is_there:
+                continue
+            try:
+                directory.create()
+                journal.restore()
+                metrics.restore()
+                locks.enter_context(directory.lock())
+            except (OSError, UserError) as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    say(f"the run's directory {directory.path} is gone, and cannot be made again: {problem}")
+                continue
+            listen()
+            say(
+                f"somebody has removed {directory.path} while the run goes on: its journal, metrics and control socket "
+                "are made again; logs and checkpoints that were there are gone until the next save"
+            )

@@ -1,0 +1,417 @@
+"""Wires a run together: coordinator, master, cluster, journal, control socket, and what a person sees.
+
+The composition root of `oobleck up`: the only place that knows both the roles and the real world.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import trio
+from rich.console import Console
+
+from oobleck.checkpoint import CheckpointDirectory
+from oobleck.cli.exit_codes import ExitCode
+from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
+from oobleck.control.coordinator import Coordinator, Remains, finished_text, read_remains
+from oobleck.control.events import End, Remark, StopRequested
+from oobleck.control.journal import (
+    Finished,
+    JournalEntry,
+    JournalGap,
+    Summary,
+    prometheus_text,
+    read_finished,
+    summarize,
+)
+from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageError
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.roles.master import Master
+from oobleck.runtime.cluster import RemotePaths, SSHCluster
+from oobleck.runtime.control_socket import serve_control
+from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
+from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, aside_of, put_back, read_journal, set_aside
+from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
+from oobleck.runtime.node_check import check_nodes
+from oobleck.runtime.processes import CallbackProcess, PatientClock
+from oobleck.runtime.ssh import SSHOptions, open_ssh_loop, serve_local_nodes
+from oobleck.streams import Output, lasting
+from oobleck.ui.live import console_on, say
+from oobleck.ui.summary_table import summary_table
+from oobleck.user_path import expand_user
+
+from .hostfile_watch import watch_hostfile
+from .log_output import background_logging
+from .run_dir_watch import watch_run_directory
+from .session import Session
+from .start_check import choose_nodes
+
+__all__ = ["Run", "run_job"]
+
+_log = logging.getLogger("oobleck.up")
+
+_FORGET_S = 5.0
+_ENDS_WELL = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+"""The newest state is on disk after these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What `oobleck up` was asked for."""
+
+    job: JobSpec
+    hostfile: Path | None
+    """None for virtual nodes."""
+    nodes: tuple[NodeSpec, ...]
+    """Those that the hostfile named when it was read."""
+    num_local: int
+    kills: tuple[tuple[str, int], ...]
+    """(node, step): kill the node once the step is committed."""
+    python: str | None
+    ssh_config: Path | None
+    """Read in place of the user's own."""
+    plain: bool
+    as_json: bool
+    summary: Path | None
+    base_dir: Path
+    resume: str = "auto"
+    """`auto` takes over a run that goes on without its master, or goes on from the newest checkpoint; `never` starts
+    anew; a path names the checkpoint to begin from."""
+    check: bool = True
+    """Check the nodes of a hostfile before anything is started there."""
+    metrics: MetricsAddress | None = None
+    """Where metrics are served; None for nowhere."""
+
+
+def run_job(run: Run) -> int:
+    """Run the job to its end; returns the exit code."""
+    limit = raise_descriptor_limit()  # virtual nodes inherit it
+    require_descriptors(limit, run.num_local or len(run.nodes), are_virtual=bool(run.num_local))
+    directory = RunDirectory(base_dir=run.base_dir, tag=run.job.tag)
+    directory.create()
+    stdout = lasting(sys.stdout)
+    output = lasting(sys.stderr) if run.as_json else stdout
+    if run.plain or not console_on(output).is_terminal:
+        say(output, f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
+    with directory.lock():
+        if (finished := _finished(run, directory)) is not None:
+            say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
+            summary = summarize(read_journal(directory.journal))
+            return ExitCode.DONE if _hand_out(run, summary, stdout) else ExitCode.FAILED
+        files = (directory.journal, directory.metrics)
+        before = {path: aside_of(path) for path in files}
+        with background_logging():
+            clock = PatientClock()
+            try:
+                end, summary = trio.run(_run, run, directory, output, clock, clock=clock)
+            except BaseException as error:
+                _tell_of_crash(run, error)
+                raise
+        if end.exit_code == ExitCode.DONE and not summary.generations:
+            say(output, f"oobleck up: {end.reason}")
+            for path in files:  # nothing was done: the run before stays the newest
+                put_back(path, before[path])
+            summary = summarize(_read_past(directory.journal))
+    if summary.generations:  # else nothing was trained, and there is nothing to show
+        console_on(output).print(summary_table(summary))
+    is_written = _hand_out(run, summary, stdout)
+    if end.exit_code != ExitCode.DONE:
+        told = Console(stderr=True)
+        told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if end.exit_code not in _ENDS_WELL and summary.generations and run.job.checkpoint.enabled:
+            told.print(
+                f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
+                "next run of this tag",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+    return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
+
+
+def _tell_of_crash(run: Run, error: BaseException) -> None:
+    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is told elsewhere."""
+    leaves = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else [error]
+    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves):
+        return
+    minutes = run.job.control.orphan_timeout_s / 60
+    with suppress(OSError):  # what broke may be where this is written to
+        sys.stderr.write(
+            f"oobleck: the master has crashed. Its agents train on for up to {minutes:g} minutes without it: the same "
+            "command takes the run over until then, and goes on from its newest state after that\n"
+        )
+
+
+def _finished(run: Run, directory: RunDirectory) -> Finished | None:
+    """The run before, where it has done all that is asked for and its model can be seen to be whole from here.
+
+    Where checkpoints lie on other machines, it is for their workers to see.
+    """
+    found = read_finished(_read_past(directory.journal)) if run.resume == "auto" else None
+    if found is None or not found.is_all_of(run.job):
+        return None
+    told = run.job.checkpoint.directory
+    checkpoints = CheckpointDirectory(expand_user(told) if told else directory.path / "checkpoints")
+    try:
+        manifest = checkpoints.manifest(found.name)
+    except CorruptCheckpoint:
+        return None
+    return found if len(checkpoints.layers_here(manifest)) == len(manifest.layer_names) else None
+
+
+def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
+    """Write the summary where it was asked for; False, and a message, where its file cannot be written."""
+    if run.as_json:
+        stdout.write(f"{summary.to_json()}\n")
+    try:
+        if run.summary is not None:
+            run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"oobleck: --summary: {run.summary}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
+        return False
+    return True
+
+
+async def _run(run: Run, directory: RunDirectory, output: Output, clock: PatientClock) -> tuple[End, Summary]:
+    async with open_ssh_loop(), _nodes(run, directory) as (known, options), trio.open_nursery() as nursery:
+        cluster = SSHCluster(
+            run.job.tag,
+            known,
+            run_id=directory.run_id,
+            options=options,
+            paths=_remote_paths(run, directory),
+            checks_returning=run.check and not run.num_local,
+        )
+        past = await _find_past(run, directory, cluster, known)
+        is_check_due = run.check and not run.num_local and past.remains is None
+        chosen, remarks = await _check(run, directory, options, output) if is_check_due else (known, ())
+
+        def tell_of_gap(gap: JournalGap) -> None:
+            session.remark("error" if gap.is_open or gap.num_lost else "info", gap.describe())
+
+        with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
+            master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
+            session = Session(
+                master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.entries
+            )
+            await nursery.start(serve_control, directory.control_socket, session.answer)
+            nursery.start_soon(session.watch_signals)
+            for remark in remarks:
+                master.submit(remark)
+            if past.remark is not None:
+                session.remark("warning", past.remark)
+            metrics = _start_metrics(directory, master, past)
+            nursery.start_soon(
+                partial(
+                    watch_run_directory,
+                    directory,
+                    journal,
+                    metrics,
+                    say=partial(session.remark, "error"),
+                    listen=partial(nursery.start_soon, serve_control, directory.control_socket, session.answer),
+                )
+            )
+            if run.metrics is not None:
+                text = partial(_metrics_text, metrics, master, run.job.tag)
+                await nursery.start(serve_metrics, run.metrics, text)
+            if run.hostfile is not None:
+                nursery.start_soon(watch_hostfile, run.hostfile, run.nodes, session)
+            try:
+                async with trio.open_nursery() as watching:
+                    session.show(output, watching, plain=run.plain)
+                    callbacks = _start_callbacks(run.job, master, directory, watching)
+                    end = await master.run()
+                    if callbacks is not None:
+                        await callbacks.finish()
+                    watching.cancel_scope.cancel()
+                if end.exit_code in _ENDS_WELL:
+                    await _give_memory_back(cluster, master.nodes)
+            finally:
+                metrics.close()
+                with trio.CancelScope(shield=True), trio.move_on_after(2):
+                    await cluster.aclose()
+        nursery.cancel_scope.cancel()
+    return _with_journal(end, journal), summarize(session.entries)
+
+
+def _with_journal(end: End, journal: JournalWriter) -> End:
+    """No run that ends with less in its journal than happened is a success: what reads it would tell less."""
+    if not journal.num_missing or end.exit_code not in (*_ENDS_WELL, ExitCode.NOT_SAVED):
+        return end
+    problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
+    lacking = f"{journal.num_missing} entries are MISSING from {journal.path}: {problem}"
+    return End(exit_code=ExitCode.NOT_SAVED, reason=f"{end.reason}; {lacking}")
+
+
+async def _check(
+    run: Run, directory: RunDirectory, options: SSHOptions, output: Output
+) -> tuple[tuple[NodeSpec, ...], tuple[Remark, ...]]:
+    """Check the nodes of the hostfile; returns those to begin with, and what is to be said."""
+    say(output, f"oobleck up: checking {len(run.nodes)} nodes (--no-check leaves this out)")
+    paths = _remote_paths(run, directory)
+    report = await check_nodes(
+        run.nodes, options, python=paths.python, directory=paths.base_dir, slow_factor=SLOW_FACTOR
+    )
+    return choose_nodes(run.nodes, report)
+
+
+def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> MetricsOutput:
+    if past.remains is None:
+        set_aside(directory.metrics)
+    output = MetricsOutput(directory.metrics)
+    for entry in past.entries:
+        output.skip(entry)
+    master.observe(output.apply)
+    return output
+
+
+def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
+    return prometheus_text(output.metrics.sample(master.now_s), tag)
+
+
+async def _give_memory_back(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> None:
+    """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
+    with trio.move_on_after(_FORGET_S):
+        async with trio.open_nursery() as forgetting:
+            for spec in nodes:
+                forgetting.start_soon(cluster.forget, spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Past:
+    """What a master before this one has left: its journal, and, where agents live, a run that goes on."""
+
+    entries: tuple[JournalEntry, ...] = ()
+    remains: Remains | None = None
+    remark: str | None = None
+    """What is to be said of it."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the run has gone on. The wall clock may have been set back: time never goes backwards here."""
+        if self.remains is None:
+            return 0.0
+        began = datetime.fromisoformat(self.remains.started.started_at)
+        return max(self.remains.last_s, (datetime.now(UTC) - began).total_seconds())
+
+
+async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, known: Sequence[NodeSpec]) -> _Past:
+    """Look for a run that goes on without its master; the journal of any other is set aside.
+
+    Raises UsageError for one that trains another job.
+    """
+    entries = _read_past(directory.journal) if run.resume == "auto" else ()
+    remains = read_remains(entries)
+    if remains is not None:
+        remains.relocate({spec.name: spec for spec in known})
+        if await _is_any_alive(cluster, remains.nodes):
+            if remains.gap is not None:
+                set_aside(directory.journal)
+                text = f"the run goes on without its master, and cannot be taken over: {remains.gap.describe()}"
+                return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
+            if remains.job != run.job:
+                changed = ", ".join(changed_keys(remains.job, run.job))
+                raise UsageError(
+                    f"the run {run.job.tag} goes on without its master, and its job differs from this one in "
+                    f"{changed}; give the same job to take it over, or --resume never to end it and start anew"
+                )
+            return _Past(entries=entries, remains=remains)
+    set_aside(directory.journal)
+    return _Past()
+
+
+def _read_past(path: Path) -> tuple[JournalEntry, ...]:
+    try:
+        return tuple(read_journal(path)) if path.exists() else ()
+    except ConfigError as error:
+        _log.warning("nothing can be taken over: %s", error)  # it may be of another version
+        return ()
+
+
+async def _is_any_alive(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> bool:
+    living: list[NodeSpec] = []
+
+    async def ask(spec: NodeSpec) -> None:
+        if await cluster.is_alive(spec):
+            living.append(spec)
+
+    async with trio.open_nursery() as asking:
+        for spec in nodes:
+            asking.start_soon(ask, spec)
+    return bool(living)
+
+
+def _make_master(
+    run: Run,
+    directory: RunDirectory,
+    cluster: SSHCluster,
+    journal: JournalWriter,
+    past: _Past,
+    known: tuple[NodeSpec, ...],
+    *,
+    held_up_s: Callable[[], float],
+) -> Master:
+    coordinator = Coordinator(
+        run.job,
+        known[: run.num_local] if run.num_local else known,
+        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        python_version=platform.python_version(),
+        remains=past.remains,
+        resume=run.resume,
+    )
+    return Master(
+        coordinator,
+        tag=run.job.tag,
+        cluster=cluster,
+        journal=journal,
+        profiles=ProfileFiles(directory.profile),
+        hello_timeout_s=run.job.control.connect_timeout_s,
+        elapsed_s=past.elapsed_s,
+        known=[] if past.remains is None else [member.spec for member in past.remains.members.all],
+        held_up_s=held_up_s,
+    )
+
+
+@asynccontextmanager
+async def _nodes(run: Run, directory: RunDirectory) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
+    """The nodes and how to reach them; virtual ones live as long as the context."""
+    timeout_s = run.job.control.connect_timeout_s
+    if run.num_local:
+        environment = {"TMPDIR": str(directory.pin_temporary_directory())}
+        count = run.num_local + NUM_SPARE_NODES
+        async with serve_local_nodes(count, environment=environment) as (nodes, options):
+            devices = tuple(range(run.job.tensor_parallel))
+            yield tuple(replace(node, devices=devices) for node in nodes), options
+    else:
+        yield run.nodes, SSHOptions(connect_timeout_s=timeout_s, config=run.ssh_config)
+
+
+def _remote_paths(run: Run, directory: RunDirectory) -> RemotePaths:
+    """Virtual nodes share this machine's directories; real ones have their own, under the user's home."""
+    python, home = run.python or sys.executable, PurePosixPath("~/.oobleck")
+    if not run.num_local:
+        return RemotePaths(python=python, base_dir=home, cache_dir=home / "cache")
+    return RemotePaths(
+        python=python, base_dir=PurePosixPath(directory.path.parent), cache_dir=PurePosixPath(directory.cache)
+    )
+
+
+def _start_callbacks(
+    job: JobSpec, master: Master, directory: RunDirectory, nursery: trio.Nursery
+) -> CallbackProcess | None:
+    """Start what runs the script's callbacks, if it has any."""
+    if job.script is None or "callbacks" not in job.script.provides:
+        return None
+    stop = StopRequested(now=False, exit_code=ExitCode.DONE, reason="a callback wanted training to stop")
+    process = CallbackProcess(job, log=directory.path / "script.log", on_stop=lambda: master.submit(stop))
+    master.observe(process.tell)
+    nursery.start_soon(process.run)
+    return process

@@ -1,0 +1,216 @@
+"""What reaches a running job from outside: requests of other terminals, signals, and planned kills."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import trio
+
+from oobleck.cli.exit_codes import ExitCode
+from oobleck.cli.inputs import parse_hostfile
+from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
+from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, RunView, StepDone
+from oobleck.errors import NodeUnreachable, UsageError
+from oobleck.job import NodeSpec
+from oobleck.roles.master import Master
+from oobleck.runtime.cluster import SSHCluster
+from oobleck.runtime.control_socket import (
+    AddRequest,
+    ControlRequest,
+    DrainRequest,
+    KillRequest,
+    SignalRequest,
+    SlowRequest,
+    StatusRequest,
+    StopRequest,
+)
+from oobleck.streams import Output
+from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, tell_of_lost_output, wants_dashboard
+
+__all__ = ["Session"]
+
+_log = logging.getLogger("oobleck.up")
+
+
+class Session:
+    """Mutable: follows the journal, and turns what is asked from outside into events and signals."""
+
+    def __init__(
+        self,
+        master: Master,
+        cluster: SSHCluster,
+        nursery: trio.Nursery,
+        *,
+        kills: Sequence[tuple[str, int]],
+        num_local: int,
+        known: Sequence[NodeSpec],
+        past: Sequence[JournalEntry],
+    ) -> None:
+        """`known` are nodes that need not be in the run; `past` is the journal of a master before this one."""
+        self.entries: list[JournalEntry] = []
+        self.view = RunView()
+        self._known = tuple(known)
+        self._is_local = num_local > 0
+        self._master = master
+        self._cluster = cluster
+        self._nursery = nursery
+        self._due = list(kills)
+        self._gone: set[str] = set()
+        self._terminal: Output | None = None
+        for entry in past:
+            self._note(entry)
+            self._take_due(entry)  # those kills are done
+        master.observe(self._note)
+        master.observe(self._kill_when_due)
+        master.listen(self.view.heard)
+
+    def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
+        """Start what keeps a person informed. The run goes on when nobody can be."""
+        self._terminal = output if output.isatty() else None
+        if wants_dashboard(console_on(output), plain=plain):
+            nursery.start_soon(lambda: run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
+        else:
+            log = LineLog(past=self.entries)
+            self._master.observe(log.apply)
+            nursery.start_soon(lambda: run_lines(log, output=output))
+        nursery.start_soon(tell_of_lost_output, output, self._note_lost_output)
+
+    def _note_lost_output(self, reason: str) -> None:
+        text = f"output cannot be written ({reason}); the run goes on without it, and `oobleck status` shows it"
+        self.remark("warning", text)
+        _log.warning("%s", text)
+
+    def _note(self, entry: JournalEntry) -> None:
+        self.entries.append(entry)
+        self.view.apply(entry)
+        match entry:
+            case NodeLost(node=node) | NodeLeft(node=node):
+                self._gone.add(node)
+            case NodeAdded(node=spec):
+                self._gone.discard(spec.name)
+
+    def _take_due(self, entry: JournalEntry) -> list[str]:
+        """The nodes that are to be killed once this step is committed."""
+        if not isinstance(entry, StepDone):
+            return []
+        due = [kill for kill in self._due if kill[1] <= entry.record.step]
+        self._due = [kill for kill in self._due if kill not in due]
+        return [node for node, _ in due]
+
+    def _kill_when_due(self, entry: JournalEntry) -> None:
+        for node in self._take_due(entry):
+            self._nursery.start_soon(self._kill, node)
+
+    async def _kill(self, node: str) -> None:
+        with suppress(NodeUnreachable):  # gone already, which is what was wanted
+            await self._master.kill(node)
+
+    async def watch_signals(self) -> None:
+        """Ctrl-C finishes the step and stops, a second one stops at once; SIGTERM counts like the first.
+
+        A terminal that goes away (SIGHUP) ends nothing.
+        """
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *_hangup()) as signals:
+            asked = False
+            async for number in signals:
+                if number == signal.SIGHUP:
+                    self.remark("warning", "the terminal is gone; the run goes on, and `oobleck stop` ends it")
+                    if self._terminal is not None:
+                        self._terminal.is_lost = True  # a write to it may never come back
+                    continue
+                terminated = number == signal.SIGTERM
+                self._master.submit(
+                    StopRequested(
+                        now=asked,
+                        exit_code=ExitCode.TERMINATED if terminated else ExitCode.INTERRUPTED,
+                        reason="ended by SIGTERM" if terminated else "ended by Ctrl-C",
+                    )
+                )
+                asked = True
+
+    async def answer(self, request: ControlRequest) -> Mapping[str, object]:
+        """Answer a request from another terminal."""
+        match request:
+            case StatusRequest():
+                return self.view.at(self._master.now_s).to_dict()
+            case KillRequest(node=node):
+                await self._kill_on_request(node)
+                return {"killed": node}
+            case StopRequest(now=now):
+                self._master.submit(StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
+                return {"stopping": "now" if now else "after the step in flight"}
+            case AddRequest(node=node):
+                self.take_in(self._spec_to_add(node))
+                return {"adding": node}
+            case DrainRequest(node=node):
+                self._check_living(node)
+                self.let_go(node)
+                return {"draining": node}
+            case SignalRequest():
+                return await self._signal(request)
+            case SlowRequest():
+                return await self._slow(request)
+
+    async def _kill_on_request(self, node: str) -> None:
+        self._check_living(node)
+        if not await self._master.kill(node):
+            raise UsageError(f"{node} has no process of this run that can be killed; `oobleck status` tells how it is")
+
+    async def _signal(self, request: SignalRequest) -> Mapping[str, object]:
+        spec = self._spec(request.node)
+        which = "all processes" if request.processes == "*" else request.processes
+        if not await self._cluster.signal(spec, request.signal, request.processes):
+            raise UsageError(f"{request.node} has no living process of this run to send SIG{request.signal} to")
+        self.remark("info", f"on request: SIG{request.signal} to {which} of {request.node}")
+        return {"signalled": request.node}
+
+    async def _slow(self, request: SlowRequest) -> Mapping[str, object]:
+        if not await self._cluster.slow(self._spec(request.node), request.factor):
+            raise UsageError(f"{request.node} has no living process of this run")
+        self.remark("info", f"on request: {request.node} takes {request.factor:g} times as long")
+        return {"slowed": request.node}
+
+    def remark(self, level: str, text: str) -> None:
+        """Have people read something in the journal."""
+        self._master.submit(Remark(level=level, text=text))
+
+    def _spec(self, node: str) -> NodeSpec:
+        known = {spec.name: spec for spec in self._master.nodes}
+        if node not in known:
+            raise UsageError(f"there is no node {node!r}; the nodes are {', '.join(known)}")
+        return known[node]
+
+    def _check_living(self, node: str) -> None:
+        self._spec(node)
+        if node in self._gone:
+            raise UsageError(f"{node} is lost, or has left, already")
+
+    def take_in(self, spec: NodeSpec) -> None:
+        """Have a node that is new, was lost or has left, take part."""
+        self._master.submit(AddRequested(spec=spec))
+
+    def let_go(self, node: str) -> None:
+        """Have a node drained; one that is lost is not tried again."""
+        self._master.submit(DrainRequested(node=node))
+
+    def _spec_to_add(self, text: str) -> NodeSpec:
+        """A node that is known by name, or a new one from a line as in a hostfile."""
+        known = {spec.name: spec for spec in (*self._known, *self._master.nodes)}
+        if text in known:
+            if text not in self._gone and known[text] in self._master.nodes:
+                raise UsageError(f"{text} is in the run already")
+            return known[text]
+        if self._is_local:
+            raise UsageError(f"this machine has no virtual node {text!r}; there are {', '.join(known)}")
+        specs = parse_hostfile(text, source="the line to add")
+        if len(specs) != 1 or specs[0].name in known:
+            raise UsageError(f"{text!r} must name one host that is not in the run yet")
+        return specs[0]
+
+
+def _hangup() -> tuple[signal.Signals, ...]:
+    """SIGHUP, unless whoever started us (nohup, for one) has it ignored."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)

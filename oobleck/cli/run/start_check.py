@@ -1,0 +1,46 @@
+"""The node check before a job: which nodes of a hostfile begin, and what is said of the others.
+
+Virtual nodes are not checked: they are one machine, whose faults all of them would share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from oobleck.control.events import Remark
+from oobleck.control.journal import LEFT_OUT_WORDS
+from oobleck.control.node_check import CheckedNode, CheckReport, Health
+from oobleck.job import NodeSpec
+
+__all__ = ["choose_nodes"]
+
+
+def choose_nodes(nodes: Sequence[NodeSpec], report: CheckReport) -> tuple[tuple[NodeSpec, ...], tuple[Remark, ...]]:
+    """Return the nodes to begin with, and what people should read.
+
+    Nodes that were reached and found faulty are left out, unless none would be left. Whoever could not be reached is
+    the run's to try again. Slow nodes take part: they get fewer microbatches.
+    """
+    at_fault = {checked.verdict.node for checked in report.nodes if _is_at_fault(checked)}
+    kept = tuple(spec for spec in nodes if spec.name not in at_fault)
+    return kept or tuple(nodes), tuple(_remarks(report, at_fault if kept else set()))
+
+
+def _is_at_fault(checked: CheckedNode) -> bool:
+    return checked.facts is not None and checked.verdict.health is Health.FAULTY
+
+
+def _remarks(report: CheckReport, left_out: set[str]) -> Iterator[Remark]:
+    if report.is_healthy:
+        yield Remark(
+            level="info", text=f"{len(report.nodes)} nodes are healthy; the check took {report.elapsed_s:.1f} s"
+        )
+    for link in report.links:
+        yield Remark(level="warning", text=f"the link between {' and '.join(link.nodes)} is not healthy: {link.reason}")
+    for checked in report.nodes:
+        node, verdict = checked.verdict.node, checked.verdict
+        if node in left_out:
+            way_back = f"once it is repaired, `oobleck add {node}` lets it in"
+            yield Remark(level="warning", text=f"{node}{LEFT_OUT_WORDS}{verdict.reason}; {way_back}")
+        elif verdict.health is not Health.HEALTHY:
+            yield Remark(level="warning", text=f"{node} is {verdict.health}: {verdict.reason}")

@@ -1,0 +1,205 @@
+"""Which checkpoint to go back to: the newest that all layers of can be read by those who are here.
+
+Workers are asked what they see, in memory and on disk; their answers are put together by name. A checkpoint of which
+a layer turns out to be broken is left out from then on, and the one before is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from oobleck.control.events import Outbox
+from oobleck.control.protocol import CheckpointsFound, DataPosition, FindCheckpoints, FoundState, Restore, run_of
+from oobleck.planner import Place
+
+from .saving import KnownCheckpoint
+
+__all__ = ["Candidate", "Restoring"]
+
+_AGE = attrgetter("saved_at", "step", "name")
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A state that can be gone back to."""
+
+    name: str
+    run: str
+    step: int
+    saved_at: str
+    directory: str | None
+    position: DataPosition | None = None
+    origin: str | None = None
+    is_final: bool = False
+    is_on_disk: bool = False
+    held: dict[Place, frozenset[int]] = field(default_factory=dict)
+    """The layers that each worker can read."""
+    in_memory: set[str] = field(default_factory=set)
+    """The nodes whose memory has some of it."""
+
+    @property
+    def restore(self) -> Restore:
+        return Restore(name=self.name, directory=self.directory)
+
+    def covers(self, num_layers: int) -> bool:
+        return len(frozenset().union(*self.held.values())) == num_layers
+
+
+class Restoring:
+    """Mutable: the question under way, its answers, and what was found broken."""
+
+    def __init__(self, outbox: Outbox, *, run: str, directory: str | None) -> None:
+        """`directory`: where to look as well, a checkpoint or a directory of checkpoints."""
+        self._outbox = outbox
+        self._run = run
+        self._directory = directory
+        self._request = 0
+        self._asked: frozenset[Place] = frozenset()
+        self._answers: dict[Place, CheckpointsFound] = {}
+        self._broken: set[str] = set()
+        self._told: set[str] = set()
+        self._origin: str | None = None
+        """The name of what this run began from: with all that is older, its own past."""
+
+    def ask(self, places: Collection[Place]) -> None:
+        """Ask workers what they can restore."""
+        self._request += 1
+        self._asked = frozenset(places)
+        self._answers = {}
+        self._send(self._asked)
+
+    def ask_again(self, node: str) -> None:
+        """Ask those of a node that have not answered once more: the question may be lost."""
+        self._send(place for place in self._asked - self._answers.keys() if place.node == node)
+
+    def _send(self, places: Iterable[Place]) -> None:
+        for place in sorted(places):
+            question = FindCheckpoints(device=place.device, request=self._request, directory=self._directory)
+            self._outbox.send(place.node, question)
+
+    def forget(self) -> None:
+        """Whatever was answered is not true any more."""
+        self._asked, self._answers = frozenset(), {}
+
+    def found(self, place: Place, message: CheckpointsFound) -> None:
+        """Take an answer in."""
+        if message.request == self._request:
+            self._answers[place] = message
+
+    def is_asked(self, places: Collection[Place]) -> bool:
+        """Whether all of these were asked."""
+        return self._asked.issuperset(places)
+
+    def is_answered(self, places: Collection[Place]) -> bool:
+        """Whether all of these were asked, and have answered."""
+        return self._asked.issuperset(places) and self._answers.keys() >= set(places)
+
+    def note_broken(self, name: str) -> None:
+        """A layer of this checkpoint cannot be used."""
+        self._broken.add(name)
+
+    def begin_from(self, name: str) -> None:
+        """The run goes on from this checkpoint: it, and what is older, are its own past."""
+        self._origin = self._origin or name
+
+    def problems(self) -> tuple[str, ...]:
+        """What workers cannot use and why, each once in a run."""
+        said = {problem for answer in self._answers.values() for problem in answer.problems} - self._told
+        self._told |= said
+        return tuple(sorted(said))
+
+    def known(self, candidate: Candidate | None) -> tuple[KnownCheckpoint, ...]:
+        """Of all that is complete in the run's own directory, what is its own past if it begins from `candidate`.
+
+        What other runs have made there is theirs, and stays.
+        """
+        past = self._past(candidate)
+        return tuple(
+            KnownCheckpoint(name=each.name, step=each.step, saved_at=each.saved_at, is_final=each.is_final)
+            for each in self._own_directory()
+            if each.run in past
+        )
+
+    def others(self, candidate: Candidate | None) -> tuple[str, ...]:
+        """What other runs have made in the run's own directory, by name."""
+        past = self._past(candidate)
+        return tuple(sorted(each.name for each in self._own_directory() if each.run not in past))
+
+    def unfinished(self, candidate: Candidate | None, *, is_private: bool) -> tuple[str, ...]:
+        """Saves in the run's own directory that were never finished, and never will be.
+
+        Where the directory is not for this tag alone (`is_private`), others may be in the middle of a save there.
+        """
+        past = self._past(candidate)
+        complete = {each.name for each in self._own_directory()}  # on another node's disk, maybe
+        names = {name for answer in self._answers.values() for name in answer.unfinished} - complete
+        return tuple(sorted(name for name in names if is_private or run_of(name) in past))
+
+    def misfits(self) -> tuple[str, ...]:
+        """Complete checkpoints of this tag that are of another model, and why."""
+        return tuple(sorted({misfit for answer in self._answers.values() for misfit in answer.misfits}))
+
+    def _own_directory(self) -> list[Candidate]:
+        return [each for each in self._candidates() if each.is_on_disk and each.directory is None]
+
+    def _past(self, candidate: Candidate | None) -> frozenset[str]:
+        """This run, and those that it goes on from, one after the other."""
+        found = {each.run: each for each in sorted(self._candidates(), key=_AGE, reverse=True)}
+        past, run = {self._run}, candidate.run if candidate else None
+        while run is not None and run not in past:
+            past.add(run)
+            origin = found[run].origin if run in found else None
+            run = None if origin is None else run_of(origin)
+        return frozenset(past)
+
+    def newest(self, num_layers: int) -> Candidate | None:
+        """For a run that begins: the newest state that is whole; of those where the user said, if he did."""
+        there = [each for each in self._usable(num_layers) if (each.directory is not None) >= bool(self._directory)]
+        return there[0] if there else None
+
+    def newest_of_this_run(self, num_layers: int) -> Candidate | None:
+        """For a run that has lost state: the newest of its own past that is whole."""
+        origins = [each.saved_at for each in self._candidates() if each.name == self._origin]
+        return next(
+            (
+                each
+                for each in self._usable(num_layers)
+                if each.run == self._run or any(each.saved_at <= saved_at for saved_at in origins)
+            ),
+            None,
+        )
+
+    def _usable(self, num_layers: int) -> Sequence[Candidate]:
+        """Newest first."""
+        whole = [each for each in self._candidates() if each.name not in self._broken and each.covers(num_layers)]
+        return sorted(whole, key=_AGE, reverse=True)
+
+    def _candidates(self) -> list[Candidate]:
+        found: dict[str, Candidate] = {}
+        for place, answer in sorted(self._answers.items()):
+            for state in answer.found:
+                candidate = found.get(state.name)
+                if candidate is None:
+                    candidate = found[state.name] = _candidate(state)
+                candidate.saved_at = max(candidate.saved_at, state.saved_at)
+                candidate.is_on_disk |= not state.in_memory
+                candidate.origin = candidate.origin or state.origin
+                candidate.is_final |= state.is_final
+                if state.in_memory:
+                    candidate.in_memory.add(place.node)
+                candidate.directory = candidate.directory or state.directory
+                candidate.held[place] = candidate.held.get(place, frozenset()) | frozenset(state.layers)
+        return list(found.values())
+
+
+def _candidate(state: FoundState) -> Candidate:
+    return Candidate(
+        name=state.name,
+        run=state.run,
+        step=state.step,
+        saved_at=state.saved_at,
+        directory=state.directory,
+        position=state.position,
+    )

@@ -1,0 +1,460 @@
+"""The saves of a run: when one is due, what is there of it, when it is complete, and which are too old.
+
+    due ── SaveState to all ──> wanted ── the first share is in memory ──> under way
+                                  ^                                         │ all layers on disk: CommitCheckpoint
+                                  └──── complete, or given up <─────────────┘
+
+A part of the coordinator's machine. Training never waits for it: what fails is said, and tried again later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from oobleck.control.events import Outbox
+from oobleck.control.journal import CheckpointSaved, SaveFailed
+from oobleck.control.membership import Membership
+from oobleck.control.protocol import (
+    MANIFEST_VERSION,
+    CheckpointCommitted,
+    CommitCheckpoint,
+    CommitRecord,
+    DataPosition,
+    LayersPersisted,
+    Manifest,
+    PersistState,
+    RemoveUnfinished,
+    SaveState,
+    Shard,
+    StateNotSaved,
+    StateSaved,
+    run_of,
+)
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan, Place
+
+from .save_policy import SavePolicy
+
+__all__ = ["KnownCheckpoint", "Saving"]
+
+_RETRY_S = 30.0
+"""After a save that failed, at least."""
+_PATIENCE_S = 1800.0
+"""A save that is not complete by then never will be."""
+_LOSSES_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCheckpoint:
+    """A complete checkpoint in the run's directory."""
+
+    name: str
+    step: int
+    saved_at: str
+    is_final: bool = False
+    """Of a run that had nothing more to train: it stays, whatever limit there is."""
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save under way."""
+
+    name: str
+    step: int
+    generation: int
+    began_s: float
+    saved_at: str = ""
+    position: DataPosition | None = None
+    savers: dict[Place, tuple[int, ...]] = field(default_factory=dict)
+    """Whose shares are whole in memory, and which layers these are."""
+    shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
+    """By layer and part: devices that share a stage save a part each."""
+    pause_s: float = 0.0
+    copy_s: float = 0.0
+    is_committing: bool = False
+    committed: set[str] = field(default_factory=set)
+    """The nodes whose disk has the manifest."""
+
+    def is_in_memory(self, num_layers: int, *, num_parts: int) -> bool:
+        parts = {(layer, place.device % num_parts) for place, layers in self.savers.items() for layer in layers}
+        return len(parts) == num_layers * num_parts
+
+    def is_written(self, num_layers: int, *, num_parts: int) -> bool:
+        return len(self.shards) == num_layers * num_parts
+
+    def unwritten(self, place: Place, *, num_parts: int) -> tuple[int, ...]:
+        part = place.device % num_parts
+        return tuple(layer for layer in self.savers.get(place, ()) if (layer, part) not in self.shards)
+
+
+class Saving:
+    """Mutable: the policy, the saves under way, and the checkpoints that are complete."""
+
+    def __init__(self, job: JobSpec, members: Membership, outbox: Outbox, *, run: str) -> None:
+        self._job = job
+        self._members = members
+        self._outbox = outbox
+        self._run = run
+        self._num_parts = job.tensor_parallel
+        self._policy = SavePolicy(spec=job.checkpoint)
+        self._layer_names: tuple[str, ...] = ()
+        self._plan: ExecutionPlan | None = None
+        self._last_step = 0
+        self._losses: dict[int, float] = {}
+        self._wanted: int | None = None
+        """The step after which all were told to save."""
+        self._saves: dict[str, _Save] = {}
+        self._tried_step = 0
+        """The newest step after which a save has begun."""
+        self._origin: str | None = None
+        self._reads_to_the_end: Callable[[DataPosition | None], bool] = lambda _: False
+        self._saved_step = 0
+        """The newest step of which there is a checkpoint on disk."""
+        self._in_memory: tuple[int, set[tuple[int, int]]] = (0, set())
+        """The newest step that shares in memory were heard of, and which layers and parts these are."""
+        self._memory_step = 0
+        """The newest step whose state is, or was, whole in the nodes' memory."""
+        self._failure = ""
+        """Why the newest save failed; empty after one that did not."""
+        self._given_up: set[str] = set()
+        self.complete: list[KnownCheckpoint] = []
+        """Oldest first."""
+        self.due_s = math.inf
+        """When time has a save made, or one under way given up."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the user wants it, and all workers have a place to save in."""
+        ready = self._members.ready
+        saves = (worker.saves for member in ready for worker in member.ready.values())
+        return self._job.checkpoint.enabled and bool(ready) and all(saves)
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is under way, and a save after the newest step has come to an end, good or bad."""
+        return not self.is_enabled or (not self._saves and self._tried_step >= self._last_step)
+
+    @property
+    def is_behind(self) -> bool:
+        """The newest step is not saved, and no save of it is under way."""
+        return self.is_enabled and self._tried_step < self._last_step
+
+    @property
+    def lacking(self) -> str | None:
+        """Say that the newest step is not on disk, why, and what to do; None where it is, or is not wanted there."""
+        if not self._job.checkpoint.enabled or self._saved_step >= self._last_step:
+            return None
+        if not self.is_enabled and not self._failure:
+            return None  # these workers never save
+        why = self._failure or "its save has not come to an end"
+        return f"step {self._last_step} is NOT SAVED: {why}; {self._what_is_left}"
+
+    @property
+    def may_be_in_memory(self) -> bool:
+        """Whether nobody knows yet if the newest state is whole in memory: shares of it may still be told of."""
+        return self.is_enabled and self._memory_step < self._last_step
+
+    @property
+    def _what_is_left(self) -> str:
+        if self._memory_step >= self._last_step:
+            return (
+                "its state stays in the shared memory of the nodes until they are turned off: make room, and give the "
+                "same command again, which writes it"
+            )
+        if self.complete:
+            step = self.complete[-1].step
+            return f"the same command goes on from the checkpoint of step {step}, once what failed is mended"
+        return "nothing is left of what was trained: mend what failed, and begin again"
+
+    # --- what happens ----------------------------------------------------------------------------------------
+
+    def begin_from(self, origin: str) -> None:
+        """The run goes on from this checkpoint: its own will say so."""
+        self._origin = self._origin or origin
+
+    def judge_end(self, reads_to_the_end: Callable[[DataPosition | None], bool]) -> None:
+        """`reads_to_the_end` says whether data that grows no more is read at a position, so that the run is done."""
+        self._reads_to_the_end = reads_to_the_end
+
+    def begin(self, layer_names: Sequence[str]) -> None:
+        """Training begins, or is taken over."""
+        self._layer_names = tuple(layer_names)
+
+    def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> None:
+        """Note what lies in the directory from before; what was never finished is removed."""
+        known = {known.name: known for known in (*self.complete, *complete)}
+        self.complete = sorted(known.values(), key=lambda known: (known.saved_at, known.step))
+        self._remove(name for name in unfinished if name not in self._saves)
+
+    def plan_adopted(self, plan: ExecutionPlan, *, boundary: int, redundant: bool) -> None:
+        """Tell the workers of a new plan what is wanted; without redundancy that is a save, at once."""
+        self._plan = plan
+        self._last_step = boundary
+        self._tried_step = min(self._tried_step, boundary)
+        self._saved_step = min(self._saved_step, boundary)
+        self._memory_step = min(self._memory_step, boundary)
+        if self._in_memory[0] > boundary:
+            self._in_memory = (0, set())  # the steps since are run again, under other names
+        if not self.is_enabled:
+            return
+        if not redundant:
+            self._wanted = boundary + 1
+        if self._wanted is not None:
+            self._tell()
+        else:
+            self._arm()
+
+    def step_done(self, record: CommitRecord) -> None:
+        """Note a committed step; one that everybody was to save after may have been missed."""
+        self._last_step = record.step
+        self._losses[record.step] = record.loss
+        self._losses.pop(record.step - _LOSSES_KEPT, None)
+
+    def note_saved(self, step: int) -> None:
+        """The state is that of a checkpoint on disk: it needs no other one."""
+        self._tried_step = max(self._tried_step, step)
+        self._saved_step = max(self._saved_step, step)
+
+    def rescue(
+        self,
+        name: str,
+        *,
+        step: int,
+        saved_at: str,
+        position: DataPosition | None,
+        held: Mapping[Place, Collection[int]],
+    ) -> None:
+        """Have a state written that a run before has left in memory alone; `held` says which layers of it where.
+
+        It is the state that this run begins from, and there is nothing more to train.
+        """
+        generation = int(name.rpartition(".")[2])
+        save = _Save(name, step, generation, self._outbox.now_s, saved_at=saved_at, position=position)
+        save.savers = {place: tuple(sorted(layers)) for place, layers in sorted(held.items()) if layers}
+        self._saves[name] = save
+        self._tried_step = max(self._tried_step, step)
+        self._memory_step = max(self._memory_step, step)
+        self.due_s = save.began_s + _PATIENCE_S
+        for node in sorted({place.node for place in save.savers}):
+            self._outbox.send(node, PersistState(name=name, step=step))
+
+    def note_on_disk(self, step: int) -> None:
+        """A master before has heard that there is a checkpoint of this step."""
+        self._saved_step = max(self._saved_step, min(step, self._last_step))
+
+    def restored(self) -> None:
+        """Count a failure that needed a checkpoint."""
+        self._policy = replace(self._policy, num_failures=self._policy.num_failures + 1)
+
+    def worker_lost(self, node: str) -> None:
+        """A worker is gone, its agent is not: what is whole in memory will be written all the same."""
+        for save in list(self._saves.values()):
+            if not save.is_in_memory(len(self._layer_names), num_parts=self._num_parts):
+                self._give_up(save.name, f"the worker of {node} was lost before all layers were in memory", soon=True)
+
+    def node_lost(self, node: str) -> None:
+        """A node is gone, with all that it had not written."""
+        self.worker_lost(node)
+        for save in list(self._saves.values()):
+            here = [place for place in save.savers if place.node == node]
+            if any(save.unwritten(place, num_parts=self._num_parts) for place in here):
+                self._give_up(save.name, f"{node} was lost before it had written its layers", soon=True)
+            else:
+                self._complete_when_committed(save)
+
+    def handle_deadline(self) -> None:
+        """Have a save made when one is due; give up what takes for ever."""
+        now_s = self._outbox.now_s
+        for save in list(self._saves.values()):
+            if now_s >= save.began_s + _PATIENCE_S:
+                self._give_up(save.name, f"it was not complete within {_PATIENCE_S:g} s")
+        if not self._saves and self._wanted is None and now_s >= self.due_s and self._plan is not None:
+            self.save_now()
+        elif self._saves:
+            self.due_s = min(save.began_s for save in self._saves.values()) + _PATIENCE_S
+        else:
+            self.due_s = math.inf
+
+    def save_now(self) -> None:
+        """Have the state saved after the next step."""
+        if self.is_enabled and self._plan is not None:
+            self._wanted = self._last_step + 1
+            self.due_s = math.inf
+            self._tell()
+
+    # --- what workers and agents say -------------------------------------------------------------------------
+
+    def saved(self, place: Place, message: StateSaved) -> None:
+        """A share is whole in memory; its agent is writing it."""
+        state = message.state
+        self._note_in_memory(place, message)
+        if self._is_over(state.name):
+            return
+        save = self._saves.get(state.name)
+        if save is None:
+            save = _Save(state.name, state.step, state.generation, self._outbox.now_s)
+            self._saves[state.name] = save
+            self._tried_step = max(self._tried_step, state.step)
+            self.due_s = save.began_s + _PATIENCE_S
+        if self._wanted is not None and state.step >= self._wanted:
+            self._wanted = None
+        save.savers[place] = message.layers
+        save.saved_at = max(save.saved_at, state.saved_at)
+        save.position = state.position
+        save.pause_s = max(save.pause_s, message.pause_s)
+        save.copy_s = max(save.copy_s, message.copy_s)
+        self._commit_when_written(save)
+
+    def persisted(self, message: LayersPersisted) -> None:
+        """A share is on disk."""
+        save = self._saves.get(message.name)
+        if save is not None:
+            save.shards.update(((shard.layer, shard.part), shard) for shard in message.shards)
+            self._commit_when_written(save)
+        elif message.name in self._given_up:
+            self._remove([message.name])  # written after it was given up
+
+    def committed(self, node: str, message: CheckpointCommitted) -> None:
+        """A node has the manifest. The checkpoint is complete once all that wrote layers have: each may have a disk."""
+        save = self._saves.get(message.name)
+        if save is not None:
+            save.committed.add(node)
+            self._complete_when_committed(save)
+
+    def _complete_when_committed(self, save: _Save) -> None:
+        ready = {member.spec.name for member in self._members.ready}
+        if not save.committed or not {place.node for place in save.savers} & ready <= save.committed:
+            return
+        del self._saves[save.name]
+        now_s = self._outbox.now_s
+        self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
+        self.know([self._known(save)])
+        self._forget_old()
+        self._saved_step, self._failure = max(self._saved_step, save.step), ""
+        self.due_s = math.inf
+        self._outbox.record(
+            CheckpointSaved(
+                t_s=now_s,
+                name=save.name,
+                step=save.step,
+                saved_at=save.saved_at,
+                size_bytes=sum(shard.size_bytes for shard in save.shards.values()),
+                pause_s=save.pause_s,
+                duration_s=now_s - save.began_s,
+            )
+        )
+        self._arm()
+
+    def failed(self, node: str, message: StateNotSaved) -> None:
+        """A part of a save has failed, so the rest cannot be used. Training goes on, and says so."""
+        if not message.name:  # a node has no place to save in, and there will be no save
+            self._failure = f"{node}: {message.reason}"
+            self._outbox.notice("error", f"nothing can be saved: {self._failure}; training goes on")
+        elif not self._is_over(message.name):
+            self._tried_step = max(self._tried_step, message.step)
+            self._saves.setdefault(message.name, _Save(message.name, message.step, 0, self._outbox.now_s))
+            self._give_up(message.name, f"{node}: {message.reason}")
+
+    # --- small things ----------------------------------------------------------------------------------------
+
+    def _note_in_memory(self, place: Place, message: StateSaved) -> None:
+        """Shares of a save that was given up are in memory all the same, and may come after it was."""
+        step, part = message.state.step, place.device % self._num_parts
+        if step > self._in_memory[0]:
+            self._in_memory = (step, set())
+        if step == self._in_memory[0]:
+            self._in_memory[1].update((layer, part) for layer in message.layers)
+            if len(self._in_memory[1]) == len(self._layer_names) * self._num_parts:
+                self._memory_step = step
+
+    def _is_over(self, name: str) -> bool:
+        return name in self._given_up or any(known.name == name for known in self.complete)
+
+    def _remove(self, unfinished: Iterable[str]) -> None:
+        """Have agents remove what is on disk of saves that will never be complete."""
+        names = tuple(sorted(unfinished))
+        if names:
+            for member in self._members.ready:
+                self._outbox.send(member.spec.name, RemoveUnfinished(names=names))
+
+    def _tell(self) -> None:
+        assert self._plan is not None
+        assert self._wanted is not None
+        for place in self._plan.places:
+            if self._members[place.node].is_ready:
+                self._outbox.send(place.node, SaveState(device=place.device, step=self._wanted))
+
+    def _arm(self, *, not_before_s: float = 0.0) -> None:
+        """Settle when the next save is to be made; while one is under way, that is later."""
+        if not self.is_enabled or self._saves or self._plan is None or self._wanted is not None:
+            return
+        now_s = self._outbox.now_s
+        step = self._policy.next_step(self._last_step)
+        if step is None or not_before_s > now_s:
+            self.due_s = max(not_before_s, min(self.due_s, now_s + self._policy.interval_s(now_s)))
+        else:
+            self._wanted = step
+            self._tell()
+
+    def _give_up(self, name: str, why: str, *, soon: bool = False) -> None:
+        """Forget a save. `soon`: nothing speaks against the next one, once there is a plan again."""
+        save = self._saves.pop(name)
+        self._given_up.add(name)
+        self._failure = why
+        self._remove([name])
+        newest_step = self.complete[-1].step if self.complete else None
+        self._outbox.record(
+            SaveFailed(t_s=self._outbox.now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
+        )
+        if soon:
+            self._wanted = self._last_step + 1
+        else:
+            self.due_s = math.inf
+            self._arm(not_before_s=self._outbox.now_s + _RETRY_S)
+
+    def _commit_when_written(self, save: _Save) -> None:
+        is_written = save.is_written(len(self._layer_names), num_parts=self._num_parts)
+        if save.is_committing or not is_written or not save.savers:
+            return
+        save.is_committing = True
+        complete = [*self.complete, self._known(save)]
+        remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit] if not known.is_final]
+        commit = CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove))
+        for member in self._members.ready:
+            self._outbox.send(member.spec.name, commit)
+
+    def _known(self, save: _Save) -> KnownCheckpoint:
+        return KnownCheckpoint(
+            name=save.name, step=save.step, saved_at=save.saved_at, is_final=self._is_final(save.step, save.position)
+        )
+
+    def _is_final(self, step: int, position: DataPosition | None) -> bool:
+        return step >= self._job.max_steps or self._reads_to_the_end(position)
+
+    def _forget_old(self) -> None:
+        del self.complete[: -self._job.checkpoint.save_total_limit]
+
+    def _manifest(self, save: _Save) -> Manifest:
+        digests = [worker.data_digest for member in self._members.ready for worker in member.ready.values()]
+        return Manifest(
+            version=MANIFEST_VERSION,
+            name=save.name,
+            tag=self._job.tag,
+            run=run_of(save.name),
+            saved_at=save.saved_at,
+            step=save.step,
+            generation=save.generation,
+            loss=self._losses.get(save.step),
+            seed=self._job.seed,
+            global_batch_size=self._job.global_batch_size,
+            samples_seen=save.step * self._job.global_batch_size if save.position is None else save.position.records,
+            data_digest=digests[0] if digests else "",
+            layer_names=self._layer_names,
+            num_parts=self._num_parts,
+            shards=tuple(shard for _, shard in sorted(save.shards.items())),
+            position=save.position,
+            origin=self._origin if run_of(save.name) == self._run else None,
+            is_final=self._is_final(save.step, save.position),
+        )

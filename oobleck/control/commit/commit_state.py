@@ -1,0 +1,270 @@
+"""Where a worker stands: the state that its two threads share, and the moments that decide a commit.
+
+The control thread answers fences from it; the training thread moves it on. Three moments matter: `note_reduced`
+(the worker joins the commit), `begin_apply` (the step counts) and `adopt` (the plan is in force); and two like the
+first for sections of a step, `note_bank_reduced` and `bank`. Each is passed before a fence, and then the answer says
+so, or not at all. So what a worker answers stays true until its next
+order, and the coordinator's view of all answers is never half of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from oobleck.control.protocol import BankRecord, CommitRecord, Fence, Order, Status
+from oobleck.planner import ExecutionPlan, Place
+
+__all__ = ["Interrupted", "PeerLost", "Standing"]
+
+
+class Interrupted(Exception):
+    """The control thread wants the training thread to stop what it does and look for its next order."""
+
+
+class PeerLost(Exception):
+    """A collective or a transfer failed: most likely a peer is gone, and an order will follow."""
+
+
+class Standing:
+    """Every method is atomic under `lock`: real threads bring a real one, virtual ones need none.
+
+    `announce` is called after each change that a wait may look for.
+    """
+
+    def __init__(self, place: Place, announce: Callable[[], None], *, lock: AbstractContextManager[object]) -> None:
+        self._place = place
+        self._announce = announce
+        self._lock = lock
+        self._fence = 0
+        self._generation = 0
+        self._order: Order | None = None
+        self._pipeline_lost = False
+        self._stop_wanted = False
+        self._plan: ExecutionPlan | None = None
+        self._adopted = 0
+        self._layers: tuple[int, ...] = ()
+        self._kept: tuple[int, ...] = ()
+        self._applied = 0
+        self._last_record: CommitRecord | None = None
+        self._reduced: int | None = None
+        self._banked: BankRecord | None = None
+        self._bank_reduced: int | None = None
+        self._microbatches_done = 0
+        self._broken = False
+
+    # --- control thread ------------------------------------------------------------------------------------
+
+    def answer(self, fence: Fence) -> Status:
+        """Raise the fence and say where this worker stands; from now on nothing older is applied.
+
+        An older order that the training thread has not taken yet is not worth following any more.
+        """
+        with self._lock:
+            self._fence = max(self._fence, fence.generation)
+            if self._order is not None and self._order.generation < self._fence:
+                self._order = None
+            located = self._plan.locate(self._place) if self._plan else None
+            if self._plan is not None and located is not None:
+                nodes = self._plan.pipelines[located[0]].nodes
+                self._pipeline_lost = self._pipeline_lost or any(node in fence.lost for node in nodes)
+            status = Status(
+                device=self._place.device,
+                generation=fence.generation,
+                applied=self._applied,
+                last_record=self._last_record,
+                reduced=self._reduced,
+                adopted=self._adopted,
+                layers=tuple(sorted({*self._layers, *self._kept})),
+                microbatches_done=self._microbatches_done,
+                broken=self._broken,
+                banked=self._banked,
+                bank_reduced=self._bank_reduced,
+            )
+        self._announce()
+        return status
+
+    def give_order(self, order: Order) -> None:
+        """Leave an order for the training thread; one it has not taken yet is replaced by a newer one."""
+        with self._lock:
+            if order.generation >= max(self._fence, self._generation + 1):
+                self._order = order
+        self._announce()
+
+    def want_stop(self) -> None:
+        """Ask for an end after the next commit."""
+        with self._lock:
+            self._stop_wanted = True
+
+    # --- either thread, without the lock: one read of one field ----------------------------------------------
+
+    @property
+    def has_order(self) -> bool:
+        return self._order is not None
+
+    @property
+    def is_stop_wanted(self) -> bool:
+        return self._stop_wanted
+
+    @property
+    def applied(self) -> int:
+        return self._applied
+
+    @property
+    def adopted(self) -> int:
+        return self._adopted
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """What is held under the plan in force."""
+        return self._layers
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """What is kept for others besides."""
+        return self._kept
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken
+
+    def is_fenced(self) -> bool:
+        """Reductions, commits and transfers of an older generation are not waited for."""
+        return self._fence > self._generation
+
+    def is_pipeline_stopped(self) -> bool:
+        """A whole pipeline finishes its microbatches through a fence; one that lost a node stops at once,
+        and so does any when the order is to forget the step."""
+        order = self._order
+        return (self._pipeline_lost and self._fence > self._generation) or (order is not None and order.finish is None)
+
+    # --- training thread -----------------------------------------------------------------------------------
+
+    def take_order(self) -> Order | None:
+        """Take the newest order, if there is one: from now on its generation is ours."""
+        with self._lock:
+            order, self._order = self._order, None
+            if order is not None:
+                self._generation = order.generation
+            return order
+
+    def begin_step(self) -> None:
+        """Note that nothing is done of the step in flight but what is banked."""
+        with self._lock:
+            self._reduced = None
+            self._bank_reduced = None
+            self._microbatches_done = 0
+            self._broken = False
+
+    def note_microbatch(self, count: int = 1) -> None:
+        """Count microbatches that were taken backward."""
+        with self._lock:
+            self._microbatches_done += count
+
+    def note_broken(self) -> None:
+        """Note that a program failed half-way: this worker's part of the step in flight is worth nothing."""
+        with self._lock:
+            self._broken = True
+
+    def note_reduced(self, step: int) -> None:
+        """Note that the fully reduced gradients of `step` are here: the caller joins the step's commit next.
+
+        Raises Interrupted when a fence came first: the answer to it said that they are not here, so no peer may
+        come to apply the step because of this worker.
+        """
+        with self._lock:
+            self._check_fence()
+            self._reduced = step
+
+    def note_bank_reduced(self, number: int) -> None:
+        """Note that the fully reduced gradients of a section are here; like `note_reduced`.
+
+        Raises Interrupted when a fence came first.
+        """
+        with self._lock:
+            self._check_fence()
+            self._bank_reduced = number
+
+    def give_back_section(self) -> None:
+        """Note that the sums of the section on its way are dropped: nobody has banked it, and it cannot be banked."""
+        with self._lock:
+            self._bank_reduced = None
+
+    def bank(self, record: BankRecord) -> None:
+        """Pass the point of no return of a section: no failure of others takes it any more.
+
+        What was kept for others is behind from here on, and all have adopted the plan. Raises Interrupted when a fence
+        came first.
+        """
+        with self._lock:
+            self._check_fence()
+            self._bank(record)
+
+    def begin_apply(self, record: CommitRecord) -> None:
+        """Pass the point of no return of a commit: the caller applies the step next, and nothing stops it.
+
+        Raises Interrupted when a fence came first.
+        """
+        with self._lock:
+            self._check_fence()
+            self._move_to(record)
+
+    def catch_up(self, record: CommitRecord) -> bool:
+        """Like `begin_apply`, by order: some worker has applied the step, so it counts whatever happens.
+
+        Returns False for one that took no part in the step, or has applied it: it has nothing to apply.
+        """
+        with self._lock:
+            if self._reduced != record.step:
+                return False
+            assert record.step == self._applied + 1, (record.step, self._applied)
+            self._move_to(record)
+            return True
+
+    def catch_up_bank(self, record: BankRecord) -> bool:
+        """Like `bank`, by order: some worker has banked the section. False for one that has nothing to bank."""
+        with self._lock:
+            if self._bank_reduced != record.number or self._adopted != record.generation:
+                return False
+            assert record.step == self._applied + 1, (record.step, self._applied)
+            self._bank(record)
+            return True
+
+    def adopt(self, order: Order, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
+        """Put the order's plan in force: from here on nothing stops the caller from taking the layers.
+
+        They count as held, at the boundary's version. So do those `kept` for others, until the next step is
+        applied: by then all have adopted the plan. Raises Interrupted when a fence came first.
+        """
+        with self._lock:
+            self._check_fence()
+            self._plan = order.plan
+            self._adopted = order.generation
+            self._applied = order.boundary
+            if order.restore is not None or order.initial:
+                self._last_record = None  # steps after what is gone back to are as if they had never been
+            self._layers = layers
+            self._kept = kept
+            self._reduced = None
+            self._banked = None
+            self._bank_reduced = None
+            self._microbatches_done = 0
+            self._pipeline_lost = False
+
+    def _check_fence(self) -> None:
+        if self._fence > self._generation:
+            raise Interrupted
+
+    def _move_to(self, record: CommitRecord) -> None:
+        self._applied = record.step
+        self._kept = ()
+        self._last_record = record
+        self._reduced = None
+        self._banked = None
+        self._bank_reduced = None
+        self._microbatches_done = 0
+
+    def _bank(self, record: BankRecord) -> None:
+        self._banked = record
+        self._bank_reduced = None
+        self._kept = ()

@@ -1,0 +1,361 @@
+"""What a worker does with its orders: the one protocol of all workers, as effects that a driver carries out.
+
+    an order ──> catch up ──> give back ──> finish the step, or forget it ──> adopt the plan ──> train, step by step
+       ^                                                                                             │
+       └───────────── Interrupted (a fence), or a failure that is reported and answered by a fence ◄─┘
+
+    a step:  compute ──> settle the bank ──> reduce ──> note_reduced ──> agree ──> begin_apply ──> apply ──> save
+    a plan:  form groups ──> receive layers ──> Standing.adopt ──> hold the layers ──> drop old groups
+
+Whatever must come before something else is written here, once. The driver knows how, never when: `training/step/engine.py`
+carries effects out with torch and sockets, `sim/cluster/worker.py` with virtual time and a fabric whose faults are chosen. So
+what is proved of the order of things in the simulator holds of workers on real machines.
+
+What its answers to fences promise is `Standing`'s, whose moments this passes. Between a moment and the effect that it
+announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits and nothing may fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Protocol
+
+from oobleck.control.protocol import (
+    CommitRecord,
+    EvaluationDone,
+    Order,
+    PeerFailed,
+    RecordsFailed,
+    RecordsOver,
+    RestoreFailed,
+    StepCommitted,
+)
+from oobleck.errors import CorruptCheckpoint, ShardUnreadable
+from oobleck.job import JobSpec
+from oobleck.planner import Place
+
+from .commit_state import Interrupted, PeerLost, Standing
+from .groups import Committee, GroupKey, PlaceInPlan, transfer_key
+from .partial_commit import Bank
+from .sections import shares_of
+from .worker_effects import (
+    Adopt,
+    Agree,
+    Agreed,
+    Apply,
+    AwaitOrder,
+    AwaitRecords,
+    BeginStep,
+    CompareReplicas,
+    Compute,
+    Effect,
+    Effects,
+    Evaluate,
+    Evaluation,
+    Exchange,
+    ForgetStep,
+    FormGroups,
+    KeepGroups,
+    Outcome,
+    PrepareToSave,
+    ReadCheckpoint,
+    Reduce,
+    ReportFinished,
+    ReportResumed,
+    Save,
+    SaveEnd,
+    Say,
+    ShareLossScale,
+)
+
+__all__ = ["Follower", "RecordBoard"]
+
+
+class RecordBoard(Protocol):
+    """What was told of the records that steps take. The control thread fills it."""
+
+    def is_told(self, step: int) -> bool:
+        """Whether it is known what a step takes."""
+
+    def over_after(self, step: int) -> RecordsOver | None:
+        """What was said, if it was that no step comes after this one."""
+
+    def is_last(self, step: int) -> bool:
+        """Whether no step comes after one that was told."""
+
+
+class Follower:
+    """The training thread's course. `run` never ends; `bank` is for the driver to look after in the middle of programs.
+
+    Mutable: what is in force, and what is done of the step in flight.
+    """
+
+    def __init__(
+        self, job: JobSpec, place: Place, standing: Standing, *, records: RecordBoard | None, evaluates: bool
+    ) -> None:
+        """`records` is None where data is in no shards; `evaluates` if there are samples to evaluate the model on."""
+        self._job = job
+        self._device = place.device
+        self._place = place
+        self._standing = standing
+        self._records = records
+        self._evaluates = evaluates
+        self._whole = tuple(range(job.num_microbatches))
+        self.bank = Bank(standing, device=place.device)
+        self._seat: PlaceInPlan | None = None
+        """In the plan in force; None for a spare."""
+        self._committee: Committee | None = None
+        self._resumed: int | None = None
+        """The generation whose resumption is still to be told."""
+        self._step: int | None = None
+        """The step in flight, once it is begun."""
+        self._share_done = False
+        self._segments_done: set[int] = set()
+
+    def run(self) -> Effects:
+        """Follow orders for ever."""
+        while True:
+            order = yield AwaitOrder()
+            assert isinstance(order, Order)
+            try:
+                yield from self._follow(order)
+                if (yield from self._train()):
+                    yield ReportFinished()
+            except Interrupted:
+                continue
+            except PeerLost as error:
+                yield Say(PeerFailed(device=self._device, generation=order.generation, detail=str(error)))
+            except ShardUnreadable as error:
+                yield Say(self._unreadable(order, error))
+            except CorruptCheckpoint as error:
+                yield Say(self._corrupt(order, error))
+
+    def _follow(self, order: Order) -> Effects:
+        """Carry an order out up to the point where its plan is in force."""
+        if order.catch_up is not None and self._standing.catch_up(order.catch_up):
+            yield from self._apply(order.catch_up)
+        if order.catch_up_bank is not None:
+            yield from self.bank.catch_up(order.catch_up_bank)
+        yield from self.bank.give_back()
+        if order.finish is None:
+            yield from self._forget()
+        elif self._standing.applied == order.finish - 1:
+            yield from self._finish(order, order.finish)
+        yield from self._adopt(order)
+
+    def _train(self) -> Generator[Effect, Outcome, bool]:
+        """Run steps to the job's last one, or to the one whose commit agrees to stop; False for a spare."""
+        seat, committee = self._seat, self._committee
+        if seat is None or committee is None:
+            return False
+        stop = False
+        if not self.bank.before:  # else in the middle of a step, before which it was done
+            yield from self._evaluate(seat, committee)
+        while not stop and (yield from self._has_next(committee)):
+            yield from self._compute(seat, committee, self._standing.applied + 1, ends_under_plan=True)
+            stop = yield from self._end_step(committee)
+            if not stop:
+                yield from self._evaluate(seat, committee)
+        return True
+
+    # --- a step ----------------------------------------------------------------------------------------------
+
+    def _has_next(self, committee: Committee) -> Generator[Effect, Outcome, bool]:
+        """Whether another step comes; where that is not known yet, wait. What is not saved at the end is, now."""
+        step, records = self._standing.applied, self._records
+        if records is None or step >= self._job.max_steps:
+            return step < self._job.max_steps
+        if not records.is_told(step + 1):
+            yield from self._resume()
+            yield AwaitRecords(step + 1)
+        if records.is_told(step + 1):
+            return True
+        over = records.over_after(step)
+        assert over is not None
+        if over.save:
+            yield SaveEnd(over, committee)
+        return False
+
+    def _compute(self, seat: PlaceInPlan, committee: Committee, step: int, *, ends_under_plan: bool) -> Effects:
+        """Compute the pipeline's own share of a step, unless that is done."""
+        if self._step != step:
+            yield from self._begin(step)
+        if self._share_done:
+            return
+        share = shares_of(committee.plan, self.bank.before)[seat.index]
+        sections = self.bank.num_sections if ends_under_plan else 1
+        yield from self._execute(Compute(step, tuple(share), sections, posts_sums=ends_under_plan))
+        self._share_done = True
+
+    def _begin(self, step: int) -> Effects:
+        """Begin a step with nothing done of it but what is banked."""
+        yield from self._forget()
+        yield BeginStep(step)
+        self._step = step
+
+    def _forget(self) -> Effects:
+        self._step = None
+        self._share_done = False
+        self._segments_done.clear()
+        self._standing.begin_step()
+        yield ForgetStep()
+
+    def _execute(self, program: Compute) -> Effects:
+        if self._standing.is_broken:
+            # It failed after the fence was answered, so the coordinator counts on this pipeline. Say it again, now
+            # under the order's generation; what was computed cannot be continued.
+            raise PeerLost("a program of this step failed half-way before")
+        yield from self._resume()
+        try:
+            yield program
+        except (PeerLost, ShardUnreadable):
+            self._standing.note_broken()
+            raise
+
+    def _end_step(self, committee: Committee) -> Generator[Effect, Outcome, bool]:
+        """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
+        step = self._step
+        assert step is not None
+        yield from self.bank.settle()
+        if self._standing.is_fenced():
+            raise Interrupted  # it may have left out a section, for which others wait in the same groups
+        yield Reduce(step, committee)
+        self._standing.note_reduced(step)
+        stop = self._standing.is_stop_wanted or (self._records is not None and self._records.is_last(step))
+        agreed = yield Agree(step, committee, stop)
+        assert isinstance(agreed, Agreed)
+        self._check(step, agreed.counted)
+        self._standing.begin_apply(agreed.record)
+        yield from self._apply(agreed.record)
+        if agreed.save or agreed.stop or step == self._job.max_steps:
+            yield Save(agreed.record, committee)
+        elif not committee.lost:
+            yield PrepareToSave(committee)
+        if self._job.checkpoint.compare_steps and step % self._job.checkpoint.compare_steps == 0:
+            yield CompareReplicas(agreed.record)
+        return agreed.stop
+
+    def _check(self, step: int, counted: tuple[int, ...]) -> None:
+        """Hold a step to its microbatches, each once. Raises AssertionError: a wrong sum is never applied."""
+        banked = self.bank.microbatches
+        found = tuple(sorted((*banked, *counted))) if banked else counted
+        assert found == self._whole, f"step {step}: microbatches counted {counted} beside {banked}"
+
+    def _apply(self, record: CommitRecord) -> Effects:
+        """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
+        yield Apply(record)
+        self.bank.end_step()
+        yield from self._forget()
+        if self._seat is not None and (self._seat.is_first or self._seat.is_last):
+            yield Say(StepCommitted(device=self._device, record=record))
+
+    def _evaluate(self, seat: PlaceInPlan, committee: Committee) -> Effects:
+        """Evaluate the model if it is due."""
+        step = self._standing.applied
+        if not self._evaluates or not self._job.is_evaluated(step):
+            return
+        yield from self._resume()
+        # One may be given up half-way, which leaves messages and sums that nobody completes: they have groups of their
+        # own, that end with the plan.
+        stage_key = GroupKey("evaluation", committee.generation, seat.stage_key.members)
+        lane_key = GroupKey("forward", committee.generation, seat.lane_key.members)
+        yield FormGroups((stage_key, lane_key), None)
+        outcome = yield Evaluate(step, committee, stage_key, lane_key)
+        assert isinstance(outcome, Evaluation)
+        if seat.is_first or seat.is_last:
+            yield Say(
+                EvaluationDone(
+                    device=self._device,
+                    step=step,
+                    loss=outcome.loss,
+                    num_samples=outcome.num_samples,
+                    duration_s=outcome.duration_s,
+                )
+            )
+
+    def _resume(self) -> Effects:
+        """Have it told once after each adoption: now the first computation under the new plan begins."""
+        generation, self._resumed = self._resumed, None
+        if generation is not None:
+            yield ReportResumed(generation)
+
+    # --- from one plan to the next ---------------------------------------------------------------------------
+
+    def _finish(self, order: Order, step: int) -> Effects:
+        """Finish the step in flight under the old plan, without the nodes that it lost.
+
+        Members of whole pipelines complete their share and the extra segments; the others contribute zeros, and
+        so receive the sums and stay current.
+        """
+        seat, in_force = self._seat, self._committee
+        if seat is None or in_force is None:
+            return  # a spare, or a newcomer: it takes no part in the old plan
+        if any(node in order.lost for node in seat.pipeline.nodes):
+            yield from self._begin(step)
+        else:
+            yield from self._compute(seat, in_force, step, ends_under_plan=False)
+            for segment in order.segments:
+                if segment.pipeline == seat.index and segment.segment not in self._segments_done:
+                    yield from self._execute(Compute(step, segment.microbatches))
+                    self._segments_done.add(segment.segment)
+        committee = Committee(in_force.plan, order.generation, order.lost)
+        yield FormGroups((committee.key,), committee)
+        yield from self._end_step(committee)
+
+    def _adopt(self, order: Order) -> Effects:
+        """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
+        seat = PlaceInPlan.find(order, self._place)
+        committee = None if seat is None else Committee(order.plan, order.generation)
+        moving = transfer_key(order.transfers, order.generation)
+        if moving is not None and self._place not in moving.members:
+            moving = None
+        keys: tuple[GroupKey, ...] = () if moving is None else (moving,)
+        if seat is not None and committee is not None:
+            keys += (seat.lane_key, seat.stage_key, committee.key)
+        layers = range(0) if seat is None else seat.layers
+        yield FormGroups(keys, committee)
+        if order.restore is not None:
+            assert not order.banked.microbatches, "a checkpoint is of a whole step"
+            yield ReadCheckpoint(order, layers)
+        yield Exchange(order, moving)
+        is_current = self._standing.applied == order.boundary
+        yield ShareLossScale(committee, is_current or order.restore is not None)
+        keep = self._to_keep(order, layers) if is_current else ()
+        self._standing.adopt(order, tuple(layers), keep)
+        yield Adopt(order, seat, committee, layers, keep)
+        self.bank.adopt(order, is_spare=seat is None)
+        self._seat, self._committee = seat, committee
+        self._resumed = order.generation
+        yield KeepGroups(keys, committee, order.generation)
+
+    def _to_keep(self, order: Order, layers: range) -> tuple[int, ...]:
+        """The layers that others are to receive, and that this worker holds no longer.
+
+        They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
+        has them read from here. A worker that was left out, and missed steps or sections since, has nothing
+        worth keeping.
+        """
+        if not self.bank.is_at(order.banked):
+            return ()
+        kept = self._standing.kept
+        if order.restore is not None:
+            kept = tuple(item.layer for item in order.transfers if item.source == self._place)
+        moving = {item.layer for item in order.transfers}.difference(layers)
+        return tuple(sorted(moving.intersection((*self._standing.layers, *kept))))
+
+    # --- failures that are reported --------------------------------------------------------------------------
+
+    def _unreadable(self, order: Order, error: ShardUnreadable) -> RecordsFailed:
+        return RecordsFailed(
+            device=self._device,
+            generation=order.generation,
+            shard=error.shard,
+            position=error.position,
+            problem=error.problem,
+        )
+
+    def _corrupt(self, order: Order, error: CorruptCheckpoint) -> RestoreFailed:
+        assert order.restore is not None
+        return RestoreFailed(
+            device=self._device, generation=order.generation, name=order.restore.name, problem=str(error)
+        )

@@ -1,0 +1,222 @@
+"""The generations of a run: the plan that was ordered in each, and what was dealt and banked of the step in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from oobleck.control.journal import PlanAdopted
+from oobleck.control.protocol import NOTHING, Banked, BankRecord, Order, Restore, Segment, Status
+from oobleck.planner import Decision, ExecutionPlan, Place
+from oobleck.schedule import ScheduleKind
+
+from .judgement import NOTHING_BANKED, BankId, Verdict, broken_pipelines, deal_microbatches, rests_of
+from .sections import banked_after, shares_of
+
+__all__ = ["Generations"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """A plan that was ordered, the groups that link its pipelines, and the step that it came into force in."""
+
+    plan: ExecutionPlan
+    pipeline_generations: tuple[int, ...]
+    boundary: int
+    banked: Banked
+    num_sections: int
+
+    def banked_before(self, step: int) -> Banked:
+        """What of a step was banked before this plan."""
+        return self.banked if step == self.boundary + 1 else NOTHING
+
+
+class Generations:
+    """Mutable: grows by one with every `begin`, and notes what each `order` says."""
+
+    def __init__(self, *, max_steps: int) -> None:
+        self.current = 0
+        """The newest generation, ordered or only fenced; 0 before the first."""
+        self._max_steps = max_steps
+        self._ordered: dict[int, _Ordered] = {}
+        self._forgot = 0  # the newest generation whose order has workers forget the step in flight
+        self._segments_for = (0, 0)  # (generation in force, step)
+        self._segments: tuple[Segment, ...] = ()
+        self._next_segment = 0
+
+    def begin(self) -> None:
+        """A new generation begins; nothing of older ones is committed from here on."""
+        self.current += 1
+
+    def restore(self, entry: PlanAdopted) -> None:
+        """Note a plan that the journal of a master before knows to be ordered."""
+        self.current = entry.generation
+        self._ordered[entry.generation] = _Ordered(
+            entry.plan, entry.pipeline_generations, entry.boundary, entry.banked, entry.num_sections
+        )
+        if entry.finish is None or entry.finished_under is None:
+            self._forgot = entry.generation
+        else:
+            self._segments_for, self._segments = (entry.finished_under, entry.finish), entry.segments
+            self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in entry.segments)])
+
+    def forget_before(self, generation: int) -> None:
+        """Nobody who lives has an older plan in force any more."""
+        kept = {number: ordered for number, ordered in self._ordered.items() if number >= generation}
+        self._ordered = kept or self._ordered
+
+    @property
+    def newest(self) -> int:
+        """The newest generation that was ordered."""
+        return max(self._ordered)
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The newest plan that was ordered."""
+        return self._ordered[self.newest].plan
+
+    @property
+    def plans(self) -> Mapping[int, ExecutionPlan]:
+        """All plans that were ordered, by generation."""
+        return {generation: ordered.plan for generation, ordered in self._ordered.items()}
+
+    def in_force(self, verdict: Verdict) -> int:
+        """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
+        return self.newest if verdict.adopted is None else verdict.adopted
+
+    def bank_of(self, generation: int, step: int, number: int) -> BankId:
+        """What is banked of a step after so many of its sections under the plan of a generation."""
+        if number:
+            return generation, number
+        before = self._ordered[generation].banked_before(step) if generation in self._ordered else NOTHING
+        return before.generation, before.number
+
+    def banked(self, verdict: Verdict) -> Banked:
+        """What a verdict finds to be banked of the step in flight."""
+        generation, number = verdict.bank
+        if verdict.bank == NOTHING_BANKED:
+            return NOTHING
+        for ordered in self._ordered.values():
+            if (ordered.banked.generation, ordered.banked.number) == verdict.bank:
+                return ordered.banked
+        assert verdict.banked is not None
+        ordered = self._ordered[generation]
+        before = ordered.banked_before(verdict.applied + 1).microbatches
+        return Banked(
+            microbatches=banked_after(ordered.plan, before, ordered.num_sections, number),
+            loss=verdict.banked.loss,
+            generation=generation,
+            number=number,
+        )
+
+    def shares(self, generation: int, step: int) -> tuple[Sequence[int], ...]:
+        """The microbatches of a step that each pipeline takes under the plan of a generation."""
+        ordered = self._ordered[generation]
+        return shares_of(ordered.plan, ordered.banked_before(step).microbatches)
+
+    def step_to_finish(self, verdict: Verdict, statuses: Mapping[Place, Status], lost: Collection[str]) -> int | None:
+        """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
+
+        It can when all survivors have the same plan in force, nobody was told to forget the step, at least one
+        pipeline is whole, and none of the whole ones failed half-way. `lost` are the nodes that have no part in that
+        plan any more. Returns the step, or None: then it is forgotten and run again.
+        """
+        if verdict.adopted is None or verdict.adopted < self._forgot or verdict.applied >= self._max_steps:
+            return None
+        plan = self._ordered[verdict.adopted].plan
+        broken = broken_pipelines(plan, lost)
+        failed = frozenset(place for place, status in statuses.items() if status.broken)
+        for index, pipeline in enumerate(plan.pipelines):
+            if failed and index not in broken and not failed.isdisjoint(pipeline.places):
+                return None
+        step = verdict.applied + 1
+        if self._segments_for != (verdict.adopted, step):
+            self._segments_for, self._segments = (verdict.adopted, step), ()
+        dealt = deal_microbatches(
+            plan,
+            lost,
+            self._segments,
+            next_segment=self._next_segment,
+            shares=self.shares(verdict.adopted, step),
+            banked=self.banked(verdict).microbatches,
+        )
+        if dealt is None:
+            return None
+        self._segments = dealt
+        self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in dealt)])
+        return step
+
+    def rests(
+        self, generation: int, statuses: Mapping[Place, Status], lost: Collection[str]
+    ) -> dict[int, tuple[int, int]]:
+        """Return what the whole pipelines have left of the step that `step_to_finish` dealt last; see `rests_of`."""
+        _, step = self._segments_for
+        shares = self.shares(generation, step)
+        return rests_of(self._ordered[generation].plan, lost, self._segments, statuses, step=step, shares=shares)
+
+    def order(
+        self,
+        decision: Decision,
+        verdict: Verdict,
+        *,
+        schedules: tuple[ScheduleKind, ...],
+        finish: int | None,
+        lost: Collection[str],
+        restore: Restore | None,
+        is_from_scratch: bool,
+        num_sections: int,
+    ) -> Order:
+        """Note the current generation's plan; return its order, for device 0 of any node.
+
+        `lost` are the nodes that have no part any more in the plan under which the step is finished; `restore` is the
+        checkpoint of the step that the verdict takes for applied. A run that `is_from_scratch` began with the model's
+        initial values, not with a checkpoint. Steps are cut into `num_sections` under the plan.
+        """
+        old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
+        gone = frozenset(lost)
+        absent = tuple(node for node in old.plan.nodes if node in gone) if old is not None else ()
+        initial = verdict.applied == 0 and verdict.bank == NOTHING_BANKED and finish is None and is_from_scratch
+        banked = self.banked(verdict)
+        ordered = _Ordered(
+            decision.plan,
+            self._pipeline_generations(decision.plan, old, gone),
+            verdict.applied if finish is None else finish,
+            banked if finish is None else NOTHING,
+            num_sections,
+        )
+        self._ordered[self.current] = ordered
+        if finish is None:
+            self._forgot = self.current
+        return Order(
+            device=0,
+            generation=self.current,
+            catch_up=verdict.catch_up,
+            catch_up_bank=_record(verdict, banked) if verdict.is_bank_behind else None,
+            finish=finish,
+            segments=() if finish is None else self._segments,
+            lost=absent,
+            plan=decision.plan,
+            pipeline_generations=ordered.pipeline_generations,
+            boundary=ordered.boundary,
+            banked=ordered.banked,
+            num_sections=num_sections,
+            schedules=schedules,
+            initial=initial,
+            restore=restore,
+            transfers=() if initial else decision.transfers,
+        )
+
+    def _pipeline_generations(self, plan: ExecutionPlan, old: _Ordered | None, lost: frozenset[str]) -> tuple[int, ...]:
+        """Keep the groups of pipelines that lost nobody and were not stopped half-way; form the others anew."""
+        kept = {}
+        if old is not None:
+            kept = {
+                pipeline.places: generation
+                for pipeline, generation in zip(old.plan.pipelines, old.pipeline_generations, strict=True)
+                if lost.isdisjoint(pipeline.nodes)
+            }
+        return tuple(kept.get(pipeline.places, self.current) for pipeline in plan.pipelines)
+
+
+def _record(verdict: Verdict, banked: Banked) -> BankRecord:
+    return BankRecord(step=verdict.applied + 1, generation=banked.generation, number=banked.number, loss=banked.loss)

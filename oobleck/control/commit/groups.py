@@ -1,0 +1,109 @@
+"""What a plan gives one worker to do, and the groups in which it does it.
+
+Pure functions of plans and orders: all workers come to the same groups without talking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oobleck.control.protocol import Order
+from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, Place
+from oobleck.schedule import ScheduleKind
+
+__all__ = ["Committee", "GroupKey", "PlaceInPlan", "transfer_key"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupKey:
+    """What the members of a group agree on without talking."""
+
+    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer"]
+    generation: int
+    members: tuple[Place, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Keys are looked up far more often than they are made.
+        object.__setattr__(self, "_hash", hash((self.purpose, self.generation, self.members)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def name(self) -> str:
+        digest = hashlib.blake2s(";".join(map(str, self.members)).encode(), digest_size=8).hexdigest()
+        return f"{self.generation}/{self.purpose}/{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Committee:
+    """Those who sum gradients and commit together: all workers of a plan, but for those of lost nodes."""
+
+    plan: ExecutionPlan
+    generation: int
+    lost: tuple[str, ...] = ()
+    key: GroupKey = field(init=False)
+    """The group of all of them."""
+
+    def __post_init__(self) -> None:
+        members = tuple(place for place in self.plan.places if place.node not in self.lost)
+        object.__setattr__(self, "key", GroupKey("reduce", self.generation, members))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceInPlan:
+    """A worker's place in its pipeline."""
+
+    index: int
+    """Of the pipeline in its plan."""
+    stage: int
+    pipeline: Pipeline
+    schedule: ScheduleKind
+    lane_key: GroupKey
+    """The group that links the pipeline's stages."""
+    stage_key: GroupKey
+    """The group of the devices that share the stage."""
+
+    @classmethod
+    def find(cls, order: Order, place: Place) -> PlaceInPlan | None:
+        """The place of a worker in the plan of an order; None for a spare."""
+        located = order.plan.locate(place)
+        if located is None:
+            return None
+        index, stage = located
+        pipeline, generation = order.plan.pipelines[index], order.pipeline_generations[index]
+        return cls(
+            index=index,
+            stage=stage,
+            pipeline=pipeline,
+            schedule=order.schedules[index],
+            lane_key=GroupKey("pipeline", generation, pipeline.places),
+            stage_key=GroupKey("stage", generation, pipeline.stages[stage].places),
+        )
+
+    @property
+    def layers(self) -> range:
+        return self.pipeline.stages[self.stage].layers
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.pipeline.stages)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Its stage is the last one, which knows of losses."""
+        return self.stage == self.num_stages - 1
+
+
+def transfer_key(transfers: Sequence[LayerTransfer], generation: int) -> GroupKey | None:
+    """The group of all who send or receive; None when nothing moves."""
+    members = {place for item in transfers for place in (item.source, item.target)}
+    return GroupKey("transfer", generation, tuple(sorted(members))) if members else None

@@ -1,0 +1,41 @@
+"""Who holds everybody up: read from what all survivors wait for, and from whom they can reach.
+
+Two kinds of trouble leave no process dead. Between two nodes the network may be cut: both reach the master, and not
+each other. Or a worker computes, or sleeps, for ever: everybody waits for it, and it waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from oobleck.control.protocol import Status
+from oobleck.planner import Place
+
+__all__ = ["cut_off_nodes", "stuck_workers"]
+
+
+def cut_off_nodes(statuses: Mapping[Place, Status]) -> tuple[str, ...]:
+    """The fewest nodes, greedily, without which all that are left reach each other; O(pairs²).
+
+    Of two that do not reach each other the one with more such peers goes, then the later by name.
+    """
+    pairs = {
+        frozenset((place.node, other.node))
+        for place, status in statuses.items()
+        for other in status.unreachable
+        if other in statuses and other.node != place.node
+    }
+    cut_off: list[str] = []
+    while pairs:
+        counts = Counter(node for pair in pairs for node in pair)
+        worst = max(counts, key=lambda node: (counts[node], node))
+        cut_off.append(worst)
+        pairs = {pair for pair in pairs if worst not in pair}
+    return tuple(sorted(cut_off))
+
+
+def stuck_workers(statuses: Mapping[Place, Status]) -> tuple[Place, ...]:
+    """The workers that others wait for, and that wait for nobody; O(workers²)."""
+    awaited = {other for status in statuses.values() for other in status.waits_for}
+    return tuple(sorted(place for place, status in statuses.items() if place in awaited and not status.waits_for))

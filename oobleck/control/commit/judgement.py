@@ -1,0 +1,241 @@
+"""What the survivors' answers to a fence mean for the step in flight. Pure functions; no state.
+
+The rule of the commit (see `standing`): a worker applies step k only after an all-reduce in which all
+took part, each with its gradients of k fully reduced. Hence, once all survivors have answered:
+
+    applied k, all          -> k is committed
+    applied k, some         -> k is committed; the others hold its reduced gradients, and catch up
+    applied k - 1, all      -> k is not committed; it is finished by the whole pipelines, or forgotten
+
+The dead may have told of a step that no survivor has applied: it is committed all the same. And a worker that
+was left out of the plan in force, but has not come to hear of it, still holds the layers of the plan before; it
+took no part in what was committed since, which its lack of reduced gradients tells.
+
+Until the first step under a plan is committed, or the first section of one is banked, workers keep what they sent
+away for it. A worker that has still to do that keeps those layers at the version before, so they do not count.
+
+Sections follow the same rule: what some survivor has banked counts, and the others who hold its reduced gradients bank
+it too. What nobody who lives has banked does not count, since nothing was made of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from oobleck.control.protocol import BankRecord, CommitRecord, Segment, Status
+from oobleck.planner import ExecutionPlan, Place
+
+from .sections import apportion, shares_of
+
+__all__ = [
+    "NOTHING_BANKED",
+    "BankId",
+    "Verdict",
+    "broken_pipelines",
+    "deal_microbatches",
+    "judge",
+    "microbatches_redone",
+    "planned_layers",
+    "rests_of",
+    "uncovered",
+]
+
+
+BankId = tuple[int, int]
+"""What is banked of a step: the generation of the plan under which the newest section of it was run, and its number."""
+
+NOTHING_BANKED: BankId = (0, 0)
+
+
+def _as_it_is(generation: int, step: int, number: int) -> BankId:
+    """What a worker has banked of a step, where no plan came into force in the middle of one."""
+    del step
+    return (generation, number) if number else NOTHING_BANKED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is committed, and what survivors hold."""
+
+    applied: int
+    """The newest committed step."""
+    catch_up: CommitRecord | None
+    """Set when some survivor has still to apply that step."""
+    adopted: int | None
+    """The generation whose plan all who hold layers have in force; None when they differ."""
+    held: Mapping[Place, frozenset[int]]
+    """The layers that each survivor holds whole, at the version of `applied`, with what is banked of the next step."""
+    bank: BankId = NOTHING_BANKED
+    """What is banked of the step after."""
+    banked: BankRecord | None = None
+    """What those say of it who have banked it; None where that was before the plan that they have adopted."""
+    is_bank_behind: bool = False
+    """Some survivor has still to bank it."""
+
+
+def judge(
+    statuses: Mapping[Place, Status],
+    committed: CommitRecord | None,
+    plans: Mapping[int, ExecutionPlan],
+    bank_of: Callable[[int, int, int], BankId] = _as_it_is,
+) -> Verdict:
+    """Read the survivors' answers; O(workers).
+
+    `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation; `bank_of`
+    says what is banked of a step after so many of its sections under the plan of a generation.
+    Spares and newcomers hold no layers: they count for nothing here.
+    """
+    holders = {place: status for place, status in statuses.items() if status.layers}
+    # Thousands of workers answer alike, with one value between them.
+    alike = {id(status): status for status in holders.values()}
+    records = [status.last_record for status in alike.values() if status.last_record is not None]
+    newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
+    applied = max([newest.step if newest else 0, *(status.applied for status in alike.values())])
+    behind = {key for key, status in alike.items() if status.reduced == applied}
+    late = {key for key, status in alike.items() if status.applied != applied and key not in behind}
+    alike = {key: status for key, status in alike.items() if key not in late}
+    banks = {key: _bank(status, applied, bank_of) for key, status in alike.items()}
+    bank = max(banks.values(), default=NOTHING_BANKED)
+    behind_bank = {
+        key
+        for key, status in alike.items()
+        if status.bank_reduced is not None and (status.adopted, status.bank_reduced) == bank
+    }
+    missed = {key for key in alike if banks[key] != bank and key not in behind_bank}
+    left_out = late | missed
+    if left_out:
+        holders = {place: status for place, status in holders.items() if id(status) not in left_out}
+    said = (status.banked for key, status in alike.items() if banks[key] == bank)
+    # Workers that hold the same share one set, so that thousands of them cost little.
+    sets = {status.layers: frozenset(status.layers) for status in alike.values()}
+    layers = {key: sets[status.layers] for key, status in alike.items()}
+    held = {place: layers[id(status)] for place, status in holders.items()}
+    held |= {
+        place: held[place] & planned_layers(plans[status.adopted], place)
+        for place, status in (holders.items() if behind or behind_bank else ())
+        if id(status) in behind or id(status) in behind_bank
+    }
+    generations = {status.adopted for key, status in alike.items() if key not in missed}
+    assert not behind or (newest is not None and newest.step == applied), (newest, applied)
+    return Verdict(
+        applied=applied,
+        catch_up=newest if behind else None,
+        adopted=generations.pop() if len(generations) == 1 else None,
+        held=held,
+        bank=bank,
+        banked=next((record for record in said if record is not None), None),
+        is_bank_behind=bool(behind_bank),
+    )
+
+
+def _bank(status: Status, applied: int, bank_of: Callable[[int, int, int], BankId]) -> BankId:
+    """What a worker has banked of the step after `applied`."""
+    if status.applied < applied:
+        return NOTHING_BANKED  # it has still to apply that step, which all others have to do before they bank
+    return bank_of(status.adopted, applied + 1, 0 if status.banked is None else status.banked.number)
+
+
+def planned_layers(plan: ExecutionPlan, place: Place) -> frozenset[int]:
+    """The layers that a plan gives a worker; none for a spare."""
+    return plan.layers_at.get(place, frozenset())
+
+
+def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
+    """Indices of the pipelines that lost a node."""
+    gone = frozenset(lost)
+    return tuple(index for index, pipeline in enumerate(plan.pipelines) if not gone.isdisjoint(pipeline.nodes))
+
+
+def deal_microbatches(
+    plan: ExecutionPlan,
+    lost: Collection[str],
+    segments: Sequence[Segment],
+    *,
+    next_segment: int,
+    shares: Sequence[Sequence[int]] | None = None,
+    banked: Collection[int] = (),
+) -> tuple[Segment, ...] | None:
+    """Deal what broken pipelines leave of a step among the whole ones, on top of the segments dealt before.
+
+    `shares` are the microbatches that each pipeline takes of it (the planned ones, by default), of which those `banked`
+    are done for good.
+    Returns all segments of the step, or None when no pipeline is whole. Segments are never taken back from a
+    whole pipeline; those of a pipeline that broke since are dealt again. Whole pipelines take shares in
+    proportion to their planned ones, which are in proportion to their speeds; the largest remainder rounds.
+    """
+    broken = broken_pipelines(plan, lost)
+    whole = [index for index in range(len(plan.pipelines)) if index not in broken]
+    if not whole:
+        return None
+    kept = tuple(segment for segment in segments if segment.pipeline in whole)
+    done = {microbatch for segment in kept for microbatch in segment.microbatches}.union(banked)
+    own = shares_of(plan) if shares is None else shares
+    left = [microbatch for index in broken for microbatch in own[index] if microbatch not in done]
+    counts = apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
+    dealt: list[Segment] = []
+    for index, share in zip(whole, counts, strict=True):
+        if share:
+            dealt.append(Segment(segment=next_segment + len(dealt), pipeline=index, microbatches=tuple(left[:share])))
+            left = left[share:]
+    return (*kept, *dealt)
+
+
+def rests_of(
+    plan: ExecutionPlan,
+    lost: Collection[str],
+    segments: Sequence[Segment],
+    statuses: Mapping[Place, Status],
+    *,
+    step: int,
+    shares: Sequence[Sequence[int]] | None = None,
+) -> dict[int, tuple[int, int]]:
+    """Return what whole pipelines have left of a step: (of their own microbatches, of segments), by pipeline.
+
+    `shares` are the microbatches that each pipeline takes of it: the planned ones, by default. A pipeline is as far as
+    the worker in it that has taken the fewest microbatches backward; one that has still to apply the step before has
+    taken none.
+    """
+    broken = broken_pipelines(plan, lost)
+    dealt: Counter[int] = Counter()
+    for segment in segments:
+        dealt[segment.pipeline] += len(segment.microbatches)
+    rests = {}
+    for index, pipeline in enumerate(plan.pipelines):
+        if index not in broken:
+            said = [statuses[place] for place in pipeline.places]
+            done = min(each.microbatches_done if each.applied == step - 1 else 0 for each in said)
+            own = pipeline.num_microbatches if shares is None else len(shares[index])
+            rests[index] = (max(0, own - done), max(0, dealt[index] - max(0, done - own)))
+    return rests
+
+
+def microbatches_redone(
+    plan: ExecutionPlan,
+    lost: Collection[str],
+    statuses: Mapping[Place, Status],
+    *,
+    shares: Sequence[Sequence[int]] | None = None,
+    banked: Collection[int] = (),
+) -> int:
+    """How many microbatches the broken pipelines had begun to take backward, as far as survivors know.
+
+    Of their `shares` in the step (the planned ones, by default), those `banked` are not done again.
+    """
+    total = 0
+    for index in broken_pipelines(plan, lost):
+        pipeline = plan.pipelines[index]
+        known = [statuses[place].microbatches_done for place in pipeline.places if place in statuses]
+        own = plan.microbatches_of(index) if shares is None else shares[index]
+        total += max(0, max(known, default=0) - sum(microbatch in banked for microbatch in own))
+    return total
+
+
+def uncovered(began_s: float, ended_s: float, intervals: Sequence[tuple[float, float]]) -> float:
+    """The time between `began_s` and `ended_s` that lies in none of the intervals, which are sorted by their starts."""
+    total_s = 0.0
+    for start_s, stop_s in intervals:
+        total_s += max(0.0, min(start_s, ended_s) - began_s)
+        began_s = max(began_s, stop_s)
+    return total_s + max(0.0, ended_s - began_s)

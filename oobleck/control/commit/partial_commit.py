@@ -1,0 +1,217 @@
+"""What of a step is banked: sums of its sections' gradients, which all owners have and no failure can take.
+
+A section is summed and agreed on beside the computation, which does not stop for it:
+
+    nothing ── begin ──> reducing ── all sums are here ──> committing ── all have theirs ──> banked: nothing again
+                            └──────── a fence or a failure: given back, and nothing is banked any more ────┘
+
+A section is begun only after the one before it is banked, and the step's own reduction only after the last, so all
+members of a group post its sums in one order. Like the follower, of which this is a part, it knows the order of things
+alone: its methods are generators of effects, and a driver has them carried out while a program runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from oobleck.control.protocol import NOTHING, Banked, BankRecord, Order, PeerFailed
+
+from .commit_state import Interrupted, PeerLost, Standing
+from .sections import banked_after, num_sections_of
+from .worker_effects import (
+    AwaitSection,
+    Effects,
+    Fold,
+    GiveBack,
+    PostSection,
+    PostTotals,
+    Say,
+    TakeSums,
+    TakeTotals,
+    Totals,
+)
+
+__all__ = ["Bank", "Section"]
+
+
+@dataclass(slots=True)
+class Section:
+    """A section whose gradients are on their way."""
+
+    number: int
+    step: int
+    has_sums: bool = False
+    """All of its sums are here."""
+    failure: PeerLost | None = None
+
+
+class Bank:
+    """Mutable: what is banked of the step in flight, and the section that is about to be."""
+
+    def __init__(self, standing: Standing, *, device: int) -> None:
+        self._standing = standing
+        self._device = device
+        self._order: Order | None = None
+        """The one whose plan is in force; None for a spare."""
+        self._before = NOTHING
+        self._number = 0
+        self.section: Section | None = None
+        self.loss = 0.0
+        """The part of the step's loss that what is banked makes."""
+
+    # --- what is banked ------------------------------------------------------------------------------------
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The microbatches of the step in flight that were banked before the plan in force."""
+        return self._before.microbatches
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """All that are banked of the step in flight."""
+        return self._microbatches_after(self._number)
+
+    @property
+    def num_sections(self) -> int:
+        """Into how many sections the step in flight is cut under the plan in force."""
+        order = self._order
+        return 1 if order is None else num_sections_of(order.plan, self.before, order.num_sections)
+
+    def is_at(self, banked: Banked) -> bool:
+        """Tell whether just this is banked here."""
+        generation = 0 if self._order is None else self._order.generation
+        here = (generation, self._number) if self._number else (self._before.generation, self._before.number)
+        return here == (banked.generation, banked.number)
+
+    def adopt(self, order: Order, *, is_spare: bool) -> None:
+        """A plan comes into force, with what the order says banked of the step in flight."""
+        assert self.section is None, "what was on its way is given back before"
+        self._order = None if is_spare else order
+        self._before = NOTHING if is_spare else order.banked
+        self._number, self.loss = 0, self._before.loss
+
+    def end_step(self) -> None:
+        """The step is applied: nothing is banked of the next."""
+        self._before, self._number, self.loss = NOTHING, 0, 0.0
+
+    # --- a section -----------------------------------------------------------------------------------------
+
+    @property
+    def may_post_step(self) -> bool:
+        """The step's own sums may be posted: nothing is on its way, nor was and failed, and no fence came."""
+        return self.section is None and not self._standing.is_fenced()
+
+    @property
+    def is_busy(self) -> bool:
+        """A section is on its way, and may still arrive."""
+        return self.section is not None and self.section.failure is None and not self._standing.is_fenced()
+
+    def begin(self, step: int) -> Effects:
+        """Have what is done of a step banked, beside what follows; nothing is, once a section failed or was fenced.
+
+        Waits for the section before. Raises Interrupted where the pipeline is stopped.
+        """
+        try:
+            yield from self.settle()
+        except PeerLost:
+            return  # it is told: the pipeline's own work is sound
+        except Interrupted:
+            if self._standing.is_pipeline_stopped():
+                raise
+            return
+        if self._standing.is_fenced():
+            return
+        self.section = Section(self._number + 1, step)
+        yield PostSection(step, self.section.number)
+
+    def look(self) -> Effects:
+        """Move on as far as the others let us. Never waits, raises nothing."""
+        section = self.section
+        if section is None or not self.is_busy:
+            return
+        try:
+            yield from self._move(section)
+        except PeerLost as error:
+            yield from self._fail(section, error)
+        except Interrupted:
+            pass  # a fence came first: whoever ordered it decides what becomes of the section
+
+    def settle(self) -> Effects:
+        """Wait until the section on its way is banked. Raises Interrupted or PeerLost; it is still there then."""
+        while (section := self.section) is not None:
+            if section.failure is not None:
+                raise section.failure
+            try:
+                yield AwaitSection(section.number)
+            except PeerLost as error:
+                yield from self._fail(section, error)
+                continue
+            if self._standing.is_fenced():
+                raise Interrupted
+            yield from self.look()
+
+    def catch_up(self, record: BankRecord) -> Effects:
+        """Bank by order what is reduced, if it is not banked yet."""
+        if self._standing.catch_up_bank(record):
+            yield from self._fold(record)
+
+    def give_back(self) -> Effects:
+        """Give up the section on its way: it counts as work that was done of the step, not banked."""
+        section, self.section = self.section, None
+        if section is not None:
+            self._standing.give_back_section()
+            yield GiveBack(section.number)
+
+    # --- how it moves --------------------------------------------------------------------------------------
+
+    def _move(self, section: Section) -> Effects:
+        """Take the next moves that can be made. Raises Interrupted or PeerLost."""
+        if not section.has_sums:
+            if not (yield TakeSums(section.number)):
+                return
+            section.has_sums = True
+            self._standing.note_bank_reduced(section.number)
+            yield PostTotals(section.number)
+        totals = yield TakeTotals(section.number)
+        if totals is None:
+            return
+        assert isinstance(totals, Totals)
+        self._check(section, totals.counted)
+        assert self._order is not None
+        record = BankRecord(
+            step=section.step,
+            generation=self._order.generation,
+            number=section.number,
+            loss=self.loss + totals.loss,
+        )
+        self._standing.bank(record)
+        yield from self._fold(record)
+
+    def _check(self, section: Section, counted: Collection[int]) -> None:
+        """Hold a section to what it should sum. Raises AssertionError: a wrong sum is never banked."""
+        fresh = sorted(set(self._microbatches_after(section.number)).difference(self.microbatches))
+        what = f"section {section.number} of step {section.step}"
+        assert list(counted) == fresh, f"{what}: microbatches counted {counted}, not {fresh}"
+
+    def _fold(self, record: BankRecord) -> Effects:
+        """Put a section's sums to those that are banked. Nothing can interrupt this."""
+        section = self.section
+        what = f"section {record.number} of step {record.step}"
+        assert section is not None, what
+        assert section.has_sums, f"{what} is claimed to be reduced"
+        yield Fold(record)
+        self.section = None
+        self._number, self.loss = record.number, record.loss
+
+    def _fail(self, section: Section, error: PeerLost) -> Effects:
+        """Have it known at once that a section failed: others wait for it, and this pipeline's own work goes on."""
+        section.failure = error
+        assert self._order is not None
+        yield Say(PeerFailed(device=self._device, generation=self._order.generation, detail=str(error)))
+
+    def _microbatches_after(self, number: int) -> tuple[int, ...]:
+        order = self._order
+        if order is None or not number:
+            return self.before
+        return banked_after(order.plan, self.before, order.num_sections, number)

@@ -1,0 +1,108 @@
+"""Which steps are committed, and when the lack of another one becomes a hang."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from oobleck.control.events import Outbox
+from oobleck.control.journal import Evaluated, StepDone
+from oobleck.control.protocol import CommitRecord, EvaluationDone
+from oobleck.job import JobSpec
+
+__all__ = ["HANG_FLOOR_S", "Progress"]
+
+HANG_FLOOR_S = 10.0
+_HANG_FACTOR = 10
+"""It is a hang when no step is committed for this many times as long as the slowest of the latest took, or the plan
+has a step take."""
+_STEPS_TIMED = 20
+
+
+class Progress:
+    """Mutable: moves with every step that is told to be committed."""
+
+    def __init__(self, job: JobSpec, outbox: Outbox) -> None:
+        self._job = job
+        self._outbox = outbox
+        self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
+        self._predicted_s = 0.0
+        self._evaluated_step = 0
+        self.last_record: CommitRecord | None = None
+        """Of the newest step that is known to be committed, since the checkpoint that was gone back to, if one was."""
+        self._base_step = 0
+        self._base_generation = 0
+        self.furthest_step = 0
+        """The newest step that was ever committed, lost ones included."""
+        self.progressed_s = 0.0
+        """When a step was committed, or a plan ordered, last."""
+        self.hangs_s = math.inf
+        """When the lack of another step becomes a hang."""
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that is known to be committed."""
+        return self._base_step if self.last_record is None else self.last_record.step
+
+    def commit(self, record: CommitRecord) -> bool:
+        """Note a committed step; False for one that another reporter told before."""
+        if record.step <= self.last_step or record.generation < self._base_generation:
+            return False
+        self.restore(record)
+        tokens = record.num_samples * self._job.data.sequence_length
+        self._outbox.record(StepDone(t_s=self._outbox.now_s, record=record, tokens=tokens))
+        return True
+
+    def evaluate(self, message: EvaluationDone) -> None:
+        """Note an evaluation, unless another reporter told it before."""
+        if message.step <= self._evaluated_step:
+            return
+        self._evaluated_step = message.step
+        self._outbox.record(
+            Evaluated(
+                t_s=self._outbox.now_s,
+                step=message.step,
+                loss=message.loss,
+                num_samples=message.num_samples,
+                duration_s=message.duration_s,
+            )
+        )
+
+    def owes_evaluation(self, step: int) -> bool:
+        """Whether a step's evaluation is due, and nobody has told its outcome."""
+        return self._job.is_evaluated(step) and step > self._evaluated_step
+
+    def go_back(self, step: int, *, generation: int) -> None:
+        """The state is that of a checkpoint; what older generations have done since is as if it had never been."""
+        self._evaluated_step = min(self._evaluated_step, step)
+        self.last_record = None
+        self._base_step, self._base_generation = step, generation
+
+    def restore(self, record: CommitRecord) -> None:
+        """Note a step that the journal knows."""
+        self.last_record = record
+        self.furthest_step = max(self.furthest_step, record.step)
+        self._step_times_s.append(record.duration_s)
+
+    def restore_evaluated(self, step: int) -> None:
+        """Note the newest step whose evaluation the journal knows; 0 where it knows none."""
+        self._evaluated_step = step
+
+    def foresee(self, step_s: float) -> None:
+        """Steps take so long from here on, by the newest plan."""
+        self._predicted_s = step_s
+
+    def expect(self, least_s: float) -> None:
+        """Take it for a hang when no step is committed in so many seconds, or many times the usual time."""
+        self.progressed_s = self._outbox.now_s
+        usual_s = max([self._predicted_s, *self._step_times_s])
+        self.hangs_s = self._outbox.now_s + max(least_s, _HANG_FACTOR * usual_s)
+
+    def give_time(self) -> None:
+        """Steps may be committed that have not been told yet: nothing hangs before they had time to be."""
+        if math.isfinite(self.hangs_s):
+            self.hangs_s = max(self.hangs_s, self._outbox.now_s + HANG_FLOOR_S)
+
+    def expect_none(self) -> None:
+        """No step can be committed now: nothing hangs."""
+        self.hangs_s = math.inf

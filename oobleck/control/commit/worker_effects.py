@@ -1,0 +1,395 @@
+"""What the follower asks of its driver, and what it gets back.
+
+A driver carries one effect out after the other and resumes the follower with the outcome. Where a fence ends a wait
+(`Interrupted`), a peer is gone (`PeerLost`), or data cannot be read (`ShardUnreadable`, `CorruptCheckpoint`), it throws
+that in at the effect instead. What can fail so is said of each; the others are carried out whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from oobleck.control.protocol import (
+    BankRecord,
+    CommitRecord,
+    EvaluationDone,
+    Order,
+    PeerFailed,
+    RecordsFailed,
+    RecordsOver,
+    RestoreFailed,
+    StepCommitted,
+)
+from oobleck.errors import CorruptCheckpoint, ShardUnreadable
+
+from .commit_state import Interrupted, PeerLost
+from .groups import Committee, GroupKey, PlaceInPlan
+
+__all__ = [
+    "FAILURES",
+    "Adopt",
+    "Agree",
+    "Agreed",
+    "Apply",
+    "AwaitOrder",
+    "AwaitRecords",
+    "AwaitSection",
+    "BankEffect",
+    "BeginStep",
+    "CompareReplicas",
+    "Compute",
+    "Effect",
+    "Effects",
+    "Evaluate",
+    "Evaluation",
+    "Exchange",
+    "Fold",
+    "ForgetStep",
+    "FormGroups",
+    "GiveBack",
+    "KeepGroups",
+    "Outcome",
+    "PostSection",
+    "PostTotals",
+    "PrepareToSave",
+    "ReadCheckpoint",
+    "Reduce",
+    "ReportFinished",
+    "ReportResumed",
+    "Save",
+    "SaveEnd",
+    "Say",
+    "ShareLossScale",
+    "TakeSums",
+    "TakeTotals",
+    "Totals",
+    "drive",
+]
+
+FAILURES = (Interrupted, PeerLost, ShardUnreadable, CorruptCheckpoint)
+"""What a driver throws into the follower."""
+
+
+# --- orders and words ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitOrder:
+    """Wait for an order and take it. The outcome is the `Order`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the master."""
+
+    message: StepCommitted | EvaluationDone | PeerFailed | RecordsFailed | RestoreFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ReportResumed:
+    """Tell the master that the first computation under a plan begins, and what coming there took."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFinished:
+    """Tell the master that training ends with the step that is applied."""
+
+
+# --- a step --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitRecords:
+    """Wait until the records of a step are told, or that none come. May be interrupted by a fence."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetStep:
+    """Drop what was computed of the step in flight and is not banked."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginStep:
+    """Begin a step, with nothing done of it. Ends early where its records never come and the pipeline is stopped."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run this stage's program for some microbatches of the step; what comes of it is added to what is done.
+
+    Raises Interrupted once the pipeline is stopped, PeerLost and ShardUnreadable. At the end of each section but the
+    last, and in between, the driver looks after the bank.
+    """
+
+    step: int
+    microbatches: tuple[int, ...] | range
+    num_sections: int = 1
+    posts_sums: bool = False
+    """The step's own reduction comes next: what is final may be posted while the last backward pass runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum the gradients of a step over their owners. May be interrupted, or fail; own gradients stay whole."""
+
+    step: int
+    committee: Committee
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Take part in the all-reduce that commits a step. The outcome is `Agreed`. May be interrupted, or fail."""
+
+    step: int
+    committee: Committee
+    stop: bool
+    """This worker wants training to end with the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all learn from a commit's all-reduce; equal everywhere."""
+
+    record: CommitRecord
+    counted: tuple[int, ...]
+    """The microbatches that went into the sum, as often as they did, sorted; those that were banked left out."""
+    stop: bool
+    save: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Apply the sums of a step to the layers, and let go of those that were kept for others."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Save this worker's share of the state after a step, among all whose nodes are not lost."""
+
+    record: CommitRecord
+    committee: Committee
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareToSave:
+    """Have room made for what this worker would save."""
+
+    committee: Committee
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEnd:
+    """Save this worker's share of the state with which the data ends, and wait until it is saved."""
+
+    over: RecordsOver
+    committee: Committee
+
+
+@dataclass(frozen=True, slots=True)
+class CompareReplicas:
+    """Tell the master the digests of this worker's layers after a step."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Evaluate the model with all others. The outcome is an `Evaluation`. May be interrupted, or fail."""
+
+    step: int
+    committee: Committee
+    stage_key: GroupKey
+    """Where the devices that share the stage sum."""
+    lane_key: GroupKey
+    """What links the pipeline's stages meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The outcome of one evaluation, equal on every rank."""
+
+    loss: float
+    num_samples: int
+    duration_s: float
+
+
+# --- from one plan to the next -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroups:
+    """Form the groups that are not there yet: these, and those in which a committee sums.
+
+    May be interrupted, or fail.
+    """
+
+    keys: tuple[GroupKey, ...]
+    committee: Committee | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepGroups:
+    """Put all groups aside but these, and those in which a committee sums: a generation is in force."""
+
+    keys: tuple[GroupKey, ...]
+    committee: Committee | None
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCheckpoint:
+    """Read from a checkpoint what this worker is to hold, and what it is to send. Raises CorruptCheckpoint."""
+
+    order: Order
+    layers: range
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Send the layers that others lack, and receive those that this worker lacks. May be interrupted, or fail.
+
+    What was received is set aside; the own layers are as they were.
+    """
+
+    order: Order
+    key: GroupKey | None
+    """None for one that neither sends nor receives."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLossScale:
+    """Have newcomers hear the loss scale that the others have come to. May be interrupted, or fail."""
+
+    committee: Committee | None
+    """None for a spare, which is not there to hear it."""
+    is_current: bool
+    """This worker holds the state from which training goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Put a plan in force: hold its layers, received or here, and keep some for others."""
+
+    order: Order
+    place: PlaceInPlan | None
+    """None for a spare."""
+    committee: Committee | None
+    layers: range
+    keep: tuple[int, ...]
+
+
+# --- sections of a step --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PostSection:
+    """Set aside what is done of a step, and post its sums."""
+
+    step: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSums:
+    """Take the sums of the section, if they are all here: the outcome says whether. Fails with a peer; never waits."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostTotals:
+    """Post this worker's part in the all-reduce that banks the section. Fails with a peer; never waits."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeTotals:
+    """Take what all brought to that, if it is here: the outcome is `Totals`, or None. Like TakeSums, it never waits."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What all learn from the all-reduce that banks a section."""
+
+    loss: float
+    counted: tuple[int, ...]
+    """The microbatches that are in the section, as often as they are, sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Add the section's sums to those that are banked, and let go of layers that were kept for others."""
+
+    record: BankRecord
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitSection:
+    """Wait for what the section needs next. May be interrupted by a fence, or fail."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Give the section up: what was set aside counts as done of the step again, and as not banked."""
+
+    number: int
+
+
+BankEffect = PostSection | TakeSums | PostTotals | TakeTotals | Fold | AwaitSection | GiveBack
+Effect = (
+    AwaitOrder
+    | Say
+    | ReportResumed
+    | ReportFinished
+    | AwaitRecords
+    | ForgetStep
+    | BeginStep
+    | Compute
+    | Reduce
+    | Agree
+    | Apply
+    | Save
+    | PrepareToSave
+    | SaveEnd
+    | CompareReplicas
+    | Evaluate
+    | FormGroups
+    | KeepGroups
+    | ReadCheckpoint
+    | Exchange
+    | ShareLossScale
+    | Adopt
+    | BankEffect
+)
+Outcome = Order | Agreed | Evaluation | Totals | bool | None
+Effects = Generator[Effect, Outcome, None]
+
+
+def drive(effects: Effects, carry_out: Callable[[Effect], Outcome]) -> None:
+    """Have effects carried out, one after the other, by a driver that waits where it has to. Raises what they raise."""
+    outcome: Outcome = None
+    failure: Exception | None = None
+    while True:
+        try:
+            effect = effects.send(outcome) if failure is None else effects.throw(failure)
+        except StopIteration:
+            return
+        outcome, failure = None, None
+        try:
+            outcome = carry_out(effect)
+        except FAILURES as error:
+            failure = error

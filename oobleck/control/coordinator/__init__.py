@@ -1,0 +1,21 @@
+"""The coordinator: every decision of a run, from its start through its recoveries to its end."""
+
+from __future__ import annotations
+
+from .coordinator import Coordinator, Phase
+from .planning import fixed_schedule, planner_for, schedules_for
+from .profile_key import profile_key
+from .replayed_run import Remains, read_remains
+from .startup import finished_text
+
+__all__ = [
+    "Coordinator",
+    "Phase",
+    "Remains",
+    "finished_text",
+    "fixed_schedule",
+    "planner_for",
+    "profile_key",
+    "read_remains",
+    "schedules_for",
+]

@@ -1,0 +1,334 @@
+"""Who takes part: nodes and workers come, are started again, are let go, and are lost.
+
+    connecting ── hello ──> connected ── workers ready ──> ready ── a drain ──> left
+        └───────────────────────┴──────────────┴── a loss ──> lost ── a while later ──> connecting
+
+What a change means for the plan is `reconfiguration`'s business, and before the first plan `beginning`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from oobleck.control.checkpoints import Saving
+from oobleck.control.commit import Progress
+from oobleck.control.data import Sharding
+from oobleck.control.events import Connect, Disconnect, NodeUp, Outbox, RunOver
+from oobleck.control.journal import Cause, NodeAdded, NodeConnected, NodeLeft, NodeLost, WorkerDown, WorkerUp
+from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeState, Rejoining
+from oobleck.control.protocol import AgentStopped, KillWorker, StartWorker, StopAgent, WorkerExited, WorkerReady
+from oobleck.errors import UsageError
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import Place
+
+from .preparation import Preparation
+from .reconfiguration import Reconfiguration
+from .shutdown import Ending
+from .startup import Beginning
+
+__all__ = ["Attendance"]
+
+_MAX_RESTARTS = 3
+_RESTARTS_WITHIN_S = 600.0
+"""A node is given up where its workers end again after so many restarts within this time, or without a step that was
+never committed before: then something there, or in the job, ends them."""
+_MAY_COME_BACK = frozenset({Cause.CONNECTION_LOST, Cause.LEASE_EXPIRED, Cause.UNREACHABLE})
+"""What a node is tried again after."""
+
+
+class Attendance:
+    """Mutable through its parts alone: who is there is in `members`, who is to be tried again in `rejoining`."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        members: Membership,
+        preparation: Preparation,
+        progress: Progress,
+        beginning: Beginning,
+        ending: Ending,
+        reconfiguration: Reconfiguration,
+        rejoining: Rejoining,
+        saving: Saving,
+        sharding: Sharding,
+        outbox: Outbox,
+        *,
+        num_devices: int,
+        training_places: Callable[[], Iterable[Place]],
+    ) -> None:
+        """All nodes have `num_devices`; `training_places` are the workers of the newest plan, where they are ready."""
+        self._job = job
+        self._members = members
+        self._preparation = preparation
+        self._progress = progress
+        self._beginning = beginning
+        self._ending = ending
+        self._reconfiguration = reconfiguration
+        self._rejoining = rejoining
+        self._saving = saving
+        self._sharding = sharding
+        self._outbox = outbox
+        self._num_devices = num_devices
+        self._training_places = training_places
+        self._num_leaving = 0
+        """How many nodes have had notice, and do not train yet; some may be lost since."""
+
+    # --- nodes -------------------------------------------------------------------------------------------------
+
+    def node_up(self, event: NodeUp) -> None:
+        """A node answers: a new one, one that is back, or one that meets its next master. Raises RunOver."""
+        node = event.node
+        if (spec := self._rejoining.forget(node)) is not None:
+            self._members.add(spec)
+            self._outbox.record(NodeAdded(t_s=self._outbox.now_s, node=spec))
+        member = self._members[node]
+        misfit = self._preparation.misfit(event.hello)
+        if misfit is not None:
+            self.fail(node, Cause.UNREACHABLE, misfit)
+        elif member.state is NodeState.CONNECTING:
+            member.last_heard_s = self._outbox.now_s
+            self._outbox.record(NodeConnected(t_s=self._outbox.now_s, node=node, agent_pid=event.hello.pid))
+            self._outbox.command(*self._preparation.configure(event, self._outbox.now_s))
+        elif member.agent_pid != event.hello.pid:
+            self.fail(node, Cause.CONNECTION_LOST, "its agent was lost while there was no master")
+        elif event.hello.generation > self._reconfiguration.generations.current:
+            raise RunOver(
+                1,
+                f"{node} trains in generation {event.hello.generation}, and the journal knows none after "
+                f"{self._reconfiguration.generations.current}: its end is lost; start anew with --resume never",
+            )
+        elif member.hello is not None and not member.ready and not member.gone:  # it may have heard nothing of us yet
+            self._outbox.command(*self._preparation.configure(event, self._outbox.now_s))
+        else:
+            is_back = member.hello is not None
+            member.meet(event.hello, address=event.address, now_s=self._outbox.now_s)
+            if is_back:
+                self._find_again(member)
+            self._sharding.tell(place for place in self._training_places() if place.node == node)
+            for device in sorted({*range(member.spec.num_devices)} - {*member.ready} - {*event.hello.workers}):
+                self._start_again(member, device)
+            for device in sorted(member.ending.intersection(event.hello.workers)):
+                self._outbox.send(node, KillWorker(device=device))  # said before, and lost perhaps
+
+    def _find_again(self, member: Member) -> None:
+        """The way to a node was lost, and is found: its agent has not ended, and what was on the way to it is lost."""
+        node = member.spec.name
+        self._outbox.notice("info", f"{node} is reached again")
+        self._ending.ask_again()
+        if member.is_dismissed:
+            self._outbox.send(node, StopAgent(reason="drained"))
+        self._reconfiguration.reach_again(node)
+
+    def unreachable(self, node: str, cause: Cause, evidence: str) -> None:
+        """A connection failed, or could not be made."""
+        if node in self._rejoining:
+            self._rejoining.note_failed(node, self._outbox.now_s)
+            if cause is Cause.UNFIT:
+                self._outbox.notice("warning", f"{node}: {evidence}")
+        else:
+            self.fail(node, cause, evidence)
+
+    def fail(self, node: str, cause: Cause, evidence: str, *, is_user_error: bool = False) -> None:
+        """Give a node up, if that was not done before. Raises RunOver where the run has not begun."""
+        member = self._members[node]
+        if member.state in (NodeState.LOST, NodeState.LEFT):
+            return
+        now_s = self._outbox.now_s
+        silent_s = max(0.0, now_s - member.last_heard_s)
+        trained = member.is_ready
+        member.move_to(NodeState.LOST)
+        self._reconfiguration.forget_pace(node)
+        self._outbox.command(Disconnect(node=node))
+        is_over = self._beginning.is_over
+        may_come_back = is_over and cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
+        is_tried_again = may_come_back and self._rejoining.note_lost(member.spec, now_s)
+        self._outbox.record(
+            NodeLost(
+                t_s=now_s,
+                node=node,
+                cause=cause,
+                evidence=evidence,
+                is_requested=member.is_banned,
+                is_tried_again=is_tried_again and self._job.control.rejoin_after_s > 0,
+            )
+        )
+        if not is_over:
+            self._beginning.node_failed(node, evidence, is_user_error=is_user_error)
+            return
+        self._saving.node_lost(node)
+        self._sharding.lost(node)
+        if may_come_back and not is_tried_again:
+            self._tell_quarantine(node)
+        if trained and not self._reconfiguration.can_spare(node):  # else it had no part in any plan
+            self._reconfiguration.begin([node], cause, detect_s=silent_s)
+        else:
+            self._reconfiguration.note_gone()
+
+    def _tell_quarantine(self, node: str) -> None:
+        self._outbox.notice(
+            "warning",
+            f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
+            f"test it with `oobleck check`, then `oobleck add {node}` lets it back",
+        )
+
+    def add(self, spec: NodeSpec) -> None:
+        """Take another node in. Training goes on; it joins once its workers are ready."""
+        try:
+            self._check_devices(spec)
+            self._members.add(spec)
+        except UsageError as error:
+            self._outbox.notice("warning", str(error))
+            return
+        self._outbox.record(NodeAdded(t_s=self._outbox.now_s, node=spec))
+        self._outbox.command(Connect(node=spec))
+
+    def _check_devices(self, spec: NodeSpec) -> None:
+        wanted = self._num_devices
+        if spec.num_devices != wanted:
+            raise UsageError(f"{spec.name} has {spec.num_devices} devices; all nodes of the job have {wanted}")
+
+    def drain(self, node: str) -> None:
+        """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
+        if self._rejoining.forget(node) is not None:
+            self._outbox.notice("info", f"{node} is lost, and is not tried again")
+        elif not self._beginning.is_over or node not in self._members or not self._members[node].is_ready:
+            self._outbox.notice("warning", f"{node} is not training, so it cannot be drained")
+        elif not self._members[node].is_draining:
+            self._members[node].is_draining = True
+            self._reconfiguration.begin([node], Cause.DRAINED, detect_s=0.0)
+
+    def noticed(self, member: Member) -> None:
+        """A node will be taken away: drain it, or remember that for when it trains."""
+        if self._beginning.is_over and member.is_ready:
+            self.drain(member.spec.name)
+        else:
+            member.is_leaving = True
+            self._num_leaving += 1
+
+    def drain_noticed(self) -> None:
+        """Drain the nodes that train by now, and had notice before."""
+        if not self._num_leaving or not self._beginning.is_over:
+            return
+        leaving = [member for member in self._members.living if member.is_leaving]
+        for member in leaving:
+            if member.is_ready:
+                member.is_leaving = False
+                self.drain(member.spec.name)
+        self._num_leaving = sum(member.is_leaving for member in leaving)
+
+    def agent_stopped(self, member: Member, message: AgentStopped) -> None:
+        """An agent has ended as it was told to, or by itself."""
+        node = member.spec.name
+        if not member.is_draining or node in self._reconfiguration.generations.plan.nodes:
+            cause = Cause.WORKER_EXITED if message.is_failure else Cause.USER
+            self.fail(node, cause, f"its agent stopped: {message.reason}")
+            return
+        member.move_to(NodeState.LEFT)
+        self._outbox.record(NodeLeft(t_s=self._outbox.now_s, node=node))
+        self._outbox.command(Disconnect(node=node))
+        self._reconfiguration.note_left(node)
+
+    # --- workers -----------------------------------------------------------------------------------------------
+
+    def worker_ready(self, member: Member, message: WorkerReady) -> None:
+        """A worker can be given a part. Raises ConfigError if it does not fit the others."""
+        known = member.ready.get(message.device)
+        if known is not None and known.pid == message.pid:
+            return  # said again to a new master
+        entry = WorkerUp(
+            t_s=self._outbox.now_s,
+            node=member.spec.name,
+            device=message.device,
+            pid=message.pid,
+            data_digest=message.data_digest,
+            weights_digest=message.weights_digest,
+            doorbell=message.doorbell,
+            saves=message.saves,
+        )
+        self._outbox.record(entry)
+        self._outbox.command(*self._preparation.note_ready(member, message))
+        self._sharding.know(message.shards)
+        member.note_ready(entry, generation=self._reconfiguration.generations.current)
+        if not self._beginning.is_over:
+            self._beginning.train_when_prepared()
+        elif member.is_ready:
+            self._reconfiguration.take_in(member.spec.name)
+
+    def worker_exited(self, member: Member, message: WorkerExited) -> None:
+        """A worker has ended: start it again, or give its node up."""
+        known = member.ready.get(message.device)
+        if member.is_dismissed or (known is not None and known.pid != message.pid):
+            return
+        if message.pid in (gone := member.gone.get(message.device, ())):
+            if message.device in member.ending and message.pid == gone[-1]:
+                self._start_again(member, message.device)
+            return  # else said again to a new master
+        place = Place(node=member.spec.name, device=message.device)
+        if message.traceback is not None:
+            self._ending.note_traceback(place, message.traceback)
+        if self._is_worth_another_try(member, message):
+            self._restart_worker(member, place, message)
+            return
+        evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
+        if self._num_restarts(member) >= _MAX_RESTARTS:
+            member.last_words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {message.reason}"
+        is_user_error = message.user_error is not None
+        self.fail(member.spec.name, Cause.WORKER_EXITED, evidence, is_user_error=is_user_error)
+
+    def _is_worth_another_try(self, member: Member, message: WorkerExited) -> bool:
+        """Whether a worker that ended is started again; before training, only one that was ended from outside."""
+        if member.is_draining or self._num_restarts(member) >= _MAX_RESTARTS:
+            return False
+        return self._beginning.is_over or message.was_ended_from_outside
+
+    def _num_restarts(self, member: Member) -> int:
+        step = self._progress.furthest_step
+        return member.num_restarts(self._outbox.now_s, within_s=_RESTARTS_WITHIN_S, step=step)
+
+    def deal_with_accused(self) -> None:
+        """Leave out nodes that their peers do not reach; have stuck workers ended, which starts them again."""
+        accused = self._reconfiguration.accused
+        for node in accused.cut_off:
+            self.fail(node, Cause.CUT_OFF, "it reaches the master, and its peers do not reach it")
+        for place in accused.stuck:
+            self._outbox.send(place.node, KillWorker(device=place.device))
+
+    def _restart_worker(self, member: Member, place: Place, message: WorkerExited) -> None:
+        """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.
+
+        The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
+        pipeline alone; and the survivors may go on without what they have done. Where nobody survives, all wait for
+        the workers that are started again; but the error that ended every one of them would do so again.
+        """
+        now_s = self._outbox.now_s
+        trained = member.is_ready
+        also = tuple(device for device in member.taken_along if device != place.device)
+        step = self._progress.furthest_step
+        member.note_restart(place.device, message.pid, now_s=now_s, step=step, also=also)
+        self._reconfiguration.forget_pace(place.node)
+        self._outbox.record(
+            WorkerDown(
+                t_s=now_s, node=place.node, device=place.device, pid=message.pid, reason=message.reason, also=also
+            )
+        )
+        for device in also:
+            self._outbox.send(place.node, KillWorker(device=device))
+        self._start_again(member, place.device)
+        if not self._beginning.is_over:
+            self._beginning.worker_lost(place)
+            return
+        self._saving.worker_lost(place.node)
+        self._sharding.lost(place.node)
+        if not self._members.ready and self._ending.is_same_error(self._training_nodes()):
+            raise RunOver(1, "the same error ended all workers")
+        if trained and not self._reconfiguration.can_spare(place.node):
+            self._reconfiguration.begin([place.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
+
+    def _training_nodes(self) -> tuple[str, ...]:
+        """The nodes of the newest plan whose agents live."""
+        living = {member.spec.name for member in self._members.living}
+        return tuple(node for node in self._reconfiguration.generations.plan.nodes if node in living)
+
+    def _start_again(self, member: Member, device: int) -> None:
+        member.ending.discard(device)
+        self._outbox.send(member.spec.name, StartWorker(device=device))

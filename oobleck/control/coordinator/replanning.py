@@ -1,0 +1,238 @@
+"""What comes after a loss: a plan for those who stay, and whether the step in flight is finished before it.
+
+A part of the coordinator's machine. It knows the planner and how fast the nodes are, decides, and orders nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from oobleck.control.commit import NOTHING_BANKED, Generations, Progress, Verdict, broken_pipelines, shares_of
+from oobleck.control.data import Sharding
+from oobleck.control.events import Outbox
+from oobleck.control.journal import PaceChanged
+from oobleck.control.membership import Membership
+from oobleck.control.protocol import Pace, Status
+from oobleck.control.scaling import Scaling
+from oobleck.control.speed import Paces, Probation, found_out_s
+from oobleck.planner import Decision, ExecutionPlan, Place, Profile
+
+if TYPE_CHECKING:
+    from oobleck.planner import Planner
+
+__all__ = ["Aftermath", "Replanning"]
+
+_WORTH_FORGETTING_S = 1.0
+"""A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aftermath:
+    """Where a loss has left everybody, once all survivors have told."""
+
+    verdict: Verdict
+    statuses: Mapping[Place, Status]
+    base: ExecutionPlan
+    """The plan in force."""
+    lost: frozenset[str]
+    """Nodes that have no part in it any more."""
+    is_from_scratch: bool
+    """The run began with the model's initial values, and has not gone back to a checkpoint."""
+    is_unexplained: bool
+    """Nobody could tell what they wait for: the groups themselves are not to be trusted."""
+
+
+class Replanning:
+    """Mutable: knows the profile, the planner made of it, the nodes' paces, and copies that are not to be trusted."""
+
+    def __init__(
+        self,
+        members: Membership,
+        progress: Progress,
+        scaling: Scaling,
+        sharding: Sharding,
+        outbox: Outbox,
+        *,
+        make_planner: Callable[[Profile], Planner],
+    ) -> None:
+        """`make_planner` is called when the first plan is wanted, for it takes a while. It may raise PlanningError."""
+        self._members = members
+        self._progress = progress
+        self._scaling = scaling
+        self._sharding = sharding
+        self._outbox = outbox
+        self._make_planner = make_planner
+        self._profile: Profile | None = None
+        self._planner: Planner | None = None
+        self._paces = Paces()
+        self._probation = Probation()
+        self._from_s = 0.0
+        self.distrusted: dict[Place, frozenset[int]] = {}
+        """Layers that differ from their other copies, by holder, until they are replaced."""
+
+    def know(self, profile: Profile) -> None:
+        """Plan by this profile."""
+        self._profile = profile
+
+    def take_over(
+        self, profile: Profile, plan: ExecutionPlan, step_s: float, slow: Mapping[str, float], *, from_s: float
+    ) -> None:
+        """Plan by this profile, from `from_s` on: before, a new master has more urgent things to do."""
+        self._profile, self._from_s = profile, from_s
+        self._paces.slow = slow
+        self.plan_adopted(plan, step_s)
+
+    def has_time(self, now_s: float) -> bool:
+        """Whether it may plan where nothing is lost."""
+        return self._profile is not None and now_s >= self._from_s
+
+    @property
+    def planner(self) -> Planner:
+        """Raises PlanningError where the profile allows none."""
+        if self._planner is None:
+            assert self._profile is not None
+            self._planner = self._make_planner(self._profile)
+        return self._planner
+
+    # --- paces ---------------------------------------------------------------------------------------------
+
+    @property
+    def slow(self) -> dict[str, float]:
+        """How many times the usual time slow nodes take."""
+        return dict(self._paces.slow)
+
+    def note_pace(self, places: Iterable[Place], pace: Pace, plan: ExecutionPlan) -> list[str]:
+        """Take in how fast workers compute; return the nodes whose pace makes another plan pay."""
+        profile, before = self.planner.profile, self.slow
+        for place in places:
+            self._paces.note(place, pace, plan, profile)
+        if not self._paces.take_change(plan):
+            return []
+        after = self.slow
+        changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
+        for node in changed:
+            self._outbox.record(PaceChanged(t_s=self._outbox.now_s, node=node, factor=after.get(node, 1.0)))
+        self._scaling.paces_changed()
+        return changed if self._pays(plan) else []
+
+    def forget_pace(self, node: str) -> None:
+        """What was known of a node's pace is worth nothing."""
+        self._probation.forget(node)
+        self._paces.forget(node)
+
+    def plan_adopted(self, plan: ExecutionPlan, step_s: float) -> None:
+        """Steps take so long now; slow nodes that the plan leaves out are tried again later."""
+        resting = [node for node in plan.spares if node in self.slow]
+        self._probation.leave_out(resting, self._outbox.now_s, found_out_s=found_out_s(step_s))
+
+    @property
+    def retries_s(self) -> float:
+        """When a slow node that was left out is to be tried again; infinity for never."""
+        return self._probation.due_s
+
+    def retry_slow(self, plan: ExecutionPlan) -> list[str]:
+        """Take slow nodes that have waited for long enough for normal; return them if another plan pays then."""
+        nodes = self._probation.take_due(self._outbox.now_s)
+        for node in nodes:
+            self._paces.forget(node)
+        self._scaling.paces_changed()
+        return nodes if self._pays(plan) else []
+
+    def _pays(self, plan: ExecutionPlan) -> bool:
+        """Whether another plan is better for the nodes as fast as they are."""
+        staying = {member.spec.name for member in self._members.ready if not member.is_draining}
+        gone = [node for node in plan.spares if node not in staying]
+        choices = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
+        decisions = (self.planner.reconfigure(plan, lost=gone, slow=self.slow, resting=resting) for resting in choices)
+        return any(decision.plan.pipelines != plan.pipelines for decision in decisions)
+
+    # --- plans ---------------------------------------------------------------------------------------------
+
+    def choose(self, after: Aftermath, generations: Generations) -> tuple[Decision, int | None]:
+        """Find a plan for those who stay, and the step in flight if it is finished before.
+
+        It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
+        banked, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
+        before the evaluation that the new plan is to begin with, nor after a hang that nobody explains, for it would
+        be finished by the groups that hang. Raises PlanningError or Unrecoverable.
+        """
+        verdict, base, lost = after.verdict, after.base, after.lost
+        finish = generations.step_to_finish(verdict, after.statuses, lost) if self._may_finish(after) else None
+        has_initial = finish is None and _is_untrained(after)
+        decision = self.replan(base, self._held(after, finish), lost=frozenset() if has_initial else lost)
+        if finish is None or not broken_pipelines(base, lost):
+            return decision, finish
+        assert verdict.adopted is not None
+        rests = generations.rests(verdict.adopted, after.statuses, lost)
+        finish_s = self.planner.rest_s(base, rests, slow=self.slow)
+        banked = generations.banked(verdict).microbatches
+        again_s = self._rest_s(decision, banked)
+        if finish_s <= again_s + _WORTH_FORGETTING_S:
+            return decision, finish
+        decision = self.replan(base, self._held(after, None), lost=lost)
+        what = f"{len(banked)} of {base.num_microbatches} microbatches of step {finish} are banked, the others are"
+        again = f"{what if banked else f'step {finish} is'} run again, in {again_s:.1f} s"
+        return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
+
+    def _may_finish(self, after: Aftermath) -> bool:
+        """Whether the step in flight can have been begun by all, and is to be ended by the groups that began it."""
+        verdict = after.verdict
+        evaluates_first = verdict.bank == NOTHING_BANKED and self._progress.owes_evaluation(verdict.applied)
+        has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
+        return has_records and not evaluates_first and not after.is_unexplained
+
+    def _rest_s(self, decision: Decision, banked: Collection[int]) -> float:
+        """Seconds of a step under a new plan, when these microbatches are banked."""
+        if not banked:
+            return decision.predicted_step_s
+        rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, banked))}
+        return self.planner.rest_s(decision.plan, rests, slow=self.slow)
+
+    def _held(self, after: Aftermath, finish: int | None) -> dict[Place, frozenset[int]]:
+        held = _held(after, finish)
+        return held | {place: held[place] - layers for place, layers in self.distrusted.items() if place in held}
+
+    def replan(self, base: ExecutionPlan, held: Mapping[Place, frozenset[int]], *, lost: frozenset[str]) -> Decision:
+        """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
+        known = dict.fromkeys((*base.nodes, *base.spares))
+        living = {member.spec.name: member for member in self._members.ready}
+        staying = [node for node, member in living.items() if not member.is_draining]
+        gone = dict.fromkeys(node for node in known if node not in living or node in lost)
+        planner, slow = self.planner, self.slow
+        decisions = [
+            planner.reconfigure(
+                base,
+                lost=tuple(gone),
+                joined=[node for node in staying if (node not in known or node in gone) and node not in resting],
+                leaving=[node for node, member in living.items() if member.is_draining and node not in gone],
+                resting=resting,
+                slow=slow,
+                held=held,
+            )
+            for resting in self._scaling.choices(planner, base, lost=gone, slow=slow)
+        ]
+        return min(decisions, key=lambda decision: (decision.predicted_step_s, len(decision.transfers)))
+
+
+def _is_untrained(after: Aftermath) -> bool:
+    """Whether nothing is trained yet: everybody can make the initial values of any layer."""
+    return after.verdict.applied == 0 and after.verdict.bank == NOTHING_BANKED and after.is_from_scratch
+
+
+def _held(after: Aftermath, finish: int | None) -> dict[Place, frozenset[int]]:
+    """The layers that each survivor can give, at the boundary's version."""
+    verdict, base = after.verdict, after.base
+    if finish is not None:
+        # What was kept of the plan before is a step behind once this one is finished.
+        planned = base.layers_at
+        return {
+            place: mine if layers == mine else layers & mine
+            for place, layers in verdict.held.items()
+            for mine in (planned.get(place, _NOTHING),)
+        }
+    if _is_untrained(after):
+        return {place: frozenset(range(base.num_layers)) for place in after.statuses}
+    return dict(verdict.held)

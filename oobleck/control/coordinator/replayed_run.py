@@ -1,0 +1,206 @@
+"""What the journal of a master that died tells of its run: enough for another master to take over.
+
+Training goes on without a master. The one that takes over knows the plans and the members from the journal, and
+hears from the agents what happened since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from oobleck.control.checkpoints import KnownCheckpoint
+from oobleck.control.commit import Generations
+from oobleck.control.data import ShardRemains
+from oobleck.control.journal import (
+    Cause,
+    CheckpointSaved,
+    DataPlaced,
+    Evaluated,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    JournalGap,
+    MasterResumed,
+    NodeAdded,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    PaceChanged,
+    PlanAdopted,
+    ProfileKnown,
+    RecordsDealt,
+    RecoveryStarted,
+    ScalingDecided,
+    ShardQuarantined,
+    ShardsKnown,
+    StepDone,
+    WorkerDown,
+    WorkerUp,
+)
+from oobleck.control.membership import Member, Membership, NodeState
+from oobleck.control.protocol import CommitRecord
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import Profile, profile_from_json
+
+__all__ = ["Remains", "read_remains"]
+
+
+@dataclass(slots=True)
+class Remains:
+    """A run without a master, as its journal knows it."""
+
+    started: JobStarted
+    members: Membership
+    generations: Generations
+    profile_json: str = ""
+    records: list[CommitRecord] = field(default_factory=list)
+    """Of all committed steps that are known."""
+    predicted_step_s: float = 0.0
+    """Of the newest plan."""
+    slow: dict[str, float] = field(default_factory=dict)
+    """How many times the usual time slow nodes take."""
+    evaluated_step: int = 0
+    """The newest whose evaluation is known."""
+    furthest_step: int = 0
+    """The newest step that was ever committed, lost ones included."""
+    began: PlanAdopted | None = None
+    """The first plan."""
+    restored: PlanAdopted | None = None
+    """The newest plan that went back to a checkpoint, or to the model's initial values."""
+    origin: str | None = None
+    """The checkpoint that the run began from."""
+    saved: list[KnownCheckpoint] = field(default_factory=list)
+    target: int | None = None
+    """On how many nodes the run is to train; None: all."""
+    shards: ShardRemains = field(default_factory=ShardRemains)
+    last_s: float = 0.0
+    """When the last entry was made."""
+    gap: JournalGap | None = None
+    """Why the journal does not know all that happened; None where it does."""
+    interrupted: tuple[NodeSpec, ...] = ()
+    """Nodes that were joining, and had no part in any plan."""
+
+    @property
+    def job(self) -> JobSpec:
+        return self.started.job
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        """Those that had a part in the run when the journal broke off."""
+        return tuple(member.spec for member in self.members.in_state(NodeState.READY, NodeState.CONNECTED))
+
+    @property
+    def profile(self) -> Profile:
+        return profile_from_json(self.profile_json, source="the journal's profile")
+
+    def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
+        """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
+        for member in self.members.all:
+            member.spec = specs.get(member.spec.name, member.spec)
+        self.interrupted = tuple(specs.get(spec.name, spec) for spec in self.interrupted)
+
+    @property
+    def is_settled(self) -> bool:
+        """Everybody has surely received the newest orders: a step was committed under them."""
+        newest = self.generations.newest
+        return self.generations.current == newest and any(record.generation == newest for record in self.records)
+
+
+def read_remains(entries: Iterable[JournalEntry]) -> Remains | None:
+    """Put together what is left of a run; None when it has ended, or never came to train. O(entries)."""
+    remains: Remains | None = None
+    for entry in entries:
+        if isinstance(entry, JobStarted):
+            remains = Remains(entry, Membership(entry.nodes), Generations(max_steps=entry.job.max_steps))
+        elif isinstance(entry, JobEnded) or remains is None:
+            return None
+        else:
+            _apply(remains, entry)
+        remains.last_s = entry.t_s
+    if remains is None or not remains.profile_json or not remains.generations.plans:
+        return None
+    _interrupt_joining(remains)
+    return remains
+
+
+def _interrupt_joining(remains: Remains) -> None:
+    """Nobody goes on with the nodes that the master which died was taking in; the next one begins with them anew."""
+    joining = [
+        *remains.members.in_state(NodeState.CONNECTING),
+        *(member for member in remains.members.in_state(NodeState.CONNECTED) if not member.restarts),
+    ]
+    for member in joining:
+        member.move_to(NodeState.LOST)
+    remains.interrupted = tuple(member.spec for member in joining)
+
+
+def _apply(remains: Remains, entry: JournalEntry) -> None:
+    match entry:
+        case MasterResumed():
+            _interrupt_joining(remains)
+        case ProfileKnown(profile_json=profile_json):
+            remains.profile_json = profile_json
+        case PlanAdopted():
+            remains.generations.restore(entry)
+            remains.predicted_step_s = entry.predicted_step_s
+            remains.began = remains.began or entry
+            if entry.restored_step is not None:
+                remains.restored = entry
+                remains.origin = remains.origin or entry.restored
+                remains.records.clear()
+                remains.evaluated_step = min(remains.evaluated_step, entry.restored_step)
+        case CheckpointSaved():
+            is_final = entry.step >= remains.job.max_steps
+            remains.saved.append(
+                KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
+            )
+        case PaceChanged(node=node, factor=factor) if factor > 1:
+            remains.slow[node] = factor
+        case PaceChanged(node=node):
+            remains.slow.pop(node, None)
+        case ScalingDecided(num_nodes=num_nodes):
+            remains.target = num_nodes
+        case JournalGap():
+            remains.gap = entry if entry.is_open or entry.num_lost else None
+        case StepDone(record=record):
+            remains.records.append(record)
+            remains.furthest_step = max(remains.furthest_step, record.step)
+        case Evaluated(step=step):
+            remains.evaluated_step = step
+        case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
+            remains.shards.note(entry)
+        case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
+            remains.generations.current = generation
+            if cause is Cause.DRAINED:
+                for node in nodes:
+                    remains.members[node].is_draining = True
+            if cause is Cause.RETRIED:
+                for node in nodes:
+                    remains.slow.pop(node, None)
+        case NodeAdded(node=spec):
+            remains.members.add(spec)
+        case NodeConnected() | WorkerUp() | WorkerDown() | NodeLost() | NodeLeft():
+            generation, step = remains.generations.current, remains.furthest_step
+            _move(remains.members[entry.node], entry, generation=generation, step=step)
+            if isinstance(entry, WorkerDown | NodeLost | NodeLeft):
+                remains.slow.pop(entry.node, None)
+        case _:
+            pass
+
+
+def _move(
+    member: Member, entry: NodeConnected | WorkerUp | WorkerDown | NodeLost | NodeLeft, *, generation: int, step: int
+) -> None:
+    match entry:
+        case NodeConnected(agent_pid=pid):
+            member.agent_pid = pid
+            member.move_to(NodeState.CONNECTED)
+        case WorkerUp():
+            member.note_ready(entry, generation=generation)
+        case WorkerDown(device=device, pid=pid, also=also):
+            member.note_restart(device, pid, now_s=entry.t_s, step=step, also=also)
+        case NodeLost():
+            member.move_to(NodeState.LOST)
+        case NodeLeft():
+            member.move_to(NodeState.LEFT)

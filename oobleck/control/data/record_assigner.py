@@ -1,0 +1,255 @@
+"""Which records a step takes: shards are opened in turn, and their records handed out once, in order.
+
+    survey ──> records known ──> taken by a step ──> its commit        a step that is forgotten takes the same again
+                                      │
+                                      └── taken back (`go_back`): a checkpoint, or a shard in quarantine
+
+A pure machine: it is told what lies in shards (`found`), and asks for what it wants to know (`wants`). In the same
+order of calls it takes the same records; where shards do not grow, in any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from oobleck.control.protocol import DataPosition, Found, LeftShard, OpenShard, RecordRun, Want, visit_at
+
+__all__ = ["MAX_LEFT", "MAX_OPEN", "Dealer", "Taken"]
+
+MAX_OPEN = 64
+"""Shards that are open at once; the position, which is stored with every state, names them all."""
+MAX_LEFT = 32
+"""Shards in quarantine; more than that is no trouble with a shard."""
+_SHOWN_CHARS = 120
+"""Of a problem that is stored with every state."""
+_PREFETCHED = 8
+"""Shards that are looked into before they are opened."""
+_SURVEY_LIMIT = 4096
+"""Records that one answer tells of, at most."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of an open shard beyond what was taken."""
+
+    bounds: list[int]
+    items: list[int] = field(default_factory=list)
+    """Predicted tokens of each record."""
+    is_ended: bool = False
+
+    @property
+    def num_records(self) -> int:
+        return len(self.items)
+
+    def take(self, count: int) -> tuple[list[int], int]:
+        """Take records; returns their bounds and how many tokens they predict."""
+        bounds, num_items = self.bounds[: count + 1], sum(self.items[:count])
+        del self.bounds[:count]
+        del self.items[:count]
+        return bounds, num_items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What one step takes."""
+
+    runs: tuple[RecordRun, ...]
+    num_items: int
+    after: DataPosition
+    is_last: bool
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The step that comes next, as far as its records are known."""
+
+    runs: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(visit, bounds)"""
+    num_records: int = 0
+    num_items: int = 0
+
+    def add(self, visit: int, bounds: list[int], num_items: int) -> None:
+        if self.runs and self.runs[-1][0] == visit:
+            self.runs[-1][1].extend(bounds[1:])
+        else:
+            self.runs.append((visit, bounds))
+        self.num_records += len(bounds) - 1
+        self.num_items += num_items
+
+
+class Dealer:
+    """Mutable: the position after all that was taken, and what is known of the records that come next."""
+
+    def __init__(
+        self,
+        num_shards: int,
+        *,
+        seed: int,
+        batch: int,
+        chunk: int,
+        at_once: int,
+        epochs: int,
+        follows: bool,
+        items_per_record: int,
+    ) -> None:
+        """`batch` records are taken by a step, in chunks of one shard each as far as there are so many.
+
+        `at_once` shards are open at a time. `follows`: shards grow, so that one that has nothing to give is passed by;
+        otherwise it is waited for, which makes what steps take a function of the shards alone.
+        """
+        self._num_shards = num_shards
+        self._seed = seed
+        self._batch = batch
+        self._chunk = chunk
+        self._at_once = at_once
+        self._num_visits = epochs * num_shards
+        self._follows = follows
+        self._items_per_record = items_per_record
+        self._barred: dict[int, str] = {}
+        """Shards in quarantine, and why."""
+        self._known: dict[int, _Known] = {}
+        """By visit, of those that are open or come next."""
+        self._draft = _Draft()
+        self._cursor = DataPosition()
+        """The position after the draft."""
+
+    # --- where it is -------------------------------------------------------------------------------------------
+
+    def go_back(self, position: DataPosition) -> None:
+        """Take back what was taken since."""
+        self._cursor = position
+        self._known.clear()
+        self._draft = _Draft()
+
+    def bar(self, shard: int, problem: str) -> None:
+        """Put a shard in quarantine: nothing more is taken of it."""
+        self._barred.setdefault(shard, problem[:_SHOWN_CHARS])
+
+    @property
+    def barred(self) -> tuple[int, ...]:
+        return tuple(sorted(self._barred))
+
+    @property
+    def is_over(self) -> bool:
+        """Every record was taken, but for those in quarantine."""
+        self._settle()
+        return self._is_read and not self._draft.num_records
+
+    @property
+    def left(self) -> tuple[LeftShard, ...]:
+        """What is in quarantine, by visits that have come to it."""
+        self._settle()
+        return self._cursor.left
+
+    # --- what lies in shards -----------------------------------------------------------------------------------
+
+    def wants(self, num_records: int) -> tuple[Want, ...]:
+        """Ask for what is needed to know of `num_records` records beyond those taken; empty where that is known."""
+        self._settle()
+        missing = num_records - self._draft.num_records - sum(known.num_records for known in self._known.values())
+        if missing <= 0:
+            return ()
+        wants: dict[int, Want] = {}
+        for visit, start in self._next_visits():
+            known = self._known.setdefault(visit, _Known([start]))
+            shard = visit % self._num_shards
+            if not known.is_ended and shard not in wants:
+                wants[shard] = Want(shard=shard, start=known.bounds[-1], limit=min(missing, _SURVEY_LIMIT))
+        return tuple(wants.values())
+
+    def found(self, found: Found) -> bool:
+        """Take an answer in; False for one that does not continue what is known."""
+        for visit, known in self._known.items():
+            is_its = visit % self._num_shards == found.shard
+            if is_its and not known.is_ended and found.bounds[0] == known.bounds[-1]:
+                known.bounds += found.bounds[1:]
+                known.items += found.items or [self._items_per_record] * (len(found.bounds) - 1)
+                known.is_ended = found.is_end
+                return True
+        return False
+
+    def _next_visits(self) -> list[tuple[int, int]]:
+        """The visits that are open, and some that come next, each with where it begins."""
+        opened = self._cursor.opened
+        coming = (self._visit_at(at) for at in range(opened, min(opened + _PREFETCHED, self._num_visits)))
+        wanted = [visit for visit in coming if visit % self._num_shards not in self._barred]
+        return [(shard.visit, shard.next) for shard in self._cursor.open] + [(visit, 0) for visit in wanted]
+
+    # --- what steps take ---------------------------------------------------------------------------------------
+
+    def take(self) -> Taken | None:
+        """Take the records of one more step; None where they are not all known, or there are none.
+
+        O(records). The last step may have fewer.
+        """
+        self._settle()
+        while self._draft.num_records < self._batch and self._take_chunk():
+            self._settle()
+        is_last = self._is_read
+        draft = self._draft
+        if not draft.num_records or (draft.num_records < self._batch and not is_last):
+            return None
+        self._draft = _Draft()
+        return Taken(
+            runs=tuple(RecordRun(shard=visit % self._num_shards, bounds=tuple(bounds)) for visit, bounds in draft.runs),
+            num_items=draft.num_items,
+            after=self._cursor,
+            is_last=is_last,
+        )
+
+    @property
+    def _is_read(self) -> bool:
+        return not self._cursor.open and self._cursor.opened == self._num_visits
+
+    def _take_chunk(self) -> bool:
+        """Move records from the shard whose turn it is to the draft; False where it has to be waited for."""
+        wanted = min(self._chunk, self._batch - self._draft.num_records)
+        at = self._whose_turn(wanted)
+        if at is None:
+            return False
+        shards = list(self._cursor.open)
+        shard = shards.pop(at)
+        known = self._known[shard.visit]
+        count = min(wanted, known.num_records)
+        bounds, num_items = known.take(count)
+        self._draft.add(shard.visit, bounds, num_items)
+        shards.append(replace(shard, next=bounds[-1], records=shard.records + count))
+        self._cursor = replace(self._cursor, open=tuple(shards), records=self._cursor.records + count)
+        return True
+
+    def _whose_turn(self, wanted: int) -> int | None:
+        for at, shard in enumerate(self._cursor.open):
+            known = self._known.get(shard.visit)
+            count = 0 if known is None else known.num_records
+            is_ended = known is not None and known.is_ended
+            if count and (count >= wanted or is_ended or self._follows):
+                return at
+            if not self._follows:
+                return None
+        return None
+
+    def _settle(self) -> None:
+        """Close what is read to its end, leave what is in quarantine, and open what comes next."""
+        cursor = self._cursor
+        shards, left, opened = list(cursor.open), list(cursor.left), cursor.opened
+        while True:
+            for shard in list(shards):
+                known = self._known.get(shard.visit)
+                problem = self._barred.get(shard.visit % self._num_shards)
+                if known is not None and known.is_ended and not known.num_records:
+                    shards.remove(shard)
+                elif problem is not None:
+                    shards.remove(shard)
+                    left.append(LeftShard(visit=shard.visit, next=shard.next, records=shard.records, problem=problem))
+                else:
+                    continue
+                self._known.pop(shard.visit, None)
+            if len(shards) >= self._at_once or opened == self._num_visits:
+                break
+            shards.append(OpenShard(visit=self._visit_at(opened)))
+            opened += 1
+        if (len(shards), len(left), opened) != (len(cursor.open), len(cursor.left), cursor.opened):
+            self._cursor = replace(cursor, open=tuple(shards), left=tuple(left), opened=opened)
+
+    def _visit_at(self, at: int) -> int:
+        return visit_at(at, self._num_shards, seed=self._seed)

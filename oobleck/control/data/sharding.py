@@ -1,0 +1,405 @@
+"""Shards in the run: who is asked what lies in them, which step takes what, and what happens when they cannot be read.
+
+    a worker has answered ──> records known ──> dealt to steps ahead, and told to all ──> committed with their steps
+                                                     │
+        a plan goes back, or leaves a shard out:     └── dealt anew, in another edition
+
+A part of the coordinator's machine. What it deals is in the journal before it is told, so that a new master deals on
+where the one before has stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from oobleck.control.commit import Progress
+from oobleck.control.events import Outbox, RunOver
+from oobleck.control.journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
+from oobleck.control.protocol import (
+    DataPosition,
+    Found,
+    Order,
+    RecordsFailed,
+    RecordsOver,
+    StepRecords,
+    Survey,
+    Surveyed,
+    digest_of_shards,
+)
+from oobleck.errors import PeerError
+from oobleck.job import JobSpec
+from oobleck.planner import Place
+
+from .record_assigner import MAX_LEFT, MAX_OPEN, Dealer
+
+__all__ = ["ShardRemains", "Sharding"]
+
+STEPS_AHEAD = 32
+"""Steps whose records are told before they are begun: so many, workers go on without a master."""
+_ATTEMPTS = 3
+"""How often a shard is tried before it is in quarantine."""
+_RETRY_S = 1.0
+"""After the first failure; after the second, twice that."""
+_ANSWER_S = 30.0
+"""How long a worker may take to look into shards, before another one is asked."""
+_POLL_S = 0.25
+"""How often shards that grow are looked into while there is nothing new."""
+
+
+@dataclass(slots=True)
+class ShardRemains:
+    """What a journal tells of the shards."""
+
+    names: tuple[str, ...] = ()
+    placed: DataPlaced | None = None
+    dealt: list[StepRecords] = field(default_factory=list)
+    """Of the newest edition."""
+    barred: list[ShardQuarantined] = field(default_factory=list)
+
+    def note(self, entry: ShardsKnown | DataPlaced | RecordsDealt | ShardQuarantined) -> None:
+        """Take the next entry in."""
+        match entry:
+            case ShardsKnown(names=names):
+                self.names = names
+            case DataPlaced():
+                self.placed = entry
+                self.dealt.clear()
+            case RecordsDealt(records=records):
+                self.dealt.append(records)
+                del self.dealt[: -2 * STEPS_AHEAD]
+            case ShardQuarantined():
+                self.barred.append(entry)
+
+
+class Sharding:
+    """Mutable: the dealer, what it has dealt to steps that are not committed, and the failures of shards."""
+
+    def __init__(
+        self, job: JobSpec, progress: Progress, outbox: Outbox, *, places: Callable[[], Iterable[Place]]
+    ) -> None:
+        """`places` are the workers of the newest plan that can be spoken to."""
+        self._job = job
+        self._progress = progress
+        self._outbox = outbox
+        self._places = places
+        self._names: tuple[str, ...] = ()
+        self._dealer: Dealer | None = None
+        self._edition = 0
+        self._placed_generation = 0
+        """Steps of older generations' plans follow records that were taken back since."""
+        self._base = (0, DataPosition())
+        """(step, position) that the newest edition begins with."""
+        self._dealt: dict[int, StepRecords] = {}
+        """By step, of the newest edition; those before the newest committed one are forgotten."""
+        self._failures: dict[int, int] = {}
+        """How often each shard has failed since it was read last."""
+        self._must_deal_anew = False
+        self._is_dry = True
+        self._is_stopped = False
+        self._over_told: tuple[int, int] | None = None
+        """(generation, step) for which it was said that there are no more."""
+        self._request = 0
+        self._asked: Place | None = None
+        self._answer_due_s = math.inf
+        self._asks_from_s = 0.0
+        self._regroups_s = math.inf
+        self.num_late = 0
+        """Reports that came too late to count."""
+        self.due_s = math.inf
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the job's data is in shards."""
+        return bool(self._job.data.shards)
+
+    # --- the shards are known ----------------------------------------------------------------------------------
+
+    def know(self, names: tuple[str, ...]) -> None:
+        """A worker is ready, and names the shards; they are the same on all nodes."""
+        if self.is_on and not self._names:
+            self._outbox.record(ShardsKnown(t_s=self._outbox.now_s, names=names))
+            self._take_names(names)
+
+    def misfit(self, position: DataPosition | None) -> str | None:
+        """Why a checkpoint's place in the data means nothing here; None where it fits."""
+        if not self.is_on or position is None or position.shards == digest_of_shards(self._names):
+            return None
+        return "its place in the data is one in other shards; name the same data.shards, in the same order"
+
+    def has_read_all(self, position: DataPosition | None) -> bool:
+        """Whether a run that ended there has nothing left to read."""
+        if not self.is_on or position is None or position.left or position.open:
+            return False
+        return position.opened == self._job.data.epochs * len(self._names)
+
+    def restore(self, remains: ShardRemains) -> None:
+        """Go on from what a journal knows."""
+        if not self.is_on or remains.placed is None:
+            return
+        self._take_names(remains.names)
+        assert self._dealer is not None
+        placed = remains.placed
+        self._edition, self._placed_generation = placed.edition, placed.generation
+        self._base = (placed.step, placed.position)
+        self._dealt = {records.step: records for records in remains.dealt}
+        self._dealer.go_back(remains.dealt[-1].after if remains.dealt else placed.position)
+        for entry in remains.barred:
+            self._dealer.bar(self._names.index(entry.shard), entry.problem)
+
+    def _take_names(self, names: tuple[str, ...]) -> None:
+        data = self._job.data
+        self._names = names
+        self._dealer = Dealer(
+            len(names),
+            seed=self._job.seed,
+            batch=self._job.global_batch_size,
+            chunk=self._job.microbatch_size,
+            at_once=min(data.shards_at_once or (MAX_OPEN if data.follow else 1), MAX_OPEN),
+            epochs=data.epochs,
+            follows=data.follow,
+            items_per_record=data.sequence_length - 1,
+        )
+
+    # --- plans -------------------------------------------------------------------------------------------------
+
+    def can_finish(self, step: int, generation: int) -> bool:
+        """Whether a step in flight under a generation's plan can be finished as it was dealt."""
+        if not self.is_on:
+            return True
+        return step in self._dealt and generation >= self._placed_generation and not self._must_deal_anew
+
+    def follow(self, order: Order, *, position: DataPosition | None, goes_back: bool = False) -> int:
+        """Note a plan that takes effect; returns the edition that it follows.
+
+        `position` is that of the checkpoint that is gone back to; without one, who `goes_back` does to the beginning.
+        The order is told after what this records.
+        """
+        if not self.is_on:
+            return 0
+        if goes_back or order.restore is not None or not self._edition:
+            start = position or DataPosition(shards=digest_of_shards(self._names))
+            self._place(order, start.with_another_try())
+        elif self._must_deal_anew:
+            self._place(order, self._position_after(order.boundary))
+        self._must_deal_anew = False
+        self._regroups_s = math.inf
+        self._asked = None
+        self._over_told = None
+        return self._edition
+
+    def tell(self, places: Iterable[Place]) -> None:
+        """Tell workers again what the steps to come take."""
+        hearers = tuple(places)
+        for step, records in sorted(self._dealt.items()):
+            if step > self._progress.last_step:
+                self._outbox.send_all(hearers, records)
+
+    def _place(self, order: Order, position: DataPosition) -> None:
+        assert self._dealer is not None
+        self._edition += 1
+        self._placed_generation = order.generation
+        self._base = (order.boundary, position)
+        self._dealt.clear()
+        self._failures.clear()
+        self._dealer.go_back(position)
+        self._outbox.record(
+            DataPlaced(
+                t_s=self._outbox.now_s,
+                generation=order.generation,
+                edition=self._edition,
+                step=order.boundary,
+                position=position,
+            )
+        )
+
+    def _position_after(self, step: int) -> DataPosition:
+        base_step, position = self._base
+        return position if step == base_step else self._dealt[step].after
+
+    # --- what workers say --------------------------------------------------------------------------------------
+
+    def surveyed(self, place: Place, message: Surveyed) -> None:
+        """Take in what lies in shards; an answer to an older question is counted, and nothing else."""
+        self._check(message)
+        if message.request != self._request or place != self._asked:
+            self._note_late()
+            return
+        self._asked = None
+        has_news = False
+        for found in message.found:
+            has_news |= self._take_found(found)
+        self._asks_from_s = self._outbox.now_s if has_news else self._outbox.now_s + _POLL_S
+
+    def _check(self, message: Surveyed) -> None:
+        for found in message.found:
+            is_in_order = all(before < after for before, after in pairwise(found.bounds))
+            if found.shard not in range(len(self._names)) or not found.bounds or not is_in_order:
+                raise PeerError(f"tells of records {found.bounds[:3]} in shard {found.shard} of {len(self._names)}")
+            if found.items and len(found.items) != len(found.bounds) - 1:
+                raise PeerError(f"tells of {len(found.items)} sizes of {len(found.bounds) - 1} records")
+
+    def _take_found(self, found: Found) -> bool:
+        assert self._dealer is not None
+        if found.problem is not None:
+            self._note_failure(found.shard, found.bounds[0], found.problem)
+            return False
+        return self._dealer.found(found) and (len(found.bounds) > 1 or found.is_end)
+
+    def failed(self, generation: int, message: RecordsFailed) -> None:
+        """A worker cannot read a record of the step in flight: the step is begun again, without the shard at last."""
+        if message.shard not in range(len(self._names)):
+            raise PeerError(f"cannot read shard {message.shard} of {len(self._names)}")
+        if message.generation != generation or not math.isinf(self._regroups_s):
+            self._note_late()
+            return
+        count = self._note_failure(message.shard, message.position, message.problem)
+        if count >= _ATTEMPTS:
+            self._must_deal_anew = True
+        self._regroups_s = self._outbox.now_s + (0.0 if count >= _ATTEMPTS else count * _RETRY_S)
+
+    def _note_failure(self, shard: int, position: int, problem: str) -> int:
+        assert self._dealer is not None
+        if shard in self._dealer.barred:
+            return _ATTEMPTS
+        self._failures[shard] = count = self._failures.get(shard, 0) + 1
+        name = self._names[shard]
+        if count < _ATTEMPTS:
+            text = f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}"
+            self._outbox.notice("warning", text)
+            return count
+        if len(self._dealer.barred) == MAX_LEFT:
+            raise RunOver(1, f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}")
+        self._dealer.bar(shard, problem)
+        self._outbox.record(ShardQuarantined(t_s=self._outbox.now_s, shard=name, position=position, problem=problem))
+        return count
+
+    def _note_late(self) -> None:
+        self.num_late += 1
+        text = f"a report on the data came too late to count ({self.num_late} in all)"
+        self._outbox.notice("info", text)
+
+    def lost(self, node: str) -> None:
+        """A node is gone: what it was asked, another one is."""
+        if self._asked is not None and self._asked.node == node:
+            self._asked = None
+
+    # --- going on ----------------------------------------------------------------------------------------------
+
+    def committed(self, step: int) -> None:
+        """A step's records are done: nothing takes them again, unless all goes back."""
+        records = self._dealt.get(step)
+        for run in records.runs if records is not None else ():
+            self._failures.pop(run.shard, None)
+        for old in [old for old in self._dealt if old < step]:
+            del self._dealt[old]
+
+    def stop(self) -> None:
+        """No further step is to be begun."""
+        self._is_stopped = True
+
+    def takes_regrouping(self) -> bool:
+        """Whether all are to begin the step in flight anew now."""
+        if self._outbox.now_s < self._regroups_s:
+            return False
+        self._regroups_s = math.inf
+        return True
+
+    def go_on(self, generation: int, *, save: bool) -> None:
+        """Deal what is known, ask for what is not, and say when there is no more. Called whenever anything happened.
+
+        `save`: the newest state is not saved, and is to be if no step comes after it.
+        """
+        if not self._edition or self._dealer is None:
+            return
+        last = max([*self._dealt, self._base[0]])
+        if not self._is_stopped:
+            last = self._deal(self._dealer, last)
+        is_dry = last <= self._progress.last_step < self._job.max_steps
+        if is_dry and (self._is_stopped or self._dealer.is_over):
+            self._say_over(generation, save=save)
+        else:
+            self._expect(is_dry=is_dry)
+        self._survey(self._dealer, last)
+
+    def _deal(self, dealer: Dealer, last: int) -> int:
+        while last < min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps):
+            taken = dealer.take()
+            if taken is None:
+                break
+            last += 1
+            records = StepRecords(
+                device=0,
+                edition=self._edition,
+                step=last,
+                runs=taken.runs,
+                num_items=taken.num_items,
+                after=taken.after,
+                is_last=taken.is_last,
+            )
+            self._dealt[last] = records
+            self._outbox.record(RecordsDealt(t_s=self._outbox.now_s, records=records))
+            self._outbox.send_all(tuple(self._places()), records)
+        return last
+
+    def _expect(self, *, is_dry: bool) -> None:
+        """A step that has no records does not hang; after the last one, all are to say that they have finished."""
+        if is_dry:
+            self._progress.expect_none()
+        elif self._is_dry:
+            self._progress.expect(self._job.control.start_timeout_s)  # it may be the first of its plan
+        self._is_dry = is_dry
+
+    def _say_over(self, generation: int, *, save: bool) -> None:
+        step = self._progress.last_step
+        if self._over_told == (generation, step):
+            return
+        self._over_told = (generation, step)
+        self._progress.expect(self._job.control.start_timeout_s)  # all are to say that they have finished
+        over = RecordsOver(
+            device=0,
+            edition=self._edition,
+            step=step,
+            generation=generation,
+            position=self._position_after(step),
+            save=save,
+        )
+        self._outbox.send_all(tuple(self._places()), over)
+
+    def _survey(self, dealer: Dealer, last: int) -> None:
+        """Have one worker look into shards, if not enough is known."""
+        now_s = self._outbox.now_s
+        if self._asked is not None and now_s >= self._answer_due_s:
+            self._asked = None
+            if self._is_dry:
+                self._regroups_s = now_s  # nobody would notice that it is stuck: a fence tells
+        if self._asked is None:
+            left = min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps) - last
+            wants = dealer.wants(left * self._job.global_batch_size) if left > 0 and not self._is_stopped else ()
+            places = tuple(self._places())
+            if wants and places and now_s >= self._asks_from_s:
+                self._request += 1
+                self._asked = place = places[self._request % len(places)]
+                self._answer_due_s = now_s + _ANSWER_S
+                self._outbox.send(place.node, Survey(device=place.device, request=self._request, wants=wants))
+            self.due_s = self._asks_from_s if wants and self._asked is None else math.inf
+        if self._asked is not None:
+            self.due_s = self._answer_due_s
+        self.due_s = min(self.due_s, self._regroups_s)
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def outcome(self, steps: str, *, can_resume: bool) -> RunOver | None:
+        """How a run of so many steps ends, as far as its data says; None where that says nothing."""
+        if not self.is_on or self._dealer is None:
+            return None
+        if self._dealer.barred:
+            names = ", ".join(self._names[shard] for shard in self._dealer.barred)
+            text = f"{steps}, but not of all data: {names} cannot be read"
+            return RunOver(75, f"{text}; `oobleck up` tries again from there") if can_resume else RunOver(1, text)
+        is_committed = max([*self._dealt, self._base[0]]) <= self._progress.last_step  # not only dealt
+        if is_committed and self._progress.last_step < self._job.max_steps and self._dealer.is_over:
+            return RunOver(0, f"all data is read; {steps}")
+        return None

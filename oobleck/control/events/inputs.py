@@ -1,0 +1,220 @@
+"""What reaches the coordinator, and what it commands. Values only.
+
+An event says what happened; a command says what to do about it. The master's coroutine feeds the one and carries
+out the other, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from oobleck.control.journal import Cause, JournalEntry
+from oobleck.control.protocol import (
+    AgentMessage,
+    Fence,
+    Hello,
+    MasterMessage,
+    Order,
+    Pace,
+    RecordsOver,
+    Resumed,
+    Status,
+    StepRecords,
+)
+from oobleck.job import NodeSpec
+from oobleck.planner import Place
+
+__all__ = [
+    "AddRequested",
+    "AllSaid",
+    "Command",
+    "Connect",
+    "Disconnect",
+    "DrainRequested",
+    "End",
+    "Event",
+    "KillRequested",
+    "LookUpProfile",
+    "NodeFailed",
+    "NodeUp",
+    "ProfileFound",
+    "Record",
+    "Remark",
+    "Said",
+    "Send",
+    "SendAll",
+    "StopRequested",
+    "StoreProfile",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUp:
+    """An agent answered; `address` is where its peers reach it."""
+
+    node: str
+    hello: Hello
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailed:
+    """A node cannot be reached, or its connection broke."""
+
+    node: str
+    cause: Cause
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A node's agent, or a worker through it, said something."""
+
+    node: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllSaid:
+    """Many workers said the same at once, each of its own device. So thousands of them are one event."""
+
+    places: tuple[Place, ...]
+    message: Status | Resumed | Pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileFound:
+    """The answer to LookUpProfile; None when nothing is cached under the key."""
+
+    profile_json: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """The user wants an end: after the step in flight, or now."""
+
+    now: bool
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddRequested:
+    """The user gives the job another node, or one that was lost once more."""
+
+    spec: NodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillRequested:
+    """The user has a node killed, to see the run go on: it is not tried again."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """The user, or a termination notice, wants a node out of the job."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """Something that people should read in the journal; it changes nothing."""
+
+    level: str
+    """`info` or `warning`."""
+    text: str
+
+
+Event = (
+    AddRequested
+    | AllSaid
+    | DrainRequested
+    | KillRequested
+    | NodeFailed
+    | NodeUp
+    | ProfileFound
+    | Remark
+    | Said
+    | StopRequested
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Reach a node and start its agent; one that an earlier master left is ended before."""
+
+    node: NodeSpec
+    attach: bool = False
+    """Take up with the agent that an earlier master left, if it lives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    node: str
+    message: MasterMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendAll:
+    """Send the same to many workers, to each for its own device."""
+
+    places: tuple[Place, ...]
+    message: Fence | Order | StepRecords | RecordsOver
+
+    def each(self) -> Iterator[Send]:
+        """What is sent to each of them."""
+        for place in self.places:
+            yield Send(node=place.node, message=replace(self.message, device=place.device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOn:
+    """Send a rendezvous key to nodes, with others of the moment: see `bundle_keys`."""
+
+    nodes: tuple[str, ...]
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """Have nothing more to do with a node: end whatever of ours still runs there."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Append to the journal."""
+
+    entry: JournalEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUpProfile:
+    """Look for a cached profile; answered by ProfileFound."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreProfile:
+    """Cache a measured profile."""
+
+    key: str
+    profile_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The run is over."""
+
+    exit_code: int
+    reason: str
+
+
+Command = Connect | Send | SendAll | PassOn | Disconnect | Record | LookUpProfile | StoreProfile | End

@@ -1,0 +1,182 @@
+"""A run in numbers, as monitoring wants them: one sample a step, or whenever one is asked for.
+
+Pure: follows the journal's entries. `prometheus_text` writes a sample in Prometheus' text format (version 0.0.4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+from oobleck.control.protocol import CommitRecord
+from oobleck.planner import profile_from_json
+from oobleck.planner.profiles import KNOWN_DEVICES, DeviceSheet, Profile
+
+from .entries import JobStarted, JournalEntry, PlanAdopted, ProfileKnown, RecoveryDone, StepDone, StepsDone
+from .goodput import TimeAccount
+
+__all__ = ["MetricSample", "Metrics", "prometheus_text"]
+
+_FLOPS_PER_PARAMETER = 6
+"""Of a token's forward and backward pass: a multiplication and an addition, three times. Attention is left out."""
+_PARAMETER_BYTES = {"float64": 8}
+_HALF_PRECISION = frozenset({"bfloat16", "float16"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSample:
+    """A run at one moment; None for what is not known yet, or is no number."""
+
+    t_s: float
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    step_time_s: float | None
+    """Of the newest step, like the next two."""
+    tokens_per_s: float | None
+    mfu: float | None
+    """Useful floating-point operations over the devices' peak, 0 to 1; None where no data sheet of them is known."""
+    tokens: int
+    """Of committed steps."""
+    goodput: float
+    """Useful over elapsed time; the parts, which sum to the elapsed time, are the next two."""
+    useful_s: float
+    downtime_s: Mapping[str, float] = field(default_factory=dict)
+    """By state."""
+    nodes: int
+    """That train."""
+    pipelines: int
+    generation: int
+    recoveries: int
+    steps_lost: int
+
+    def to_dict(self) -> dict[str, object]:
+        """The sample as JSON-able values."""
+        return asdict(self)
+
+
+class Metrics:
+    """Mutable: follows a journal, O(1) an entry but for plans and profiles."""
+
+    def __init__(self) -> None:
+        self._account = TimeAccount()
+        self._record: CommitRecord | None = None
+        self._step_tokens = 0
+        self._tokens = 0
+        self._nodes = self._pipelines = self._devices = self._generation = 0
+        self._recoveries = self._steps_lost = 0
+        self._dtype = "float32"
+        self._profile: Profile | None = None
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take the next entry into account."""
+        self._account.apply(entry)
+        match entry:
+            case JobStarted():
+                self._dtype = entry.job.dtype
+            case ProfileKnown():
+                self._profile = profile_from_json(entry.profile_json)
+            case PlanAdopted():
+                self._nodes, self._pipelines = len(entry.plan.nodes), len(entry.plan.pipelines)
+                places = {place for one in entry.plan.pipelines for stage in one.stages for place in stage.places}
+                self._devices, self._generation = len(places), entry.generation
+            case StepDone():
+                self._record, self._step_tokens = entry.record, entry.tokens
+                self._tokens += entry.tokens
+            case StepsDone():
+                self._record, self._step_tokens = entry.record, entry.tokens_per_step
+                self._tokens += entry.tokens_per_step * entry.num_steps
+            case RecoveryDone():
+                self._recoveries += 1
+                self._steps_lost += entry.steps_lost
+            case _:
+                pass
+
+    def sample(self, now_s: float) -> MetricSample:
+        """The run `now_s` seconds after its start."""
+        record, split = self._record, self._account.at(now_s)
+        worked_s = record.duration_s if record and record.duration_s > 0 else None
+        rate = self._step_tokens / worked_s if worked_s else None
+        return MetricSample(
+            t_s=now_s,
+            step=record.step if record else 0,
+            loss=_finite(record.loss) if record else None,
+            grad_norm=_finite(record.grad_norm) if record else None,
+            learning_rate=_finite(record.learning_rate) if record else None,
+            step_time_s=worked_s,
+            tokens_per_s=rate,
+            mfu=self._utilisation(rate),
+            tokens=self._tokens,
+            goodput=split.goodput,
+            useful_s=split.useful_s,
+            downtime_s=split.downtime_s,
+            nodes=self._nodes,
+            pipelines=self._pipelines,
+            generation=self._generation,
+            recoveries=self._recoveries,
+            steps_lost=self._steps_lost,
+        )
+
+    def _utilisation(self, tokens_per_s: float | None) -> float | None:
+        if tokens_per_s is None or self._profile is None or not self._devices:
+            return None
+        sheet = _sheet_of(self._profile.device.name)
+        if sheet is None:
+            return None
+        # The embedding, which comes first, is looked up and not multiplied.
+        size = sum(layer.param_bytes for layer in self._profile.layers[1:]) / _PARAMETER_BYTES.get(self._dtype, 4)
+        peak = sheet.bfloat16_flops if self._dtype in _HALF_PRECISION else sheet.float32_flops
+        return _FLOPS_PER_PARAMETER * size * tokens_per_s / (peak * self._devices)
+
+
+def _sheet_of(name: str) -> DeviceSheet | None:
+    """The data sheet of a GPU by the name that its driver gives it. A CPU's peak depends on its cores."""
+    known = [sheet for key, sheet in KNOWN_DEVICES.items() if key != "cpu" and key in name.lower().replace("-", " ")]
+    return known[0] if known else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+_HELP = {
+    "step": ("counter", "Committed optimizer steps."),
+    "tokens": ("counter", "Tokens of committed steps."),
+    "loss": ("gauge", "Loss of the newest step."),
+    "grad_norm": ("gauge", "Global gradient norm of the newest step."),
+    "learning_rate": ("gauge", "Learning rate of the newest step."),
+    "step_time_s": ("gauge", "Seconds that the newest step took."),
+    "tokens_per_s": ("gauge", "Tokens a second in the newest step."),
+    "mfu": ("gauge", "Useful floating-point operations over the peak of the devices, 0 to 1."),
+    "goodput": ("gauge", "Useful over elapsed time, 0 to 1."),
+    "nodes": ("gauge", "Nodes that train."),
+    "pipelines": ("gauge", "Pipelines of the current plan."),
+    "generation": ("gauge", "Version of membership and plan."),
+    "recoveries": ("counter", "Changes of the plan: nodes lost, joined or drained."),
+    "steps_lost": ("counter", "Committed steps that had to be run again."),
+}
+_NAMES = {"step_time_s": "step_time_seconds", "tokens_per_s": "tokens_per_second"}
+
+
+def prometheus_text(sample: MetricSample, tag: str) -> str:
+    """Write a sample in Prometheus' text format; what is not known is left out."""
+    return "".join(f"{line}\n" for line in _prometheus_lines(sample, tag))
+
+
+def _prometheus_lines(sample: MetricSample, tag: str) -> Iterator[str]:
+    label = f'run="{tag}"'  # a tag has letters, digits and ._- alone
+    values = sample.to_dict()
+    for key, (kind, text) in _HELP.items():
+        value = values[key]
+        if value is None:
+            continue
+        name = f"oobleck_{_NAMES.get(key, key)}{'_total' if kind == 'counter' else ''}"
+        yield f"# HELP {name} {text}"
+        yield f"# TYPE {name} {kind}"
+        yield f"{name}{{{label}}} {value}"
+    yield "# HELP oobleck_time_seconds_total Elapsed time by what it went into; the parts sum to the whole."
+    yield "# TYPE oobleck_time_seconds_total counter"
+    for state, seconds in {"useful": sample.useful_s, **sample.downtime_s}.items():
+        yield f'oobleck_time_seconds_total{{{label},state="{state}"}} {seconds}'

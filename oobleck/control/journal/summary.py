@@ -1,0 +1,303 @@
+"""What a run came to: one schema for runs on real nodes and for simulated ones.
+
+Computed from the journal alone, so it can be made again from a journal on disk at any time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from oobleck.planner import ExecutionPlan
+
+from .entries import (
+    CheckpointSaved,
+    Evaluated,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    JournalGap,
+    PlanAdopted,
+    RecoveryDone,
+    SaveFailed,
+    StepDone,
+    StepsDone,
+)
+from .node_hours import NodeAccount, NodeHours
+from .tally import StepTally
+
+__all__ = [
+    "EvaluationSummary",
+    "NodeSummary",
+    "PipelineSummary",
+    "PlanSummary",
+    "RecoverySummary",
+    "StageSummary",
+    "StepTime",
+    "Summary",
+    "summarize",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a committed step."""
+
+    median: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySummary:
+    """One recovery: what was lost, what was done about it, and what that cost."""
+
+    t_s: float
+    """When the loss was noticed."""
+    cause: str
+    nodes: tuple[str, ...]
+    action: str
+    detect_s: float
+    decide_s: float
+    transfer_s: float
+    stall_s: float
+    """Time in which no microbatch of a committed step made progress anywhere."""
+    bytes_moved: int
+    microbatches_redone: int
+    unfinished: str = ""
+    """Why it was not completed; empty where it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSummary:
+    """What the model of a step was worth on samples that it is not trained on."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSummary:
+    """Node-hours: those that were there, what they went into, and what was got for them."""
+
+    there: float
+    training: float
+    recovering: float
+    idle: float
+    other: float
+    per_step: float | None
+    """Of all that were there, for each committed step; None without any."""
+    per_million_tokens: float | None
+
+    @classmethod
+    def of(cls, hours: NodeHours, *, num_steps: int, tokens: int) -> NodeSummary:
+        return cls(
+            **asdict(hours),
+            per_step=hours.there / num_steps if num_steps else None,
+            per_million_tokens=hours.there / tokens * 1e6 if tokens else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSummary:
+    """Layers [first_layer, stop_layer) on a node's devices."""
+
+    node: str
+    devices: tuple[int, ...]
+    first_layer: int
+    stop_layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSummary:
+    num_microbatches: int
+    stages: tuple[StageSummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSummary:
+    """The plan that the run ended with."""
+
+    pipelines: tuple[PipelineSummary, ...]
+    spares: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The end of a run in numbers. Steps are optimizer steps; a step run again is counted once."""
+
+    tag: str
+    exit_code: int | None
+    """None while the run goes on."""
+    reason: str
+    max_steps: int
+    steps_committed: int
+    samples_committed: int
+    steps_lost: int
+    """Committed steps that had to be run again."""
+    samples_repeated: int
+    samples_missing: int
+    losses: tuple[float, ...]
+    """One a committed step, in order; empty for a simulated run."""
+    tokens_per_s: float | None
+    """Tokens of committed steps over the time from the end of the start to the last commit, losses included."""
+    step_time_s: StepTime | None
+    goodput: float
+    """Share of the elapsed time that went into steps committed for the first time, 0 to 1."""
+    downtime_s: Mapping[str, float]
+    """Seconds of every other state; with the useful ones they sum to the elapsed time."""
+    elapsed_s: float
+    generations: int
+    recoveries: tuple[RecoverySummary, ...]
+    seed: int
+    plan: PlanSummary | None
+    evaluations: tuple[EvaluationSummary, ...] = ()
+    """In the order of steps, one for each step that was evaluated."""
+    node_hours: NodeSummary | None = None
+    """None for models of other systems, which keep no journal."""
+    begun_after: int = 0
+    """The step of the checkpoint that the run began from: those before were committed by runs before it."""
+    saved_step: int | None = None
+    """Of the newest checkpoint that the run has made, or has begun from."""
+    saves_failed: int = 0
+    journal_lacks: str = ""
+    """What the journal says of its own gaps; empty where it knows all that happened."""
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that is committed, by this run or by those that it goes on from."""
+        return self.begun_after + self.steps_committed
+
+    def to_dict(self) -> dict[str, object]:
+        """The summary as JSON-able values."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The summary as indented JSON. A loss that is no number becomes null."""
+        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
+
+
+def summarize(entries: Iterable[JournalEntry]) -> Summary:
+    """Sum up a journal, whole or cut off: O(entries · log(entries))."""
+    nodes = NodeAccount()
+    job: JobStarted | None = None
+    end: JobEnded | None = None
+    plan: PlanAdopted | None = None
+    tally = StepTally()
+    recoveries: list[RecoverySummary] = []
+    evaluations: dict[int, float] = {}
+    steps_lost = 0
+    saves_failed = 0
+    saved_step: int | None = None
+    gap: JournalGap | None = None
+    elapsed_s = 0.0
+    for entry in entries:
+        nodes.apply(entry)
+        elapsed_s = max(elapsed_s, entry.t_s)
+        match entry:
+            case JobStarted():
+                job = entry
+            case PlanAdopted():
+                plan = entry
+                if entry.restored_step is not None:
+                    tally.begin_after(entry.restored_step)
+                    saved_step = entry.restored_step
+                    evaluations = {step: loss for step, loss in evaluations.items() if step <= entry.restored_step}
+            case Evaluated():
+                evaluations[entry.step] = entry.loss
+            case StepDone() | StepsDone():
+                tally.add(entry)
+            case RecoveryDone():
+                recoveries.append(_recovery(entry))
+                steps_lost += entry.steps_lost
+            case CheckpointSaved(step=step):
+                saved_step = step
+            case SaveFailed():
+                saves_failed += 1
+            case JournalGap():
+                gap = entry if entry.is_open or entry.num_lost else None
+            case JobEnded():
+                end = entry
+            case _:
+                pass
+    split = nodes.time.at(elapsed_s)
+    batch = job.job.global_batch_size if job else 0
+    training_s = tally.last_s - split.starting_s if tally.last_s is not None else 0.0
+    step_time_s = tally.step_time_s()
+    return Summary(
+        tag=job.job.tag if job else "",
+        exit_code=end.exit_code if end else None,
+        reason=end.reason if end else "",
+        max_steps=job.job.max_steps if job else 0,
+        steps_committed=tally.num_steps,
+        samples_committed=tally.num_samples,
+        steps_lost=max(steps_lost, tally.num_committed_again),
+        samples_repeated=tally.samples_repeated,
+        samples_missing=tally.samples_missing + batch * tally.num_missing,
+        losses=tally.losses,
+        tokens_per_s=tally.tokens / training_s if training_s > 0 else None,
+        step_time_s=StepTime(median=step_time_s[0], p95=step_time_s[1]) if step_time_s else None,
+        goodput=split.goodput,
+        downtime_s=split.downtime_s,
+        elapsed_s=elapsed_s,
+        generations=plan.generation if plan else 0,
+        recoveries=tuple(recoveries),
+        seed=job.job.seed if job else 0,
+        plan=_plan(plan.plan) if plan else None,
+        evaluations=tuple(EvaluationSummary(step=step, loss=loss) for step, loss in sorted(evaluations.items())),
+        node_hours=NodeSummary.of(nodes.at(elapsed_s), num_steps=tally.num_steps, tokens=tally.tokens),
+        begun_after=tally.begun_after,
+        saved_step=saved_step,
+        saves_failed=saves_failed,
+        journal_lacks="" if gap is None else gap.describe(),
+    )
+
+
+def _recovery(done: RecoveryDone) -> RecoverySummary:
+    return RecoverySummary(
+        t_s=done.began_s,
+        cause=done.cause.value,
+        nodes=done.nodes,
+        action=done.action.value,
+        detect_s=done.detect_s,
+        decide_s=done.decide_s,
+        transfer_s=done.transfer_s,
+        stall_s=done.stall_s,
+        bytes_moved=done.bytes_moved,
+        microbatches_redone=done.microbatches_redone,
+        unfinished=done.unfinished,
+    )
+
+
+def _plan(plan: ExecutionPlan) -> PlanSummary:
+    return PlanSummary(
+        pipelines=tuple(
+            PipelineSummary(
+                num_microbatches=pipeline.num_microbatches,
+                stages=tuple(
+                    StageSummary(
+                        node=stage.places[0].node,
+                        devices=tuple(place.device for place in stage.places),
+                        first_layer=stage.first_layer,
+                        stop_layer=stage.stop_layer,
+                    )
+                    for stage in pipeline.stages
+                ),
+            )
+            for pipeline in plan.pipelines
+        ),
+        spares=plan.spares,
+    )
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    match value:
+        case float():
+            return value if -float("inf") < value < float("inf") else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value

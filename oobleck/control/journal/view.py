@@ -1,0 +1,281 @@
+"""The journal as a person sees it: a machine that follows the entries and gives snapshots.
+
+Pure: time comes with the entries and as an argument. It decides nothing; it only puts together what
+others have decided.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from statistics import median
+from typing import assert_never
+
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan, Stage
+
+from .data_view import DataView
+from .entries import (
+    CheckpointSaved,
+    DataPlaced,
+    Evaluated,
+    HangExplained,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    JournalGap,
+    LayersArriving,
+    MasterResumed,
+    NodeAdded,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    Notice,
+    PaceChanged,
+    PlanAdopted,
+    ProfileKnown,
+    RecordsDealt,
+    RecoveryDone,
+    RecoveryStarted,
+    SaveFailed,
+    ScalingDecided,
+    ShardQuarantined,
+    ShardsKnown,
+    StepDone,
+    StepsDone,
+    WorkerDown,
+    WorkerUp,
+)
+from .goodput import TimeAccount
+from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
+
+__all__ = ["RunView", "level_of"]
+
+_RECENT_STEPS = 20
+_RECENT_EVENTS = 100
+_RESUMABLE = frozenset({74, 75, 130, 143})
+
+StageKey = tuple[str, int, int]
+
+
+class RunView:
+    """Follows a run's journal. `apply` takes the next entry; `at` tells what the run looks like.
+
+    Applying costs O(1) but for a new plan (O(stages)); a snapshot costs O(stages + nodes).
+    """
+
+    def __init__(self) -> None:
+        self._account = TimeAccount()
+        self._job: JobSpec | None = None
+        self._plan = ExecutionPlan(pipelines=())
+        self._generation = 0
+        self._redundant = True
+        self._scaling = ""
+        self._step = 0
+        self._loss: float | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)  # (seconds, tokens) of steps
+        self._nodes: dict[str, NodeState] = {}
+        self._heard_s: dict[str, float] = {}
+        self._changing: frozenset[StageKey] = frozenset()
+        self._recovering: set[int] = set()
+        self._num_recoveries = 0
+        self._events: deque[EventLine] = deque(maxlen=_RECENT_EVENTS)
+        self._ended: JobEnded | None = None
+        self._data = DataView()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
+    def heard(self, node: str, now_s: float) -> None:
+        """Note that a node was heard of: heartbeats are no journal entries."""
+        self._heard_s[node] = now_s
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take the next entry of the journal."""
+        self._account.apply(entry)
+        if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
+            self._events.append(EventLine(t_s=entry.t_s, level=level_of(entry), text=entry.describe()))
+        match entry:
+            case JobStarted():
+                self._job = entry.job
+                for node in entry.nodes:
+                    self._nodes.setdefault(node.name, NodeState.CONNECTING)
+            case NodeConnected():
+                self._nodes[entry.node] = NodeState.CONNECTED
+            case WorkerUp():
+                if self._nodes.get(entry.node) is not NodeState.TRAINING:
+                    self._nodes[entry.node] = NodeState.READY
+            case NodeLost():
+                self._nodes[entry.node] = NodeState.LOST
+            case NodeLeft():
+                self._nodes[entry.node] = NodeState.ENDED
+            case NodeAdded():
+                self._nodes[entry.node.name] = NodeState.CONNECTING
+            case WorkerDown():
+                self._nodes[entry.node] = NodeState.CONNECTED
+            case PlanAdopted():
+                self._adopt(entry)
+            case ScalingDecided():
+                self._scaling = entry.describe()
+            case StepDone():
+                self._commit(entry)
+            case RecoveryStarted():
+                self._recovering.add(entry.generation)
+            case RecoveryDone():
+                self._recovering = {g for g in self._recovering if g > entry.generation}
+                self._num_recoveries += 1
+                self._changing = frozenset()
+            case (
+                Notice()
+                | LayersArriving()
+                | StepsDone()
+                | Evaluated()
+                | MasterResumed()
+                | ProfileKnown()
+                | HangExplained()
+                | CheckpointSaved()
+                | SaveFailed()
+                | JournalGap()
+                | PaceChanged()
+            ):
+                pass
+            case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
+                self._data.apply(entry)
+            case JobEnded():
+                self._ended = entry
+            case _:
+                assert_never(entry)
+
+    def at(self, now_s: float) -> RunSnapshot:
+        """Tell what the run looks like `now_s` seconds after its start, or at its end if that was before."""
+        elapsed_s = self._ended.t_s if self._ended else now_s
+        job = self._job
+        step_s = median(seconds for seconds, _ in self._recent) if self._recent else None
+        remaining = job.max_steps - self._step if job else 0
+        return RunSnapshot(
+            tag=job.tag if job else "",
+            model=job.model.type if job else "",
+            state=self._state(),
+            generation=self._generation,
+            step=self._step,
+            max_steps=job.max_steps if job else 0,
+            loss=self._loss,
+            tokens_per_s=median(tokens / seconds for seconds, tokens in self._recent) if self._recent else None,
+            step_time_s=step_s,
+            goodput=self._account.at(elapsed_s).goodput,
+            elapsed_s=elapsed_s,
+            remaining_s=None if step_s is None or self._ended else step_s * remaining,
+            redundant=self._redundant,
+            fault_threshold=job.fault_threshold if job else 0,
+            num_recoveries=self._num_recoveries,
+            scaling=self._scaling,
+            pipelines=tuple(self._pipelines()),
+            nodes=tuple(self._node_view(name, elapsed_s) for name in self._nodes),
+            events=tuple(self._events),
+            exit_code=self._ended.exit_code if self._ended else None,
+            data=self._data.at(self._step, has_ended=self._ended is not None),
+        )
+
+    def _state(self) -> RunState:
+        if self._ended is not None:
+            if self._ended.exit_code == 0:
+                return RunState.DONE
+            return RunState.STOPPED if self._ended.exit_code in _RESUMABLE else RunState.FAILED
+        if self._generation and not self._plan.pipelines:
+            return RunState.WAITING
+        if self._recovering:
+            return RunState.RECONFIGURING
+        return RunState.TRAINING if self._step else RunState.STARTING
+
+    def _adopt(self, entry: PlanAdopted) -> None:
+        before = {_key(stage) for pipeline in self._plan.pipelines for stage in pipeline.stages}
+        after = {_key(stage) for pipeline in entry.plan.pipelines for stage in pipeline.stages}
+        self._changing = frozenset(after - before)
+        self._plan = entry.plan
+        self._generation = entry.generation
+        self._redundant = entry.redundant
+        training = set(entry.plan.nodes)
+        for name, state in self._nodes.items():
+            if name in training:
+                self._nodes[name] = NodeState.TRAINING
+            elif name in entry.plan.spares:
+                self._nodes[name] = NodeState.SPARE
+            elif state in (NodeState.TRAINING, NodeState.SPARE):
+                self._nodes[name] = NodeState.READY
+
+    def _commit(self, entry: StepDone) -> None:
+        record = entry.record
+        self._step = record.step
+        self._loss = record.loss
+        if record.duration_s > 0:
+            self._recent.append((record.duration_s, entry.tokens))
+        if record.generation == self._generation:
+            self._changing = frozenset()
+
+    def _pipelines(self) -> Iterator[PipelineView]:
+        for pipeline in self._plan.pipelines:
+            broken = any(self._nodes.get(node) is NodeState.LOST for node in pipeline.nodes)
+            yield PipelineView(
+                num_microbatches=pipeline.num_microbatches,
+                stages=tuple(
+                    StageView(
+                        node=_node(stage),
+                        first_layer=stage.first_layer,
+                        stop_layer=stage.stop_layer,
+                        num_devices=len(stage.places),
+                        state=self._work_state(stage, broken),
+                    )
+                    for stage in pipeline.stages
+                ),
+            )
+
+    def _work_state(self, stage: Stage, broken: bool) -> WorkState:
+        """A stage of a broken pipeline waits for a new plan; a whole pipeline goes on during a recovery."""
+        if self._nodes.get(_node(stage)) is NodeState.LOST:
+            return WorkState.LOST
+        if self._ended is not None:
+            return WorkState.ENDED
+        if not self._step:
+            return WorkState.STARTING
+        return WorkState.RECONFIGURING if broken or _key(stage) in self._changing else WorkState.TRAINING
+
+    def _node_view(self, name: str, now_s: float) -> NodeView:
+        state = self._nodes[name]
+        if self._ended is not None and state is not NodeState.LOST:
+            state = NodeState.ENDED
+        heard_s = self._heard_s.get(name)
+        return NodeView(name=name, state=state, heard_s_ago=None if heard_s is None else max(0.0, now_s - heard_s))
+
+
+def level_of(entry: JournalEntry) -> str:
+    """How much an entry should alarm: info, warning or error."""
+    match entry:
+        case Notice():
+            return entry.level
+        case ShardQuarantined() | JournalGap():
+            return "error"
+        case SaveFailed():
+            return "warning" if entry.is_our_doing else "error"
+        case RecoveryDone():
+            return "warning" if entry.unfinished else "info"
+        case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
+            return "warning"
+        case PaceChanged():
+            return "warning" if entry.factor > 1 else "info"
+        case RecoveryStarted():
+            return "info" if entry.cause.is_planned else "warning"
+        case PlanAdopted():
+            return "info" if entry.redundant else "warning"
+        case JobEnded():
+            return "info" if entry.exit_code == 0 else "error"
+        case _:
+            return "info"
+
+
+def _node(stage: Stage) -> str:
+    return stage.places[0].node
+
+
+def _key(stage: Stage) -> StageKey:
+    return _node(stage), stage.first_layer, stage.stop_layer

@@ -1,0 +1,266 @@
+"""On how many nodes the run trains, and which rest: the policy's decision, held steady, with what is measured.
+
+    as wanted ── the policy wants more, or fewer ──> waiting ── for `hysteresis_s` it did ──> another target
+        ^                                               │ it wants what there is, or the other direction
+        └───────────────────────────────────────────────┘
+
+Nodes that rest stay connected, and hold no layers. They are the first to take the place of one that is lost, and that
+waits for nothing: the target has not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from oobleck.control.commit import Progress
+from oobleck.control.events import Outbox
+from oobleck.control.journal import RecoveryDone, ScalingDecided
+from oobleck.control.membership import Membership
+from oobleck.control.protocol import CommitRecord
+from oobleck.job import JobSpec
+from oobleck.planner import Decision, ExecutionPlan
+
+from .policy import ScalingState, ScalingTarget, decide
+
+if TYPE_CHECKING:
+    from oobleck.planner import Planner
+
+__all__ = ["Scaling", "first_target", "with_resting"]
+
+_LOOKS_EVERY_S = (1.0, 60.0)
+"""At most and at least so often; between them, as often as a change takes to settle."""
+_UNMEASURED_CHANGE_S = 5.0
+"""What a change is taken to cost before any was measured."""
+_CHANGES_KEPT = 8
+_PRIOR_HORIZON_S = 3600.0
+"""Until a run has changes of its own to count, one is taken to come in this time."""
+_STEPS_KEPT = 20
+_STEPS_NEEDED = 5
+"""So many steps have to be timed before their time counts."""
+
+
+class Scaling:
+    """Mutable: the target, what the policy has wanted since when, and what steps and changes were measured to take."""
+
+    def __init__(self, job: JobSpec, members: Membership, progress: Progress, outbox: Outbox) -> None:
+        self._job = job
+        self._spec = job.scaling
+        self._members = members
+        self._progress = progress
+        self._outbox = outbox
+        self._target: int | None = None
+        """None: all."""
+        self._since: tuple[bool, float] | None = None
+        """Whether more is wanted, or less, and since when."""
+        self._timed: dict[int, deque[float]] = {}
+        """Seconds of the latest steps, by the number of nodes that took them."""
+        self._plan: tuple[int, float] | None = None
+        """The newest plan's nodes, and the seconds of a step that were predicted for it."""
+        self._ratio = 1.0
+        """Measured over predicted seconds of a step."""
+        self._planned_s: deque[float] = deque(maxlen=_CHANGES_KEPT)
+        self._forced_s: deque[float] = deque(maxlen=_CHANGES_KEPT)
+        """What changes cost, those that were planned and those that were not."""
+        self._num_changes = 0
+        self._is_late = False
+        self.due_s = math.inf
+        """When to look again."""
+
+    # --- what happens ------------------------------------------------------------------------------------------
+
+    def begin(self, planner: Planner, nodes: Sequence[str]) -> tuple[str, ...]:
+        """Training begins: return the nodes that rest. Raises PlanningError.
+
+        Nothing is measured yet, so that a deadline is begun with all nodes.
+        """
+        self.look_later()
+        if self._spec.policy != "all":
+            self._set(first_target(self._job, planner, len(nodes)), len(nodes))
+        return tuple(nodes[self._limit(planner, len(nodes)) :])
+
+    def restore(self, target: int | None) -> None:
+        """Go on with the target that the journal of a master before knows."""
+        self._target = target
+        self.look_later()
+
+    def plan_adopted(self, decision: Decision) -> None:
+        """A plan was ordered; what steps take under it is told from what they took before."""
+        self._plan = (len(decision.plan.nodes), decision.predicted_step_s)
+        self._timed.pop(self._plan[0], None)
+
+    def step_done(self, record: CommitRecord, *, generation: int) -> None:
+        """A step was committed; it counts if it was under the newest plan, of that generation."""
+        if self._plan is None or record.generation != generation or self._spec.policy == "all":
+            return
+        num_nodes, predicted_s = self._plan
+        timed = self._timed.setdefault(num_nodes, deque(maxlen=_STEPS_KEPT))
+        timed.append(record.duration_s)
+        if len(timed) >= _STEPS_NEEDED and predicted_s > 0:
+            self._ratio = median(timed) / predicted_s
+
+    def recovery_done(self, done: RecoveryDone) -> None:
+        """A change is over: note what it cost."""
+        self._num_changes += 1
+        (self._planned_s if done.cause.is_planned else self._forced_s).append(done.stall_s)
+
+    def paces_changed(self) -> None:
+        """Nodes have become slower or faster: steps that were timed before tell nothing more."""
+        self._timed.clear()
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Something has changed that the decision may depend on."""
+        if self._spec.policy != "all":
+            self.due_s = self._outbox.now_s
+
+    def look_later(self) -> None:
+        """Nothing can be decided now, or everything is."""
+        if self._spec.policy != "all":
+            often_s, seldom_s = _LOOKS_EVERY_S
+            self.due_s = self._outbox.now_s + max(often_s, min(seldom_s, self._spec.hysteresis_s))
+
+    # --- decisions ---------------------------------------------------------------------------------------------
+
+    def consider(self, planner: Planner) -> bool:
+        """Decide again; returns whether the number of nodes that train is to change now.
+
+        That takes a decision which has not changed its direction for `hysteresis_s`. While nodes leave, nothing is
+        decided: those who stay may be too few, and the next plan will tell.
+        """
+        now_s = self._outbox.now_s
+        self.look_later()
+        available = self._num_available
+        if available < len(self._members.ready):
+            return False
+        wanted = decide(self._state(planner, available))
+        self._tell_if_late(wanted)
+        used = self._limit(planner, available)
+        if wanted.num_nodes == used:
+            self._since = None
+            return False
+        grows = wanted.num_nodes > used
+        if self._since is None or self._since[0] is not grows:
+            self._since = (grows, now_s)
+        settled_s = self._since[1] + self._spec.hysteresis_s
+        if now_s < settled_s:
+            self.due_s = min(self.due_s, settled_s)
+            return False
+        self._set(wanted, available)
+        return True
+
+    def wants_more(self, planner: Planner, num_used: int) -> bool:
+        """Tell whether a node that has come is to train at once, beside `num_used` that do."""
+        return self._target is None or num_used < self._limit(planner, self._num_available)
+
+    def choices(
+        self, planner: Planner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
+    ) -> list[tuple[str, ...]]:
+        """Return the sets of nodes that may rest; the planner tells which of them is best.
+
+        Those who train go on, as far as they are wanted; slow ones rest first.
+        """
+        nodes = [member.spec.name for member in self._members.ready if not member.is_draining]
+        number = len(nodes) - self._limit(planner, len(nodes))
+        if number <= 0:
+            return [()]
+        used = [node for node in plan.nodes if node in nodes and node not in lost]
+        others = [node for node in nodes if node not in used]
+
+        def resting(ordered: Sequence[str]) -> tuple[str, ...]:
+            """The last ones, when slow nodes come after all others."""
+            return tuple(sorted([*ordered, *others], key=lambda node: node in slow)[-number:])
+
+        together, spread = resting(used), resting(_by_position(plan, used))
+        return [together] if set(together) == set(spread) else [together, spread]
+
+    # --- the state of things -----------------------------------------------------------------------------------
+
+    @property
+    def _num_available(self) -> int:
+        return sum(not member.is_draining for member in self._members.ready)
+
+    def _limit(self, planner: Planner, available: int) -> int:
+        """On how many of the available nodes to train: a target from when there were too few is not safe any more."""
+        if self._target is None or self._target >= available:
+            return available
+        return max(self._target, planner.fewest_nodes(available))
+
+    def _state(self, planner: Planner, available: int) -> ScalingState:
+        changes_s = self._planned_s or self._forced_s
+        now_s = self._outbox.now_s
+        return ScalingState(
+            spec=self._spec,
+            num_available=available,
+            num_used=self._limit(planner, available),
+            fewest=planner.fewest_nodes(available),
+            step_s=lambda count: self._step_s(planner, count),
+            steps_left=self._job.max_steps - self._progress.last_step,
+            elapsed_s=now_s,
+            horizon_s=(_PRIOR_HORIZON_S + now_s) / (1 + self._num_changes),
+            change_s=median(changes_s) if changes_s else _UNMEASURED_CHANGE_S,
+        )
+
+    def _step_s(self, planner: Planner, count: int) -> float:
+        """What a step takes on so many nodes: as measured where it was, else as predicted and measured elsewhere."""
+        timed = self._timed.get(count, ())
+        return median(timed) if len(timed) >= _STEPS_NEEDED else planner.step_s(count) * self._ratio
+
+    def _set(self, target: ScalingTarget, available: int) -> None:
+        self._target, self._since = target.num_nodes, None
+        self._outbox.record(
+            ScalingDecided(
+                t_s=self._outbox.now_s,
+                policy=self._spec.policy,
+                num_nodes=target.num_nodes,
+                num_available=available,
+                reason=target.reason,
+            )
+        )
+
+    def _tell_if_late(self, wanted: ScalingTarget) -> None:
+        if wanted.is_late and not self._is_late:
+            text = f"the deadline cannot be met on any number of these nodes: {wanted.reason}"
+            self._outbox.notice("warning", text)
+        self._is_late = wanted.is_late
+
+
+def first_target(job: JobSpec, planner: Planner, num_nodes: int) -> ScalingTarget:
+    """Return on how many nodes a job begins that nothing has been measured of. Raises PlanningError.
+
+    A deadline is begun with all nodes.
+    """
+    if job.scaling.policy == "deadline":
+        return ScalingTarget(num_nodes=num_nodes, reason="no step has been timed yet")
+    return decide(
+        ScalingState(
+            spec=job.scaling,
+            num_available=num_nodes,
+            num_used=num_nodes,
+            fewest=planner.fewest_nodes(num_nodes),
+            step_s=planner.step_s,
+            steps_left=job.max_steps,
+            elapsed_s=0.0,
+            horizon_s=_PRIOR_HORIZON_S,
+            change_s=0.0,
+        )
+    )
+
+
+def with_resting(decision: Decision, resting: Sequence[str]) -> Decision:
+    """Return a first plan with the nodes that have no part in it, as spares."""
+    if not resting:
+        return decision
+    return replace(decision, plan=replace(decision.plan, spares=(*decision.plan.spares, *resting)))
+
+
+def _by_position(plan: ExecutionPlan, used: Sequence[str]) -> list[str]:
+    """Nodes by their position in their pipelines, so that the last ones are of all pipelines in turn."""
+    position: Mapping[str, int] = {
+        node: index for pipeline in plan.pipelines for index, node in enumerate(pipeline.nodes)
+    }
+    return sorted(used, key=lambda node: position[node])

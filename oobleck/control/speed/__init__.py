@@ -1,0 +1,9 @@
+"""How fast nodes compute, and when a slow one is tried again."""
+
+from __future__ import annotations
+
+from .pace_meter import PaceMeter
+from .slow_node_retry import Probation
+from .speed_tracker import REPORTS_NEEDED, Paces, found_out_s, microbatch_s
+
+__all__ = ["REPORTS_NEEDED", "PaceMeter", "Paces", "Probation", "found_out_s", "microbatch_s"]

@@ -1,0 +1,147 @@
+"""How fast each node computes, against what its stage should take and against the others.
+
+A node counts as slow when, for some time, it has taken clearly longer than its peers: those that hold the same layers,
+or all where there are few of them. What slows all of them down alike is no reason to plan anew. How much longer is
+clear depends on how much the reports of one worker vary. A node is taken for normal again only once it is clearly
+faster than that, so that nobody is moved back and forth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from oobleck.control.protocol import Pace
+from oobleck.planner import ExecutionPlan, Place, Profile, Stage
+
+from .pace_meter import INTERVAL_S
+
+__all__ = ["REPORTS_NEEDED", "Paces", "found_out_s", "microbatch_s"]
+
+REPORTS_NEEDED = 5
+"""Reports that have to agree."""
+_FEWEST = 3
+"""Of fewer workers nobody can tell which is the slow one."""
+_SLOW = 1.5
+"""So many times the usual time is slow whatever the noise, and whoever it is compared with."""
+_SLOWER_THAN_PEERS = 1.25
+"""Slow where reports hardly vary, and peers do the same work."""
+_NOISES = 3.0
+"""Slow beyond so many times the variation of one worker's reports."""
+_NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
+"""Of what makes a node slow: less is normal again; a slow node that changed by more is planned for anew."""
+
+
+class Paces:
+    """Mutable: the latest reports of each worker in the plan."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[Place, deque[float]] = {}
+        """Measured over expected seconds for a microbatch, by worker."""
+        self.slow: Mapping[str, float] = {}
+        """The slow nodes, as planned for: 2.0 takes twice as long as normal."""
+        self._heard: set[Place] = set()
+        """Who has reported in this round."""
+        self._is_round_over = False
+
+    def note(self, place: Place, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
+        """Take in what a worker's latest microbatches took, where the profile expects something of it."""
+        located = plan.locate(place)
+        if located is None or not pace.microbatches or not 0 < pace.compute_s < math.inf:
+            return
+        stage = plan.pipelines[located[0]].stages[located[1]]
+        ratios = self._ratios.setdefault(place, deque(maxlen=REPORTS_NEEDED))
+        ratios.append(pace.compute_s / pace.microbatches / microbatch_s(profile, stage))
+        self._is_round_over |= place in self._heard
+        self._heard.add(place)
+        self._is_round_over |= len(self._heard) >= len(plan.places)
+
+    def forget(self, node: str) -> None:
+        """A node is lost, or its worker starts anew: it is taken for normal."""
+        self._ratios = {place: ratios for place, ratios in self._ratios.items() if place.node != node}
+        self.slow = {name: factor for name, factor in self.slow.items() if name != node}
+
+    def take_change(self, plan: ExecutionPlan) -> bool:
+        """Look at the reports, once in a round of them; returns whether the slow nodes are others now, or much
+        slower or faster. O(workers log workers) for a look.
+        """
+        if not self._is_round_over:
+            return False
+        self._is_round_over = False
+        self._heard.clear()
+        places = plan.places
+        known = {place: ratios for place in places if len(ratios := self._ratios.get(place, ())) == REPORTS_NEEDED}
+        if len(known) < len(places) or len(known) < _FEWEST:
+            return False  # without all of them nobody knows what is normal
+        slow = self._judge(_compare(known, plan))
+        if slow == self.slow:
+            return False
+        self.slow = slow
+        return True
+
+    def _judge(self, seen: Mapping[str, _Seen]) -> dict[str, float]:
+        """Return the slow nodes. What is known of nodes that nothing was seen of, for they rest, stays."""
+        slow = {node: factor for node, factor in self.slow.items() if node not in seen}
+        for node, worst in seen.items():
+            before, now = self.slow.get(node), round(worst.middle, 2)
+            if before is None:
+                if worst.least > worst.limit:
+                    slow[node] = now
+            elif worst.most >= worst.beyond(_NORMAL_SHARE):
+                agree = worst.most < worst.limit * worst.least
+                is_other = max(before, now) > worst.beyond(_CHANGED_SHARE) * min(before, now)
+                slow[node] = now if agree and is_other else before
+        return slow
+
+
+class _Seen(NamedTuple):
+    """The reports of a node's slowest workers, as multiples of what is usual."""
+
+    middle: float
+    least: float
+    most: float
+    limit: float
+    """Where slow begins."""
+
+    def beyond(self, share: float) -> float:
+        """Some of the way from the usual to slow."""
+        return 1 + share * (self.limit - 1)
+
+
+def _compare(known: Mapping[Place, Sequence[float]], plan: ExecutionPlan) -> dict[str, _Seen]:
+    """Compare each worker with those of the same layers, or with all; return the slowest of each node."""
+    noise = median(max(ratios) / min(ratios) - 1 for ratios in known.values())
+    clear = min(_SLOW, max(_SLOWER_THAN_PEERS, 1 + _NOISES * noise))
+    middles = {place: median(ratios) for place, ratios in known.items()}
+    peers: dict[tuple[int, int], list[float]] = defaultdict(list)
+    stages = [(stage, place) for pipeline in plan.pipelines for stage in pipeline.stages for place in stage.places]
+    for stage, place in stages:
+        peers[stage.first_layer, stage.stop_layer].append(middles[place])
+    usual = {layers: median(ratios) for layers, ratios in peers.items() if len(ratios) >= _FEWEST}
+    usual_of_all = median(middles.values())
+    seen: dict[str, _Seen] = {}
+    for stage, place in stages:
+        layers = stage.first_layer, stage.stop_layer
+        against = usual.get(layers, usual_of_all)
+        ratios = known[place]
+        middle = middles[place] / against
+        mine = middle, min(ratios) / against, max(ratios) / against, clear if layers in usual else _SLOW
+        before = seen.get(place.node)
+        seen[place.node] = _Seen(*mine) if before is None else _Seen(*map(max, mine, before))
+    return seen
+
+
+def found_out_s(step_s: float) -> float:
+    """Seconds in which a node that has become slow is found out: workers report once a second, or once a step."""
+    interval_s = step_s * math.ceil(INTERVAL_S / step_s) if step_s else INTERVAL_S
+    return (REPORTS_NEEDED + 1) * interval_s
+
+
+def microbatch_s(profile: Profile, stage: Stage) -> float:
+    """Seconds in which a stage's devices compute a microbatch, forward and backward, as the profile says."""
+    devices = len(stage.places)
+    layers = profile.layers[stage.first_layer : stage.stop_layer]
+    return math.fsum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)

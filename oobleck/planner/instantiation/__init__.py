@@ -1,0 +1,8 @@
+"""Instantiation: how many pipelines of each size, and how many microbatches for each."""
+
+from __future__ import annotations
+
+from .batches import deal_microbatches
+from .sizes import SizeOption, Sizing, choose_sizes, reduction_s, sizing_of
+
+__all__ = ["SizeOption", "Sizing", "choose_sizes", "deal_microbatches", "reduction_s", "sizing_of"]

@@ -1,0 +1,37 @@
+"""Profiles: what one microbatch costs in each layer, measured or estimated."""
+
+from __future__ import annotations
+
+from .devices import KNOWN_DEVICES, DeviceSheet, device_sheet, device_sheet_from_json
+from .estimate import estimate_profile
+from .flops import training_flops
+from .profile import (
+    DeviceProfile,
+    LayerProfile,
+    NetworkProfile,
+    Profile,
+    SplitBackward,
+    profile_from_json,
+    profile_to_json,
+)
+from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
+
+__all__ = [
+    "KNOWN_DEVICES",
+    "KNOWN_MODELS",
+    "DeviceProfile",
+    "DeviceSheet",
+    "LayerProfile",
+    "ModelShape",
+    "NetworkProfile",
+    "Profile",
+    "SplitBackward",
+    "device_sheet",
+    "device_sheet_from_json",
+    "estimate_profile",
+    "model_shape",
+    "profile_from_json",
+    "profile_to_json",
+    "shape_from_config",
+    "training_flops",
+]

@@ -1,0 +1,79 @@
+"""Gathering slow nodes: several pipelines with one slow node each wait more than one pipeline with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from oobleck.planner.inventory import Holding, missing_bytes
+
+__all__ = ["gather_slow_nodes"]
+
+_MOST_GATHERED = 32
+"""More slow nodes than this are left where they are."""
+
+_Spot = tuple[int, int]
+"""A pipeline, and a node's position in it."""
+
+
+def gather_slow_nodes(
+    pipelines: Sequence[Sequence[str]],
+    needed: Sequence[Sequence[Holding]],
+    slow: Collection[str],
+    holdings: Mapping[str, Holding],
+    layer_bytes: Sequence[int],
+) -> Iterator[list[tuple[str, ...]]]:
+    """Yield the pipelines with slow nodes swapped into as few of them as hold all, where they are not already.
+
+    The pipelines that have most of them take the others, or the smallest pipelines do; each for the node whose swap
+    moves the fewest bytes, which is none between equal positions of equal templates. `needed` is what each position
+    has to hold. Proposals only: whether they repay the bytes is for the caller to weigh. O(slow · host nodes).
+    """
+    if not slow:
+        return
+    numbers = [sum(node in slow for node in nodes) for nodes in pipelines]
+    by_number = sorted(range(len(pipelines)), key=lambda i: (-numbers[i], len(pipelines[i]), i))
+    by_size = sorted(range(len(pipelines)), key=lambda i: (len(pipelines[i]), -numbers[i], i))
+    every = [_hosts(order, pipelines, sum(numbers)) for order in (by_number, by_size)]
+    for hosts in every if every[0] != every[1] else every[:1]:
+        if (gathered := _gather(hosts, pipelines, needed, slow, holdings, layer_bytes)) is not None:
+            yield gathered
+
+
+def _gather(
+    hosts: Collection[int],
+    pipelines: Sequence[Sequence[str]],
+    needed: Sequence[Sequence[Holding]],
+    slow: Collection[str],
+    holdings: Mapping[str, Holding],
+    layer_bytes: Sequence[int],
+) -> list[tuple[str, ...]] | None:
+    spots = [(index, position) for index, nodes in enumerate(pipelines) for position in range(len(nodes))]
+    outside = [spot for spot in spots if spot[0] not in hosts and pipelines[spot[0]][spot[1]] in slow]
+    inside = [spot for spot in spots if spot[0] in hosts and pipelines[spot[0]][spot[1]] not in slow]
+    if not 0 < len(outside) <= _MOST_GATHERED:
+        return None
+    gathered = [list(nodes) for nodes in pipelines]
+
+    def swapped_bytes(a: _Spot, b: _Spot) -> int:
+        there, here = holdings[gathered[b[0]][b[1]]], holdings[gathered[a[0]][a[1]]]
+        return missing_bytes(needed[a[0]][a[1]], there, layer_bytes) + missing_bytes(
+            needed[b[0]][b[1]], here, layer_bytes
+        )
+
+    for a in outside:
+        b = min(inside, key=lambda spot: (swapped_bytes(a, spot), spot))
+        inside.remove(b)
+        gathered[a[0]][a[1]], gathered[b[0]][b[1]] = gathered[b[0]][b[1]], gathered[a[0]][a[1]]
+    return [tuple(nodes) for nodes in gathered]
+
+
+def _hosts(order: Sequence[int], pipelines: Sequence[Sequence[str]], num_slow: int) -> set[int]:
+    """Return the first pipelines that together have room for all slow nodes."""
+    hosts: set[int] = set()
+    room = 0
+    for index in order:
+        if room >= num_slow:
+            break
+        hosts.add(index)
+        room += len(pipelines[index])
+    return hosts

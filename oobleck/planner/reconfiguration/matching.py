@@ -1,0 +1,111 @@
+"""Matching nodes to the positions of new pipelines, so that the fewest bytes have to move.
+
+An assignment problem. Most nodes already hold exactly what some position needs; such pairs may be fixed
+beforehand, because the bytes to make one set of layers into another obey the triangle inequality: if an optimal
+matching separates an exact pair, swapping the partners costs no more. What remains has few kinds of nodes and
+positions, and is solved exactly (see `transport`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oobleck.planner.inventory import Holding, missing_bytes
+
+from .transport import transport
+
+__all__ = ["Position", "match_nodes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """One node's place in a new pipeline."""
+
+    needed: Holding
+    origin: int
+    """The old pipeline that it continues, -1 for none; equal matchings are settled by who stays in theirs."""
+
+
+def match_nodes(
+    positions: Sequence[Position],
+    holdings: Mapping[str, Holding],
+    origins: Mapping[str, int],
+    layer_bytes: Sequence[int],
+) -> tuple[str, ...]:
+    """Return the node for each position, with the fewest bytes to move in all.
+
+    `holdings` names the candidates, at least as many as positions, and what they hold; `origins` the old
+    pipelines of those that had one. Of equal choices, nodes stay in their pipelines as far as possible, then the
+    order of `holdings` decides. O(p + n) beside the transport of what changes.
+    """
+    assert len(holdings) >= len(positions), "every position gets a node"
+    chosen = _exact_pairs(positions, holdings, origins)
+    taken = set(chosen.values())
+    # Dictionaries stand for ordered sets.
+    nodes: dict[Holding, dict[str, None]] = defaultdict(dict)
+    for node, holding in holdings.items():
+        if node not in taken:
+            nodes[holding][node] = None
+    waiting: dict[Holding, dict[int, None]] = defaultdict(dict)
+    for index, position in enumerate(positions):
+        if index not in chosen:
+            waiting[position.needed][index] = None
+    if waiting:
+        # In an order of their own, so that which pipelines they come from does not settle equal costs.
+        rows, columns = sorted(waiting, key=_by_layers), sorted(nodes, key=_by_layers)
+        costs = np.array([[float(missing_bytes(needed, held, layer_bytes)) for held in columns] for needed in rows])
+        flows = transport(costs, [len(waiting[needed]) for needed in rows], [len(nodes[held]) for held in columns])
+        for row, needed in enumerate(rows):
+            for column, held in enumerate(columns):
+                _pair(int(flows[row, column]), waiting[needed], nodes[held], positions, origins, chosen)
+    return tuple(chosen[index] for index in range(len(positions)))
+
+
+def _by_layers(holding: Holding) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sorted(layers)) for layers in holding)
+
+
+def _pair(
+    number: int,
+    indices: dict[int, None],
+    nodes: dict[str, None],
+    positions: Sequence[Position],
+    origins: Mapping[str, int],
+    chosen: dict[int, str],
+) -> None:
+    """Take so many of the positions and nodes and match them, those of one pipeline first."""
+    for stay in (True, False):
+        if not number:
+            return
+        by_origin: dict[int | None, list[str]] = defaultdict(list)
+        for node in reversed(nodes):
+            by_origin[origins.get(node) if stay else None].append(node)
+        for index in list(indices):
+            alike = by_origin[positions[index].origin if stay else None]
+            if number and alike:
+                number -= 1
+                chosen[index] = node = alike.pop()
+                del nodes[node], indices[index]
+
+
+def _exact_pairs(
+    positions: Sequence[Position], holdings: Mapping[str, Holding], origins: Mapping[str, int]
+) -> dict[int, str]:
+    """Return nodes for positions that need exactly what they hold, those in their own pipeline first."""
+    chosen: dict[int, str] = {}
+    taken: set[str] = set()
+    for stay in (True, False):
+        waiting: dict[tuple[Holding, int | None], list[str]] = {}
+        for node in reversed(list(holdings)):
+            if node not in taken:
+                waiting.setdefault((holdings[node], origins.get(node) if stay else None), []).append(node)
+        for index, position in enumerate(positions):
+            nodes = waiting.get((position.needed, position.origin if stay else None))
+            if nodes and index not in chosen:
+                chosen[index] = node = nodes.pop()
+                taken.add(node)
+    return chosen

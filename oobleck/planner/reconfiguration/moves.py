@@ -1,0 +1,236 @@
+"""The moves that make a plan whole again: which sizes the new pipelines could have.
+
+A move decides sizes alone, and which old pipeline each new one continues; nodes are matched to positions
+afterwards (see `matching`). Any of the moves may be impossible; a rebuild is possible whenever a plan is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from oobleck.planner.words import counted, listed
+
+__all__ = ["Move", "Situation", "all_moves", "continue_pipelines", "described"]
+
+Choose = Callable[[int, int], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A proposal: the new pipelines as (old pipeline that each continues, nodes)."""
+
+    action: str
+    pipelines: tuple[tuple[int | None, int], ...]
+    detail: str
+    """Completes the sentence of the decision."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sorted((size for _, size in self.pipelines), reverse=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a move starts from."""
+
+    before: tuple[int, ...]
+    """Nodes of each old pipeline."""
+    alive: tuple[int, ...]
+    """Nodes of each old pipeline that may go on in it."""
+    num_free: int
+    """Spares and joined nodes."""
+    sizes: tuple[int, ...]
+    """Sizes that have a template, increasing."""
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(self.alive) + self.num_free
+
+    @property
+    def broken(self) -> tuple[int, ...]:
+        return tuple(index for index, count in enumerate(self.before) if self.alive[index] < count)
+
+    def fit(self, num_nodes: int) -> int:
+        """Return the largest size that `num_nodes` nodes can have, 0 for none."""
+        position = bisect_right(self.sizes, num_nodes)
+        return self.sizes[position - 1] if position else 0
+
+
+def all_moves(situation: Situation, choose: Choose) -> list[Move]:
+    """Return the possible moves, the gentlest first.
+
+    `choose(nodes, kept)` gives the best sizes for a number of nodes when `kept` pipelines of others stay as they
+    are, or no sizes.
+    """
+    moves = [
+        _reinstantiate(situation),
+        _borrow(situation),
+        _merge(situation),
+        _absorb(situation),
+        _regroup(situation, choose),
+        _rebuild(situation, choose),
+    ]
+    distinct: dict[tuple[tuple[int | None, int], ...], Move] = {}
+    for move in moves:
+        if move is not None and move.pipelines:
+            distinct.setdefault(move.pipelines, move)
+    return list(distinct.values())
+
+
+def _refill(situation: Situation) -> tuple[list[int], int]:
+    """Return the survivors of each pipeline with free nodes in the lost ones' stead, and the free nodes left."""
+    counts, free = list(situation.alive), situation.num_free
+    for index in situation.broken:
+        taken = min(free, situation.before[index] - counts[index])
+        counts[index] += taken
+        free -= taken
+    return counts, free
+
+
+def _move(action: str, counts: Sequence[int], situation: Situation, detail: str) -> Move | None:
+    """Make a move of node counts; None if some count has no template. Counts of 0 are pipelines given up."""
+    sizes = [(index, situation.fit(count)) for index, count in enumerate(counts) if count]
+    if not sizes or not all(size for _, size in sizes):
+        return None
+    return Move(action=action, pipelines=tuple(sizes), detail=detail)
+
+
+def _reinstantiate(situation: Situation) -> Move | None:
+    """Let every pipeline go on with the nodes it has left."""
+    counts, _ = _refill(situation)
+    shrunk = [index for index in situation.broken if counts[index] < situation.before[index]]
+    if any(counts[index] for index in shrunk):
+        detail = listed(
+            f"pipeline {index} goes on with {counted(situation.fit(counts[index]), 'node')}"
+            for index in shrunk
+            if counts[index]
+        )
+    elif shrunk:
+        detail = "the other pipelines take its microbatches"
+    elif situation.broken:
+        detail = "spares take the empty places"
+    else:
+        detail = "the pipelines stay as they are"
+    return _move("reinstantiate", counts, situation, detail)
+
+
+def _borrow(situation: Situation) -> Move | None:
+    """Bring every undersized pipeline to the smallest size with nodes of the largest pipelines."""
+    counts, _ = _refill(situation)
+    smallest = situation.sizes[0]
+    borrowers = [index for index, count in enumerate(counts) if 0 < count < smallest]
+    donors: Counter[int] = Counter()
+    for index in borrowers:
+        while counts[index] < smallest:
+            donor = max(range(len(counts)), key=lambda i: (counts[i], -i))
+            if counts[donor] <= smallest:
+                return None
+            counts[donor] -= 1
+            counts[index] += 1
+            donors[donor] += 1
+    if not borrowers:
+        return None
+    detail = (
+        f"{_pipelines(borrowers)} borrow{'s' if len(borrowers) == 1 else ''} {counted(sum(donors.values()), 'node')} "
+        f"from {_pipelines(sorted(donors))}"
+    )
+    return _move("borrow", counts, situation, detail)
+
+
+def _merge(situation: Situation) -> Move | None:
+    """Join undersized pipelines with each other, and a last one with the smallest of the others."""
+    counts, _ = _refill(situation)
+    smallest = situation.sizes[0]
+    merged: list[str] = []
+    while any(0 < count < smallest for count in counts):
+        alive = sorted((i for i, count in enumerate(counts) if count), key=lambda i: (counts[i], i))
+        if len(alive) < 2:
+            return None
+        source, target = alive[:2]
+        counts[target] += counts[source]
+        counts[source] = 0
+        merged.append(f"{source} merged into pipeline {target}")
+    return _move("merge", counts, situation, f"pipeline {listed(merged)}") if merged else None
+
+
+def _absorb(situation: Situation) -> Move | None:
+    """Give free nodes one by one to the smallest pipelines that have a template for them."""
+    counts, free = _refill(situation)
+    grown: Counter[int] = Counter()
+    largest = situation.sizes[-1]
+    while free:
+        growing = [i for i, count in enumerate(counts) if count and count < largest]
+        if not growing:
+            break
+        index = min(growing, key=lambda i: (counts[i], i))
+        counts[index] += 1
+        free -= 1
+        grown[index] += 1
+    if not grown:
+        return None
+    return _move("absorb", counts, situation, f"{_pipelines(sorted(grown))} grow{'s' if len(grown) == 1 else ''}")
+
+
+def _regroup(situation: Situation, choose: Choose) -> Move | None:
+    """Keep whole pipelines as they are and make the best of all other nodes."""
+    whole = [(i, count) for i, count in enumerate(situation.alive) if count == situation.before[i]]
+    pool = situation.num_nodes - sum(count for _, count in whole)
+    if not whole or not pool or not all(count in situation.sizes for _, count in whole):
+        return None
+    sizes = choose(pool, len(whole))
+    if not sizes:
+        return None
+    placed = continue_pipelines(sizes, situation, among=situation.broken)
+    return Move(
+        action="rebuild" if situation.broken else "absorb",
+        pipelines=tuple(sorted([*whole, *placed], key=_by_origin)),
+        detail=f"the other nodes form {described(sizes)}",
+    )
+
+
+def _rebuild(situation: Situation, choose: Choose) -> Move | None:
+    sizes = choose(situation.num_nodes, 0)
+    if not sizes:
+        return None
+    placed = continue_pipelines(sizes, situation, among=range(len(situation.before)))
+    return Move(action="rebuild", pipelines=placed, detail=f"all nodes are planned anew: {described(sizes)}")
+
+
+def continue_pipelines(
+    sizes: Sequence[int], situation: Situation, *, among: Sequence[int]
+) -> tuple[tuple[int | None, int], ...]:
+    """Say which old pipeline each new one continues: the one of the same size first, then by survivors."""
+    left = sorted(sizes, reverse=True)
+    placed: list[tuple[int | None, int]] = []
+    old = sorted(among, key=lambda i: (-situation.alive[i], i))
+    available = Counter(left)
+    for index in [i for i in old if situation.alive[i]]:
+        if situation.alive[index] == situation.before[index] and available[situation.alive[index]]:
+            available[situation.alive[index]] -= 1
+            placed.append((index, situation.alive[index]))
+    taken = {index for index, _ in placed}
+    rest = sorted(available.elements(), reverse=True)
+    others = [index for index in old if index not in taken and situation.alive[index]]
+    for position, size in enumerate(rest):
+        placed.append((others[position] if position < len(others) else None, size))
+    return tuple(sorted(placed, key=_by_origin))
+
+
+def _by_origin(pipeline: tuple[int | None, int]) -> tuple[bool, int, int]:
+    origin, size = pipeline
+    return origin is None, origin or 0, -size
+
+
+def _pipelines(indices: Sequence[int]) -> str:
+    return f"pipeline{'s' if len(indices) != 1 else ''} {listed(map(str, indices))}"
+
+
+def described(sizes: Sequence[int]) -> str:
+    """Return pipelines of these sizes in words: "2 pipelines of 3 nodes"."""
+    return listed(
+        f"{counted(times, 'pipeline')} of {counted(size, 'node')}"
+        for size, times in sorted(Counter(sizes).items(), reverse=True)
+    )

@@ -1,0 +1,110 @@
+"""What is left of a plan's nodes after losses and joins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from oobleck.planner.inventory import Holding, Inventory, needed_holdings
+from oobleck.planner.plan import ExecutionPlan, Place
+
+__all__ = ["World", "look_at"]
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The living nodes: those of the old pipelines, in their order, and the free ones, spares and joined."""
+
+    plan: ExecutionPlan
+    free: tuple[str, ...]
+    origins: Mapping[str, int]
+    """The old pipeline of each node that had one."""
+    inventory: Inventory
+    speeds: Mapping[str, float]
+    resting: tuple[str, ...]
+    """Nodes that get no place although they could take one; they are read from."""
+
+    @property
+    def holdings(self) -> Mapping[str, Holding]:
+        """What each living node holds."""
+        return self.inventory.holdings
+
+    @property
+    def slow(self) -> frozenset[str]:
+        """The living nodes that are slower than the profile says."""
+        return frozenset(node for node, speed in self.speeds.items() if speed < 1.0 and node in self.holdings)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.inventory.holdings)
+
+
+def look_at(
+    plan: ExecutionPlan,
+    *,
+    lost: Collection[str],
+    joined: Collection[str],
+    leaving: Collection[str],
+    resting: Collection[str],
+    speeds: Mapping[str, float],
+    held: Mapping[Place, frozenset[int]] | None,
+    devices_per_node: int,
+) -> World:
+    """Return who lives and holds what; see `Planner.reconfigure` for the arguments."""
+    leaving = frozenset(leaving) | frozenset(resting)
+    gone = frozenset(lost) | leaving
+    training = {node: index for index, pipeline in enumerate(plan.pipelines) for node in pipeline.nodes}
+    origins = {node: index for node, index in training.items() if node not in gone}
+    spares = [node for node in plan.spares if node not in gone]
+    arrived = sorted(set(joined) - set(origins) - set(spares))
+    free = (*spares, *arrived)
+    expected = _expected(plan, devices_per_node)
+    nobody: Holding = (_NOTHING,) * devices_per_node
+    holdings = {node: expected.get(node, nobody) if node not in gone else nobody for node in (*origins, *free)}
+    departing = {node: expected.get(node, nobody) for node in sorted(leaving - set(lost))}
+    if held is not None:
+        holdings = _told(holdings, held, gone, devices_per_node)
+        departing = _told(departing, held, frozenset(lost), devices_per_node)
+    return World(
+        plan=plan,
+        free=free,
+        origins=origins,
+        inventory=Inventory(holdings, plan.num_layers, leaving=departing),
+        speeds=speeds,
+        resting=tuple(sorted(set(resting))),
+    )
+
+
+def _expected(plan: ExecutionPlan, devices_per_node: int) -> dict[str, Holding]:
+    known: dict[int, tuple[Holding, ...]] = {}
+    expected: dict[str, Holding] = {}
+    for pipeline in plan.pipelines:
+        if (needed := known.get(id(pipeline.template))) is None:
+            known[id(pipeline.template)] = needed = needed_holdings(pipeline.template, devices_per_node)
+        expected.update(zip(pipeline.nodes, needed, strict=True))
+    return expected
+
+
+def _with(holding: Holding, device: int, layers: frozenset[int]) -> Holding:
+    """Return a node's holding with these layers on a device of it."""
+    holding += (_NOTHING,) * (device + 1 - len(holding))
+    return (*holding[:device], layers, *holding[device + 1 :])
+
+
+def _told(
+    holdings: Mapping[str, Holding],
+    held: Mapping[Place, frozenset[int]],
+    gone: frozenset[str],
+    devices_per_node: int,
+) -> dict[str, Holding]:
+    """Return holdings as `held` says; equal ones share their objects with the expected."""
+    if not holdings:
+        return {}
+    nobody: Holding = (_NOTHING,) * devices_per_node
+    told = dict.fromkeys(holdings, nobody)
+    for (node, device), layers in held.items():
+        if layers and node in told and node not in gone:
+            told[node] = (layers,) if devices_per_node == 1 and not device else _with(told[node], device, layers)
+    return {node: expected if told[node] == expected else told[node] for node, expected in holdings.items()}

@@ -1,0 +1,258 @@
+"""The dynamic programme under the template search: the best ways to cut layers into stages, for all sizes at once.
+
+A partial pipeline is a suffix: layers [i, L) on the last v devices. The programme goes from the right because
+1F1B keeps as many microbatches in flight at a stage as there are stages from it to the end. One step adds a
+stage of d devices before a suffix of v - d devices:
+
+    best[v][i] = min over d, j > i of  cost(i, j, d) ∘ best[v - d][j]
+
+with ∘ = max for the tightest bound on the slowest stage, and ∘ = + under such a bound for the least sum.
+Many bounds are asked at once, as one more axis of the arrays, and layers beyond the longest stage that a bound
+allows are left out. O(Q·V·L·W·D) for Q bounds, V devices, L layers, stages of at most W layers, D device counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.planner.costs import Floats, StageCosts, Timing
+from oobleck.planner.plan import PipelineTemplate
+
+__all__ = ["Cut", "StageSearch"]
+
+_EVENNESS = 1e-9
+"""Of equal sums the most even stages win: a stage costs w · (1 + 1e-9 · w / sum), so sums are exact to 1e-9."""
+_LEFTMOST = 1e-13
+"""Of these, the longest stages come first: what a slow stage keeps waiting is the warm-up and drain of those before."""
+_CHUNK = 32
+"""Bounds evaluated together."""
+
+_Key = tuple[int, bool, bool]
+"""A kind of stage: its devices, and whether its left and its right neighbour are on the same node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A way to cut the layers: where each stage stops, and its devices, from the first stage to the last."""
+
+    stops: tuple[int, ...]
+    num_devices: tuple[int, ...]
+    timing: Timing
+
+    def template(self, costs: StageCosts) -> PipelineTemplate:
+        stages = []
+        first, device = 0, 0
+        for stop, count in zip(self.stops, self.num_devices, strict=True):
+            stages.append(costs.stage(first, stop, device, count))
+            first, device = stop, device + count
+        return PipelineTemplate(stages=tuple(stages))
+
+
+class _Table:
+    """The stages of one kind: seconds, cost and memory by [stage's layers - 1, first layer]."""
+
+    def __init__(self, seconds: Floats, most_in_flight: Floats, scale_s: float) -> None:
+        size = seconds.shape[0] - 1
+        lengths, firsts = np.arange(1, size + 1)[:, None], np.arange(size)[None, :]
+        stops = np.minimum(firsts + lengths, size)
+        inside = firsts + lengths <= size
+        self.seconds = np.where(inside, seconds[firsts, stops], np.inf)
+        self.cost = self.seconds + (_EVENNESS / scale_s) * np.where(inside, self.seconds, 0.0) ** 2
+        self.most_in_flight = np.where(inside, most_in_flight[firsts, stops], np.inf)
+
+
+class StageSearch:
+    """Searches the cuts of one cost table.
+
+    With stages of one device, a suffix of v devices has v stages. With larger stages it has at least
+    v / largest; the search then takes that least number (`counted=False`), and who finds that a result breaks
+    the memory limit asks again with `counted=True`, which carries the number of stages along at L times the cost.
+    """
+
+    def __init__(self, costs: StageCosts, *, counted: bool = False) -> None:
+        self._costs = costs
+        self._counted = counted
+        whole = [
+            float(costs.seconds(count, left_same_node=False, right_same_node=False)[0, -1])
+            for count in costs.device_counts
+        ]
+        self._scale_s = max(whole) or 1.0
+        neighbours = (False, True) if costs.devices_per_node > 1 else (False,)
+        self._tables: dict[_Key, _Table] = {
+            (count, left, right): _Table(
+                costs.seconds(count, left_same_node=left, right_same_node=right),
+                costs.most_in_flight(count),
+                self._scale_s,
+            )
+            for count in costs.device_counts
+            for left in neighbours
+            for right in neighbours
+        }
+        self._quickest = np.min([table.seconds.min(axis=1) for table in self._tables.values()], axis=0)
+
+    def tightest(self, num_devices: int) -> Floats:
+        """Return the least possible seconds of the slowest stage, at [v] for pipelines of v devices."""
+        run = self._run(np.array([np.inf]), num_devices, np.maximum)
+        values: Floats = run.best[:, 0, :, 0].min(axis=1)
+        return values
+
+    def least_sums(self, devices: Sequence[int]) -> list[Cut]:
+        """Return, for each number of devices, the pipeline of the least sum of the stages' seconds."""
+        run = self._run(np.array([np.inf]), max(devices), np.add)
+        return run.trace([0] * len(devices), devices)
+
+    def least_sums_within(self, bounds: Sequence[float], devices: Sequence[int]) -> list[Cut]:
+        """Return, for each (bound, devices), the pipeline of the least sum whose stages all stay within the bound."""
+        answers: dict[int, Cut] = {}
+        limits, totals = np.array(bounds), np.array(devices)
+        for chunk in _chunks(totals):
+            run = self._run(limits[chunk], int(totals[chunk].max()), np.add)
+            answers.update(zip(chunk, run.trace(range(len(chunk)), totals[chunk].tolist()), strict=True))
+        return [answers[query] for query in range(len(bounds))]
+
+    def _run(self, bounds: Floats, num_devices: int, combine: np.ufunc) -> _Run:
+        allowed = np.nonzero(self._quickest <= bounds.max())[0]
+        width = int(allowed[-1]) + 1 if len(allowed) else 1
+        return _Run(
+            self._costs, self._tables, bounds, num_devices, width, combine, scale_s=self._scale_s, counted=self._counted
+        )
+
+
+def _chunks(devices: NDArray[np.int64]) -> list[list[int]]:
+    """Group queries of similar size, so that none pays for a much larger one."""
+    chunks: list[list[int]] = []
+    for query in np.argsort(devices, kind="stable").tolist():
+        if chunks and devices[query] <= 1.25 * devices[chunks[-1][0]] + 1 and len(chunks[-1]) < _CHUNK:
+            chunks[-1].append(query)
+        else:
+            chunks.append([query])
+    return chunks
+
+
+class _Run:
+    """One evaluation of the programme; `best` is [devices, query, stages, first layer].
+
+    The axis of stages has length 1 unless they are counted; the axis of layers is padded with infinities.
+    """
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        tables: dict[_Key, _Table],
+        bounds: Floats,
+        num_devices: int,
+        width: int,
+        combine: np.ufunc,
+        *,
+        scale_s: float,
+        counted: bool,
+    ) -> None:
+        self._costs, self._width, self._combine, self._counted = costs, width, combine, counted
+        self._size = size = costs.num_layers
+        self._allowed: dict[_Key, Floats] = {}
+        self._most_in_flight = {key: table.most_in_flight[:width] for key, table in tables.items()}
+        self._least_most: dict[_Key, float] = {}
+        for key, table in tables.items():
+            seconds = table.seconds[:width]
+            values = seconds if combine is np.maximum else table.cost[:width]
+            within = seconds[:, None, :] <= bounds[None, :, None]
+            self._allowed[key] = np.where(within, values[:, None, :], np.inf)
+            possible = within.any(axis=1) & np.isfinite(values)
+            self._least_most[key] = float(self._most_in_flight[key].min(where=possible, initial=np.inf))
+        depth = min(num_devices, size) + 1 if counted else 1
+        self.best = np.full((num_devices + 1, len(bounds), depth, size + width), np.inf)
+        self.best[0, :, 0, size] = 0.0
+        # Which kind of stage, times the width, plus its layers less one.
+        self._choice = np.zeros((num_devices + 1, len(bounds), depth, size), dtype=np.int32)
+        self._bias = -_LEFTMOST * scale_s * np.arange(width, dtype=np.float64)[:, None, None]
+        self._keys = list(tables)
+        self._seconds = [table.seconds for table in tables.values()]
+        for total in range(1, num_devices + 1):
+            for key, rest in self._steps(total):
+                self._extend(key, rest, total)
+
+    def _steps(self, total: int) -> list[tuple[_Key, int]]:
+        """Return the kinds of stage that a suffix of `total` devices may start with, and the devices that follow."""
+        per_node = self._costs.devices_per_node
+        return [
+            ((count, total % per_node != 0, (total - count) % per_node != 0), total - count)
+            for count in self._costs.device_counts
+            if count <= total and (total - count) % per_node + count <= per_node
+        ]
+
+    def _least_in_flight(self, total: int) -> int:
+        """Return the least number of microbatches in flight at the first stage of a suffix of `total` devices."""
+        return self._costs.in_flight(-(-total // self._costs.device_counts[-1]))
+
+    def _stage_costs(self, key: _Key, in_flight: int, firsts: slice) -> Floats:
+        """Return the costs of the stages that fit: [stage's layers - 1, query, first layer]."""
+        costs = self._allowed[key][:, :, firsts]
+        if in_flight <= self._least_most[key]:
+            return costs
+        fits = self._most_in_flight[key][:, None, firsts] >= in_flight
+        return np.where(fits, costs, np.inf)
+
+    def _extend(self, key: _Key, rest: int, total: int) -> None:
+        size, width = self._size, self._width
+        # A suffix of v devices starts at most v stages' widths before the end, and leaves a layer to each stage.
+        low = max(0, size - total * width)
+        high = size - -(-total // self._costs.device_counts[-1]) + 1
+        firsts = slice(low, high)
+        kind = self._keys.index(key)
+        if not self._counted:
+            costs = self._stage_costs(key, self._least_in_flight(total), firsts)
+            self._improve(costs, kind, (rest, 0), (total, 0), firsts)
+            return
+        for num_stages in range(1, self.best.shape[2]):
+            costs = self._stage_costs(key, self._costs.in_flight(num_stages), firsts)
+            self._improve(costs, kind, (rest, num_stages - 1), (total, num_stages), firsts)
+
+    def _improve(
+        self, costs: Floats, kind: int, source: tuple[int, int], target: tuple[int, int], firsts: slice
+    ) -> None:
+        """Put a stage of one kind before the suffixes of `source`, where that makes better ones of `target`."""
+        sums = self._combine(costs, self._windows(*source, firsts))
+        found, best = sums.min(axis=0), self.best[target[0], :, target[1], firsts]
+        if self._combine is np.maximum:
+            np.minimum(best, found, out=best)
+            return
+        choice = self._choice[target[0], :, target[1], firsts]
+        sums += self._bias
+        if len(self._keys) == 1:
+            best[...], choice[...] = found, sums.argmin(axis=0)
+            return
+        better = found < best
+        best[better] = found[better]
+        choice[better] = sums.argmin(axis=0)[better] + kind * self._width
+
+    def _windows(self, devices: int, num_stages: int, firsts: slice) -> Floats:
+        """Return best[devices, :, num_stages, i + 1 + l] as a view at [l, query, i]."""
+        by_devices, by_query, by_stages, by_layer = self.best.strides
+        offset = devices * by_devices + num_stages * by_stages + (firsts.start + 1) * by_layer
+        shape = (self._width, self.best.shape[1], firsts.stop - firsts.start)
+        return np.ndarray(shape, np.float64, self.best, offset, (by_layer, by_query, by_layer))
+
+    def trace(self, queries: Sequence[int], devices: Sequence[int]) -> list[Cut]:
+        """Return the cut behind the best value of each (query, devices)."""
+        return [self._trace(query, total) for query, total in zip(queries, devices, strict=True)]
+
+    def _trace(self, query: int, total: int) -> Cut:
+        num_stages = int(self.best[total, query, :, 0].argmin())
+        assert np.isfinite(self.best[total, query, num_stages, 0]), "bounds no tighter than the tightest are met"
+        stops, counts, seconds = [], [], []
+        first, left = 0, total
+        while left:
+            kind, layers = divmod(int(self._choice[left, query, num_stages, first]), self._width)
+            seconds.append(float(self._seconds[kind][layers, first]))
+            first += layers + 1
+            left -= self._keys[kind][0]
+            num_stages = max(num_stages - 1, 0)
+            stops.append(first)
+            counts.append(self._keys[kind][0])
+        timing = Timing(first_s=math.fsum(seconds), next_s=max(seconds))
+        return Cut(stops=tuple(stops), num_devices=tuple(counts), timing=timing)

@@ -1,0 +1,176 @@
+"""Where a run keeps its files: `<base_dir>/<tag>/`, readable by its user alone.
+
+journal.jsonl        everything that the master saw and decided
+metrics.jsonl        a sample of numbers for each committed step
+lock                 held by the run's master while it lives
+control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
+temporary            where the agents of virtual nodes have their sockets
+agent<index>.log     one for each line of the hostfile
+profile/             measured profiles
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.user_path import expand_user
+
+from .private_paths import private_directory, temporary_directory
+from .process_id import ProcessId
+
+__all__ = ["BASE_DIR_VARIABLE", "MAX_SOCKET_PATH_BYTES", "RunDirectory", "default_base_dir"]
+
+BASE_DIR_VARIABLE = "OOBLECK_BASE_DIR"
+
+MAX_SOCKET_PATH_BYTES = 100
+"""Below the limit of every system we run on: 108 with its closing zero on Linux, 104 on macOS."""
+
+
+def default_base_dir() -> Path:
+    """The directory of all runs: $OOBLECK_BASE_DIR, or `~/.oobleck`."""
+    configured = os.environ.get(BASE_DIR_VARIABLE)
+    return expand_user(configured or "~/.oobleck")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDirectory:
+    """The paths of one run; nothing exists before `create`."""
+
+    base_dir: Path
+    """By any of its names: links in it are followed once, here, so that agents and later masters find one place."""
+    tag: str
+
+    @property
+    def path(self) -> Path:
+        return self.base_dir.resolve() / self.tag
+
+    @property
+    def run_id(self) -> str:
+        """A name for this run's files on the nodes: other machines and base directories may use the same tag."""
+        digest = hashlib.sha256(f"{socket.gethostname()}:{self.path}".encode()).hexdigest()[:8]
+        return f"{self.tag}-{digest}"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def cache(self) -> Path:
+        """Where tokenised text is kept: for all runs of this user, unless the base directory's is somebody else's."""
+        shared = self.path.parent / "cache"
+        is_foreign = shared.exists() and shared.stat().st_uid != os.getuid()
+        return self.path / "cache" if is_foreign else shared
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def control_socket(self) -> Path:
+        """Where the run listens: in its directory if that path is short enough for a socket."""
+        path = self.path / "control.sock"
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+            return path
+        try:
+            return Path(os.readlink(path))  # other terminals may have another runtime directory than the master
+        except OSError:
+            return self._short_socket
+
+    @property
+    def _short_socket(self) -> Path:
+        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
+        return _short_directory() / f"{digest}.sock"
+
+    def agent_log(self, index: int) -> Path:
+        """The log of the agent of the hostfile's line `index`, from 0."""
+        return self.path / f"agent{index}.log"
+
+    @property
+    def master(self) -> ProcessId | None:
+        """The process that holds the run's lock, or was the last to hold it; None when nobody ever did."""
+        return ProcessId.read(self.path / "lock")
+
+    def create(self) -> None:
+        """Make the directory and its parents; the run's own becomes private, an existing base directory stays as it is.
+
+        Raises ConfigError where that is impossible.
+        """
+        try:
+            str(self.path).encode()
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"base directory {str(self.path.parent)!a}: its name must be UTF-8") from error
+        except OSError as error:
+            raise ConfigError(f"base directory {self.base_dir}: {error.strerror}") from error
+        private_directory(self.path)
+        private_directory(self.profile)
+        if self.control_socket.parent != self.path:
+            self._link_socket()
+        private_directory(self.control_socket.parent)
+
+    def _link_socket(self) -> None:
+        link = self.path / "control.sock"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._short_socket)
+
+    def pin_temporary_directory(self) -> Path:
+        """Where the run's virtual nodes have their agents: where those of a master before us are, if any are left.
+
+        TMPDIR may have another value by now. The directory must exist.
+        """
+        note = self.path / "temporary"
+        try:
+            noted = Path(note.read_text(encoding="utf-8"))
+            if (noted / f"oobleck-{os.getuid()}" / self.run_id).is_dir():
+                return noted
+        except (OSError, ValueError):
+            pass
+        chosen = temporary_directory()
+        with suppress(OSError, UnicodeEncodeError):
+            note.write_text(str(chosen), encoding="utf-8")
+        return chosen
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run's lock; the system releases it when the process dies. The directory must exist.
+
+        Raises UsageError if another process holds it.
+        """
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 100).decode(errors="replace").split()[:1]
+                raise UsageError(
+                    f"a run with tag {self.tag} is active (process {holder[0] if holder else 'unknown'}); stop it with "
+                    f"`oobleck stop {self.tag}` or choose another --tag"
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _short_directory() -> Path:
+    """A directory of ours with a short path, for sockets whose own place is too deep."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and len(os.fsencode(runtime)) <= MAX_SOCKET_PATH_BYTES - len("/oobleck/0123456789abcdef.sock"):
+        return Path(runtime) / "oobleck"
+    shared = temporary_directory()
+    if len(os.fsencode(shared)) > MAX_SOCKET_PATH_BYTES // 2:
+        shared = Path("/tmp")  # noqa: S108 - the directory in it is checked to be ours alone
+    return shared / f"oobleck-{os.getuid()}"

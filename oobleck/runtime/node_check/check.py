@@ -1,0 +1,239 @@
+"""The node check over SSH: a probe on each node, and the tests that `NodeCheck` asks for.
+
+Nodes that share a machine are measured one after the other, or they would slow each other down.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import PurePosixPath
+from typing import Final
+
+import trio
+
+from oobleck import __version__
+from oobleck.control.node_check import (
+    CheckedNode,
+    CheckReport,
+    CheckRound,
+    MeasureAlone,
+    MeasurePair,
+    NodeCheck,
+    NodeVerdict,
+    PairDone,
+    PairResult,
+    SoloDone,
+    SoloResult,
+    misfit,
+    warnings_about,
+)
+from oobleck.control.protocol import StorePut
+from oobleck.job import NodeSpec
+from oobleck.runtime.ssh import SSHOptions
+
+from .probe import RemoteProbe
+
+__all__ = ["check_nodes"]
+
+_SOLO_TIMEOUT_S: Final = 60.0
+_PAIR_TIMEOUT_S: Final = 15.0
+_SLACK_S: Final = 5.0
+
+Pair = tuple[str, str]
+
+
+async def check_nodes(
+    nodes: Sequence[NodeSpec],
+    options: SSHOptions,
+    *,
+    python: str,
+    directory: PurePosixPath,
+    slow_factor: float,
+    tell: Callable[[str], None] = lambda text: None,
+) -> CheckReport:
+    """Check nodes; `python` is the interpreter there, `directory` where runs keep their files there.
+
+    Must be called within `open_ssh_loop`. `tell` is told what is being done. What is wrong with nodes raises nothing.
+    """
+    began_s = trio.current_time()
+    check = NodeCheck([spec.name for spec in nodes], slow_factor=slow_factor)
+    num_rounds = 0
+    async with trio.open_nursery() as nursery:
+        cluster = _Cluster(nodes)
+        try:
+            tell(f"reaching {len(nodes)} node{'s' if len(nodes) != 1 else ''}")
+            await cluster.start(options, nursery, python=python, directory=directory)
+            while (tests := check.next_round()) is not None:
+                num_rounds += 1
+                tell(_round_text(num_rounds, tests))
+                check.take(await cluster.measure_alone(tests.solo), await cluster.measure_pairs(tests.pairs))
+        finally:
+            await cluster.aclose()
+        nursery.cancel_scope.cancel()
+    verdict = check.verdict()
+    return CheckReport(
+        nodes=tuple(cluster.describe(node) for node in verdict.nodes),
+        links=verdict.links,
+        exchanges=tuple(cluster.exchanges),
+        num_rounds=num_rounds,
+        elapsed_s=trio.current_time() - began_s,
+    )
+
+
+class _Cluster:
+    """The probes of all nodes, and what they have measured."""
+
+    def __init__(self, nodes: Sequence[NodeSpec]) -> None:
+        self._probes = {spec.name: RemoteProbe(spec, self._pass_on) for spec in nodes}
+        self._versions = _our_versions()
+        self._seconds: dict[str, Mapping[str, float]] = {}
+        self._num_pairs = 0
+        self.exchanges: list[tuple[str, str, float, float]] = []
+
+    async def start(self, options: SSHOptions, nursery: trio.Nursery, *, python: str, directory: PurePosixPath) -> None:
+        async with trio.open_nursery() as starting:
+            for probe in self._probes.values():
+                starting.start_soon(partial(probe.start, options, nursery, python=python, directory=directory))
+
+    async def aclose(self) -> None:
+        async with trio.open_nursery() as closing:
+            for probe in self._probes.values():
+                closing.start_soon(probe.aclose)
+
+    async def measure_alone(self, nodes: Iterable[str]) -> list[SoloResult]:
+        """Measure nodes, those of one machine one after the other."""
+        by_machine: defaultdict[str, list[str]] = defaultdict(list)
+        for node in nodes:
+            by_machine[self._probes[node].machine].append(node)
+        results: list[SoloResult] = []
+
+        async def measure(names: Sequence[str]) -> None:
+            results.extend([await self._measure_one(name) for name in names])
+
+        async with trio.open_nursery() as measuring:
+            for names in by_machine.values():
+                measuring.start_soon(measure, names)
+        return results
+
+    async def measure_pairs(self, pairs: Iterable[Pair]) -> list[PairResult]:
+        """Measure pairs, in waves in which no machine appears twice."""
+        results: list[PairResult] = []
+
+        async def measure(pair: Pair) -> None:
+            results.append(await self._measure_pair(pair))
+
+        for wave in _waves(pairs, lambda node: self._probes[node].machine):
+            async with trio.open_nursery() as measuring:
+                for pair in wave:
+                    measuring.start_soon(measure, pair)
+        return results
+
+    def describe(self, verdict: NodeVerdict) -> CheckedNode:
+        """Put together what is known of a node."""
+        probe = self._probes[verdict.node]
+        facts, offset_s = probe.facts, probe.clock_offset_s
+        return CheckedNode(
+            verdict=verdict,
+            warnings=warnings_about(facts, offset_s, self._versions) if facts and offset_s is not None else (),
+            facts=facts,
+            clock_offset_s=offset_s,
+            seconds=self._seconds.get(verdict.node, {}),
+        )
+
+    async def _measure_one(self, node: str) -> SoloResult:
+        probe = self._probes[node]
+        if probe.facts is not None and (reason := misfit(probe.facts, probe.spec, self._versions)):
+            return SoloResult(node=node, error=reason, is_final=True)
+        if not probe.failure:
+            await probe.ask(MeasureAlone())
+            with trio.move_on_after(_SOLO_TIMEOUT_S):
+                while (answer := await probe.hear(_SOLO_TIMEOUT_S)) is not None:
+                    if isinstance(answer, SoloDone):  # else a late one of a pair
+                        self._note(node, answer.seconds)
+                        return SoloResult(node=node, seconds=answer.seconds, error=answer.error)
+        silence = f"it measured nothing within {_SOLO_TIMEOUT_S:g} s"
+        return SoloResult(node=node, error=probe.failure or silence, is_final=True)
+
+    def _note(self, node: str, seconds: Mapping[str, float]) -> None:
+        before = self._seconds.get(node, {})
+        self._seconds[node] = {name: min(value, before.get(name, value)) for name, value in seconds.items()}
+
+    async def _measure_pair(self, pair: Pair) -> PairResult:
+        self._num_pairs += 1
+        key = f"pair{self._num_pairs}"
+        done: dict[str, PairDone] = {}
+
+        async def ask(node: str) -> None:
+            probe = self._probes[node]
+            if probe.failure:
+                return
+            request = MeasurePair(key=key, nodes=pair, address=probe.address, timeout_s=_PAIR_TIMEOUT_S)
+            await probe.ask(request)
+            with trio.move_on_after(_PAIR_TIMEOUT_S + _SLACK_S):
+                while (answer := await probe.hear(_PAIR_TIMEOUT_S + _SLACK_S)) is not None:
+                    if isinstance(answer, PairDone) and answer.key == key:  # else a late one
+                        done[node] = answer
+                        return
+
+        async with trio.open_nursery() as asking:
+            for node in pair:
+                asking.start_soon(ask, node)
+        return self._conclude(pair, [done.get(node) for node in pair])
+
+    def _conclude(self, pair: Pair, answers: Sequence[PairDone | None]) -> PairResult:
+        """Both must have exchanged; the slower one's time counts."""
+        gone = next((self._probes[node].failure for node in pair if self._probes[node].failure), "")
+        for answer in answers:
+            if answer is None:
+                return PairResult(nodes=pair, error=gone or f"no answer within {_PAIR_TIMEOUT_S + _SLACK_S:g} s")
+            if answer.seconds is None:
+                return PairResult(nodes=pair, error=gone or answer.error)
+        times = [(answer.seconds, answer.latency_s) for answer in answers if answer is not None]
+        seconds = max(seconds for seconds, _ in times if seconds is not None)
+        latency_s = max(latency_s or 0.0 for _, latency_s in times)
+        self.exchanges.append((*pair, latency_s, seconds))
+        return PairResult(nodes=pair, seconds=seconds)
+
+    async def _pass_on(self, sender: str, put: StorePut) -> None:
+        for node in put.nodes:
+            if node != sender and node in self._probes:
+                await self._probes[node].ask(put)
+
+
+def _waves(pairs: Iterable[Pair], machine: Callable[[str], str]) -> list[list[Pair]]:
+    """Pairs in groups that can run at once: no machine is in two pairs of a group."""
+    waves: list[tuple[set[str], list[Pair]]] = []
+    for pair in pairs:
+        busy = {machine(node) for node in pair}
+        for taken, wave in waves:
+            if not taken & busy:
+                taken |= busy
+                wave.append(pair)
+                break
+        else:
+            waves.append((busy, [pair]))
+    return [wave for _, wave in waves]
+
+
+def _our_versions() -> dict[str, str]:
+    """The versions that nodes are held to: those of this machine."""
+    versions = {"oobleck": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "trio", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _round_text(number: int, tests: CheckRound) -> str:
+    parts = []
+    if tests.solo:
+        parts.append(f"{len(tests.solo)} alone")
+    if tests.pairs:
+        parts.append(f"{len(tests.pairs)} pair{'s' if len(tests.pairs) != 1 else ''}")
+    return f"round {number}: {' and '.join(parts)}"

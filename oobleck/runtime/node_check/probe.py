@@ -1,0 +1,140 @@
+"""One probe of a node check, reached over SSH: started, asked, ended.
+
+What is wrong with a node is an answer here, never an exception.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import PurePosixPath
+from typing import Final
+
+import trio
+
+from oobleck.control.node_check import NodeFacts, ProbeAnswer, ProbeFailed, ProbeRequest
+from oobleck.control.protocol import StorePut
+from oobleck.errors import NodeUnreachable, PeerError
+from oobleck.job import NodeSpec
+from oobleck.roles.channel import MessageChannel
+from oobleck.runtime.ssh import SSHCommandStream, SSHConnection, SSHOptions, connect
+from oobleck.wire import FrameDecoder
+
+__all__ = ["RemoteProbe"]
+
+_START_TIMEOUT_S: Final = 90.0
+_CLOSE_TIMEOUT_S: Final = 2.0
+_NOT_FOUND: Final = 127
+"""A shell's exit status for a command that does not exist."""
+
+
+class RemoteProbe:
+    """Mutable: `failure` says why it is of no use any more."""
+
+    def __init__(self, spec: NodeSpec, pass_on: Callable[[str, StorePut], Awaitable[None]]) -> None:
+        """`pass_on(node, put)` takes rendezvous keys of this node's to others."""
+        self.spec = spec
+        self.facts: NodeFacts | None = None
+        self.clock_offset_s: float | None = None
+        self.failure = ""
+        self._pass_on = pass_on
+        self._connection: SSHConnection | None = None
+        self._stream: SSHCommandStream | None = None
+        self._channel: MessageChannel[ProbeRequest, ProbeAnswer] | None = None
+        self._said, self._heard = trio.open_memory_channel[ProbeAnswer](math.inf)
+
+    @property
+    def machine(self) -> str:
+        """What tells machines apart: nodes may share one."""
+        return self.facts.hostname if self.facts is not None else self.spec.host
+
+    @property
+    def address(self) -> str:
+        """Where this node's groups listen."""
+        assert self._connection is not None
+        return self.spec.address or self._connection.peer_address
+
+    async def start(self, options: SSHOptions, nursery: trio.Nursery, *, python: str, directory: PurePosixPath) -> None:
+        """Connect, start the probe, and learn what the node is; `failure` is set where that fails."""
+        command = (
+            f"exec {shlex.quote(python)} -m oobleck.training.process.node_probe "
+            f"--node {shlex.quote(self.spec.name)} --directory {shlex.quote(str(directory))}"
+        )
+        try:
+            self._connection = await connect(self.spec, options)
+            self._stream = await self._connection.open_command(command)
+        except NodeUnreachable as error:
+            self.failure = error.reason
+            return
+        except trio.BrokenResourceError as error:
+            self.failure = str(error)
+            return
+        self._channel = MessageChannel(self._stream, FrameDecoder(ProbeAnswer))
+        nursery.start_soon(self._listen)
+        facts = await self.hear(_START_TIMEOUT_S)
+        if isinstance(facts, NodeFacts):
+            self.facts = facts
+            self.clock_offset_s = facts.clock_s - time.time()
+        elif not self.failure:
+            self.failure = f"its probe was not ready within {_START_TIMEOUT_S:g} s"
+
+    async def ask(self, request: ProbeRequest) -> None:
+        """Send a request; a probe that is gone is asked in vain."""
+        if self._channel is not None and not self.failure:
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self._channel.send([request])
+
+    async def hear(self, timeout_s: float) -> ProbeAnswer | None:
+        """The next answer; None when there is none in time, or the probe is gone."""
+        with trio.move_on_after(timeout_s):
+            try:
+                return await self._heard.receive()
+            except trio.EndOfChannel:
+                return None
+        return None
+
+    async def aclose(self) -> None:
+        """End the probe."""
+        with trio.CancelScope(shield=True), trio.move_on_after(_CLOSE_TIMEOUT_S):
+            if self._stream is not None:
+                with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                    await self._stream.send_eof()
+                await self._stream.aclose()
+            if self._connection is not None:
+                await self._connection.aclose()
+
+    async def _listen(self) -> None:
+        assert self._channel is not None
+        try:
+            while True:
+                message = await self._channel.receive()
+                if isinstance(message, StorePut):
+                    await self._pass_on(self.spec.name, message)
+                elif isinstance(message, ProbeFailed):
+                    self.failure = message.reason
+                    return
+                else:
+                    self._said.send_nowait(message)
+        except trio.EndOfChannel:
+            self.failure = self.failure or self._why_it_ended()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            has_ended = self._stream is not None and self._stream.exit_status is not None
+            self.failure = self.failure or (self._why_it_ended() if has_ended else "its connection was lost")
+        except PeerError as error:
+            self.failure = self._why_it_ended() if not self.facts else f"its probe said nonsense: {error}"
+        finally:
+            self._said.close()
+
+    def _why_it_ended(self) -> str:
+        assert self._stream is not None
+        errors = self._stream.errors
+        if "No module named" in errors:
+            missing = errors.rpartition("No module named")[2].strip()
+            return f"the interpreter there has no module {missing}; install oobleck, or name another with --python"
+        if self._stream.exit_status == _NOT_FOUND:
+            return f"there is no such interpreter: {errors}; name the one there with --python"
+        last_line = errors.splitlines()[-1] if errors else f"exit status {self._stream.exit_status}"
+        return f"its probe ended: {last_line}"

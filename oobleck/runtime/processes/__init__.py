@@ -1,0 +1,24 @@
+"""Processes: the agent's and the master's own, workers, scripts and profilers."""
+
+from __future__ import annotations
+
+from .conversion import convert, find_tokenizer, write_tokenizer
+from .master_process import restart_master
+from .model_outline import LayerOutline, ModelOutline, outline_of
+from .patient_clock import PatientClock
+from .profile_process import measure_profile
+from .script_process import CallbackProcess, describe_script
+
+__all__ = [
+    "CallbackProcess",
+    "LayerOutline",
+    "ModelOutline",
+    "PatientClock",
+    "convert",
+    "describe_script",
+    "find_tokenizer",
+    "measure_profile",
+    "outline_of",
+    "restart_master",
+    "write_tokenizer",
+]

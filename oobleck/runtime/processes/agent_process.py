@@ -1,0 +1,195 @@
+"""The agent's process: `python -m oobleck.runtime.processes.agent_process`, started over SSH.
+
+It binds its socket, forks into the background, and tells the waiting SSH command where to connect, in one line of
+JSON. Where an agent of the same job and node runs already, it tells of that one: so a master that comes back finds
+its agents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import trio
+
+from oobleck import __version__
+from oobleck.control.protocol import PROTOCOL_VERSION, Hello, MasterMessage
+from oobleck.errors import ConfigError
+from oobleck.roles.agent import Agent
+from oobleck.roles.channel import MessageChannel
+from oobleck.roles.ports import MasterConnection
+from oobleck.runtime.descriptors import raise_descriptor_limit
+from oobleck.runtime.files import MAX_SOCKET_PATH_BYTES, AgentDir, private_directory
+from oobleck.runtime.listening import accept as accept_client
+from oobleck.wire import FrameDecoder
+
+from .checkpoint_store import NodeCheckpoints
+from .notice import await_notice
+from .patient_clock import PatientClock
+from .workers import ForkingWorkerHost
+
+__all__ = ["main"]
+
+_BACKLOG = 128
+"""Masters that look for an agent which is stopped: it turns all but the newest away once it goes on."""
+
+_log = logging.getLogger("oobleck.agent")
+
+
+def main() -> None:
+    """Become the agent of a node, in the background; the foreground process says where and leaves."""
+    arguments = _parse_arguments()
+    try:
+        _become_agent(arguments)
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+def _become_agent(arguments: argparse.Namespace) -> None:
+    raise_descriptor_limit()  # the fork server and the workers inherit it
+    directory = AgentDir(arguments.run, arguments.node)
+    directory.create()
+    if _answers(directory.socket):
+        print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
+        return
+    log_path = Path(arguments.log).expanduser().absolute()
+    log = _open_log(log_path)
+    listener = _listen(directory.socket)
+    sys.stdout.flush()
+    if os.fork() > 0:
+        print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
+        sys.stdout.flush()
+        os._exit(0)
+    _detach(log)
+    directory.note_process("agent", os.getpid())
+    # Absolute: the fork server of the workers may have been started by another job, in another directory.
+    cache_dir = Path(arguments.cache).expanduser().absolute()
+    checkpoints = NodeCheckpoints(directory, default_directory=log_path.parent / "checkpoints")
+    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints, clock=PatientClock())
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run the agent of one node in the background.")
+    parser.add_argument("--tag", required=True, help="the job's name")
+    parser.add_argument("--run", required=True, help="what tells this run from others of the same name")
+    parser.add_argument("--node", required=True, help="the node's name in the job")
+    parser.add_argument("--log", required=True, help="file to log to")
+    parser.add_argument("--cache", required=True, help="directory for tokenizers and tokenised text")
+    return parser.parse_args()
+
+
+def _answers(path: Path) -> bool:
+    """Tell whether a living agent listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _open_log(path: Path) -> int:
+    """Open the log for appending; it and the run's directory are for its user alone, the base directory may be shared.
+
+    Raises ConfigError.
+    """
+    try:
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(path.parent)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"log {path}: {error.strerror}") from error
+
+
+def _listen(path: Path) -> socket.socket:
+    """Listen at a path; a dead agent's socket is replaced. Raises ConfigError when the path is too long."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"{path} is too long for a socket's path; set TMPDIR there to a shorter directory")
+    if not str(path).isprintable():
+        raise ConfigError(f"{str(path)!r} cannot be a socket's path over SSH; set TMPDIR there to a plain directory")
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _detach(log: int) -> None:
+    """Leave the SSH session: a session of our own, and output that goes to the log."""
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(null)
+    os.close(log)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+async def _serve(
+    arguments: argparse.Namespace,
+    directory: AgentDir,
+    listener: socket.socket,
+    cache_dir: Path,
+    checkpoints: NodeCheckpoints,
+) -> None:
+    listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+
+    async def accept() -> MasterConnection:
+        return MessageChannel(await accept_client(listening), FrameDecoder(MasterMessage))
+
+    def hello(generation: int, devices: tuple[int, ...]) -> Hello:
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            oobleck_version=__version__,
+            python_version=platform.python_version(),
+            node=arguments.node,
+            pid=os.getpid(),
+            generation=generation,
+            workers=devices,
+            num_cores=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            clock_s=time.monotonic(),
+        )
+
+    workers = ForkingWorkerHost(directory)
+    agent = Agent(
+        tag=arguments.tag,
+        accept=accept,
+        workers=workers,
+        hello=hello,
+        cache_dir=cache_dir,
+        checkpoints=checkpoints,
+        await_notice=await_notice,
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(workers.run)
+        nursery.start_soon(_watch_for_notice, agent)
+        reason = await agent.run()
+        _log.info("stops: %s", reason)
+        nursery.cancel_scope.cancel()
+    for path in (directory.socket, *directory.path.glob("*.pid")):
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+async def _watch_for_notice(agent: Agent) -> None:
+    """SIGTERM is notice of termination: the node asks to be drained, and gives its state away first."""
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            agent.request_leave("its agent was sent SIGTERM")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A node's place for states: shared memory that outlives the processes, and the directory of checkpoints.
+
+Files are written by a thread, so that a slow disk holds up nothing else of the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import trio
+
+from oobleck.checkpoint import CheckpointDirectory, Manifest, SavedState, Shard, Slot, find_slots
+from oobleck.control.protocol import StoragePaths
+from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.job import CheckpointSpec
+from oobleck.runtime.files import AgentDir, ProcessId, private_directory
+from oobleck.user_path import expand_user
+from oobleck.wire import decode_json
+
+__all__ = ["NodeCheckpoints", "remove_stale_memory"]
+
+_OWNER = "agent.pid"
+"""Which process answers for what lies in a directory in memory; where its other files are depends on TMPDIR."""
+_ANY_DEVICE = "device*"
+_ONLY_COPY = "only-copy"
+"""A file that says that the memory it lies in has what no disk has."""
+_STALE_ONLY_COPY_S = 7 * 86_400.0
+_STALE_S = 86_400.0
+"""Memory of a run that nobody has gone on with for so long is given back by the next run of another name."""
+
+
+class NodeCheckpoints:
+    """The port `CheckpointStore` of a real node."""
+
+    def __init__(self, directory: AgentDir, *, default_directory: Path) -> None:
+        """`default_directory` is where checkpoints lie unless the job says otherwise."""
+        self._memory = directory.memory
+        self._default_directory = default_directory
+        self._checkpoints = CheckpointDirectory(default_directory)
+
+    def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
+        """Settle where things lie, and make the directory in memory. Raises ConfigError."""
+        path = self._default_directory if spec.directory is None else expand_user(spec.directory).absolute()
+        self._checkpoints = CheckpointDirectory(path)
+        for level in (self._memory.parent.parent, self._memory.parent, self._memory):
+            private_directory(level)
+        (self._memory / _OWNER).write_text(f"{ProcessId.of(os.getpid())}\n", encoding="ascii")
+        remove_stale_memory(self._memory.parent, now_s=time.time())  # after: what is somebody else's is not removed
+        return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
+
+    async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
+        """Write what a worker has left in memory; it may be gone itself. Raises OSError or CorruptCheckpoint."""
+        return await trio.to_thread.run_sync(self._persist, device, name, abandon_on_cancel=True)
+
+    async def persist_all(self, name: str) -> tuple[Shard, ...]:
+        """Write what all workers of a run before have left of a state. Raises OSError or CorruptCheckpoint."""
+        return await trio.to_thread.run_sync(self._persist_all, name, abandon_on_cancel=True)
+
+    async def remove_unfinished(self, names: tuple[str, ...]) -> None:
+        """Remove what is on disk of saves that were given up. Raises OSError."""
+        await trio.to_thread.run_sync(self._checkpoints.remove_unfinished, names, abandon_on_cancel=True)
+
+    async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
+        """Complete a checkpoint, then remove older ones. Raises OSError."""
+        await trio.to_thread.run_sync(self._commit, manifest, remove, abandon_on_cancel=True)
+
+    def discard_memory(self) -> None:
+        """Give the node's shared memory back, unless it has a state that is newer than all on disk."""
+        if self._has_what_the_disk_lacks():
+            with suppress(OSError):
+                (self._memory / _ONLY_COPY).touch(mode=0o600)
+            return
+        shutil.rmtree(self._memory, ignore_errors=True)
+        for empty in (self._memory.parent, self._memory.parent.parent):
+            try:
+                os.rmdir(empty)
+            except OSError:
+                return  # others use it
+
+    def _persist(self, device: int, name: str) -> tuple[Shard, ...]:
+        for slot in self._slots_of(name, f"device{device}"):
+            return self._checkpoints.persist(name, slot)
+        raise CorruptCheckpoint(f"{name} is not in the memory of device {device} any more")
+
+    def _persist_all(self, name: str) -> tuple[Shard, ...]:
+        slots = self._slots_of(name, _ANY_DEVICE)
+        return tuple(shard for slot in slots for shard in self._checkpoints.persist(name, slot))
+
+    def _slots_of(self, name: str, stem: str) -> list[Slot]:
+        needle = f'"{name}"'.encode()
+        return [slot for slot in find_slots(self._memory, stem) if needle in slot.note]
+
+    def _has_what_the_disk_lacks(self) -> bool:
+        """Whether memory has a state that was saved later than every complete checkpoint that this node sees."""
+        in_memory: list[str] = []
+        for slot in find_slots(self._memory, _ANY_DEVICE):
+            with suppress(PeerError):  # of another version
+                in_memory.append(decode_json(SavedState, slot.note).saved_at)
+        on_disk = [found.manifest.saved_at for found in self._checkpoints.find() if found.manifest is not None]
+        return bool(in_memory) and max(in_memory) > max(on_disk, default="")
+
+    def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
+        self._checkpoints.commit(manifest)
+        self._checkpoints.remove(remove)
+
+
+def remove_stale_memory(run_memory: Path, *, now_s: float) -> None:
+    """Give back what other runs of this user have left in memory: those that ended by a kill, a day ago or longer.
+
+    What no disk has, as after a last save that failed, is kept for a week.
+
+    `run_memory` is where our own run keeps its states; `now_s` is the time of day.
+    """
+    for path in run_memory.parent.glob("*/"):
+        with suppress(OSError):
+            newest_s = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+            stale_s = _STALE_ONLY_COPY_S if any(path.glob(f"*/{_ONLY_COPY}")) else _STALE_S
+            if path != run_memory and now_s - newest_s > stale_s and not _has_living_agents(path):
+                shutil.rmtree(path)
+
+
+def _has_living_agents(run_memory: Path) -> bool:
+    owners = map(ProcessId.read, run_memory.glob(f"*/{_OWNER}"))
+    return any(owner.lives for owner in owners if owner is not None)

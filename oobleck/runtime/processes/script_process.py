@@ -1,0 +1,141 @@
+"""A job's script, in processes of its own beside the master: one that tells what it is, one that runs its callbacks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import trio
+
+from oobleck.control.journal import JournalEntry
+from oobleck.errors import ConfigError, ResourceLost, UsageError
+from oobleck.job import JobSpec, ScriptSpec
+from oobleck.runtime.files import read_input
+from oobleck.wire import encode_json
+
+__all__ = ["CallbackProcess", "DescribedScript", "describe_script"]
+
+_log = logging.getLogger(__name__)
+
+_HOST = (sys.executable, "-m", "oobleck.training.process.script_host")
+_TIMEOUT_S = 120.0
+_ENTRIES_BUFFERED = 10_000
+"""Callbacks that are so far behind miss what comes then."""
+_LAST_WORDS_S = 30.0
+"""How long callbacks may take to come to an end once the run has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedScript:
+    """A script, and the settings that it returned."""
+
+    spec: ScriptSpec
+    settings: str
+    """As JSON, by the keys of a job file."""
+
+
+def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
+    """Run a script for what it says; takes as long as what it imports. Its words go to stderr.
+
+    Raises UsageError where its arguments are wrong, ConfigError where it fails, ResourceLost where it does not come
+    back within two minutes.
+    """
+    source = read_input(path, "script")
+    spec = ScriptSpec(name=path.name, source=source, arguments=arguments, directory=str(path.parent.absolute()))
+    try:
+        done = subprocess.run(
+            [*_HOST, "describe"], input=encode_json(spec), stdout=subprocess.PIPE, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ResourceLost(f"script {path} took more than {_TIMEOUT_S:g} s to return its job") from error
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError as error:
+        raise ConfigError(f"script {path} ended by itself, with the exit code {done.returncode}") from error
+    if "problem" in answer:
+        raise (UsageError if answer["is_usage"] else ConfigError)(answer["problem"])
+    return DescribedScript(
+        spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"])
+    )
+
+
+class CallbackProcess:
+    """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
+
+    def __init__(self, job: JobSpec, *, log: Path, on_stop: Callable[[], None]) -> None:
+        """`on_stop` is called when a callback wants training to stop; what the script prints goes to `log`."""
+        self._job = job
+        self._log = log
+        self._on_stop = on_stop
+        self._send, self._entries = trio.open_memory_channel[JournalEntry](_ENTRIES_BUFFERED)
+        self._scope = trio.CancelScope()
+        self._closed = trio.Event()
+
+    def tell(self, entry: JournalEntry) -> None:
+        """Hand an entry on; never waits."""
+        try:
+            self._send.send_nowait(entry)
+        except trio.WouldBlock:
+            _log.warning("callbacks are too slow: %s is not told to them", type(entry).__name__)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the process is gone, which was said
+
+    async def finish(self) -> None:
+        """Let the callbacks hear what waits for them, and come to an end; after 30 s they are ended."""
+        self._send.close()
+        with trio.move_on_after(_LAST_WORDS_S):
+            await self._closed.wait()
+        self._scope.cancel()
+        await self._closed.wait()
+
+    async def run(self) -> None:
+        """Feed the process until `finish`."""
+        try:
+            with self._scope, self._log.open("ab") as output:
+                process = await trio.lowlevel.open_process(
+                    [*_HOST, "callbacks"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    start_new_session=True,  # the terminal's end, or its Ctrl-C, is for the master alone
+                )
+                await self._converse(process)
+        except OSError as error:
+            _log.warning("the script's callbacks cannot run: %s", error)
+        finally:
+            self._entries.close()
+            self._closed.set()
+
+    async def _converse(self, process: trio.Process) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._listen, process)
+                await self._feed(process)
+        finally:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+
+    async def _feed(self, process: trio.Process) -> None:
+        assert process.stdin is not None
+        try:
+            await process.stdin.send_all(encode_json(self._job))
+            async for entry in self._entries:
+                await process.stdin.send_all(encode_json(entry))
+            await process.stdin.aclose()
+        except trio.BrokenResourceError:
+            _log.warning("the script's callbacks have ended; see %s", self._log)
+        await process.wait()
+
+    async def _listen(self, process: trio.Process) -> None:
+        assert process.stdout is not None
+        async for words in process.stdout:
+            if b"stop" in words:
+                self._on_stop()

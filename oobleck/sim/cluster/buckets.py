@@ -1,0 +1,26 @@
+"""Whose gradients are summed with whose, without parameters: the twin of `training.step.step.reduction`'s buckets."""
+
+from __future__ import annotations
+
+from oobleck.control.commit import Committee, GroupKey
+from oobleck.planner import Place
+
+__all__ = ["Bucket", "buckets_of"]
+
+Bucket = tuple[GroupKey, tuple[int, ...]]
+"""A group, and the layers whose gradients it sums."""
+
+
+def buckets_of(committee: Committee, place: Place) -> tuple[Bucket, ...]:
+    """The layers of one worker by their owners in a committee, in an order that all owners share."""
+    located = committee.plan.locate(place)
+    assert located is not None
+    pipeline, stage = located
+    by_owners: dict[tuple[Place, ...], list[int]] = {}
+    for layer in committee.plan.pipelines[pipeline].stages[stage].layers:
+        living = tuple(place for place in committee.plan.owners_of(layer) if place.node not in committee.lost)
+        by_owners.setdefault(living, []).append(layer)
+    return tuple(
+        (GroupKey("reduce", committee.generation, members), tuple(layers))
+        for members, layers in sorted(by_owners.items())
+    )

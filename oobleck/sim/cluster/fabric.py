@@ -1,0 +1,166 @@
+"""The virtual data plane: what process groups do, without tensors, as far as the commit protocol can tell.
+
+Deliberately unkind where the real one may be: a message that was sent may be lost with its sender or survive it,
+and an all-reduce that all have posted may complete on some members and fail on others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+
+from oobleck.control.commit import GroupKey
+from oobleck.planner import Place
+
+__all__ = ["Contribution", "Fabric", "Violation", "Wait", "label"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one member brings to an all-reduce."""
+
+    step: int
+    numbers: tuple[int, ...]
+    """They are put together."""
+    versions: tuple[int, ...] = ()
+    """Digests of the layers that it is about; equal for all members, or they would train different models."""
+
+
+class Violation(AssertionError):
+    """A promise of the protocol was broken."""
+
+
+@lru_cache(maxsize=4096)
+def label(key: GroupKey) -> str:
+    """A group's name with all its members, for people and for boards."""
+    return f"{key.generation}/{key.purpose}/{','.join(map(str, key.members))}"
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a training thread is waiting for; a plain preemption point is ready at once."""
+
+    what: str
+    ready: Callable[[], bool]
+    interrupted: Callable[[], bool] = _never
+    can_fail: Callable[[], bool] = _never
+    """A peer that it needs is gone: the environment may end the wait with an error at any time."""
+    touches_network: bool = False
+    """The environment may end it with an error although nobody is gone."""
+    takes_s: float = 0.0
+    """How long it takes once it is ready, where there is a clock."""
+
+
+class Fabric:
+    """Mail between the stages of pipelines and between holders of layers, and all-reduces.
+
+    Whoever has a stake in a change is told of it through what it gave to `watch`.
+    """
+
+    def __init__(self) -> None:
+        self.newest = 0
+        """The newest generation of which anything was heard."""
+        self._ended: dict[Place, int] = {}
+        """The newest generation in which an ended worker of a place may have been in a group."""
+        self._newest_end = 0
+        """The greatest of these: most groups are newer."""
+        self._mail: defaultdict[tuple[GroupKey, Place, Place, int], deque[object]] = defaultdict(deque)
+        self._reductions: defaultdict[tuple[GroupKey, int], dict[Place, Contribution]] = defaultdict(dict)
+        self._totals: dict[GroupKey, tuple[int, tuple[int, ...]]] = {}
+        """The newest (sequence, sum) of each group: all its members ask for the same."""
+        self._islands: dict[str, int] = {}
+        """Nodes that are cut off from the others; those with the same number reach one another."""
+        self._watchers: dict[Place, Callable[[], None]] = {}
+
+    def watch(self, place: Place, announce: Callable[[], None]) -> None:
+        """Have `announce` called whenever something changes that the worker of a place may wait for."""
+        self._watchers[place] = announce
+
+    def forget(self) -> None:
+        """Everybody is gone: what comes next counts generations from the beginning."""
+        self.newest = 0
+        self._ended.clear()
+        self._newest_end = 0
+        self._mail.clear()
+        self._reductions.clear()
+        self._totals.clear()
+
+    def separate(self, nodes: Iterable[str]) -> None:
+        """From now on these nodes reach one another, and nobody else."""
+        number = 1 + max(self._islands.values(), default=0)
+        self._islands.update(dict.fromkeys(nodes, number))
+
+    def heal(self) -> None:
+        """End all partitions."""
+        self._islands.clear()
+        self._tell(self._watchers)
+
+    def is_whole(self, places: Iterable[Place]) -> bool:
+        """Tell whether all of them reach one another."""
+        return not self._islands or len({self._islands.get(place.node, 0) for place in places}) <= 1
+
+    def lacks_a_member(self, key: GroupKey) -> bool:
+        if self._newest_end < key.generation:
+            return False
+        return any(self._ended.get(member, 0) >= key.generation for member in key.members)
+
+    def end(self, place: Place, generation: int) -> None:
+        """The worker of a place is no more; one that comes after it is in groups of newer generations."""
+        self._ended[place] = generation
+        self._newest_end = max(self._newest_end, generation)
+        self._watchers.pop(place, None)
+        self._tell(self._watchers)
+
+    def send(self, key: GroupKey, source: Place, target: Place, tag: int, value: object) -> None:
+        self._mail[key, source, target, tag].append(value)
+        self._note(key, (target,))
+
+    def has_mail(self, key: GroupKey, source: Place, target: Place, tag: int) -> bool:
+        return bool(self._mail.get((key, source, target, tag))) and self.is_whole((source, target))
+
+    def receive(self, key: GroupKey, source: Place, target: Place, tag: int) -> object:
+        value = self._mail[key, source, target, tag].popleft()
+        if not self._mail[key, source, target, tag]:
+            del self._mail[key, source, target, tag]
+        return value
+
+    def post(self, key: GroupKey, sequence: int, place: Place, value: Contribution) -> None:
+        """Contribute to the group's all-reduce number `sequence`."""
+        contributions = self._reductions[key, sequence]
+        if place in contributions:
+            raise Violation(f"{place} posts all-reduce {sequence} of {label(key)} twice")
+        contributions[place] = value
+        # Whoever posts a reduction has completed the one two before it, so nobody asks for that any more.
+        self._reductions.pop((key, sequence - 3), None)
+        if len(contributions) == len(key.members):
+            self._note(key, key.members)
+
+    def is_complete(self, key: GroupKey, sequence: int) -> bool:
+        return len(self._reductions[key, sequence]) == len(key.members) and self.is_whole(key.members)
+
+    def total(self, key: GroupKey, sequence: int, step: int) -> tuple[int, ...]:
+        """What all members brought to a complete all-reduce, put together and sorted."""
+        found = self._reductions[key, sequence]
+        if key not in self._totals or self._totals[key][0] != sequence:
+            agreed = {(each.step, each.versions) for each in found.values()}
+            if len(agreed) > 1 or next(iter(agreed))[0] != step:
+                raise Violation(f"{label(key)} mixes steps or versions in step {step}: {found}")
+            numbers = tuple(sorted(chain.from_iterable(each.numbers for each in found.values())))
+            self._totals[key] = sequence, numbers
+        return self._totals[key][1]
+
+    def _note(self, key: GroupKey, concerned: Iterable[Place]) -> None:
+        self.newest = max(self.newest, key.generation)
+        self._tell(concerned)
+
+    def _tell(self, places: Iterable[Place]) -> None:
+        for place in sorted(places):
+            if place in self._watchers:
+                self._watchers[place]()

@@ -1,0 +1,42 @@
+"""The journal of a virtual run, kept in memory: the twin of `runtime.files.journal_file`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from oobleck.control.journal import JournalEntry
+from oobleck.wire import encode_json
+
+__all__ = ["MemoryJournal", "MemoryProfiles", "journal_digest"]
+
+
+class MemoryJournal:
+    """Implements `roles.ports.Journal`."""
+
+    def __init__(self) -> None:
+        self.entries: list[JournalEntry] = []
+
+    def append(self, entry: JournalEntry) -> None:
+        self.entries.append(entry)
+
+
+class MemoryProfiles:
+    """Implements `roles.ports.ProfileCache`, with one profile for every key."""
+
+    def __init__(self, profile_json: str | None) -> None:
+        self.profile_json = profile_json
+
+    def load(self, key: str) -> str | None:
+        return self.profile_json
+
+    def store(self, key: str, profile_json: str) -> None:
+        self.profile_json = profile_json
+
+
+def journal_digest(entries: Iterable[JournalEntry]) -> str:
+    """Return a digest of everything that a journal says: equal for equal runs, in any process."""
+    digest = hashlib.sha256()
+    for entry in entries:
+        digest.update(encode_json(entry) + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,145 @@
+"""A virtual worker's programs: they take as long as the schedule's timeline says."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from oobleck.control.commit import Bank, Compute, Effects, GroupKey, Interrupted, PeerLost, PlaceInPlan, Standing
+from oobleck.control.protocol import Pace
+from oobleck.control.speed import PaceMeter
+from oobleck.planner import Place
+from oobleck.schedule import section_stops
+
+from .fabric import Fabric, Violation, Wait, label
+from .moves import Moves
+from .tempo import ProgramTimes, Tempo
+
+__all__ = ["Programs", "Work"]
+
+_BUSY_TIMES = 16
+"""As many stretches of computation are remembered as a real worker remembers."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What a worker has done of a step, and has not put into a section."""
+
+    step: int
+    microbatches: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A program under way."""
+
+    began_s: float
+    times: ProgramTimes
+    noted: int = 0
+    """Microbatches whose backward pass is noted."""
+
+
+class Programs:
+    """Mutable: the program that one worker runs, and what it ran lately."""
+
+    def __init__(
+        self,
+        place: Place,
+        fabric: Fabric,
+        standing: Standing,
+        bank: Bank,
+        *,
+        tempo: Tempo,
+        clock: Callable[[], float],
+        carry_out: Callable[[Effects], Moves],
+    ) -> None:
+        """`bank` is looked after while a program runs; `carry_out` carries its effects out."""
+        self.place = place
+        self.fabric = fabric
+        self.standing = standing
+        self.bank = bank
+        self.carry_out = carry_out
+        self.spoiled: set[GroupKey] = set()
+        """Groups whose traffic was given up half-way: their messages cannot be told apart any more."""
+        self._tempo = tempo
+        self._clock = clock
+        self._running: _Running | None = None
+        self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
+        self._busy_in_step: list[tuple[float, float]] = []
+        self._pace = PaceMeter(place.device, clock())
+
+    def execute(self, work: Work, seat: PlaceInPlan, program: Compute) -> Moves:
+        """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
+
+        At the end of each section but the last, what is done is to be banked.
+        """
+        microbatches = program.microbatches
+        if seat.lane_key in self.spoiled:
+            raise Violation(f"{self.place} computes over {label(seat.lane_key)}, which was given up half-way before")
+        times = self._tempo.program(seat.pipeline, seat.stage, len(microbatches), seat.schedule)
+        compute_s = self._tempo.compute_s(seat.pipeline, seat.stage, len(microbatches))
+        self._running = running = _Running(self._clock(), times)
+        try:
+            done, began_s = 0, 0.0
+            for stop in section_stops(len(microbatches), program.num_sections):
+                is_last = stop == len(microbatches)
+                ends_s = times.end_s if is_last else times.backward_ends_s[stop - 1]
+                yield from self._run_section(work, seat, ends_s - began_s)
+                work.microbatches += microbatches[done:stop]
+                done, began_s = stop, ends_s
+                if not is_last:
+                    yield from self.carry_out(self.bank.begin(work.step))
+        except (Interrupted, PeerLost):
+            self.spoiled.add(seat.lane_key)
+            self._end()
+            raise
+        self._end()
+        self._busy_in_step.append((running.began_s, self._clock()))
+        self._pace.add(compute_s, len(microbatches))
+
+    def _run_section(self, work: Work, seat: PlaceInPlan, takes_s: float) -> Moves:
+        """Compute for a while; with a section on its way, look after it now and then."""
+        stopped = self.standing.is_pipeline_stopped
+        parts = 3 if self.bank.section is not None and self.bank.section.failure is None else 1
+        for part in range(parts):
+            yield Wait(
+                f"a program of step {work.step}",
+                lambda: not stopped(),
+                stopped,
+                lambda: self.fabric.lacks_a_member(seat.lane_key),
+                touches_network=len(seat.pipeline.places) > 1,
+                takes_s=takes_s / parts,
+            )
+            if part < parts - 1:
+                yield from self.carry_out(self.bank.look())
+
+    def _end(self) -> None:
+        self.note_microbatches()
+        self._running = None
+
+    def note_microbatches(self) -> None:
+        """Count what the program under way has done by now."""
+        running = self._running
+        if running is None:
+            return
+        done = bisect_right(running.times.backward_ends_s, self._clock() - running.began_s)
+        self.standing.note_microbatch(done - running.noted)
+        running.noted = done
+
+    @property
+    def busy_s(self) -> tuple[tuple[float, float], ...]:
+        """When this worker last computed for steps that are applied."""
+        return tuple(self._busy_s)
+
+    def take_pace(self) -> Pace | None:
+        """The report of how fast this worker computes, where it is due."""
+        return self._pace.take(self._clock())
+
+    def end_step(self) -> None:
+        """The step in flight is applied: it was not computed for nothing."""
+        self._busy_s.extend(self._busy_in_step)
+
+    def forget_step(self) -> None:
+        self._busy_in_step = []

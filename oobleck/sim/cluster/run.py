@@ -1,0 +1,260 @@
+"""The cluster gear: a whole run, with the real master, agents and coordinator, on virtual nodes in virtual time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from oobleck.control.coordinator import Coordinator, read_remains
+from oobleck.control.events import Command, End, Event, StopRequested
+from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import Profile, profile_to_json
+from oobleck.roles.master import Master
+from oobleck.sim.trace import Trace
+
+from .cluster import PYTHON_VERSION, VirtualCluster
+from .determinism import run_virtual
+from .faults import Faults
+from .journal import MemoryJournal, MemoryProfiles, journal_digest
+from .tempo import Delays
+from .world import World
+
+__all__ = ["ClusterRun", "Decided", "run_cluster"]
+
+_STARTED_AT = "2026-01-01T00:00:00Z"
+_GRACE_S = 600.0
+"""How long a run may take to end once its trace has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What the coordinator was fed, and what it commanded."""
+
+    now_s: float
+    event: Event | None
+    """None for a deadline, or the start."""
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRun:
+    """What came of a run."""
+
+    entries: tuple[JournalEntry, ...]
+    end: End
+    decisions: tuple[Decided, ...]
+    """All that went through the coordinator, where it was asked for; else none."""
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal runs."""
+        return journal_digest(self.entries)
+
+    @property
+    def summary(self) -> Summary:
+        return summarize(self.entries)
+
+
+def run_cluster(
+    trace: Trace,
+    *,
+    job: JobSpec,
+    profile: Profile,
+    seed: int = 0,
+    devices_per_node: int = 1,
+    delays: Delays | None = None,
+    has_profile: bool = True,
+    observe: Callable[[JournalEntry], None] | None = None,
+    keep_decisions: bool = False,
+) -> ClusterRun:
+    """Run a job through a trace, from virtual second 0; it is stopped, after the step in flight, when the trace ends.
+
+    The same arguments give the same journal. `profile` says how long the job's layers take; the job's own model and
+    text are not looked at. Without `has_profile` it is not cached, so that a worker measures it first. `observe` gets
+    each journal entry. Raises trio.TooSlowError when the run does not end within ten minutes of its trace, and what
+    breaks a promise of the protocol as an `ExceptionGroup` of Violations.
+    """
+    simulation = _Simulation(trace, job, profile, seed, devices_per_node, delays or Delays())
+    if not has_profile:
+        simulation.profiles.profile_json = None
+    simulation.observers = [observe] if observe else []
+    simulation.keeps_decisions = keep_decisions
+    end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S, time=simulation.time)
+    return ClusterRun(entries=tuple(simulation.journal.entries), end=end, decisions=tuple(simulation.decisions))
+
+
+class _RecordingCoordinator(Coordinator):
+    """Keeps what goes in and what comes out. While its process is stopped, nothing goes in."""
+
+    decisions: list[Decided] | None = None
+    frozen_until_s = 0.0
+    unread: deque[Event]
+    """What has happened while it was stopped."""
+
+    def start(self, now_s: float) -> list[Command]:
+        return self._keep(now_s, None, super().start(now_s))
+
+    def handle(self, now_s: float, event: Event) -> list[Command]:
+        if now_s < self.frozen_until_s:
+            self.unread.append(event)
+            return []
+        return [*self._go_on(now_s), *self._keep(now_s, event, super().handle(now_s, event))]
+
+    def handle_deadline(self, now_s: float) -> list[Command]:
+        if now_s < self.frozen_until_s:
+            return []
+        if self.frozen_until_s:
+            return self._go_on(now_s)
+        return self._keep(now_s, None, super().handle_deadline(now_s))
+
+    def next_deadline(self) -> float:
+        return self.frozen_until_s or super().next_deadline()
+
+    def _go_on(self, now_s: float) -> list[Command]:
+        """Act on what should have been done long ago, before anything is read: the worst that can happen."""
+        if not self.frozen_until_s:
+            return []
+        self.frozen_until_s = 0.0
+        commands = self._keep(now_s, None, super().handle_deadline(now_s))
+        while self.unread:
+            event = self.unread.popleft()
+            commands += self._keep(now_s, event, super().handle(now_s, event))
+        return commands
+
+    def _keep(self, now_s: float, event: Event | None, commands: list[Command]) -> list[Command]:
+        if self.decisions is not None:
+            self.decisions.append(Decided(now_s, event, tuple(commands)))
+        return commands
+
+
+class _Simulation:
+    """One run. Only `run` may be called, once."""
+
+    def __init__(
+        self, trace: Trace, job: JobSpec, profile: Profile, seed: int, devices_per_node: int, delays: Delays
+    ) -> None:
+        self.journal = MemoryJournal()
+        self.decisions: list[Decided] = []
+        self.keeps_decisions = False
+        self.observers: Sequence[Callable[[JournalEntry], None]] = ()
+        self._trace = trace
+        self._job = job
+        self._devices = tuple(range(devices_per_node))
+        self.profiles = MemoryProfiles(profile_to_json(profile))
+        self._world = World.make(profile, delays, seed)
+        self.time = self._world.time
+        self._master: Master | None = None
+        self._life = trio.CancelScope()
+        self._down_s = 0.0
+        self._unheard: list[Event] = []
+        """What was submitted while there was no master, or while it was stopped."""
+        self._coordinator: _RecordingCoordinator | None = None
+
+    async def run(self) -> End:
+        async with trio.open_nursery() as nursery:
+            cluster = VirtualCluster(self._job.tag, self._trace.nodes, self._world, nursery)
+            for node in self._trace.start:
+                cluster.join(node)
+            nursery.start_soon(self._play, cluster, nursery)
+            end = await self._run_masters(cluster)
+            nursery.cancel_scope.cancel()
+        return end
+
+    async def _run_masters(self, cluster: VirtualCluster) -> End:
+        """One master, and after each crash another, until the run has ended."""
+        while True:
+            cluster.thaw_master()
+            master = self._make_master(cluster)
+            for event in self._unheard:
+                master.submit(event)
+            self._unheard.clear()
+            with trio.CancelScope() as self._life:
+                self._master = master
+                return await master.run()
+            self._master = None
+            if self.journal.entries and isinstance(entry := self.journal.entries[-1], JobEnded):
+                return End(exit_code=entry.exit_code, reason=entry.reason)  # it was only saying farewell
+            await trio.sleep(self._down_s)
+
+    async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
+        faults = Faults(
+            self._trace,
+            cluster,
+            spec_of=self._spec,
+            submit=self._submit,
+            crash_master=self._crash_master,
+            freeze_master=partial(self._freeze_master, cluster, nursery),
+        )
+        await faults.play()
+        self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
+
+    def _make_master(self, cluster: VirtualCluster) -> Master:
+        """A master that takes over what is left of the run, or starts it where nothing is."""
+        remains = read_remains(self.journal.entries)
+        if remains is not None and not any(map(cluster.is_alive, remains.nodes)):
+            remains = None
+        if remains is None:
+            cluster.end_all()
+            self.journal.entries.clear()
+        coordinator = _RecordingCoordinator(
+            self._job,
+            tuple(map(self._spec, self._trace.start)),
+            started_at=_STARTED_AT,
+            python_version=PYTHON_VERSION,
+            remains=remains,
+        )
+        coordinator.unread = deque()
+        self._coordinator = coordinator
+        coordinator.decisions = self.decisions if self.keeps_decisions else None
+        master = Master(
+            coordinator,
+            tag=self._job.tag,
+            cluster=cluster,
+            journal=self.journal,
+            profiles=self.profiles,
+            hello_timeout_s=self._job.control.connect_timeout_s,
+            elapsed_s=trio.current_time(),
+        )
+        for observer in self.observers:
+            master.observe(observer)
+        return master
+
+    def _spec(self, name: str) -> NodeSpec:
+        return NodeSpec(name=name, host=name, devices=self._devices)
+
+    def _submit(self, event: Event) -> None:
+        """Tell the master, or the next one, if there is none just now."""
+        is_frozen = self._coordinator is not None and self._coordinator.frozen_until_s
+        if self._master is not None and not is_frozen:
+            self._master.submit(event)
+        else:
+            self._unheard.append(event)
+
+    def _crash_master(self, down_s: float) -> None:
+        """The master ends where it stands; another is started after so many seconds."""
+        self._down_s = down_s
+        self._life.cancel()
+
+    def _freeze_master(self, cluster: VirtualCluster, nursery: trio.Nursery, frozen_s: float) -> None:
+        """The master is stopped, and goes on where it stood."""
+        coordinator = self._coordinator
+        if self._master is None or coordinator is None:
+            return
+        until_s = max(coordinator.frozen_until_s, trio.current_time() + frozen_s)
+        coordinator.frozen_until_s = until_s
+        cluster.freeze_master(until_s)
+        nursery.start_soon(self._thaw_master, cluster, coordinator, until_s)
+
+    async def _thaw_master(self, cluster: VirtualCluster, coordinator: _RecordingCoordinator, until_s: float) -> None:
+        await trio.sleep_until(until_s)
+        if self._coordinator is not coordinator or self._master is None or coordinator.frozen_until_s > until_s:
+            return  # another has taken its place, or it was stopped once more
+        cluster.thaw_master()
+        for event in self._unheard:
+            self._master.submit(event)
+        self._unheard.clear()

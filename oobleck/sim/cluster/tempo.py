@@ -1,0 +1,108 @@
+"""How long virtual work takes: what each schedule's timeline and the planner's network model say."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from oobleck.control.speed import microbatch_s
+from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile
+from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
+from oobleck.sim.costs import Pace, costs_on
+
+__all__ = ["Delays", "ProgramTimes", "Tempo"]
+
+_LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+"""What takes a microbatch backward to the end, in one part or as the second of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delays:
+    """Seconds of what no profile tells, as measured on a small machine."""
+
+    connect_s: float = 0.02
+    """An SSH handshake."""
+    start_agent_s: float = 0.4
+    """From the handshake to an agent that listens."""
+    warm_up_s: float = 3.0
+    """A machine's first worker imports torch."""
+    start_worker_s: float = 0.03
+    """Every worker is forked from a warm process."""
+    set_up_worker_s: float = 0.5
+    """Reading the text, building the model's structure."""
+    profile_s: float = 5.0
+    """Measuring a profile, where none is cached."""
+    form_group_s: float = 0.02
+    notice_s: float = 0.02
+    """At most this long after the end of a peer its neighbours meet an error."""
+    link_latency_s: float = 0.0005
+    """One way through a tunnel to an agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTimes:
+    """One stage's program, in seconds from its beginning."""
+
+    end_s: float
+    backward_ends_s: tuple[float, ...]
+    """When each microbatch has been taken backward."""
+
+
+class Tempo:
+    """Seconds of steps, reductions and transfers. Mutable only in how slow each node is."""
+
+    def __init__(self, profile: Profile, *, form_group_s: float = 0.0) -> None:
+        self.form_group_s = form_group_s
+        self._profile = profile
+        self._factors: defaultdict[str, float] = defaultdict(lambda: 1.0)
+        self._programs: dict[
+            tuple[PipelineTemplate, tuple[float, ...], int, ScheduleKind], tuple[ProgramTimes, ...]
+        ] = {}
+        self._pace = Pace(profile)
+
+    def set_factor(self, node: str, factor: float) -> None:
+        """Have a node take `factor` times as long as usual, from its next program on."""
+        self._factors[node] = factor
+
+    def program(self, pipeline: Pipeline, stage: int, num_microbatches: int, kind: ScheduleKind) -> ProgramTimes:
+        """What one stage does of a program that all stages of its pipeline begin together."""
+        factors = tuple(self._factors[place.node] for place in pipeline.places)
+        key = pipeline.template, factors, num_microbatches, kind
+        if key not in self._programs:
+            self._programs[key] = self._evaluate(*key)
+        return self._programs[key][stage]
+
+    def compute_s(self, pipeline: Pipeline, stage: int, num_microbatches: int) -> float:
+        """Seconds in which a stage computes so many microbatches, those in which it waits left out."""
+        mine = pipeline.stages[stage]
+        return num_microbatches * microbatch_s(self._profile, mine) * self._factors[mine.places[0].node]
+
+    def _evaluate(
+        self, template: PipelineTemplate, factors: tuple[float, ...], num_microbatches: int, kind: ScheduleKind
+    ) -> tuple[ProgramTimes, ...]:
+        costs = costs_on(self._profile, template, kind, factors)
+        schedule = compile_schedule(kind, num_stages=len(costs), num_microbatches=num_microbatches, commits=False)
+        evaluated = timeline(schedule, costs)
+        return tuple(
+            ProgramTimes(
+                end_s=end_s,
+                backward_ends_s=tuple(span.end_s for span in spans if span.instruction.op in _LAST_OF_BACKWARD),
+            )
+            for end_s, spans in zip(evaluated.ends_s, evaluated.spans, strict=True)
+        )
+
+    def reduce_s(self, plan: ExecutionPlan) -> float:
+        """Seconds in which a plan's gradients are reduced."""
+        return self._pace.reduce_s(plan)
+
+    def part_bytes(self, item: LayerTransfer) -> int:
+        """Bytes that a transfer moves: parameters and optimizer state."""
+        layer = self._profile.layers[item.layer]
+        return (layer.param_bytes + layer.optimizer_bytes) // item.num_parts
+
+    def transfer_s(self, item: LayerTransfer) -> float:
+        """Seconds of a transfer; those to one worker come one after the other."""
+        network = self._profile.network
+        if item.source.node == item.target.node:
+            return network.intra_node_latency_s + self.part_bytes(item) / network.intra_node_bytes_per_s
+        return network.inter_node_latency_s + self.part_bytes(item) / network.inter_node_bytes_per_s

@@ -1,0 +1,238 @@
+"""Virtual worker processes, and the host that starts them: the twin of `runtime.processes.workers`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import trio
+
+from oobleck.control.protocol import Profiled, ProfileRequest, SetUpWorker, WorkerBound, WorkerMessage, WorkerReady
+from oobleck.job import JobSpec
+from oobleck.planner import profile_to_json
+from oobleck.roles.ports import WorkerEnd
+
+from .worker import VirtualWorker
+from .world import Gate, World
+
+__all__ = ["VirtualWorkerHost", "WorkerProcess"]
+
+_SIGKILL = 9
+
+
+class WorkerProcess:
+    """A worker process, from its agent's side, and the world's hold on it. `run` is its life."""
+
+    def __init__(self, setup: SetUpWorker, pid: int, world: World, gate: Gate, clock: Callable[[], float]) -> None:
+        """`gate` is the node's: a frozen node's processes are frozen."""
+        self.pid = pid
+        self.place = setup.place
+        self._setup = setup
+        self._world = world
+        self._gate = gate
+        self._clock = clock
+        self._worker: VirtualWorker | None = None
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+        self._end = WorkerEnd()
+        self._woken = trio.lowlevel.ParkingLot()
+        self._alarm_s = 0.0
+        self._untold: list[WorkerBound] = []
+        """What waits in the socket of a process that is frozen, or not set up yet."""
+        self._profiling = trio.Event()
+        self._say, self._said = trio.open_memory_channel[WorkerMessage](math.inf)
+
+    # --- the port ------------------------------------------------------------------------------------------
+
+    async def send(self, messages: Sequence[WorkerBound]) -> None:
+        await trio.lowlevel.checkpoint()
+        if self._ended.is_set():
+            raise trio.BrokenResourceError(f"worker {self.pid} is gone")
+        self._untold += messages
+        self._listen()
+
+    async def receive(self) -> WorkerMessage:
+        message = await self._said.receive()
+        await self._gate.passed()
+        return message
+
+    async def wait(self) -> WorkerEnd:
+        await self._ended.wait()
+        await self._gate.passed()
+        return self._end
+
+    def kill(self) -> None:
+        self.end(signal=_SIGKILL)
+
+    # --- the world's hold on it ------------------------------------------------------------------------------
+
+    def end(self, *, signal: int | None = None, exit_code: int | None = None) -> None:
+        """The process ends here and now; what it said before can still be heard."""
+        if self._ended.is_set():
+            return
+        self._end = WorkerEnd(signal=signal, exit_code=exit_code)
+        self._ended.set()
+        self._scope.cancel()
+        self._say.close()
+        if self._worker is not None:
+            self._world.fabric.end(self.place, self._world.fabric.newest)
+
+    def wake(self) -> None:
+        """Have it look again at what it waits for, and at what it was told while it was frozen."""
+        if not self._ended.is_set():
+            self._listen()
+            self._unpark()
+
+    def _unpark(self) -> None:
+        self._woken.unpark_all()
+
+    async def run(self) -> None:
+        """Get ready, then follow orders until the end."""
+        with self._scope:
+            await self._work(self._world.delays.set_up_worker_s)
+            worker = self._worker = VirtualWorker(
+                self.place,
+                self._setup.job,
+                self._world.fabric,
+                self._say.send_nowait,
+                tempo=self._world.tempo,
+                clock=self._clock,
+                announce=self._unpark,
+            )
+            self._world.fabric.watch(self.place, self._unpark)
+            self._say.send_nowait(self._ready())
+            self._listen()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._profile)
+                await self._train(worker)
+
+    def _ready(self) -> WorkerReady:
+        profile = self._world.profile
+        return WorkerReady(
+            device=self.place.device,
+            pid=self.pid,
+            data_digest="virtual",
+            num_samples=1 << 20,
+            layer_names=tuple(layer.name for layer in profile.layers),
+            parameters=sum(layer.param_bytes for layer in profile.layers) // 4,
+            torch_version="virtual",
+            shards=self._setup.job.data.shards,
+        )
+
+    def _listen(self) -> None:
+        """Take what was told, as the control thread does at once, whatever the training thread is doing."""
+        if self._worker is None or self._gate.is_closed:
+            return
+        told, self._untold = self._untold, []
+        for message in told:
+            match message:
+                case ProfileRequest():
+                    self._profiling.set()
+                case _:
+                    self._worker.take(message)
+
+    async def _profile(self) -> None:
+        await self._profiling.wait()
+        await self._work(self._world.delays.profile_s)
+        profile_json = profile_to_json(self._world.profile)
+        self._say.send_nowait(Profiled(device=self.place.device, profile_json=profile_json))
+
+    async def _work(self, seconds: float) -> None:
+        """Work for so long; a frozen process makes no progress."""
+        due_s = self._world.time.now_s + seconds
+        while self._world.time.now_s < due_s:
+            await self._pause_until(due_s)
+            due_s += await self._frozen()
+
+    async def _frozen(self) -> float:
+        """Wait while the process is frozen; returns for how long it was."""
+        began_s = self._world.time.now_s
+        await self._gate.passed()
+        return self._world.time.now_s - began_s
+
+    async def _pause_until(self, due_s: float) -> None:
+        """Wait until something happens, or until then."""
+        if due_s not in (math.inf, self._alarm_s):
+            self._alarm_s = due_s
+            self._world.time.call_at(due_s, self._unpark)
+        await self._woken.park()
+
+    async def _train(self, worker: VirtualWorker) -> None:
+        """Step the training thread: as time passes, as peers come along, or as they are lost."""
+        wait, due_s = worker.wait, math.inf
+        while True:
+            due_s += await self._frozen()
+            is_ready = wait.ready()
+            if is_ready and due_s == math.inf:
+                due_s = self._world.time.now_s + wait.takes_s
+            if not is_ready and wait.interrupted():
+                worker.step()
+            elif wait.can_fail() and (not is_ready or self._world.rng.random() < 0.5):
+                await self._pause_until(self._world.time.now_s + self._world.up_to(self._world.delays.notice_s))
+                if wait.interrupted() or self._gate.is_closed:
+                    continue
+                worker.fail()
+            elif is_ready and due_s <= self._world.time.now_s:
+                worker.step()
+            else:
+                await self._pause_until(due_s if is_ready else math.inf)
+                continue
+            wait, due_s = worker.wait, math.inf
+            await trio.lowlevel.checkpoint()
+
+
+class VirtualWorkerHost:
+    """Starts virtual workers on one node."""
+
+    def __init__(
+        self,
+        world: World,
+        gate: Gate,
+        nursery: trio.Nursery,
+        *,
+        pids: Callable[[], int],
+        clock: Callable[[], float],
+        warm_up: Callable[[], float],
+    ) -> None:
+        """`pids` gives new process ids; `warm_up` the seconds until the node can fork workers."""
+        self.processes: list[WorkerProcess] = []
+        self._world = world
+        self._gate = gate
+        self._nursery = nursery
+        self._pids = pids
+        self._clock = clock
+        self._warm_up = warm_up
+        self._say, self._said = trio.open_memory_channel[str](math.inf)
+
+    async def server_ended(self) -> str:
+        how = await self._said.receive()
+        await self._gate.passed()
+        return how
+
+    def end_server(self) -> None:
+        """What forks workers is gone: those that live stay, others wait for the next one."""
+        self._say.send_nowait("killed by signal 9; it is started again")
+
+    async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def start(self, setup: SetUpWorker) -> WorkerProcess:
+        while (wait_s := self._warm_up()) > 0:  # noqa: ASYNC110  it may end while it is waited for
+            await trio.sleep(wait_s)
+        await trio.sleep(self._world.delays.start_worker_s)
+        await self._gate.passed()
+        process = WorkerProcess(setup, self._pids(), self._world, self._gate, self._clock)
+        self.processes.append(process)
+        self._nursery.start_soon(process.run)
+        return process
+
+    def wake(self) -> None:
+        """The node was frozen or thawed."""
+        for process in self.processes:
+            process.wake()
+
+    def end_all(self) -> None:
+        """All processes end: the node's power, or the agent they depend on, is gone."""
+        for process in self.processes:
+            process.kill()

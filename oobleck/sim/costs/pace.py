@@ -1,0 +1,123 @@
+"""How long the steps of a plan take on nodes that may be slow: the timelines of its schedules, remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Profile, StageTemplate
+from oobleck.planner.costs import GRADIENT_COPIES
+from oobleck.planner.instantiation import reduction_s
+from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
+from oobleck.schedule.forecast import stage_costs
+
+__all__ = ["Pace", "costs_on"]
+
+_WHOLE = 4096
+"""Microbatches times stages of a program that is evaluated whole.
+
+A longer one repeats itself, every so many microbatches as there are stages: it has met its bottleneck by then. After 3
+microbatches a stage it need not have: the step of one in eight drawn pipelines was told wrong, by up to 4 %.
+"""
+_PLAIN = ScheduleKind.ONE_F_ONE_B
+
+
+_Key = tuple[StageTemplate, ...]
+"""A template by its value: plans that were read from a message have templates of their own."""
+
+
+class Pace:
+    """The times of one profile. Remembers what it has evaluated; changes nothing else."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._seconds: dict[tuple[_Key, int, ScheduleKind, tuple[float, ...]], float] = {}
+        self._reduced_bytes: dict[_Key, int] = {}
+
+    def step_s(
+        self, plan: ExecutionPlan, factors: Mapping[str, float], schedules: Sequence[ScheduleKind] | None = None
+    ) -> float:
+        """Seconds of one step: the slowest pipeline's, and the reduction of gradients after it.
+
+        `factors` are those by which nodes are slower than the profile, `schedules` those of the plan's pipelines
+        (None: 1F1B); O(pipelines), and an evaluation of each kind of pipeline that was not met before.
+        """
+        kinds = schedules or (_PLAIN,) * len(plan.pipelines)
+        usual: dict[tuple[int, int, ScheduleKind], PipelineTemplate] = {}
+        seconds: list[float] = []
+        for pipeline, kind in zip(plan.pipelines, kinds, strict=True):
+            if factors and any(node in factors for node in pipeline.nodes):
+                seconds.append(self.compute_s(pipeline, pipeline.num_microbatches, factors, kind))
+            else:
+                usual[id(pipeline.template), pipeline.num_microbatches, kind] = pipeline.template
+        seconds += [self._compute_s(template, number, kind, ()) for (_, number, kind), template in usual.items()]
+        return max(seconds) + self.reduce_s(plan)
+
+    def compute_s(
+        self, pipeline: Pipeline, num_microbatches: int, factors: Mapping[str, float], kind: ScheduleKind = _PLAIN
+    ) -> float:
+        """Seconds in which a pipeline takes so many microbatches, without the reduction; 0 for none."""
+        if not num_microbatches:
+            return 0.0
+        slowed = tuple(factors.get(node, 1.0) for node in pipeline.nodes) if factors else ()
+        usual = all(factor == 1.0 for factor in slowed)
+        return self._compute_s(pipeline.template, num_microbatches, kind, () if usual else slowed)
+
+    def template_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
+        """Seconds in which a 1F1B pipeline of a template, on nodes of usual speed, takes so many microbatches."""
+        return self._compute_s(template, num_microbatches, _PLAIN, ())
+
+    def reduce_s(self, plan: ExecutionPlan) -> float:
+        """Seconds of the reduction of gradients, as the planner counts them."""
+        templates = {id(each.template): each.template for each in plan.pipelines}
+        reduced_bytes = max(self._bytes_of(template) for template in templates.values())
+        return reduction_s(self._profile.network, reduced_bytes, len(plan.pipelines))
+
+    def _bytes_of(self, template: PipelineTemplate) -> int:
+        key = template.stages
+        if key not in self._reduced_bytes:
+            nodes = [0] * template.num_nodes
+            for stage in template.stages:
+                nodes[stage.node_index] += sum(self._profile.layers[layer].param_bytes for layer in stage.layers)
+            self._reduced_bytes[key] = GRADIENT_COPIES * max(nodes)
+        return self._reduced_bytes[key]
+
+    def _compute_s(
+        self, template: PipelineTemplate, num_microbatches: int, kind: ScheduleKind, factors: tuple[float, ...]
+    ) -> float:
+        stages = template.num_stages
+        more = num_microbatches - max(_WHOLE // stages, 2 * stages)
+        periods = max(0, -(-more // stages))
+        known = num_microbatches - periods * stages
+        end_s = self._evaluate(template, known, kind, factors)
+        return end_s + periods * (end_s - self._evaluate(template, known - stages, kind, factors)) if periods else end_s
+
+    def _evaluate(
+        self, template: PipelineTemplate, num_microbatches: int, kind: ScheduleKind, factors: tuple[float, ...]
+    ) -> float:
+        key = template.stages, num_microbatches, kind, factors
+        if key not in self._seconds:
+            schedule = compile_schedule(kind, num_stages=template.num_stages, num_microbatches=num_microbatches)
+            slowed = [factors[stage.node_index] for stage in template.stages] if factors else None
+            self._seconds[key] = timeline(schedule, costs_on(self._profile, template, kind, slowed)).makespan_s
+        return self._seconds[key]
+
+
+def costs_on(
+    profile: Profile, template: PipelineTemplate, kind: ScheduleKind, factors: Sequence[float] | None
+) -> Sequence[StageCost]:
+    """What each stage of a template costs under a schedule, where it takes so many times as long as usual."""
+    costs = stage_costs(profile, template, splits=kind is ScheduleKind.ZERO_BUBBLE)
+    if factors is None:
+        return costs
+    return [_slowed(cost, factor) for cost, factor in zip(costs, factors, strict=True)]
+
+
+def _slowed(cost: StageCost, factor: float) -> StageCost:
+    weight_s = cost.backward_weight_s
+    return replace(
+        cost,
+        forward_s=cost.forward_s * factor,
+        backward_s=cost.backward_s * factor,
+        backward_weight_s=None if weight_s is None else weight_s * factor,
+    )

@@ -1,0 +1,373 @@
+"""The workers of all nodes at once: they move in step, so one state stands for all of them.
+
+Where workers of the cluster gear compute and wait one by one, here the moments that matter are computed: when
+steps are committed, when the step in flight is finished, when a plan is adopted. In between nothing happens.
+
+    STOPPED ── an order ──> FINISHING (the step in flight) ──> ADOPTING (groups, layers) ──> TRAINING
+       ^                         │ a fence                        │ a fence                     │ a loss, a fence
+       └─────────────────────────┴────────────────────────────────┴─────────────────────────────┘
+
+This is a closed form of what `control.commit.follower` does, and no driver of it: that would take every move of every worker.
+What ties the two is a property (`test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear` in
+`tests/sim/test_gears.py`). Who takes which microbatches, and where sections end, `control.commit.sections` says for both.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from oobleck.control.commit import num_sections_of, shares_of
+from oobleck.control.protocol import NOTHING, Banked, BankRecord, CommitRecord, Order, Resumed, Status
+from oobleck.planner import ExecutionPlan, Pipeline, Place, Profile
+from oobleck.schedule import ScheduleKind, section_stops
+from oobleck.sim.costs import Pace, RecoveryCosts
+
+__all__ = ["Crew", "Stretch"]
+
+_NEARLY = 1e-9
+"""A step that lacks less than this share of itself is complete: times are sums of floats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Steps committed one after the other, under one plan at one pace."""
+
+    first_step: int
+    last_step: int
+    end_s: float
+    """When the last was committed."""
+    step_s: float
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """An order that is being carried out."""
+
+    order: Order
+    commit_s: float
+    """When the step in flight is committed; the time of the order where none is finished."""
+    adopt_s: float
+    transfer_s: float
+
+
+class Crew:
+    """Mutable: all that the sweep gear knows of workers. Times only go forward."""
+
+    def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: RecoveryCosts) -> None:
+        self.max_steps = most_steps
+        """Nobody trains any further."""
+        self._profile = profile
+        self._num_samples = num_samples
+        self._costs = costs
+        self._pace = Pace(profile)
+        self._plan: ExecutionPlan | None = None
+        self._schedules: tuple[ScheduleKind, ...] = ()
+        """Of the pipelines of the plan in force."""
+        self._teams: Mapping[tuple[tuple[int, ...], int], tuple[Place, ...]] = {}
+        """The workers of the plan in force, by what they hold and the microbatches that they take."""
+        self._adopted = 0
+        self._applied = 0
+        self._last_record: CommitRecord | None = None
+        self._began_s = 0.0
+        """When the step in flight was begun."""
+        self._step_s = inf
+        self._banked: Banked = NOTHING
+        """What of the step in flight was banked before the plan in force; only the first step under a plan has any."""
+        self._num_sections = 1
+        self._rest_s = inf
+        """What that step takes under the plan."""
+        self._number = 0
+        """Sections of the step in flight that are banked since, when a fence was answered last."""
+        self._factors: dict[str, float] = {}
+        self._stopped_s: float | None = None
+        """Since then nothing can be committed."""
+        self._pending: _Pending | None = None
+        self._busy_s: tuple[float, float] = (0.0, 0.0)
+        """When anybody last computed for a step that was committed."""
+
+    # --- what the world does -----------------------------------------------------------------------------------
+
+    def set_factor(self, node: str, factor: float, now_s: float) -> None:
+        """Let a node be slower from now on. The share of the step in flight that is done stays done."""
+        if factor == 1.0:
+            self._factors.pop(node, None)
+        else:
+            self._factors[node] = factor
+        if self._plan is not None and self._pending is None:
+            until_s = now_s if self._stopped_s is None else self._stopped_s
+            done = (until_s - self._began_s) / self._this_s
+            self._step_s = self._pace.step_s(self._plan, self._factors, self._schedules)
+            self._rest_s = self._rest_of_step_s(self._plan) if self._banked.microbatches else self._step_s
+            self._began_s = until_s - done * self._this_s
+
+    @property
+    def factors(self) -> Mapping[str, float]:
+        """How many times the usual time slow nodes take."""
+        return self._factors
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes under the plan in force; infinity without one."""
+        return self._step_s
+
+    def forget(self, node: str) -> None:
+        """A node is gone: who comes back in its name is as fast as any."""
+        self._factors.pop(node, None)
+
+    def stop(self, now_s: float) -> None:
+        """From now on nothing is committed: somebody that all wait for is gone. Whole pipelines compute on."""
+        if self._stopped_s is None:
+            self._stopped_s = now_s
+
+    def go_on(self, now_s: float) -> None:
+        """Those who were waited for are back, as if nothing had happened."""
+        if self._stopped_s is not None:
+            self._began_s += now_s - self._stopped_s
+            self._stopped_s = None
+
+    def is_training(self, node: str) -> bool:
+        """Tell whether everybody waits for a node that stops."""
+        plans = [self._plan, self._pending.order.plan if self._pending else None]
+        return any(plan is not None and node in plan.nodes for plan in plans)
+
+    @property
+    def plan(self) -> ExecutionPlan | None:
+        """The plan in force; None before the first, and after all state was lost."""
+        return self._plan
+
+    @property
+    def is_computing(self) -> bool:
+        """Steps are committed: nobody is waited for, and no plan is on its way."""
+        return self._plan is not None and self._pending is None and self._stopped_s is None
+
+    @property
+    def has_finished(self) -> bool:
+        """All steps are committed, and the plan in force has nothing more to do."""
+        return self._plan is not None and self._pending is None and self._applied >= self.max_steps
+
+    def speaker(self, absent: Container[str]) -> Place | None:
+        """A worker of the plan in force that can tell of commits: its node is none of these."""
+        return next((place for places in self._teams.values() for place in places if place.node not in absent), None)
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    @property
+    def next_s(self) -> float:
+        """When an order under way is carried out, or the last step committed; infinity where nothing leads there."""
+        if self._pending is not None:
+            return self._pending.adopt_s
+        if self._plan is None or self._stopped_s is not None or self.has_finished:
+            return inf
+        return self._began_s + (self.max_steps - self._applied) * self._step_s
+
+    def advance(self, now_s: float) -> Iterator[Stretch]:
+        """Let time pass up to `now_s`: yield the steps committed since the last call, at most two stretches."""
+        pending = self._pending
+        if pending is None:
+            yield from self._train_until(now_s)
+            return
+        if pending.order.finish is not None and self._applied < pending.order.finish and pending.commit_s <= now_s:
+            yield self._commit(1, pending.commit_s, pending.commit_s - self._began_s)
+            self._began_s = pending.commit_s
+        if pending.adopt_s <= now_s:
+            self._adopt(pending)
+
+    def _train_until(self, now_s: float) -> Iterator[Stretch]:
+        if self._plan is None:
+            return
+        until_s = now_s if self._stopped_s is None else min(now_s, self._stopped_s)
+        if self._banked.microbatches and until_s >= self._began_s + self._rest_s * (1 - _NEARLY):
+            end_s, step_s = self._began_s + self._rest_s, self._rest_s
+            yield self._commit(1, min(end_s, now_s), step_s)
+            self._began_s = end_s
+        if self._banked.microbatches:
+            return
+        number = min(self.max_steps - self._applied, int((until_s - self._began_s) / self._step_s + _NEARLY))
+        if number > 0:
+            end_s = self._began_s + number * self._step_s
+            yield self._commit(number, min(end_s, now_s), self._step_s)
+            self._began_s = end_s
+
+    def _commit(self, number: int, end_s: float, step_s: float) -> Stretch:
+        first = self._applied + 1
+        self._applied += number
+        self._banked, self._number = NOTHING, 0
+        self._last_record = CommitRecord(
+            step=self._applied,
+            generation=self._adopted,
+            loss=0.0,
+            grad_norm=0.0,
+            learning_rate=0.0,
+            num_samples=self._num_samples,
+            samples_repeated=0,
+            samples_missing=0,
+            duration_s=step_s,
+        )
+        self._busy_s = (self._busy_s[0], end_s)
+        return Stretch(first_step=first, last_step=self._applied, end_s=end_s, step_s=step_s, generation=self._adopted)
+
+    @property
+    def last_record(self) -> CommitRecord | None:
+        return self._last_record
+
+    # --- what the coordinator asks and orders ---------------------------------------------------------------------
+
+    def answers(self, generation: int, now_s: float, silent: Collection[str], idle: Collection[Place]) -> _Answers:
+        """Return what workers answer to a fence: (workers, status), alike ones together.
+
+        `silent` are nodes that answer nothing, `idle` workers that have no part in the plan in force.
+        """
+        self.stop(now_s)
+        if self._pending is None:
+            self._number = self._sections_banked()
+        else:
+            if self._applied == self._pending.order.boundary:
+                self._began_s = now_s  # nothing of the next step was computed while layers were exchanged
+            self._pending = None
+        answers: list[tuple[tuple[Place, ...], Status]] = []
+        done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self._plan is not None else 0.0
+        banked = self._bank_record()
+        for (layers, num_microbatches), places in self._teams.items():
+            heard = tuple(place for place in places if place.node not in silent) if silent else places
+            if heard:
+                answers.append((heard, self._status(generation, layers, int(done * num_microbatches), banked)))
+        if idle:
+            answers.append((tuple(idle), self._status(generation, (), 0, None)))
+        return answers
+
+    @property
+    def _this_s(self) -> float:
+        """What the step in flight takes in all under the plan in force."""
+        return self._rest_s if self._banked.microbatches else self._step_s
+
+    def _rest_of_step_s(self, plan: ExecutionPlan) -> float:
+        shares = shares_of(plan, self._banked.microbatches)
+        ends_s = (
+            self._pace.compute_s(pipeline, len(share), self._factors, kind)
+            for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
+        )
+        return max(ends_s) + self._pace.reduce_s(plan)
+
+    def _sections_banked(self) -> int:
+        """How many sections were banked of the step in flight before all stopped.
+
+        One is when the last pipeline has taken the last microbatch of it backward, and the sums were made.
+        """
+        plan = self._plan
+        if plan is None or self._num_sections == 1:
+            return 0
+        assert self._stopped_s is not None
+        shares = shares_of(plan, self._banked.microbatches)
+        number = num_sections_of(plan, self._banked.microbatches, self._num_sections)
+        stops = [section_stops(len(share), number) for share in shares]
+        ends_s = [
+            max(
+                self._pace.compute_s(pipeline, stop[section], self._factors, kind)
+                for pipeline, stop, kind in zip(plan.pipelines, stops, self._schedules, strict=True)
+            )
+            + self._pace.reduce_s(plan)
+            for section in range(number - 1)
+        ]
+        return bisect_right(ends_s, self._stopped_s - self._began_s)
+
+    def _bank_record(self) -> BankRecord | None:
+        if not self._number:
+            return None
+        return BankRecord(step=self._applied + 1, generation=self._adopted, number=self._number, loss=0.0)
+
+    def _status(
+        self, generation: int, layers: tuple[int, ...], microbatches_done: int, banked: BankRecord | None
+    ) -> Status:
+        return Status(
+            device=0,
+            generation=generation,
+            applied=self._applied,
+            last_record=self._last_record,
+            reduced=None,
+            adopted=self._adopted if layers else 0,
+            layers=layers,
+            microbatches_done=microbatches_done,
+            broken=False,
+            banked=banked,
+        )
+
+    def take_order(self, order: Order, now_s: float, *, transfer_s: float) -> None:
+        """Begin to carry out an order; `transfer_s` is what copying its layers takes."""
+        commit_s = now_s
+        if order.finish is not None:
+            commit_s = max(now_s, self._finished_s(order, now_s))
+        adopt_s = commit_s + self._costs.regroup_s + transfer_s + self._costs.warm_up_s
+        self._pending = _Pending(order, commit_s, adopt_s, transfer_s)
+
+    def _finished_s(self, order: Order, now_s: float) -> float:
+        """When the whole pipelines have computed their share of the step and what was dealt to them, and reduced."""
+        assert self._plan is not None
+        extra: dict[int, int] = defaultdict(int)
+        for segment in order.segments:
+            extra[segment.pipeline] += len(segment.microbatches)
+        lost = frozenset(order.lost)
+        shares = shares_of(self._plan, self._banked.microbatches)
+        ends: dict[tuple[int, int, int, ScheduleKind], float] = {}
+        for index, (pipeline, kind) in enumerate(zip(self._plan.pipelines, self._schedules, strict=True)):
+            if lost.isdisjoint(pipeline.nodes):
+                own = len(shares[index])
+                key = (id(pipeline.template), own, extra[index], kind)
+                if key not in ends or self._factors:
+                    ends[key] = max(ends.get(key, 0.0), self._end_of(pipeline, kind, own, extra[index], now_s))
+        return max(ends.values()) + self._pace.reduce_s(self._plan)
+
+    def _end_of(self, pipeline: Pipeline, kind: ScheduleKind, own: int, extra: int, now_s: float) -> float:
+        own_s = self._began_s + self._pace.compute_s(pipeline, own, self._factors, kind)
+        return max(own_s, now_s) + self._pace.compute_s(pipeline, extra, self._factors, kind) if extra else own_s
+
+    def _adopt(self, pending: _Pending) -> None:
+        order = pending.order
+        self._pending, self._stopped_s = None, None
+        self._plan, self._adopted, self._applied = order.plan, order.generation, order.boundary
+        self._schedules = order.schedules
+        self._teams = _teams(order.plan)
+        self._banked, self._num_sections, self._number = order.banked, order.num_sections, 0
+        self._step_s = self._pace.step_s(order.plan, self._factors, order.schedules)
+        self._rest_s = self._rest_of_step_s(order.plan) if self._banked.microbatches else self._step_s
+        self._began_s = pending.adopt_s
+        self._resumed = Resumed(
+            device=0,
+            generation=order.generation,
+            transfer_s=pending.transfer_s,
+            received_bytes=0,
+            resumed_s=pending.adopt_s,
+            busy_s=(self._busy_s,) if self._busy_s[1] > self._busy_s[0] else (),
+        )
+        self._busy_s = (pending.adopt_s, pending.adopt_s)
+
+    @property
+    def resumed(self) -> Resumed:
+        """What each worker says once it has adopted the plan in force; the bytes are nobody's."""
+        return self._resumed
+
+    def disband(self) -> None:
+        """All state is lost: what comes next starts from a checkpoint."""
+        self._plan, self._teams, self._pending, self._stopped_s = None, {}, None, None
+        self._adopted, self._last_record, self._step_s = 0, None, inf
+        self._banked, self._number = NOTHING, 0
+
+
+_Answers = list[tuple[tuple[Place, ...], Status]]
+
+
+def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[Place, ...]]:
+    """All workers of a plan, by what they hold and the microbatches that they take; O(workers)."""
+    teams: dict[tuple[tuple[int, ...], int], list[Place]] = defaultdict(list)
+    keys: dict[int, list[tuple[int, ...]]] = {}
+    for pipeline in plan.pipelines:
+        template = pipeline.template
+        if id(template) not in keys:
+            keys[id(template)] = [tuple(stage.layers) for stage in template.stages]
+        for layers, stage in zip(keys[id(template)], pipeline.stages, strict=True):
+            teams[layers, pipeline.num_microbatches].extend(stage.places)
+    return {key: tuple(places) for key, places in teams.items()}

@@ -1,0 +1,60 @@
+"""What a sweep's master is told of how fast nodes compute, many reports at once.
+
+Workers report once a second or once a step. As long as nobody's pace changes the reports change no decision, so they
+are left out until somebody's has changed for as many of them as the master wants to agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from oobleck.control.protocol import Pace
+from oobleck.control.speed import REPORTS_NEEDED, microbatch_s
+from oobleck.planner import ExecutionPlan, Place, Profile, StageTemplate
+
+__all__ = ["Reports"]
+
+
+class Reports:
+    """Mutable: how many times the usual time each worker takes, as the master was told."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._told: dict[Place, float] = {}
+
+    def forget(self, node: str) -> None:
+        """A node's worker starts anew: the master takes it for normal, and is told again."""
+        self._told = {place: factor for place, factor in self._told.items() if place.node != node}
+
+    def clear(self) -> None:
+        """Another master has been told nothing."""
+        self._told.clear()
+
+    def untold(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> list[Place]:
+        """The workers of a plan whose pace the master does not know; O(workers). Those that rest will tell again."""
+        self._told = {place: factor for place, factor in self._told.items() if place in plan.layers_at}
+        return [place for place in plan.places if self._told.get(place) != factors.get(place.node, 1.0)]
+
+    def tell(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[Place, ...], Pace]]:
+        """Tell what is untold: yields (workers, what each of them says), round by round.
+
+        Who stops listening, for a plan is made anew, has heard only those that have said it often enough.
+        """
+        untold = frozenset(self.untold(plan, factors))
+        groups: dict[tuple[StageTemplate, float], list[Place]] = defaultdict(list)
+        paces: dict[tuple[StageTemplate, float], Pace] = {}
+        for pipeline in plan.pipelines:
+            for template, stage in zip(pipeline.template.stages, pipeline.stages, strict=True):
+                for place in untold.intersection(stage.places):
+                    factor = factors.get(place.node, 1.0)
+                    key = template, factor
+                    groups[key].append(place)
+                    if key not in paces:
+                        compute_s = factor * microbatch_s(self._profile, stage)
+                        paces[key] = Pace(device=0, compute_s=compute_s, microbatches=1)
+        for number in range(REPORTS_NEEDED + 1):
+            for key, places in groups.items():
+                yield tuple(places), paces[key]
+                if number == REPORTS_NEEDED - 1:
+                    self._told.update(dict.fromkeys(places, key[1]))

@@ -1,0 +1,141 @@
+"""The journal of a run that is started again from a checkpoint whenever its state is lost.
+
+Each start has a coordinator of its own, which counts generations and steps from nothing. Here they are numbers of
+the whole run, and steps that a checkpoint does not hold are run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from oobleck.control.journal import (
+    Action,
+    Cause,
+    JobEnded,
+    JournalEntry,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    PlanAdopted,
+    RecoveryDone,
+    RecoveryStarted,
+    StepDone,
+    StepsDone,
+    WorkerUp,
+)
+from oobleck.planner import ExecutionPlan
+
+from .analytic_workers import Stretch
+
+__all__ = ["RunLog"]
+
+
+class RunLog:
+    """Mutable: takes in what coordinators record, in the order of time."""
+
+    def __init__(self, *, checkpoint_interval_s: float, checkpoint_read_s: float) -> None:
+        self.entries: list[JournalEntry] = []
+        self.connected: set[str] = set()
+        """Nodes of which nothing says that they are gone."""
+        self.newest_step = 0
+        """The newest that was ever committed, lost ones included."""
+        self._checkpoint_interval_s = checkpoint_interval_s
+        self._checkpoint_read_s = checkpoint_read_s
+        self._past_generations = 0
+        self._generation = 0
+        self.past_steps = 0
+        """Steps that the coordinator at hand does not count, for it was started from their checkpoint."""
+        self._step = 0
+        """The newest of those that are not lost."""
+        self._saved_step = 0
+        self._steps_lost = 0
+        self._ended_s = 0.0
+
+    @property
+    def is_planned(self) -> bool:
+        """The coordinator at hand has adopted a plan."""
+        return self._generation > 0
+
+    def record(self, entry: JournalEntry) -> None:
+        """Write an entry of the coordinator at hand; its end with an error is not the run's."""
+        match entry:
+            case NodeConnected(node=node):
+                self.connected.add(node)
+            case NodeLost(node=node) | NodeLeft(node=node):
+                self.connected.discard(node)
+            case WorkerUp():
+                return  # one for each device and start, and nothing is learned from them
+            case JobEnded(exit_code=code) if code:
+                return
+            case PlanAdopted() | RecoveryStarted() | RecoveryDone():
+                entry = replace(entry, generation=self._past_generations + entry.generation)
+            case _:
+                pass
+        self.entries.append(entry)
+        if isinstance(entry, PlanAdopted):
+            self._adopted(entry)
+
+    def record_steps(self, entry: StepDone, first_step: int) -> None:
+        """Write one entry for many steps; those that had been committed before are told apart from the others."""
+        first, last = self.past_steps + (first_step or entry.record.step), self.past_steps + entry.record.step
+        for start, stop in ((first, min(last, self.newest_step)), (max(first, self.newest_step + 1), last)):
+            if start <= stop:
+                end_s = entry.t_s - (last - stop) * entry.record.duration_s
+                record = replace(entry.record, step=stop, generation=self._past_generations + entry.record.generation)
+                steps = StepsDone(t_s=end_s, first_step=start, record=record, tokens_per_step=entry.tokens)
+                self.entries.append(steps)
+        self.newest_step = max(self.newest_step, last)
+        self._step = last
+
+    def save(self, stretch: Stretch) -> None:
+        """Note the newest step that a checkpoint holds."""
+        saved_s = stretch.end_s // self._checkpoint_interval_s * self._checkpoint_interval_s
+        since = int((stretch.end_s - saved_s) / stretch.step_s) + 1
+        if since <= stretch.last_step - stretch.first_step + 1:
+            self._saved_step = self.past_steps + stretch.last_step - since
+
+    def lose_all(self, now_s: float, reason: str) -> None:
+        """All state is lost but the newest checkpoint's; until another coordinator has a plan, there is none."""
+        self._past_generations += self._generation + 1
+        self._generation = 0
+        self._steps_lost = self._step - self._saved_step
+        self.past_steps = self._step = self._saved_step
+        self._ended_s = now_s
+        self.entries.append(
+            PlanAdopted(
+                t_s=now_s,
+                generation=self._past_generations,
+                plan=ExecutionPlan(pipelines=()),
+                action=Action.CHECKPOINT,
+                reason=reason,
+                predicted_step_s=0.0,
+                num_layers=0,
+                redundant=False,
+            )
+        )
+
+    def _adopted(self, entry: PlanAdopted) -> None:
+        is_restart = not self.is_planned and self._past_generations > 0
+        self._generation = entry.generation - self._past_generations
+        if not entry.redundant:
+            self._saved_step = self._step  # the state is saved at once when it has too few copies
+        if is_restart:
+            self.entries.append(self._restart(entry))
+
+    def _restart(self, entry: PlanAdopted) -> RecoveryDone:
+        return RecoveryDone(
+            t_s=entry.t_s,
+            began_s=self._ended_s,
+            generation=entry.generation,
+            nodes=(),
+            cause=Cause.CONNECTION_LOST,
+            action=Action.CHECKPOINT,
+            detect_s=0.0,
+            decide_s=0.0,
+            transfer_s=self._checkpoint_read_s,
+            stall_s=entry.t_s - self._ended_s,
+            bytes_moved=0,
+            layers_moved=entry.num_layers,
+            microbatches_redone=0,
+            steps_lost=self._steps_lost,
+        )

@@ -1,0 +1,81 @@
+"""The job whose life a sweep simulates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oobleck.control.coordinator import planner_for, schedules_for
+from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
+from oobleck.planner import Planner, Profile
+from oobleck.sim.costs import Pace, RecoveryCosts
+from oobleck.sim.trace import Trace
+
+__all__ = ["SweepSettings", "most_steps"]
+
+_LEASE_S = 1e9
+"""The coordinator's: nobody sends heartbeats here, and whose silence is noticed is the sweep's to say.
+
+Nor does it try lost nodes again: the trace says when they are back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSettings:
+    """The job whose life is simulated."""
+
+    profile: Profile
+    global_batch_size: int
+    """Samples in one step."""
+    devices_per_node: int = 1
+    fault_threshold: int = 1
+    num_pipelines: int | None = None
+    reductions_per_step: int | Literal["auto"] = "auto"
+    schedule: ScheduleName = "1f1b"
+    costs: RecoveryCosts = field(default_factory=RecoveryCosts)
+    checkpoint_interval_s: float = 1800.0
+    """From one checkpoint to the next; they are written while training goes on."""
+    scaling: ScalingSpec = field(default_factory=ScalingSpec)
+    max_steps: int | None = None
+    """The job ends after so many; None: with the trace."""
+    tag: str = "sim"
+    seed: int = 0
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch_size // self.profile.microbatch_size
+
+    def job(self, max_steps: int, *, is_timed: bool = False) -> JobSpec:
+        """The job as the coordinator is given it; with heartbeats and leases if it `is_timed`."""
+        return JobSpec(
+            tag=self.tag,
+            data=DataSpec(sequence_length=max(2, self.profile.sequence_length)),
+            scaling=self.scaling,
+            control=ControlSpec() if is_timed else ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
+            max_steps=max_steps,
+            global_batch_size=self.global_batch_size,
+            microbatch_size=self.profile.microbatch_size,
+            seed=self.seed,
+            fault_threshold=self.fault_threshold,
+            num_pipelines=self.num_pipelines,
+            reductions_per_step=self.reductions_per_step,
+            schedule=self.schedule,
+            device_memory_bytes=self.profile.device.memory_bytes,
+            torch_threads=1,
+        )
+
+    def planner(self) -> Planner:
+        """A planner with the settings that the coordinator gives its own."""
+        return planner_for(self.job(max_steps=1), self.profile, devices_per_node=self.devices_per_node)
+
+
+def most_steps(trace: Trace, settings: SweepSettings) -> int:
+    """Return the job's steps; without a limit, how many fit into the trace with all its nodes, and no failure.
+
+    Raises PlanningError where they do not hold the model.
+    """
+    most = trace.nodes[: max(count for _, count in trace.counts)]
+    plan = settings.planner().initial_plan(most).plan
+    if settings.max_steps is not None:
+        return settings.max_steps
+    schedules = schedules_for(settings.job(max_steps=1), settings.profile, plan)
+    return min(MAX_STEPS, int(trace.duration_s / Pace(settings.profile).step_s(plan, {}, schedules)) + 1)

@@ -1,0 +1,9 @@
+"""A worker's side of checkpoints: its layers into shared memory, and back from there or from disk."""
+
+from __future__ import annotations
+
+from .digests import digest_of
+from .saving import Saving
+from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+
+__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "Saving", "StateReader", "digest_of"]

@@ -1,0 +1,184 @@
+"""Checkpoints to and from directories as transformers' `save_pretrained` writes them.
+
+    python -m oobleck.training.checkpoint.conversion export CHECKPOINT DIRECTORY
+    python -m oobleck.training.checkpoint.conversion import DIRECTORY CHECKPOINTS
+
+A process of its own, so that the command line needs no torch. Exits with 78 for input that cannot be used, and says
+why in the last line on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import cast, get_args
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from oobleck.checkpoint import (
+    MANIFEST_VERSION,
+    CheckpointDirectory,
+    Layout,
+    Manifest,
+    Shard,
+    checkpoint_name,
+    layer_file_name,
+    read_layer_file,
+    write_layer_file,
+)
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.job import ModelSpec
+from oobleck.training.model import ModelStructure, StageModel, Task, build_model
+
+from .parts import Tensors, join_parts
+from .state import as_tensor, layout_of
+
+__all__ = ["export_model", "import_model"]
+
+_EXIT_CONFIG = 78
+_IMPORTED = "imported"
+_NOT_WEIGHTS = ("optimizer.", "training.")
+_TRIAL_LENGTH = 16
+"""Length of the sample on which the model's layers are found."""
+
+
+def main() -> int:
+    """Convert as the arguments say; returns the exit status."""
+    what, source, target = sys.argv[1:]
+    try:
+        if what == "export":
+            export_model(Path(source), Path(target))
+        else:
+            sys.stdout.write(f"{import_model(Path(source), Path(target))}\n")
+    except (ConfigError, CorruptCheckpoint, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return _EXIT_CONFIG
+    return 0
+
+
+def export_model(checkpoint: Path, target: Path) -> None:
+    """Write a checkpoint's weights as a model directory. Every file is verified before.
+
+    Raises CorruptCheckpoint, ConfigError for a checkpoint of a model that is not of transformers, or OSError.
+    """
+    directory = CheckpointDirectory(checkpoint.parent)
+    manifest = directory.manifest(checkpoint.name)
+    faults = list(directory.faults(manifest))
+    if faults:
+        raise CorruptCheckpoint("; ".join(map(str, faults)))
+    weights: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for layer in range(len(manifest.layer_names)):
+        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+        parts = [_weights_in(checkpoint / shard.file) for shard in shards]
+        metadata = dict(parts[0][0])
+        weights |= join_parts(parts)
+    task = metadata.get("task", "causal_lm")
+    if task not in get_args(Task):
+        raise ConfigError(f"{checkpoint}: its task {task!r} is not known")
+    model = build_model(_config_of(checkpoint, metadata), task=cast("Task", task), dtype=_dtype_of(weights))
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    tied = set(model.all_tied_weights_keys or {})
+    if unexpected or set(missing) - tied:
+        raise ConfigError(f"{checkpoint}: its parameters are not those of its configuration: {[*missing, *unexpected]}")
+    model.tie_weights()
+    _save_whole(model, target)
+
+
+def _save_whole(model: PreTrainedModel, target: Path) -> None:
+    """Write beside the target, then move there: what a full disk has cut off is never taken for a model."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.unfinished{os.getpid()}")
+    try:
+        unfinished.mkdir()
+        model.save_pretrained(unfinished)
+        if target.is_dir():
+            target.rmdir()  # it is empty, or the command would not have begun
+        unfinished.rename(target)
+    # The library has an error of its own for what the disk refuses.
+    except SafetensorError as error:
+        raise OSError(f"{target}: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:
+    """Return a layer file's metadata, and of its tensors the parameters."""
+    file = read_layer_file(path)
+    return file.metadata, {
+        name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items() if not name.startswith(_NOT_WEIGHTS)
+    }
+
+
+def import_model(source: Path, target: Path) -> Path:
+    """Write a model directory's weights as a checkpoint of step 0, whose optimizer starts afresh; returns its path.
+
+    Layers are read and written one after the other. Raises ConfigError or OSError.
+    """
+    structure = ModelStructure.from_spec(ModelSpec(path=str(source)), vocab_size=1, sequence_length=_TRIAL_LENGTH)
+    name = checkpoint_name(_IMPORTED, step=0, generation=0)
+    directory = CheckpointDirectory(target)
+    (target / name).mkdir(parents=True, exist_ok=True)
+    metadata = {"config": structure.config.to_json_string(use_diff=False), "task": structure.task}
+    model = StageModel(structure, dtype=torch.float32, device="cpu")
+    shards: list[Shard] = []
+    for layer in range(structure.num_layers):
+        model.adopt(layer, layer + 1, {})
+        model.initialize([layer], seed=0)
+        tensors = {name: parameter.detach() for name, parameter in model.parameters.items()}
+        shards.append(_write_layer(target / name, layer, layout_of({layer: tensors}, metadata=metadata), tensors))
+        model.adopt(layer, layer, {})
+    directory.commit(_manifest(name, structure, tuple(shards)))
+    return target / name
+
+
+def _write_layer(path: Path, layer: int, layout: Layout, tensors: dict[str, torch.Tensor]) -> Shard:
+    data = memoryview(bytearray(layout.size_bytes))
+    for entry in layout.entries:
+        as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensors[entry.spec.name])
+    file = layer_file_name(layer)
+    metadata = {**layout.metadata, "format": "pt", "layer": str(layer)}
+    size, digest = write_layer_file(path / file, layout.entries, data, metadata=metadata)
+    return Shard(layer=layer, file=file, size_bytes=size, sha256=digest)
+
+
+def _manifest(name: str, structure: ModelStructure, shards: tuple[Shard, ...]) -> Manifest:
+    return Manifest(
+        version=MANIFEST_VERSION,
+        name=name,
+        tag=_IMPORTED,
+        run=_IMPORTED,
+        saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        step=0,
+        generation=0,
+        loss=None,
+        seed=0,
+        global_batch_size=1,
+        samples_seen=0,
+        data_digest="",
+        layer_names=structure.layer_names,
+        shards=shards,
+    )
+
+
+def _config_of(checkpoint: Path, metadata: dict[str, str]) -> PreTrainedConfig:
+    try:
+        values = json.loads(metadata["config"])
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"{checkpoint}: not of a model of transformers ({error})") from error
+
+
+def _dtype_of(weights: dict[str, torch.Tensor]) -> torch.dtype:
+    return next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""What a worker does about checkpoints: save its share when the commit says so, look for states, and restore layers.
+
+The wish to save is raised here and travels with the commit of a step, so that all workers save after the same one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from oobleck.checkpoint import (
+    CheckpointDirectory,
+    Layout,
+    Manifest,
+    TensorSpec,
+    checkpoint_name,
+    read_layer_file,
+    run_of,
+)
+from oobleck.control.checkpoints import shares_of
+from oobleck.control.protocol import DataPosition
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.planner import ExecutionPlan, Place
+from oobleck.training.model import Share
+from oobleck.user_path import expand_user
+from oobleck.wire import (
+    CheckpointsFound,
+    FindCheckpoints,
+    FoundState,
+    Restore,
+    SaveState,
+    StateNotSaved,
+    StateSaved,
+    StoragePaths,
+)
+
+from .parts import cut_state, part_metadata, part_to_save
+from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+
+__all__ = ["Saving"]
+
+_IMPORTED = "imported"
+"""The tag of what `oobleck checkpoint import` has written: it is nobody's yet."""
+_ANY_DEVICE = "device*"
+"""What other workers of the node have saved can be read here too."""
+
+Report = Callable[[StateSaved | StateNotSaved | CheckpointsFound], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """The layers that a worker saves under a plan."""
+
+    plan: ExecutionPlan
+    lost: frozenset[str]
+    layers: tuple[int, ...]
+
+
+class Saving:
+    """One worker's. `want` and `find` are the control thread's to call, all else the training thread's."""
+
+    def __init__(self, place: Place, paths: StoragePaths, share: Share, report: Report, *, tag: str) -> None:
+        """`tag` is the job's: a directory of checkpoints may be shared with other jobs, whose states are not ours."""
+        structure = share.structure
+        self._tag = tag
+        self._part = share
+        self._place = place
+        self._run = paths.run
+        self._structure = structure
+        self._report = report
+        self._memory = Path(paths.memory)
+        self._stem = f"device{place.device}"
+        self._checkpoints = CheckpointDirectory(Path(paths.checkpoints))
+        config = structure.config.to_json_string(use_diff=False)
+        self._saver = FlashSaver(
+            self._memory,
+            self._stem,
+            metadata={"config": config, "task": structure.task, **part_metadata(share)},
+            report=self._saved,
+        )
+        self._sizes = [
+            sum(math.prod(structure.shapes[name]) for name in structure.layer_parameters(layer))
+            for layer in range(structure.num_layers)
+        ]
+        self._wanted: int | None = None
+        self._last_step = 0
+        self._share: _Share | None = None
+
+    # --- control thread ------------------------------------------------------------------------------------
+
+    def want(self, message: SaveState) -> None:
+        """Raise the wish; one that a save has answered already is ignored."""
+        if message.step > self._last_step:
+            self._wanted = message.step
+
+    def find(self, message: FindCheckpoints) -> None:
+        """Look for states on a thread of its own, since disks may be slow."""
+        threading.Thread(target=lambda: self._find(message), daemon=True, name="find checkpoints").start()
+
+    # --- training thread -----------------------------------------------------------------------------------
+
+    def is_wanted(self, step: int) -> bool:
+        """Whether this worker wants the state saved after `step`."""
+        wanted = self._wanted
+        return wanted is not None and step >= wanted
+
+    def prepare(self, plan: ExecutionPlan, tensors_of: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
+        """Have memory made for what this worker would save under a plan, in the background."""
+        if self._share is None or self._share.plan is not plan or self._share.lost:
+            layers = self._take_share(plan, ())
+            if layers:
+                self._saver.prepare({layer: part_to_save(self._part, tensors_of(layer)) for layer in layers})
+
+    def save(
+        self,
+        plan: ExecutionPlan,
+        lost: Collection[str],
+        step: int,
+        generation: int,
+        tensors_of: Callable[[int], Mapping[str, torch.Tensor]],
+        *,
+        position: DataPosition | None = None,
+    ) -> None:
+        """Save this worker's share of the state after a committed step, among the nodes that are not lost.
+
+        The state must not change until `settle` has returned. `position` is where in its shards the run is.
+        """
+        self._last_step, self._wanted = step, None
+        layers: LayerTensors = {
+            layer: part_to_save(self._part, tensors_of(layer)) for layer in self._take_share(plan, lost)
+        }
+        if layers:
+            name = checkpoint_name(self._run, step=step, generation=generation)
+            self._saver.save(layers, name=name, step=step, generation=generation, position=position)
+
+    def settle(self) -> None:
+        """Wait until what is being saved may be changed."""
+        self._saver.settle()
+
+    def load(self, restore: Restore, layer: int) -> Mapping[str, torch.Tensor]:
+        """Return this worker's share of a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""
+        try:
+            return cut_state(self._part, self._reader(restore.directory).load(restore.name, layer))
+        except OSError as error:
+            raise CorruptCheckpoint(f"layer {layer} of {restore.name}: {error}") from error
+
+    def _take_share(self, plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
+        share = self._share
+        if share is None or share.plan is not plan or share.lost != frozenset(lost):
+            part = self._part
+            dealt = shares_of(plan, self._sizes, lost=lost, rank=part.rank, degree=part.degree)
+            layers = dealt.get(self._place, ())
+            self._share = share = _Share(plan=plan, lost=frozenset(lost), layers=layers)
+        return share.layers
+
+    # --- other threads -------------------------------------------------------------------------------------
+
+    def _saved(self, saved: SavedLayers) -> None:
+        device = self._place.device
+        if saved.problem is not None:
+            self._report(
+                StateNotSaved(device=device, name=saved.state.name, step=saved.state.step, reason=saved.problem)
+            )
+            return
+        self._report(
+            StateSaved(
+                device=device,
+                state=saved.state,
+                layers=saved.layers,
+                size_bytes=saved.size_bytes,
+                pause_s=saved.pause_s,
+                copy_s=saved.copy_s,
+            )
+        )
+
+    def _find(self, message: FindCheckpoints) -> None:
+        found: list[FoundState] = []
+        problems: list[str] = []
+        misfits: list[str] = []
+        for state, layers in self._reader(None).in_memory(fits=self._fits):
+            found.append(
+                FoundState(
+                    name=state.name,
+                    run=run_of(state.name),
+                    step=state.step,
+                    saved_at=state.saved_at,
+                    layers=layers,
+                    in_memory=True,
+                    position=state.position,
+                )
+            )
+        self._look_into(self._checkpoints, None, found, problems, misfits)
+        if message.directory is not None:
+            self._look_elsewhere(Path(message.directory), found, problems)
+        unfinished = tuple(name for name in self._checkpoints.names() if self._checkpoints.is_unfinished(name))
+        self._report(
+            CheckpointsFound(
+                device=self._place.device,
+                request=message.request,
+                found=tuple(found),
+                problems=tuple(problems),
+                unfinished=unfinished,
+                misfits=tuple(misfits),
+            )
+        )
+
+    def _look_elsewhere(self, path: Path, found: list[FoundState], problems: list[str]) -> None:
+        """Look where the user says: at one checkpoint, or at a directory of them."""
+        try:
+            path = expand_user(path)
+        except ConfigError as error:
+            problems.append(str(error))
+            return
+        if (path / "manifest.json").exists():
+            self._look_into(CheckpointDirectory(path.parent), str(path.parent), found, problems, [], only=path.name)
+        else:
+            self._look_into(CheckpointDirectory(path), str(path), found, problems, [])
+
+    def _look_into(
+        self,
+        directory: CheckpointDirectory,
+        told: str | None,
+        found: list[FoundState],
+        problems: list[str],
+        misfits: list[str],
+        only: str | None = None,
+    ) -> None:
+        for entry in directory.find():
+            if only is not None and entry.name != only:
+                continue
+            if entry.manifest is None:
+                # Of our own saves, those that were never finished say nothing new: they are removed.
+                if entry.is_damaged or told is not None:
+                    problems.append(f"{entry.problem}")
+                continue
+            if told is None and entry.manifest.tag not in (self._tag, _IMPORTED):
+                continue  # another job's
+            problem = self._misfit(directory, entry.manifest)
+            if problem is not None:
+                text = f"{directory.path / entry.name}: {problem}"
+                problems.append(text)
+                misfits.append(text)
+                continue
+            found.append(
+                FoundState(
+                    name=entry.name,
+                    run=entry.manifest.run,
+                    step=entry.manifest.step,
+                    saved_at=entry.manifest.saved_at,
+                    layers=directory.layers_here(entry.manifest),
+                    in_memory=False,
+                    directory=told,
+                    position=entry.manifest.position,
+                    origin=entry.manifest.origin,
+                    is_final=entry.manifest.is_final,
+                )
+            )
+
+    def _misfit(self, directory: CheckpointDirectory, manifest: Manifest) -> str | None:
+        """Why a checkpoint is not one of our model; None when it is."""
+        if manifest.layer_names != self._structure.layer_names:
+            ours = self._structure.layer_names
+            other = next((name for name in manifest.layer_names if name not in ours), None)
+            what = f"{len(manifest.layer_names)} layers" if other is None else f"a layer {other}"
+            return f"of another model, with {what}; ours has {len(ours)}, from {ours[0]} to {ours[-1]}"
+        for shard in manifest.shards[:1]:
+            with suppress(CorruptCheckpoint, OSError):  # it is read again, and its fault told, before it is used
+                file = read_layer_file(directory.path / manifest.name / shard.file)
+                return self._layer_misfit(shard.layer, [spec for spec, _ in file.tensors.values()], manifest.num_parts)
+        return None
+
+    def _fits(self, layout: Layout) -> bool:
+        """Whether a state in memory is one of our model: the job may have been changed since it was saved."""
+        specs: dict[int, list[TensorSpec]] = {}
+        for entry in layout.entries:
+            specs.setdefault(entry.layer, []).append(entry.spec)
+        return all(self._layer_misfit(layer, specs[layer], layout.num_parts) is None for layer in specs)
+
+    def _layer_misfit(self, layer: int, specs: Sequence[TensorSpec], num_parts: int) -> str | None:
+        """Why these tensors are not those of a layer of our model; None when they are.
+
+        Parts of layers have shapes of their own.
+        """
+        if layer not in range(self._structure.num_layers):
+            return f"of another model, with a layer {layer}; ours has {self._structure.num_layers}"
+        shapes = {spec.name: spec.shape for spec in specs}
+        for name in self._structure.layer_parameters(layer):
+            ours = tuple(self._structure.shapes[name])
+            if name not in shapes:
+                return f"of another model, without {name} in layer {layer}"
+            if num_parts == 1 and shapes[name] != ours:
+                return f"of another model, whose {name} is {_size_text(shapes[name])}; ours is {_size_text(ours)}"
+        return None
+
+    def _reader(self, directory: str | None) -> StateReader:
+        elsewhere = None if directory is None else CheckpointDirectory(Path(directory))
+        return StateReader(self._memory, _ANY_DEVICE, elsewhere or self._checkpoints)
+
+
+def _size_text(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "a number"

@@ -1,0 +1,353 @@
+"""A worker's side of checkpoints: its layers into shared memory, and back from there or from disk.
+
+    training thread    save: says what is to be copied; settle: waits until it is, before anything of it changes
+    background thread  makes the memory beforehand, copies, takes the checksums, and reports
+
+State changes only when the next step is applied, so the copy is made beside that step's forward and backward passes.
+
+What lies in memory is on its way to the disk: the agent, which outlives this process, sees to that.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from oobleck.checkpoint import (
+    CheckpointDirectory,
+    FlashMemory,
+    Layout,
+    Manifest,
+    SavedState,
+    Slot,
+    TensorSpec,
+    find_slots,
+    memory_files,
+    next_memory_file,
+    read_layer_file,
+)
+from oobleck.control.protocol import DataPosition
+from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.wire import decode_json, encode_json
+
+from .parts import Tensors, join_parts
+
+__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "as_tensor", "layout_of"]
+
+LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
+"""For each layer, its tensors by the names that files have them under."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLayers:
+    """A save that is whole in memory, or was given up."""
+
+    state: SavedState
+    layers: tuple[int, ...]
+    size_bytes: int
+    pause_s: float
+    """How long training waited."""
+    copy_s: float = 0.0
+    """How long the copy took, most of it beside training."""
+    problem: str | None = None
+    """Why there is nothing, where there is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Memory for what this worker saves, and the tensors that lie over each slot."""
+
+    memory: FlashMemory
+    over: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+
+
+class FlashSaver:
+    """Saves the layers that this worker is to save. One thread calls it; `report` is called on another.
+
+    What is saved must not be changed until `settle` returns.
+    """
+
+    def __init__(
+        self, directory: Path, stem: str, *, metadata: Mapping[str, str], report: Callable[[SavedLayers], None]
+    ) -> None:
+        """Memory files are `<directory>/<stem>.<n>`; `metadata` goes into every layer's file."""
+        self._directory = directory
+        self._stem = stem
+        self._metadata = dict(metadata)
+        self._report = report
+        self._share: _Share | None = None
+        self._problem = "no memory was made"
+        self._layout: Layout | None = None
+        self._busy = threading.Semaphore(1)
+        self._copied = threading.Event()
+        self._copied.set()
+        self._waits_since_s: float | None = None
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="checkpoint").start()
+
+    def prepare(self, layers: LayerTensors) -> None:
+        """Have memory made for these layers, in the background; nothing when it is there already."""
+        layout = layout_of(layers, metadata=self._metadata)
+        if layout != self._layout:
+            self._layout = layout
+            self._tasks.put(lambda: self._make(layout))
+
+    def save(
+        self, layers: LayerTensors, *, name: str, step: int, generation: int, position: DataPosition | None = None
+    ) -> None:
+        """Begin to copy these layers, which `settle` ends. What came of it is reported later."""
+        began_s = time.monotonic()
+        state = SavedState(name=name, step=step, generation=generation, saved_at=_now(), position=position)
+        if not self._busy.acquire(blocking=False):
+            self._give_up(state, "the save before is still being checked")
+            return
+        self.prepare(layers)
+        sources = [tensor for _, tensors in sorted(layers.items()) for tensor in tensors.values()]
+        self._waits_since_s = None
+        self._copied.clear()
+        called_s = time.monotonic() - began_s
+        self._tasks.put(lambda: self._carry_out(state, sources, called_s))
+
+    def settle(self) -> None:
+        """Wait until what is being saved may be changed again."""
+        if not self._copied.is_set():
+            self._waits_since_s = time.monotonic()
+            self._copied.wait()
+
+    # --- background thread ---------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            self._tasks.get()()
+
+    def _make(self, layout: Layout) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            memory = FlashMemory.create(next_memory_file(self._directory, self._stem), layout)
+        except OSError as error:
+            self._share, self._problem = None, _no_room(self._directory, layout, error)
+            self._layout = None  # to be tried again
+        else:
+            self._share = _Share(memory, (_tensors_over(memory.slots()[0]), _tensors_over(memory.slots()[1])))
+
+    def _carry_out(self, state: SavedState, sources: list[torch.Tensor], called_s: float) -> None:
+        share = self._share
+        if share is None:
+            self._copied.set()
+            self._busy.release()
+            self._give_up(state, self._problem)
+            return
+        slot = share.memory.next_slot()
+        slot.begin()
+        copy_s, waited_s = self._copy(sources, share.over[slot.number])
+        slot.seal(encode_json(state))
+        if len(slot.memory.valid_slots()) == len(slot.memory.slots()):
+            self._forget_older_than(slot.memory)
+        self._busy.release()
+        layout = slot.memory.layout
+        self._report(
+            SavedLayers(
+                state=state,
+                layers=layout.layers,
+                size_bytes=layout.size_bytes,
+                pause_s=called_s + waited_s,
+                copy_s=copy_s,
+            )
+        )
+
+    def _copy(self, sources: list[torch.Tensor], targets: Sequence[torch.Tensor]) -> tuple[float, float]:
+        """Copy, and let training change what is copied; returns how long that took, and how long training waited."""
+        began_s = time.monotonic()
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(list(targets), sources)
+        finally:
+            copied_s = time.monotonic()
+            self._copied.set()  # whatever went wrong: training must not wait for ever
+        sources.clear()  # nothing is held longer than it must be
+        since_s = self._waits_since_s
+        return copied_s - began_s, max(0.0, copied_s - since_s) if since_s is not None else 0.0
+
+    def _forget_older_than(self, memory: FlashMemory) -> None:
+        """Remove the files of former shares: both slots of this one hold a state by now."""
+        for path in memory_files(self._directory, self._stem):
+            if path != memory.path:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+
+    def _give_up(self, state: SavedState, problem: str) -> None:
+        self._report(SavedLayers(state=state, layers=(), size_bytes=0, pause_s=0.0, problem=problem))
+
+
+class StateReader:
+    """What a worker can restore, from its node's memory and from the directory of checkpoints.
+
+    Layers are whole here: where devices shared stages, what each of them saved is put together.
+    """
+
+    def __init__(self, directory: Path, stem: str, checkpoints: CheckpointDirectory) -> None:
+        """Memory is that of files `<directory>/<stem>.<n>`; `stem` may be a pattern, for those of several workers."""
+        self._directory = directory
+        self._stem = stem
+        self._checkpoints = checkpoints
+        self._verified: set[tuple[Path, int, int]] = set()
+        """Slots, by file, number and sequence."""
+
+    def in_memory(
+        self, *, fits: Callable[[Layout], bool] = lambda _: True
+    ) -> tuple[tuple[SavedState, tuple[int, ...]], ...]:
+        """The states in this node's memory, each with the layers that are there whole; newest first.
+
+        What does not fit, by its layout, is left out.
+        """
+        parts: dict[str, dict[int, set[int]]] = {}
+        states: dict[str, tuple[SavedState, int]] = {}
+        for state, slot in self._slots():
+            if not fits(slot.memory.layout):
+                continue
+            states.setdefault(state.name, (state, slot.memory.layout.num_parts))
+            for layer in slot.memory.layout.layers:
+                parts.setdefault(state.name, {}).setdefault(layer, set()).add(slot.memory.layout.part)
+        return tuple(
+            (state, tuple(sorted(layer for layer, found in parts[name].items() if len(found) == num_parts)))
+            for name, (state, num_parts) in states.items()
+        )
+
+    def on_disk(self) -> tuple[tuple[Manifest, tuple[int, ...]], ...]:
+        """The complete checkpoints that this node sees, each with the layers whose files are there; newest first."""
+        found = self._checkpoints.find()
+        return tuple(
+            (said.manifest, self._checkpoints.layers_here(said.manifest)) for said in found if said.manifest is not None
+        )
+
+    def load(self, name: str, layer: int) -> Tensors:
+        """Return a layer of a checkpoint: from memory where it is whole there, else from disk. O(size).
+
+        Every byte is compared with its checksum before. The tensors may lie over the memory or the file itself: copy
+        them before anything is saved again. Raises CorruptCheckpoint that names what is wrong.
+        """
+        try:
+            return self._load_from_memory(name, layer)
+        except CorruptCheckpoint as in_memory:
+            try:
+                return self._load_from_disk(name, layer)
+            except CorruptCheckpoint as on_disk:
+                raise CorruptCheckpoint(f"{on_disk}; {in_memory}") from on_disk
+
+    def _load_from_memory(self, name: str, layer: int) -> Tensors:
+        parts: dict[int, Slot] = {}
+        for state, slot in self._slots():
+            if state.name == name and layer in slot.memory.layout.layers:
+                parts.setdefault(slot.memory.layout.part, slot)
+        num_parts = max((slot.memory.layout.num_parts for slot in parts.values()), default=1)
+        if len(parts) < num_parts:
+            found = f"{len(parts)} of {num_parts} parts" if parts else "nothing"
+            raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory: {found}")
+        return self._joined(layer, name, [self._part_in(slot, layer) for _, slot in sorted(parts.items())])
+
+    def _part_in(self, slot: Slot, layer: int) -> tuple[Mapping[str, str], Tensors]:
+        self._verify(slot)
+        layout = slot.memory.layout
+        return layout.metadata, {
+            entry.spec.name: as_tensor(entry.spec, slot.data[entry.offset : entry.stop])
+            for entry in layout.entries_of(layer)
+        }
+
+    def _load_from_disk(self, name: str, layer: int) -> Tensors:
+        manifest = self._checkpoints.manifest(name)
+        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+        if len(shards) != manifest.num_parts:
+            raise CorruptCheckpoint(f"{self._checkpoints.path / name}: its manifest has no layer {layer}")
+        for shard in shards:
+            if (fault := self._checkpoints.fault_of(manifest, shard)) is not None:
+                raise CorruptCheckpoint(str(fault))
+        return self._joined(
+            layer, name, [_part_on_disk(self._checkpoints.path / name / shard.file) for shard in shards]
+        )
+
+    def _joined(self, layer: int, name: str, parts: Sequence[tuple[Mapping[str, str], Tensors]]) -> Tensors:
+        try:
+            return join_parts(parts)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CorruptCheckpoint(f"layer {layer} of {name}: its parts do not fit together ({error})") from error
+
+    def _verify(self, slot: Slot) -> None:
+        """Verify a slot once, not for every layer in it."""
+        key = (slot.memory.path, slot.number, slot.sequence)
+        if key not in self._verified:
+            slot.verify()
+            self._verified.add(key)
+
+    def _slots(self) -> list[tuple[SavedState, Slot]]:
+        found: list[tuple[SavedState, Slot]] = []
+        for slot in find_slots(self._directory, self._stem):
+            with suppress(PeerError):  # of another version
+                found.append((decode_json(SavedState, slot.note), slot))
+        return sorted(found, key=lambda pair: pair[0].saved_at, reverse=True)
+
+
+def _part_on_disk(path: Path) -> tuple[Mapping[str, str], Tensors]:
+    file = read_layer_file(path)
+    return file.metadata, {key: as_tensor(spec, data) for key, (spec, data) in file.tensors.items()}
+
+
+def layout_of(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout:
+    """The layout of a slot for these tensors."""
+    specs = {
+        layer: [
+            TensorSpec(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        ]
+        for layer, tensors in layers.items()
+    }
+    return Layout.of(specs, metadata=metadata)
+
+
+def _tensors_over(slot: Slot) -> tuple[torch.Tensor, ...]:
+    """Tensors whose memory is the slot's."""
+    return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
+
+
+def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
+    """A tensor whose memory these bytes are."""
+    dtype = _TORCH_DTYPES[spec.dtype]
+    if not data:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(spec.shape)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _no_room(directory: Path, layout: Layout, error: OSError) -> str:
+    """Why there is no memory for a layout: what is wanted, and what is there."""
+    wanted = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are wanted, for two copies of what this worker saves"
+    try:
+        found = shutil.disk_usage(directory)
+    except OSError:
+        there = ""
+    else:
+        there = f"; {found.free / 2**20:,.1f} MiB of {found.total / 2**20:,.1f} MiB are free there"
+    return f"no shared memory in {directory}: {error.strerror}; {wanted}{there}; a container gets more by --shm-size"

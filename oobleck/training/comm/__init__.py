@@ -1,0 +1,35 @@
+"""Communication between workers: groups, sums, messages, and layers that change hands."""
+
+from __future__ import annotations
+
+from .devices import choose_device, device_memory_bytes, synchronize, use_device
+from .groups import Group, GroupKey, GroupTable, Reduction, open_device
+from .inbox import Inbox
+from .reachability_probe import hang_doorbell, ring_all
+from .rendezvous import Board, BoardStore
+from .staging import HostCopy, Pending
+from .transfer import LayerState, exchange_layers, fill_state
+from .waiter import Signals
+
+__all__ = [
+    "Board",
+    "BoardStore",
+    "Group",
+    "GroupKey",
+    "GroupTable",
+    "HostCopy",
+    "Inbox",
+    "LayerState",
+    "Pending",
+    "Reduction",
+    "Signals",
+    "choose_device",
+    "device_memory_bytes",
+    "exchange_layers",
+    "fill_state",
+    "hang_doorbell",
+    "open_device",
+    "ring_all",
+    "synchronize",
+    "use_device",
+]

@@ -1,0 +1,97 @@
+"""What one peer sends: received on a thread of its own, in an order that is known beforehand.
+
+A wait for a message cannot be interrupted, so the training thread does not wait for it: a helper does, and
+announces what has arrived. It lives as long as its group and receives ahead, so that messages are on their way
+into their buffers before they are asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from oobleck.control.commit import PeerLost
+from oobleck.planner import Place
+
+from .staging import Pending
+from .waiter import Signals
+
+__all__ = ["RECEIVES_AHEAD", "Inbox"]
+
+RECEIVES_AHEAD = 2
+"""Messages of one peer that are received before they are taken, at most: what they cost in memory."""
+
+Post = Callable[[int], tuple[Pending, torch.Tensor]]
+"""Begins to receive the message with a tag; returns what to wait for, and the buffer. May raise PeerLost."""
+
+
+class Inbox:
+    """Messages of one peer. After an interrupted `take` the peer's group is not used any more, nor is this."""
+
+    def __init__(self, source: Place, signals: Signals) -> None:
+        self.source = source
+        self._signals = signals
+        self._expected: SimpleQueue[tuple[int, Post] | None] = SimpleQueue()
+        self._ready: deque[torch.Tensor] = deque()
+        self._failure: str | None = None  # an error would hold on to what it was raised by
+        self._room = threading.Semaphore(RECEIVES_AHEAD)
+        threading.Thread(target=self._receive_all, daemon=True, name=f"receive from {source}").start()
+
+    def expect(self, tag: int, post: Post) -> None:
+        """Receive this message after those that are expected already."""
+        self._expected.put((tag, post))
+
+    def has_arrived(self) -> bool:
+        """Tell whether `take` has nothing to wait for."""
+        return bool(self._ready) or self._failure is not None
+
+    def take(self, interrupted: Callable[[], bool]) -> torch.Tensor:
+        """Wait for the next message. Raises Interrupted or PeerLost."""
+        if not self._ready:
+            self._signals.wait(self.has_arrived, interrupted, [self.source])
+        if not self._ready:
+            assert self._failure is not None
+            raise PeerLost(self._failure)
+        tensor = self._ready.popleft()
+        self._room.release()
+        return tensor
+
+    def close(self) -> None:
+        """Expect nothing more; the thread ends unless it is stuck in a receive."""
+        self._expected.put(None)
+        self._room.release()
+
+    def _receive_all(self) -> None:
+        posted: deque[tuple[Pending, torch.Tensor]] = deque()
+        try:
+            while self._post_ahead(posted):
+                work, tensor = posted.popleft()
+                _wait(work)
+                self._ready.append(tensor)
+                self._signals.announce()
+        except PeerLost as error:
+            self._failure = str(error)
+            self._signals.announce()
+
+    def _post_ahead(self, posted: deque[tuple[Pending, torch.Tensor]]) -> bool:
+        """Post as many receives as there is room for, at least one; False when no more are expected."""
+        while not posted or not self._expected.empty():
+            if not self._room.acquire(blocking=not posted):
+                break
+            message = self._expected.get()
+            if message is None:
+                return False
+            tag, post = message
+            posted.append(post(tag))
+        return True
+
+
+def _wait(work: Pending) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(f"receive: {error}") from error

@@ -1,0 +1,183 @@
+"""Where groups of a worker that end together listen and connect, and how nothing of them is left behind.
+
+Gloo lets nobody give up a message: a thread that waits for a peer which froze waits for a day, and destroying its
+group waits for the thread. What wakes it is the end of the connection. Gloo does not give its sockets away, but each
+of its devices has an epoll instance of its own, and the kernel tells what is registered there. So groups that end
+together share a device, and when they end, their connections are shut down: first what we say (a peer that is slower
+still gets all that it was sent), after a while what we hear as well.
+
+Gloo takes in whoever connects, waits for ever for the first word, and ends the process when no descriptor is left. So
+strangers find nobody at home but in the moment in which groups are formed: the kernel drops what they send.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from .reachability_probe import no_place_to_listen
+
+__all__ = ["Network", "open_device"]
+
+_GRACE_S = 1.0
+_POLL_S = 0.02
+_MISLEADING = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+"""Variables that have Gloo tell connections apart by the peer's rank alone: those of groups that share a device would
+be taken for each other, and wait for ever."""
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7); Python names neither
+_DROP_ALL = ctypes.create_string_buffer(
+    struct.pack("HBBI", 0x06, 0, 0, 0)
+)  # the filter's one instruction: keep 0 bytes
+_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
+_opening = threading.Lock()
+
+
+class _Closable(Protocol):
+    def close(self) -> None:
+        """Let go of helper threads. May be called again."""
+
+
+class Network:
+    """Mutable: a Gloo device, what is connected through it, and what must not be let go before that has ended."""
+
+    def __init__(self, address: str) -> None:
+        """Listen at an address. Raises ConfigError for a useless one."""
+        with _opening:
+            before = set(_epolls())
+            self.device: object = open_device(address)
+            self._epoll = next((fd for fd in _epolls() if fd not in before and _has_listener(fd)), None)
+        self._lock = threading.Lock()
+        self._kept: list[_Closable] = []
+        self._num_forming = 0
+        self.is_over = False
+        """Whether its groups are given up."""
+
+    @contextmanager
+    def forming(self) -> Iterator[None]:
+        """Within the block a group is being connected."""
+        with self._lock:
+            self._num_forming += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_forming -= 1
+
+    def keep(self, group: _Closable) -> None:
+        """Hold a group until its connections have ended: destroying it would wait for them."""
+        with self._lock:
+            self._kept.append(group)
+
+    def open_door(self) -> None:
+        """Let peers connect, before they are told where."""
+        self._on_listeners(lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0))
+
+    def close_door(self) -> None:
+        """Let nobody connect any more; what is connected stays so. A kernel that cannot do it leaves the door open."""
+        self._on_listeners(lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER))
+
+    def end(self) -> None:
+        """Let go of everything, on a thread of its own that ends with it."""
+        self.is_over = True
+        threading.Thread(target=self._end, daemon=True, name="end of a network").start()
+
+    def _end(self) -> None:
+        end_s = time.monotonic() + _GRACE_S
+        num_open = self._shut(socket.SHUT_WR)
+        while num_open and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+            num_open = len(self._connections())
+        while self._shut(socket.SHUT_RDWR) or self._num_forming:
+            time.sleep(_POLL_S)
+        for group in self._kept:  # one may have been formed after all were closed
+            group.close()
+        self._kept.clear()
+        self.device = self._epoll = None
+
+    def _shut(self, how: int) -> int:
+        """End all connections that are there; returns how many."""
+        connections = self._connections()
+        for fd, inode in connections:
+            _on_socket(fd, inode, lambda connection: connection.shutdown(how))
+        return len(connections)
+
+    def _on_listeners(self, act: Callable[[socket.socket], Any]) -> None:
+        for fd, inode in [] if self._epoll is None else _registered_sockets(self._epoll):
+            if _is_listening(fd, inode):
+                _on_socket(fd, inode, act)
+
+    def _connections(self) -> list[tuple[int, int]]:
+        """Descriptors and inodes of what is connected."""
+        found = [] if self._epoll is None else _registered_sockets(self._epoll)
+        return [(fd, inode) for fd, inode in found if not _is_listening(fd, inode)]
+
+
+def open_device(address: str) -> object:
+    """Open the network device of an address, a host name or a network interface of this machine.
+
+    Raises ConfigError where nobody can listen there.
+    """
+    for name in _MISLEADING:
+        os.environ.pop(name, None)
+    try:
+        if address in (name for _, name in socket.if_nameindex()):
+            return ProcessGroupGloo.create_device(interface=address, lazy_init=False)
+        return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+    except RuntimeError as error:
+        raise no_place_to_listen(address) from error
+
+
+def _epolls() -> list[int]:
+    """The descriptors of this process that are epoll instances."""
+    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if _target(fd) == "anon_inode:[eventpoll]"]
+
+
+def _target(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""
+
+
+def _has_listener(epoll: int) -> bool:
+    return any(_is_listening(fd, inode) for fd, inode in _registered_sockets(epoll))
+
+
+def _registered_sockets(epoll: int) -> list[tuple[int, int]]:
+    """The sockets that an epoll instance watches, as descriptors and inodes."""
+    with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii") as lines:
+        watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    found = []
+    for fd in watched:
+        with suppress(OSError):  # closed meanwhile
+            told = os.fstat(fd)
+            if stat.S_ISSOCK(told.st_mode):
+                found.append((fd, told.st_ino))
+    return found
+
+
+def _is_listening(fd: int, inode: int) -> bool:
+    told: list[int] = []
+    _on_socket(fd, inode, lambda each: told.append(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+    return bool(told and told[0])
+
+
+def _on_socket(fd: int, inode: int, act: Callable[[socket.socket], Any]) -> None:
+    """Do something with another's socket, unless it is closed, or its descriptor was taken by something else."""
+    with suppress(OSError):
+        duplicate = os.dup(fd)
+        if os.fstat(duplicate).st_ino != inode:
+            os.close(duplicate)
+            return
+        with socket.socket(fileno=duplicate) as connection:
+            act(connection)

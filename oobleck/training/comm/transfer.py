@@ -1,0 +1,218 @@
+"""Layers that change hands: their state sent from those who hold it to those who lack it, chunk by chunk.
+
+A layer's state is a sequence of tensors, the same on all sides, and counts as one row of elements. Chunks are copied
+out of the source's own tensors and into the target's new ones, a few at a time, so that neither needs memory for more
+than the layers that it receives and `WINDOW_BYTES` on either way. All chunks of an exchange are numbered in an order
+that alternates between sources; everybody sends and receives in that order, so the lowest chunk that is not there
+yet is always under way, whatever the windows are.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+
+import torch
+
+from oobleck.control.commit import PeerLost
+from oobleck.planner import LayerTransfer, Place
+
+from .groups import Group
+from .staging import Pending
+from .waiter import Signals
+
+__all__ = [
+    "CHUNK_BYTES",
+    "WINDOW_BYTES",
+    "Chunk",
+    "LayerState",
+    "cut_into_chunks",
+    "exchange_layers",
+    "fill_state",
+]
+
+CHUNK_BYTES = 16 << 20
+"""Size of one message."""
+WINDOW_BYTES = 64 << 20
+"""What is sent, or received, at once by one worker."""
+_PROGRESS_INTERVAL_S = 0.5
+
+LayerState = tuple[torch.Tensor, ...]
+"""The tensors of a layer, in an order that depends on the layer alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One message: elements [first, stop) of a layer's state."""
+
+    transfer: LayerTransfer
+    first: int
+    stop: int
+    tag: int
+
+
+def exchange_layers(
+    transfers: Sequence[LayerTransfer],
+    *,
+    place: Place,
+    group: Group | None,
+    state_of: Callable[[int], LayerState],
+    empty_state: Callable[[int], LayerState],
+    size_of: Callable[[int], int],
+    element_bytes: int,
+    on_progress: Callable[[int, int], None],
+    signals: Signals,
+    interrupted: Callable[[], bool],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> dict[int, LayerState]:
+    """Send what others lack, receive what `place` lacks; return the received layers' states.
+
+    `state_of(layer)` is the state of a layer held here, `empty_state(layer)` makes room for one that is not, and
+    `size_of(layer)` is the number of elements of either. `on_progress(received, all)` is told bytes every half second,
+    by a helper thread. Raises Interrupted or PeerLost, with nothing of the own layers touched.
+    """
+    chunks = cut_into_chunks(transfers, size_of, chunk_bytes // element_bytes)
+    outgoing = [chunk for chunk in chunks if chunk.transfer.source == place]
+    incoming = [chunk for chunk in chunks if chunk.transfer.target == place]
+    if not outgoing and not incoming:
+        return {}
+    assert group is not None
+    held = {layer: _Row(state_of(layer)) for layer in _layers_of(outgoing)}
+    received = {layer: empty_state(layer) for layer in _layers_of(incoming)}
+    rows = {layer: _Row(state) for layer, state in received.items()}
+    signals.call_all(
+        [
+            lambda: _send(group, outgoing, held),
+            lambda: _receive(group, incoming, rows, _Progress(incoming, element_bytes, on_progress)),
+        ],
+        interrupted,
+        {chunk.transfer.source for chunk in incoming} | {chunk.transfer.target for chunk in outgoing},
+    )
+    return received
+
+
+def fill_state(state: LayerState, row: torch.Tensor) -> LayerState:
+    """Set a layer's tensors from one row of all their elements; returns them."""
+    for tensor, values in zip(state, torch.split(row, [tensor.numel() for tensor in state]), strict=True):
+        tensor.copy_(values.view(tensor.shape))
+    return state
+
+
+def cut_into_chunks(
+    transfers: Sequence[LayerTransfer], size_of: Callable[[int], int], max_elements: int
+) -> list[Chunk]:
+    """Cut and number the messages of an exchange, the same for all: one of each transfer in turn."""
+    turns: list[list[tuple[LayerTransfer, int, int]]] = []
+    for item in transfers:
+        size = size_of(item.layer)
+        start, end = size * item.part // item.num_parts, size * (item.part + 1) // item.num_parts
+        for turn, first in enumerate(range(start, end, max_elements)):
+            if turn == len(turns):
+                turns.append([])
+            turns[turn].append((item, first, min(first + max_elements, end)))
+    flat = [each for turn in turns for each in turn]
+    return [Chunk(item, first, stop, tag) for tag, (item, first, stop) in enumerate(flat)]
+
+
+def _layers_of(chunks: Sequence[Chunk]) -> list[int]:
+    return sorted({chunk.transfer.layer for chunk in chunks})
+
+
+class _Row:
+    """The tensors of a layer as one row of elements."""
+
+    def __init__(self, state: LayerState) -> None:
+        self._tensors = [tensor.view(-1) for tensor in state]
+        self._starts = list(accumulate((tensor.numel() for tensor in self._tensors), initial=0))
+        self._dtype = reduce(torch.promote_types, (tensor.dtype for tensor in state))
+
+    def read(self, first: int, stop: int) -> torch.Tensor:
+        """Return elements [first, stop): a part of one tensor as it is, several tensors' as a copy."""
+        pieces = self._pieces(first, stop)
+        return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(self._dtype) for piece in pieces])
+
+    def room_for(self, first: int, stop: int) -> torch.Tensor:
+        """Return where elements [first, stop) can be received: in place if they are of one tensor."""
+        pieces = self._pieces(first, stop)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.empty(stop - first, dtype=self._dtype, device=pieces[0].device)
+
+    def put(self, first: int, stop: int, received: torch.Tensor) -> None:
+        """Take in what was received in the room for it."""
+        pieces = self._pieces(first, stop)
+        if len(pieces) > 1:
+            for piece, values in zip(pieces, torch.split(received, [piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(values)
+
+    def _pieces(self, first: int, stop: int) -> list[torch.Tensor]:
+        """The parts of tensors that elements [first, stop) are made of."""
+        index = bisect_right(self._starts, first) - 1
+        pieces = []
+        while first < stop:
+            start = self._starts[index]
+            piece = self._tensors[index][first - start : stop - start]
+            pieces.append(piece)
+            first += piece.numel()
+            index += 1
+        return pieces
+
+
+class _Progress:
+    """Tells how much has arrived, now and then."""
+
+    def __init__(self, chunks: Sequence[Chunk], element_bytes: int, tell: Callable[[int, int], None]) -> None:
+        self._total = element_bytes * sum(chunk.stop - chunk.first for chunk in chunks)
+        self._element_bytes = element_bytes
+        self._tell = tell
+        self._received = 0
+        self._told_s = time.monotonic()
+
+    def note(self, elements: int) -> None:
+        self._received += elements * self._element_bytes
+        if time.monotonic() - self._told_s >= _PROGRESS_INTERVAL_S:
+            self._told_s = time.monotonic()
+            self._tell(self._received, self._total)
+
+
+def _send(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row]) -> None:
+    """Send chunks in order, a window of them at a time."""
+    posted: deque[tuple[Pending, torch.Tensor]] = deque()
+    for chunk in chunks:
+        if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:
+            _wait(posted.popleft()[0])
+        tensor = rows[chunk.transfer.layer].read(chunk.first, chunk.stop)
+        posted.append((group.send(tensor, group.rank_of(chunk.transfer.target), chunk.tag), tensor))
+    while posted:
+        _wait(posted.popleft()[0])
+
+
+def _receive(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row], progress: _Progress) -> None:
+    """Receive chunks in order, a window of them at a time."""
+    posted: deque[tuple[Chunk, Pending, torch.Tensor]] = deque()
+
+    def take_oldest() -> None:
+        chunk, work, tensor = posted.popleft()
+        _wait(work)
+        rows[chunk.transfer.layer].put(chunk.first, chunk.stop, tensor)
+        progress.note(tensor.numel())
+
+    for chunk in chunks:
+        if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:
+            take_oldest()
+        room = rows[chunk.transfer.layer].room_for(chunk.first, chunk.stop)
+        posted.append((chunk, group.post_receive(room, group.rank_of(chunk.transfer.source), chunk.tag), room))
+    while posted:
+        take_oldest()
+
+
+def _wait(work: Pending) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(f"transfer: {error}") from error

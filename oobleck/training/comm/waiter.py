@@ -1,0 +1,100 @@
+"""Waits that an order from the control thread can end.
+
+Nothing in torch wakes a thread that waits for a peer which froze (`ProcessGroupGloo.abort` does not), so the
+training thread never blocks in torch: helper threads do, and the training thread waits here, for them or for
+a reason to give up. What it gives up is left behind with its helper thread, until what that waits for has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from oobleck.control.commit import Interrupted
+from oobleck.planner import Place
+
+__all__ = ["Signals"]
+
+T = TypeVar("T")
+
+
+class Signals:
+    """One condition that everything the training thread can wait for is announced on."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.waits_for: tuple[Place, ...] = ()
+        """Whose part the training thread waits for; none while it computes."""
+        self.waited_s = 0.0
+        """How long it has waited so far."""
+
+    def announce(self) -> None:
+        """Wake the waiters, so that they look at what they wait for again. Any thread may call this."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        interrupted: Callable[[], bool],
+        waits_for: Iterable[Place] = (),
+        *,
+        poll_s: float | None = None,
+    ) -> None:
+        """Wait until `ready`; raise Interrupted once `interrupted`, unless it is ready as well.
+
+        `waits_for` are the workers without whose part it never is. With `poll_s`, it is looked at that often, beside
+        what is announced. For the training thread alone.
+        """
+        began_s = time.monotonic()
+        self.waits_for = tuple(waits_for)
+        with self._changed:
+            while not self._changed.wait_for(lambda: ready() or interrupted(), poll_s):
+                pass
+            self.waits_for = ()
+            self.waited_s += time.monotonic() - began_s
+            if not ready():
+                raise Interrupted
+
+    def call(self, blocking: Callable[[], T], interrupted: Callable[[], bool], waits_for: Iterable[Place] = ()) -> T:
+        """Call `blocking` on a thread of its own and return what it returns, or raise what it raises.
+
+        Raises Interrupted once `interrupted`; the thread is left behind. `waits_for` as in `wait`.
+        """
+        (outcome,) = self.call_all([blocking], interrupted, waits_for)
+        return outcome
+
+    def call_all(
+        self, blocking: Sequence[Callable[[], T]], interrupted: Callable[[], bool], waits_for: Iterable[Place] = ()
+    ) -> list[T]:
+        """Call all at once, each on a thread of its own; return what they return, or raise what one raises first.
+
+        Raises Interrupted once `interrupted`; what still runs is left behind then, and after a failure. `waits_for`
+        as in `wait`.
+        """
+        outcomes: dict[int, T] = {}
+        failures: list[BaseException] = []
+        is_over = False
+
+        def run(index: int) -> None:
+            try:
+                outcomes[index] = blocking[index]()
+            except BaseException as error:  # noqa: BLE001  handed to the waiting thread
+                with self._changed:
+                    if not is_over:
+                        failures.append(error)
+            self.announce()
+
+        for index in range(len(blocking)):
+            threading.Thread(target=run, args=(index,), daemon=True, name="abandonable").start()
+        try:
+            self.wait(lambda: bool(failures) or len(outcomes) == len(blocking), interrupted, waits_for)
+            if failures:
+                raise failures[0]
+            return [outcomes[index] for index in range(len(blocking))]
+        finally:
+            with self._changed:  # an error that is kept would keep, by its traceback, what was being waited for
+                is_over = True
+                failures.clear()

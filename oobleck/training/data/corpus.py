@@ -1,0 +1,201 @@
+"""The text as tokens in a file, made once a machine, without torch.
+
+Documents are strung together with an end-of-text token between them and cut into samples of `sequence_length`
+tokens; what is left at the end is dropped. All processes of a machine map the file into memory. It is found by
+a digest of everything that it is made from, so a change of the text makes a new one.
+
+That torch is not needed lets a machine make the file while its workers are still importing it:
+`python -m oobleck.training.data.data.corpus CACHE_DIR JSON`, with the fields of a `DataSpec` as a JSON object.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import Tokenizer
+
+from oobleck.errors import ConfigError, ResourceLost
+from oobleck.job import DataSpec
+
+from .text import read_documents
+from .token_files import holds_tokens
+from .tokenizer import (
+    encode_documents,
+    encode_whole,
+    load_tokenizer,
+    mask_token_id,
+    tokenizer_file,
+    train_tokenizer,
+)
+
+__all__ = ["Corpus", "Samples", "digest_of", "prepare_corpus"]
+
+Samples = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+"""[samples, length]"""
+
+_FORMAT = 1
+"""Raised whenever equal text would give other tokens than before."""
+_LOCK_TIMEOUT_S = 600.0
+_LOCK_POLL_S = 0.02
+_TOKENS, _TOKENIZER, _MANIFEST = "tokens.npy", "tokenizer.json", "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Tokens of all samples. Equal digests mean equal samples."""
+
+    samples: Samples
+    """Mapped from a file."""
+    digest: str
+    vocab_size: int
+    tokenizer_path: Path
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.samples.shape[0])
+
+    @property
+    def sequence_length(self) -> int:
+        return int(self.samples.shape[1])
+
+    @property
+    def mask_id(self) -> int | None:
+        """The token that stands for a masked one, where the tokenizer has one."""
+        return mask_token_id(Tokenizer.from_file(str(self.tokenizer_path)))
+
+    def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return samples by index, [indices, length]."""
+        return self.samples[np.asarray(indices, dtype=np.int64)].astype(np.int64)
+
+
+def prepare_corpus(data: DataSpec, *, cache_dir: Path) -> Corpus:
+    """Return the corpus that `data` describes, made now unless `cache_dir` has it.
+
+    Blocks. Of several processes that ask at once one does the work and the others wait for it, 600 s at most.
+
+    Raises:
+        ConfigError: the text cannot be read, or is too short for one sample.
+        ResourceLost: another process has held the lock for too long.
+    """
+    documents = read_documents(data)
+    directory = cache_dir / _key(data, documents)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(directory.with_suffix(".lock")):
+        corpus = _load(directory)
+        if corpus is None:
+            _make(data, documents, directory)
+            corpus = _load(directory)
+            assert corpus is not None, f"{directory} was written and cannot be read"
+    return corpus
+
+
+def _key(data: DataSpec, documents: Sequence[str]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    own = None if data.tokenizer is None else tokenizer_file(data.tokenizer).read_bytes()
+    size = data.vocab_size if own is None else None
+    digest.update(repr((_FORMAT, tokenizers.__version__, data.sequence_length, size)).encode())
+    digest.update(own or b"")
+    for document in documents:
+        content = document.encode()
+        digest.update(f"{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
+    """Write tokens and tokenizer beside their place, then move them there whole."""
+    if data.tokenizer is None:
+        tokenizer = train_tokenizer(documents, vocab_size=data.vocab_size)
+        tokens = encode_documents(tokenizer, documents)
+    else:
+        tokenizer, end = load_tokenizer(data.tokenizer)
+        tokens = encode_whole(tokenizer, documents, end_id=end)
+    num_samples = len(tokens) // data.sequence_length
+    if not num_samples:
+        raise ConfigError(
+            f"data: the text has {len(tokens)} tokens, which is not one sample of {data.sequence_length}; "
+            "give more text, or lower data.sequence_length"
+        )
+    samples = _pack(tokens[: num_samples * data.sequence_length], vocab_size=tokenizer.get_vocab_size())
+    samples = samples.reshape(num_samples, data.sequence_length)
+    manifest = {"digest": digest_of(samples), "vocab_size": tokenizer.get_vocab_size()}
+
+    unfinished = directory.with_suffix(f".{os.getpid()}")
+    unfinished.mkdir(exist_ok=True)  # a process that was killed may have had this id
+    try:
+        np.save(unfinished / _TOKENS, samples)
+        tokenizer.save(str(unfinished / _TOKENIZER))
+        (unfinished / _MANIFEST).write_text(json.dumps(manifest))
+        shutil.rmtree(directory, ignore_errors=True)
+        unfinished.rename(directory)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _pack(tokens: npt.NDArray[np.int64], *, vocab_size: int) -> Samples:
+    """Store tokens in as few bytes as the vocabulary allows."""
+    return tokens.astype(np.uint16) if vocab_size <= 1 << 16 else tokens.astype(np.uint32)
+
+
+def _load(directory: Path) -> Corpus | None:
+    """Return what the cache has, or None if there is nothing or it is damaged."""
+    try:
+        manifest = json.loads((directory / _MANIFEST).read_text())
+        tokens = np.load(directory / _TOKENS, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        return None
+    if tokens.ndim != 2 or digest_of(tokens) != manifest["digest"]:
+        return None
+    return Corpus(
+        samples=tokens,
+        digest=manifest["digest"],
+        vocab_size=manifest["vocab_size"],
+        tokenizer_path=directory / _TOKENIZER,
+    )
+
+
+def digest_of(samples: Samples) -> str:
+    """Digest samples themselves, so that nodes which made them in different ways can be compared."""
+    digest = hashlib.blake2b(f"{samples.shape}".encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(samples, dtype="<u4").data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file. The kernel lets go of it when the process dies."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    with path.open("w") as file:
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                raise ResourceLost(f"{path} has been locked by another process for {_LOCK_TIMEOUT_S:.0f} s")
+            time.sleep(_LOCK_POLL_S)
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    fields = json.loads(sys.argv[2])
+    asked = DataSpec(**{**fields, "paths": tuple(fields.get("paths", ()))})
+    if not holds_tokens(asked):
+        prepare_corpus(asked, cache_dir=Path(sys.argv[1]))

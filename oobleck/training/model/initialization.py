@@ -1,0 +1,101 @@
+"""Initial values of parameters and buffers, drawn by the model's own rules, whatever the cut.
+
+Each module is initialized by itself, from a generator seeded with (seed, the module's name), in the order
+that transformers follows: children before their parents, whose rules may overrule theirs. So a layer gets the
+same bits alone, in any stage, and in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oobleck.errors import ConfigError
+from oobleck.training.randomness import derive_seed, drawing_from
+
+from .structure import SplittableModel
+
+__all__ = ["initialize_module", "materialize_buffers", "unset"]
+
+
+def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for a value that must still be set: not-a-number, so that using it cannot go unnoticed."""
+    if dtype.is_floating_point:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+    if dtype == torch.bool:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
+
+
+def initialize_module(model: SplittableModel, module: nn.Module, name: str, *, seed: int) -> None:
+    """Set the parameters of the module that `model` calls `name`, and of all in it, to their initial values.
+
+    `module` need not be in its place. Drawn on the CPU whatever the parameters' device, so that equal seeds
+    give equal bits everywhere. Parameters on the meta device are skipped.
+    """
+    for child_name, child in module.named_children():
+        initialize_module(model, child, f"{name}.{child_name}", seed=seed)
+    with drawing_from(derive_seed(seed, "initial value", name)), torch.no_grad(), _on_cpu(module):
+        _rules_of(model, name)._init_weights(module)
+
+
+def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None:
+    """Give all buffers of a model built on the meta device memory on `device`, and their values.
+
+    Only persistent buffers are in checkpoints; the others (rotary tables, scales) exist nowhere but in the
+    model's rules for initialization, which is why these are asked for all of them.
+
+    Raises:
+        ConfigError: the model's rules leave a buffer without a value.
+    """
+    for name, module in list(model.named_modules()):
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers:
+            continue
+        for attribute, buffer in buffers.items():
+            module._buffers[attribute] = unset(buffer.shape, dtype=buffer.dtype, device=torch.device("cpu"))
+        with torch.no_grad():
+            _rules_of(model, name)._init_weights(module)
+        for attribute in buffers:
+            value = module._buffers[attribute]
+            assert value is not None
+            if _is_unset(value):
+                raise ConfigError(
+                    f"model.type: {model.config.model_type} cannot be split into layers: "
+                    f"its rules for initialization leave the buffer {name}.{attribute} without a value"
+                )
+            module._buffers[attribute] = value.to(device)
+
+
+def _is_unset(value: torch.Tensor) -> bool:
+    if value.dtype.is_floating_point:
+        return bool(value.isnan().any())
+    return value.dtype != torch.bool and bool((value == torch.iinfo(value.dtype).min).any())
+
+
+def _rules_of(model: SplittableModel, name: str) -> SplittableModel:
+    """Return the innermost transformers model around a module: its rules hold for it."""
+    rules, module = model, model  # type: SplittableModel, nn.Module
+    for part in name.split(".") if name else ():
+        module = getattr(module, part)
+        if isinstance(module, PreTrainedModel):
+            rules = module
+    return rules
+
+
+@contextmanager
+def _on_cpu(module: nn.Module) -> Iterator[None]:
+    """Within the block a module's parameters are on the CPU; at its end they are copied to where they were."""
+    moved = [parameter for parameter in module.parameters() if parameter.device.type not in ("cpu", "meta")]
+    homes = [parameter.data for parameter in moved]
+    for parameter in moved:
+        parameter.data = parameter.data.cpu()
+    try:
+        yield
+    finally:
+        for parameter, home in zip(moved, homes, strict=True):
+            parameter.data = home.copy_(parameter.data)

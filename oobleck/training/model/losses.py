@@ -1,0 +1,44 @@
+"""The losses of language models in the precision of their logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from oobleck.training.data import IGNORED_LABEL
+
+__all__ = ["causal_lm_loss", "masked_lm_loss"]
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: int | None = None,
+    **_options: Any,
+) -> torch.Tensor:
+    """Return the sum of the token losses over `num_items_in_batch` (their mean without it), in the logits' dtype.
+
+    The same function as transformers' own, in its calling convention, without its conversion to float32.
+    `logits` are [batch, length, vocabulary], `labels` [batch, length] and not shifted.
+    """
+    predictions = logits[:, :-1].reshape(-1, vocab_size)
+    targets = labels[:, 1:].reshape(-1)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = functional.cross_entropy(predictions, targets, ignore_index=IGNORED_LABEL, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def masked_lm_loss(logits: torch.Tensor, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+    """Return the sum of the losses of all tokens that have a label, over `num_items`, in the logits' dtype.
+
+    Models of masked language modelling take the mean over the microbatch instead, which is not to be added up.
+    """
+    return (
+        functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+        / num_items
+    )

@@ -1,0 +1,374 @@
+"""The part of a model that one worker holds: any range of its layers, which may change at any time.
+
+A stage keeps all modules of the model, without memory, and runs the model's own forward code. Modules of
+layers that are elsewhere are stood in for: embeddings by zeros, others by the identity; what came from the
+layer before takes the place of the first own block's input. So masks and rotary tables are made on every
+stage, and only hidden states travel. Where these do not depend on the tokens, stages after the first have them made
+once (`shortcut.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oobleck.errors import ConfigError
+from oobleck.training.data import Batch
+from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
+
+from .compilation import compile_forward
+from .configuration import CAUSAL_LM_LOSS
+from .initialization import initialize_module, materialize_buffers, unset
+from .losses import causal_lm_loss, masked_lm_loss
+from .placeholders import Passthrough, ZeroEmbedding, replace_module
+from .recomputation import recompute_activations
+from .structure import ModelStructure, Site
+from .traced_forward import Way, find_way
+from .weights import WeightFiles
+
+__all__ = ["MicrobatchKey", "ModelStructure", "StageModel"]
+
+
+class _Scaled(torch.autograd.Function):
+    """A value as it is, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+class StageModel:
+    """Layers [first_layer, stop_layer) of a model; none before the first `adopt`.
+
+    Not safe for use by two threads at once. Takes the generator of its device for itself.
+    """
+
+    loss_scale: float = 1.0
+    """What gradients are multiplied with where they begin, at the loss; it itself is returned as it is."""
+
+    def __init__(
+        self,
+        structure: ModelStructure,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        autocast: torch.dtype | None = None,
+        activation_checkpointing: bool = False,
+        compiles: bool = False,
+    ) -> None:
+        self.structure = structure
+        self.dtype = dtype
+        self.autocast = autocast
+        self.device = torch.device(device)
+        self.layers = range(0)
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._model = structure.build(dtype=dtype)
+        if dtype == torch.float64 and self._model.loss_type == CAUSAL_LM_LOSS:
+            # The models' own loss takes the logits to float32, which would throw away half of the digits.
+            self._model.loss_function = causal_lm_loss
+        self._vacant = dict(self._model.named_parameters(remove_duplicate=False))
+        materialize_buffers(self._model, device=self.device)
+        self._modules = dict(self._model.named_modules())
+        for layer in filter(structure.is_block, range(structure.num_layers)):
+            for module in self.modules_of(layer):
+                if compiles:
+                    compile_forward(module)
+                if activation_checkpointing:
+                    recompute_activations(module, draws_at_random=structure.draws_at_random)
+        self._stand_ins = {root: self._stand_in(root) for root in self._roots(range(structure.num_layers))}
+        self._hook_up()
+        self._received: torch.Tensor | None = None
+        self._key: MicrobatchKey | None = None
+        self._ways: dict[tuple[bool, torch.Size], Way | None] = {}
+        """How the held modules are called, by (training, the batch's shape); None: as the model's code does it."""
+
+    # --- what it holds -------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters held, by canonical name, in the order of layers; a tied one once."""
+        return dict(self._parameters)
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of the hidden states that it receives and returns."""
+        return self.dtype
+
+    def modules_of(self, layer: int) -> tuple[nn.Module, ...]:
+        """Return the modules that make up a layer: one for a block."""
+        return tuple(self._modules[root] for root in self.structure.layer_roots(layer))
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.structure.num_layers
+
+    def output_shape(self, batch_size: int) -> tuple[int, ...]:
+        """Return the shape of what `forward` returns for a batch: hidden states, or () for the loss."""
+        if self.is_last:
+            return ()
+        return (batch_size, self.structure.sequence_length, self.structure.hidden_size)
+
+    def adopt(self, first_layer: int, stop_layer: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Hold layers [first_layer, stop_layer) from now on; none if they are equal. Copies nothing on the device.
+
+        Parameters that are held already stay what they are, the objects and their gradients included. New
+        ones become the tensors that `state` has under their names (other names in it are ignored), or
+        not-a-number until somebody sets them. Those of no layer any more are let go. O(layers), no forward
+        pass may be in progress.
+        """
+        assert 0 <= first_layer <= stop_layer <= self.structure.num_layers, (first_layer, stop_layer)
+        before, self.layers = self.layers, range(first_layer, stop_layer)
+        self._ways.clear()
+        for layer in before:
+            self._unplug(self.structure.sites[layer])
+        held: dict[str, nn.Parameter] = {}
+        for layer in self.layers:
+            for name in self.structure.layer_parameters(layer):
+                if name not in held:
+                    kept = self._parameters.get(name)
+                    held[name] = self._new_parameter(name, state.get(name)) if kept is None else kept
+        self._parameters = held
+        for layer in self.layers:
+            self._plug(self.structure.sites[layer], held)
+        for layer in sorted(set(before) ^ set(self.layers)):
+            self._place(layer)
+
+    def initialize(self, layers: Iterable[int], *, seed: int) -> None:
+        """Set the parameters of held layers to their initial values.
+
+        Those of a directory of weights, if the model starts from one. Else they depend on (seed, their names) alone,
+        follow the model's own distributions, and are the same bits for any cut and on any device.
+        """
+        for layer in layers:
+            assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
+            if self.structure.weights is not None:
+                self._read_layer(layer, self.structure.weights)
+            else:
+                self._initialize_layer(layer, seed=seed)
+            for name in self.structure.layer_parameters(layer):
+                if self._parameters[name].isnan().any():
+                    raise ConfigError(f"model: its own rules for initialization leave {name} without a value")
+
+    # --- what it computes ----------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey) -> torch.Tensor:
+        """Run the held layers on one microbatch.
+
+        Arguments:
+            batch: on this stage's device. The same on all stages; those between use its shape alone.
+            hidden: what the stage before returned, [batch, length, hidden]; None on the first stage.
+            num_items: by how much the sum of the token losses is divided: predicted tokens of the step.
+            key: what dropout and other randomness depends on, together with each layer's number.
+
+        Returns:
+            Hidden states [batch, length, hidden]; on the last stage the loss, a scalar.
+        """
+        assert (hidden is None) == self.is_first, "hidden states come from the stage before, if there is one"
+        self._received, self._key = hidden, key
+        try:
+            if self.is_first:
+                self._seed_layer(0)
+            with self._computing(), self._short_way(batch):
+                return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
+        finally:
+            self._received = self._key = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block nothing is dropped."""
+        self._model.eval()
+        try:
+            yield
+        finally:
+            self._model.train()
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        hidden: torch.Tensor = self._model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        return hidden.to(self.dtype)
+
+    def _loss(self, batch: Batch, num_items: int) -> torch.Tensor:
+        loss: torch.Tensor
+        if self.structure.task == "masked_lm":
+            logits = self._model(input_ids=batch.input_ids).logits
+            loss = masked_lm_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
+        else:
+            loss = self._model(
+                input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
+            ).loss
+        return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
+
+    def _computing(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+    # --- the short way -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _short_way(self, batch: Batch) -> Iterator[None]:
+        """Within the block the model without its head calls the held modules at once, where that does the same."""
+        key = (self._model.training, batch.input_ids.shape)
+        if key not in self._ways:
+            self._ways[key] = self._find_way(batch)
+        if (way := self._ways[key]) is None:
+            yield
+            return
+        trunk = self._model.base_model
+        assert isinstance(trunk, nn.Module)
+        long_way = trunk.forward
+        modules = [self._modules[root] for root in self._trunk_roots()]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name != "input_ids"):
+                return long_way(*args, **kwargs)  # the head brings something along, a mask perhaps
+            assert self._received is not None
+            return way.follow(modules, self._received)
+
+        trunk.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            del trunk.__dict__["forward"]
+
+    def _find_way(self, batch: Batch) -> Way | None:
+        """Find how the model's code calls the held modules, if it does so in the same way whatever the tokens."""
+        model = self._model
+        if not isinstance(model, PreTrainedModel) or self._received is None or model.base_model is model:
+            return None
+        roots = self._trunk_roots()
+        if len(roots) > sum(map(self.structure.is_block, self.layers)) + 1:
+            return None  # of several modules after the blocks it is not known what is between them
+        ids = batch.input_ids
+        for root in roots:
+            replace_module(model, root, self._stand_ins[root])
+        try:
+            return find_way(
+                [self._stand_ins[root] for root in roots],
+                lambda tokens: model.base_model(input_ids=tokens, use_cache=False),
+                [ids, torch.zeros_like(ids), torch.full_like(ids, model.config.vocab_size - 1)],
+            )
+        finally:
+            for root in roots:
+                replace_module(model, root, self._modules[root])
+
+    def _trunk_roots(self) -> list[str]:
+        """The held modules that are part of the model without its head."""
+        trunk = f"{self._model.base_model_prefix}."
+        return [root for root in self._roots(self.layers) if root.startswith(trunk)]
+
+    # --- modules and their stand-ins -----------------------------------------------------------------------
+
+    def _roots(self, layers: Iterable[int]) -> Iterator[str]:
+        for layer in layers:
+            yield from self.structure.layer_roots(layer)
+
+    def _stand_in(self, root: str) -> nn.Module:
+        module = self._modules[root]
+        if isinstance(module, nn.Embedding) and root in self.structure.anatomy.prelude:
+            return ZeroEmbedding(module)
+        is_block = root.startswith(f"{self.structure.anatomy.block_list}.")
+        return Passthrough(module, returns_tuple=is_block and self.structure.anatomy.blocks_return_tuples)
+
+    def _hook_up(self) -> None:
+        for layer in range(1, self.structure.num_layers):
+            root = self.structure.layer_roots(layer)[0]
+            is_block = layer < self.structure.num_layers - 1
+            for module in (self._modules[root], self._stand_ins[root]):
+                module.register_forward_pre_hook(self._before(layer, is_block=is_block), with_kwargs=True)
+        for layer in range(self.structure.num_layers):
+            self._place(layer)
+
+    def _before(self, layer: int, *, is_block: bool) -> Callable[..., Any]:
+        """Make the hook that runs when the model's code reaches a layer, held or not."""
+
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if layer in self.layers:
+                self._seed_layer(layer)
+            if not is_block or layer != self._entry:
+                return None
+            if args:
+                return (self._received, *args[1:]), kwargs
+            return (), {**kwargs, next(iter(kwargs)): self._received}
+
+        return hook
+
+    @property
+    def _entry(self) -> int | None:
+        """The block at which what was received takes the place of the hidden states."""
+        if self.is_first:
+            return None
+        # A stage that holds the head alone lets it in at the last stand-in before it.
+        return min(self.layers.start, self.structure.num_blocks)
+
+    def _seed_layer(self, layer: int) -> None:
+        if not self.structure.draws_at_random:
+            return
+        assert self._key is not None
+        key = self._key
+        seed_device(self.device, derive_seed(key.seed, "forward", key.step, key.microbatch, layer))
+
+    def _place(self, layer: int) -> None:
+        modules = self._modules if layer in self.layers else self._stand_ins
+        for root in self.structure.layer_roots(layer):
+            replace_module(self._model, root, modules[root])
+
+    # --- parameters ----------------------------------------------------------------------------------------
+
+    def _new_parameter(self, name: str, value: torch.Tensor | None) -> nn.Parameter:
+        shape = self.structure.shapes[name]
+        if value is None:
+            return nn.Parameter(unset(shape, dtype=self.dtype, device=self.device))
+        assert value.shape == shape, f"{name} has the shape {tuple(shape)}, not {tuple(value.shape)}"
+        return nn.Parameter(value.detach().to(device=self.device, dtype=self.dtype))
+
+    def _plug(self, sites: Iterable[Site], parameters: Mapping[str, nn.Parameter]) -> None:
+        for site in sites:
+            self._modules[site.module]._parameters[site.attribute] = parameters[site.parameter]
+
+    def _unplug(self, sites: Iterable[Site]) -> None:
+        for site in sites:
+            self._modules[site.module]._parameters[site.attribute] = self._vacant[site.name]
+
+    @torch.no_grad()
+    def _read_layer(self, layer: int, weights: WeightFiles) -> None:
+        assert isinstance(self._model, PreTrainedModel)
+        values = weights.read(self.structure.layer_parameters(layer), self._model, self.structure.shapes)
+        for name, value in values.items():
+            self._parameters[name].copy_(value)
+
+    def _initialize_layer(self, layer: int, *, seed: int) -> None:
+        # A tied parameter takes the value that it has at its home, so it is kept from the rules of this layer.
+        borrowed = [site for site in self.structure.sites[layer] if site.name != site.parameter]
+        self._unplug(borrowed)
+        for root in self.structure.layer_roots(layer):
+            initialize_module(self._model, self._modules[root], root, seed=seed)
+        for name in sorted({site.parameter for site in borrowed}):
+            home_layer, home = self._home_of(name)
+            if home_layer == layer:
+                continue  # it has its value, with the rest of this layer
+            self._plug([home], self._parameters)
+            initialize_module(self._model, self._modules[home.module], home.module, seed=seed)
+            if home_layer not in self.layers:
+                self._unplug([home])
+        self._plug(borrowed, self._parameters)
+
+    def _home_of(self, parameter: str) -> tuple[int, Site]:
+        """Find the layer and the place that a tied parameter is named for."""
+        return next(
+            (layer, site)
+            for layer in self.structure.layers_with(parameter)
+            for site in self.structure.sites[layer]
+            if site.name == parameter
+        )

@@ -1,0 +1,211 @@
+"""A run of a model with probes for its blocks: finds what runs before and after them, and what connects them.
+
+Made to run on fake tensors. Autograd and the identity of tensors tell what flows where: each probe sends out a
+leaf of its own, so whatever else reaches a layer shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oobleck.errors import ConfigError
+
+from .placeholders import Passthrough, replace_module
+
+__all__ = ["Trial", "cannot_split"]
+
+
+def cannot_split(model: PreTrainedModel, why: str) -> ConfigError:
+    """Return the error that says why a model has no layers that could be placed apart."""
+    return ConfigError(f"model.type: {model.config.model_type} cannot be split into layers: {why}")
+
+
+class _Probe(Passthrough):
+    """Stands in for a block in the trial run: notes what comes in, and sends out a leaf of its own."""
+
+    def __init__(self, original: nn.Module, *, returns_tuple: bool) -> None:
+        super().__init__(original, returns_tuple=returns_tuple)
+        self.received: torch.Tensor | None = None
+        self.emitted: torch.Tensor | None = None
+        self.side_input: str | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        named = [*((f"its argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
+        (_, hidden), *others = named
+        self.received = hidden
+        self.emitted = torch.empty_like(hidden).requires_grad_()
+        self.side_input = next((name for name, value in others if _carries_gradient(value)), None)
+        return (self.emitted,) if self.returns_tuple else self.emitted
+
+
+class Trial:
+    """One run of the model with probes for blocks."""
+
+    def __init__(self, model: PreTrainedModel, block_list: str, *, returns_tuple: bool) -> None:
+        self.prelude: dict[str, nn.Module] = {}
+        self.postlude: dict[str, nn.Module] = {}
+        self._weightless_prelude: set[str] = set()
+        self.blocks_return_tuples = returns_tuple
+        self._model = model
+        self._block_list = block_list
+        blocks = model.get_submodule(block_list)
+        assert isinstance(blocks, nn.ModuleList)
+        self._blocks = blocks
+        self._probes = [_Probe(block, returns_tuple=returns_tuple) for block in blocks]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._probes)
+
+    @property
+    def hidden_size(self) -> int:
+        received = self._probes[0].received
+        assert received is not None
+        return received.shape[-1]
+
+    def run(self, sequence_length: int) -> None:
+        """Run the model, and prove that nothing but the hidden states connects its layers."""
+        ids = torch.zeros((1, sequence_length), dtype=torch.int64)
+        with self._noting_calls(), self._probing():
+            loss = self._model(input_ids=ids, labels=ids, use_cache=False).loss
+        self._require_a_chain()
+        self._require_gradients_through_the_last_block_alone(loss)
+        with self._without_postlude(), self._probing():
+            output = self._model.base_model(input_ids=ids, use_cache=False)
+        self._require_nothing_after_the_blocks(output)
+
+    @contextmanager
+    def _probing(self) -> Iterator[None]:
+        originals = list(self._blocks)
+        try:
+            for index, probe in enumerate(self._probes):
+                self._blocks[index] = probe
+            yield
+        # A model's own code may fail in any way when its blocks are not there.
+        except Exception as error:
+            detail = " ".join(str(error).split())
+            raise cannot_split(self._model, f"it does not run without its blocks ({detail})") from error
+        finally:
+            for index, block in enumerate(originals):
+                self._blocks[index] = block
+
+    @contextmanager
+    def _noting_calls(self) -> Iterator[None]:
+        handles = [
+            module.register_forward_pre_hook(self._note(name, module)) for name, module in self._modules_outside()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _without_postlude(self) -> Iterator[None]:
+        """Within the block, the model is what a stage without the head is."""
+        for name, module in self.postlude.items():
+            replace_module(self._model, name, Passthrough(module))
+        try:
+            yield
+        finally:
+            for name, module in self.postlude.items():
+                replace_module(self._model, name, module)
+
+    def _modules_outside(self) -> Iterator[tuple[str, nn.Module]]:
+        """The outermost modules beside the blocks that have parameters of their own, or no modules in them."""
+        yield from self._outermost(self._model, "")
+
+    def _outermost(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for child_name, child in module.named_children():
+            name = f"{prefix}{child_name}"
+            holds_blocks = self._block_list.startswith(f"{name}.")
+            is_leaf = not any(True for _ in child.children())
+            if name == self._block_list:
+                continue
+            if not holds_blocks and (is_leaf or _has_own_parameters(child)):
+                yield name, child
+            else:
+                yield from self._outermost(child, f"{name}.")
+
+    def _note(self, name: str, module: nn.Module) -> Any:
+        is_weightless = not _has_own_parameters(module) and not isinstance(module, nn.Dropout)
+
+        def note(*_: Any) -> None:
+            blocks_are_done = self._probes[-1].emitted is not None
+            if blocks_are_done and name not in self._weightless_prelude:
+                self.postlude[name] = module
+            elif is_weightless:
+                self._weightless_prelude.add(name)
+            else:
+                self.prelude[name] = module
+
+        return note
+
+    def _require_a_chain(self) -> None:
+        expected: torch.Tensor | None = None
+        for index, probe in enumerate(self._probes):
+            if probe.received is None:
+                raise cannot_split(self._model, f"it does not call block {index}")
+            if probe.side_input is not None:
+                raise cannot_split(
+                    self._model,
+                    f"block {index} takes {probe.side_input}, which carries gradients beside the hidden states",
+                )
+            if expected is not None and probe.received is not expected:
+                raise cannot_split(self._model, f"something changes the hidden states before block {index}")
+            expected = probe.emitted
+
+    def _require_gradients_through_the_last_block_alone(self, loss: torch.Tensor) -> None:
+        tied = set((self._model.all_tied_weights_keys or {}).values())
+        early = {
+            f"{name}.{attribute}": parameter
+            for name, module in self.prelude.items()
+            for attribute, parameter in module.named_parameters()
+            if f"{name}.{attribute}" not in tied and parameter.requires_grad
+        }
+        for index, probe in enumerate(self._probes[:-1]):
+            assert probe.emitted is not None
+            early[f"the output of block {index}"] = probe.emitted  # type: ignore[assignment]
+        last = self._probes[-1].emitted
+        assert last is not None
+        through_last, *others = torch.autograd.grad(loss, [last, *early.values()], allow_unused=True)
+        if through_last is None:
+            raise cannot_split(self._model, "its loss does not depend on its last block")
+        for name, gradient in zip(early, others, strict=True):
+            if gradient is not None:
+                raise cannot_split(self._model, f"its head reads {name} past the blocks")
+
+    def _require_nothing_after_the_blocks(self, output: Any) -> None:
+        """Without its head, the model must give out what its last block gave, or a view of all of it."""
+        hidden = getattr(output, "last_hidden_state", None)
+        emitted = self._probes[-1].emitted
+        assert emitted is not None
+        if not isinstance(hidden, torch.Tensor):
+            raise cannot_split(self._model, "its base model returns no last_hidden_state")
+        is_the_same = hidden is emitted or (hidden._base is emitted and hidden.shape == emitted.shape)
+        if not is_the_same:
+            raise cannot_split(
+                self._model, "something that is no module changes the hidden states after the last block"
+            )
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _carries_gradient(value: Any) -> bool:
+    match value:
+        case torch.Tensor():
+            return value.requires_grad
+        case tuple() | list():
+            return any(_carries_gradient(item) for item in value)
+        case dict():
+            return any(_carries_gradient(item) for item in value.values())
+        case _:
+            return False

@@ -1,0 +1,128 @@
+"""How an unmodified transformers model comes apart into layers.
+
+The blocks are the one list of `num_hidden_layers` gradient-checkpointing layers that the model has; what it
+calls before the first of them belongs to the embedding layer, what it calls after the last to the head. Both
+are found by running the model on fake tensors with stand-ins for its blocks, so there is no code for any
+particular model.
+
+The same trial proves that the cut is sound: nothing but the hidden states of the layer before may carry a
+gradient into a layer. A model for which that is not so (skip connections across blocks, embeddings handed to
+every block, router losses) is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from oobleck.errors import ConfigError
+
+from .split_probe import Trial, cannot_split
+
+__all__ = ["Anatomy", "dissect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """The parts of a model, by the names of its modules."""
+
+    block_list: str
+    """The module list that holds the blocks."""
+    num_blocks: int
+    prelude: tuple[str, ...]
+    """Modules with parameters, or dropout, that run before the first block, in the order of their calls.
+
+    Others that run there make masks and tables, which every stage needs.
+    """
+    postlude: tuple[str, ...]
+    """All modules that run after the last block."""
+    blocks_return_tuples: bool
+    """Whether a block returns (hidden states, …) instead of the hidden states."""
+    tied: Mapping[str, str]
+    """Names of parameters that are another parameter, and that other one's name."""
+    hidden_size: int
+
+
+def dissect(model: PreTrainedModel, *, sequence_length: int) -> Anatomy:
+    """Find the layers of a model made of fake tensors, and prove that it can be cut between them.
+
+    Run it in the mode that the model was built in.
+
+    Raises:
+        ConfigError: the model cannot be split; says why.
+    """
+    _refuse_losses_across_layers(model)
+    block_list = _find_block_list(model)
+    trial = _run_trial(model, block_list, sequence_length)
+    tied = dict(model.all_tied_weights_keys or {})
+    anatomy = Anatomy(
+        block_list=block_list,
+        num_blocks=trial.num_blocks,
+        prelude=tuple(trial.prelude),
+        postlude=tuple(trial.postlude),
+        blocks_return_tuples=trial.blocks_return_tuples,
+        tied=tied,
+        hidden_size=trial.hidden_size,
+    )
+    _require_every_parameter_has_a_layer(model, anatomy)
+    return anatomy
+
+
+def _refuse_losses_across_layers(model: PreTrainedModel) -> None:
+    if getattr(model.config, "output_router_logits", False):
+        raise cannot_split(
+            model, "its router loss reads all layers at once; set model.config.output_router_logits to false"
+        )
+
+
+def _find_block_list(model: PreTrainedModel) -> str:
+    count = getattr(model.config, "num_hidden_layers", None)
+    if not isinstance(count, int):
+        raise cannot_split(
+            model, "its configuration has no num_hidden_layers; perhaps its text model has a type of its own"
+        )
+    found: list[str] = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and all(isinstance(block, GradientCheckpointingLayer) for block in module)
+    ]
+    if len(found) != 1:
+        raise cannot_split(
+            model, f"it needs exactly one list of {count} transformer blocks and has {len(found)} {found}"
+        )
+    return found[0]
+
+
+def _run_trial(model: PreTrainedModel, block_list: str, sequence_length: int) -> Trial:
+    """Try what nearly all blocks return, a tensor; a model that expects a tuple would take it apart."""
+    first_error: ConfigError | None = None
+    for returns_tuple in (False, True):
+        trial = Trial(model, block_list, returns_tuple=returns_tuple)
+        try:
+            trial.run(sequence_length)
+        except ConfigError as error:
+            first_error = first_error or error
+        else:
+            return trial
+    assert first_error is not None
+    raise first_error
+
+
+def _require_every_parameter_has_a_layer(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    homes = tuple(f"{name}." for name in (anatomy.block_list, *anatomy.prelude, *anatomy.postlude))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            raise cannot_split(model, f"parameter {name} is not to be trained")
+        if not name.startswith(homes):
+            raise cannot_split(
+                model, f"parameter {name} is in no block and in no module that runs before or after them"
+            )
+    both = set(anatomy.prelude) & set(anatomy.postlude)
+    if both:
+        raise cannot_split(model, f"module {min(both)} runs both before and after its blocks")

@@ -1,0 +1,9 @@
+"""Optimizers, learning rates and loss scales."""
+
+from __future__ import annotations
+
+from .learning_rate import rate_factor
+from .loss_scale import LossScale
+from .optimizer import Optimizer
+
+__all__ = ["LossScale", "Optimizer", "rate_factor"]

@@ -1,0 +1,268 @@
+"""The probe of a node check: `python -m oobleck.training.process.node_probe`, started over SSH, one on each node.
+
+It speaks frames on its standard streams, measures what it is asked to, and ends with its input. A measurement takes
+the best of several windows: other work on the machine makes some of them longer, a slow node all of them. A window
+lasts longer than the period of a CPU quota (0.1 s), or a quota would not be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo
+
+from oobleck import __version__
+from oobleck.control.node_check import (
+    MeasureAlone,
+    MeasurePair,
+    NodeFacts,
+    PairDone,
+    ProbeAnswer,
+    ProbeFailed,
+    ProbeRequest,
+    SoloDone,
+)
+from oobleck.control.protocol import StorePut
+from oobleck.training.comm import Board, BoardStore, open_device
+from oobleck.wire import FrameDecoder, encode_frame
+
+__all__ = ["main"]
+
+_WINDOW_S = 0.25
+_NUM_WINDOWS = 3
+_MATRIX = 512
+_COPY_BYTES = 32 << 20
+_DISK_BYTES = 16 << 20
+_LOOPBACK_BYTES = 16 << 20
+_EXCHANGE_BYTES = 8 << 20
+_NUM_EXCHANGES = 5
+_PACKAGES = ("torch", "transformers", "trio", "numpy")
+
+
+def main() -> None:
+    """Serve requests until the input ends; never returns."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    arguments = parser.parse_args()
+    output = os.dup(1)
+    os.dup2(2, 1)  # libraries that print must not break the frames
+    probe = _Probe(arguments.node, _existing(arguments.directory.expanduser()), output)
+    try:
+        probe.run()
+    except BaseException as error:  # noqa: BLE001  a process main: the checker gets the reason, whatever it was
+        probe.answer(ProbeFailed(reason=str(error) or traceback.format_exc()))
+    os._exit(0)  # threads that wait for lost peers cannot be joined
+
+
+class _Probe:
+    def __init__(self, node: str, directory: Path, output: int) -> None:
+        self._node = node
+        self._directory = directory
+        self._output = output
+        self._writing = threading.Lock()
+        self._board = Board(lambda key, value, nodes: self.answer(StorePut(key=key, value=value, nodes=nodes)))
+
+    def run(self) -> None:
+        """Tell of the node, then answer requests until the input ends."""
+        self.answer(_facts(self._directory))
+        decoder: FrameDecoder[ProbeRequest] = FrameDecoder(ProbeRequest)
+        while data := os.read(0, 1 << 16):
+            for request in decoder.feed(data):
+                self._handle(request)
+
+    def answer(self, message: ProbeAnswer) -> None:
+        """Send a message; any thread may."""
+        frame = encode_frame(message)
+        with self._writing:
+            while frame:
+                frame = frame[os.write(self._output, frame) :]
+
+    def _handle(self, request: ProbeRequest) -> None:
+        match request:
+            case StorePut(key=key, value=value):
+                self._board.put(key, value)
+            case MeasureAlone():
+                self._in_background(self._measure_alone)
+            case MeasurePair():
+                self._in_background(lambda: self._measure_pair(request))
+            case _:
+                assert_never(request)
+
+    def _in_background(self, measure: Callable[[], ProbeAnswer]) -> None:
+        """Measure on a thread: rendezvous keys come meanwhile, and a peer that hangs is left to its thread."""
+
+        def run() -> None:
+            try:
+                self.answer(measure())
+            except BaseException:  # noqa: BLE001  a thread's main: the checker gets the reason, whatever it was
+                self.answer(ProbeFailed(reason=traceback.format_exc().strip().splitlines()[-1]))
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def _measure_alone(self) -> SoloDone:
+        try:
+            seconds = {
+                "compute": _compute_s(),
+                "memory": _memory_s(),
+                "loopback": _best_s(_loopback, _NUM_WINDOWS),
+                "disk": _best_s(lambda: _write(self._directory), 2),
+            }
+        except (RuntimeError, OSError) as error:
+            return SoloDone(error=f"{type(error).__name__}: {error}")
+        return SoloDone(seconds=seconds)
+
+    def _measure_pair(self, request: MeasurePair) -> PairDone:
+        try:
+            latency_s, seconds = self._exchange(request)
+        except (RuntimeError, OSError) as error:  # a timeout is an OSError
+            return PairDone(key=request.key, error=str(error).splitlines()[0])
+        return PairDone(key=request.key, seconds=seconds, latency_s=latency_s)
+
+    def _exchange(self, request: MeasurePair) -> tuple[float, float]:
+        """All-gathers between two nodes: seconds for a number, and for 8 MiB each way."""
+        timeout = timedelta(seconds=request.timeout_s)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
+        options._devices = [open_device(request.address)]
+        options._timeout = timeout
+        store = BoardStore(self._board, request.nodes, request.timeout_s)
+        rank = request.nodes.index(self._node)
+        group: Any = ProcessGroupGloo(PrefixStore(request.key, store), rank, 2, options)
+        return _gather_s(group, 1), _gather_s(group, _EXCHANGE_BYTES)
+
+
+def _gather_s(group: Any, num_bytes: int) -> float:
+    """The best of several all-gathers of so many bytes, in seconds. Raises RuntimeError for wrong bytes too."""
+    ours = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
+    theirs = [torch.empty_like(ours), torch.empty_like(ours)]
+
+    def gather() -> None:
+        group.allgather([theirs], [ours], AllgatherOptions()).wait()
+
+    best_s = _best_s(gather, _NUM_EXCHANGES)
+    if not all(torch.equal(ours, received) for received in theirs):
+        raise RuntimeError("what arrived is not what was sent")
+    return best_s
+
+
+def _compute_s() -> float:
+    """Seconds for one matrix product on the slowest device. Raises RuntimeError for a wrong one."""
+    if not torch.cuda.is_available():
+        return _products_s(torch.device("cpu"), _MATRIX)
+    return max(_products_s(torch.device("cuda", index), 8 * _MATRIX) for index in range(torch.cuda.device_count()))
+
+
+def _products_s(device: torch.device, size: int) -> float:
+    left = torch.eye(size, device=device) * 2
+    right = torch.arange(size * size, device=device, dtype=torch.float32).reshape(size, size).remainder_(97)
+    if not torch.equal(left @ right, right * 2):
+        raise RuntimeError(f"{device}: a matrix product is wrong")
+
+    def work() -> None:
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return _window_s(work)
+
+
+def _memory_s() -> float:
+    """Seconds to copy 32 MiB."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return _window_s(lambda: target.copy_(source))
+
+
+def _window_s(work: Callable[[], object]) -> float:
+    """Seconds for a piece of work: the mean over a window, the best of several."""
+
+    def mean_s() -> float:
+        began_s, count = time.perf_counter(), 0
+        while (elapsed_s := time.perf_counter() - began_s) < _WINDOW_S or not count:
+            work()
+            count += 1
+        return elapsed_s / count
+
+    work()
+    return min(mean_s() for _ in range(_NUM_WINDOWS))
+
+
+def _best_s(work: Callable[[], object], times: int) -> float:
+    def once_s() -> float:
+        began_s = time.perf_counter()
+        work()
+        return time.perf_counter() - began_s
+
+    return min(once_s() for _ in range(times))
+
+
+def _write(directory: Path) -> None:
+    """Write 16 MiB to the disk, and wait until they are there."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".check") as file:
+        file.write(b"\xa5" * _DISK_BYTES)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _loopback() -> None:
+    """Send 16 MiB to ourselves over TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            sending = threading.Thread(target=sender.sendall, args=(bytes(_LOOPBACK_BYTES),))
+            sending.start()
+            buffer, missing = bytearray(1 << 18), _LOOPBACK_BYTES
+            while missing:
+                received = receiver.recv_into(buffer)
+                if not received:
+                    raise OSError("the loopback connection ended early")
+                missing -= received
+            sending.join()
+
+
+def _facts(directory: Path) -> NodeFacts:
+    cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return NodeFacts(
+        pid=os.getpid(),
+        hostname=socket.gethostname(),
+        clock_s=time.time(),
+        versions={"oobleck": __version__, "python": platform.python_version()} | _installed(),
+        num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        cuda_devices=tuple(cuda),
+        free_disk_bytes=shutil.disk_usage(directory).free,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or the closest one above it that there is."""
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
+
+
+if __name__ == "__main__":
+    main()

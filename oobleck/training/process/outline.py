@@ -1,0 +1,73 @@
+"""What a model is made of, told by a process of its own: `python -m oobleck.training.process.outline`.
+
+For those who may not load torch, or do not want to: the job comes as a line of JSON on stdin, the answer is JSON, and
+what is wrong with the job is a message on stderr with the exit status 78. No memory is allocated for the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+from oobleck.errors import UserError
+from oobleck.job import JobSpec
+from oobleck.training.model import ModelStructure
+from oobleck.wire import decode_json
+
+from .assembly import check_optimizer, structure_of_job
+
+__all__ = ["main"]
+
+_EXIT_CONFIG = 78
+_SHAPE_KEYS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "hidden_act",
+    "tie_word_embeddings",
+)
+"""What an estimate wants to know; configurations translate the first names into their own."""
+
+
+def main() -> int:
+    """Read the job, print the outline; returns the exit status."""
+    job = decode_json((JobSpec,), sys.stdin.readline())
+    try:
+        check_optimizer(job)
+        structure = structure_of_job(job)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return _EXIT_CONFIG
+    sys.stdout.write(json.dumps(_outline(structure)))
+    return 0
+
+
+def _outline(structure: ModelStructure) -> dict[str, object]:
+    values = {key: getattr(structure.config, key, None) for key in _SHAPE_KEYS}
+    config = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
+    return {
+        "config": {
+            **config,
+            "model_type": structure.config.model_type,
+            "hidden_size": structure.hidden_size,
+            "num_hidden_layers": structure.num_blocks,
+        },
+        "layers": [
+            {
+                "name": name,
+                "parameters": sum(
+                    math.prod(structure.shapes[parameter]) for parameter in structure.layer_parameters(layer)
+                ),
+            }
+            for layer, name in enumerate(structure.layer_names)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

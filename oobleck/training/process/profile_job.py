@@ -1,0 +1,86 @@
+"""Profiles a job's model on this machine, in a process of its own: `python -m oobleck.training.process.profile_job …`.
+
+The job comes as a line of JSON on stdin; the arguments are the directories of tokens and of profiles, how many workers
+are to share the machine, and `fresh` or `cached`. The profile, its key, and whether it was there before, go to stdout
+as JSON; what is wrong with the job goes to stderr, with the exit status 78.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from oobleck.control.coordinator import profile_key
+from oobleck.errors import ConfigError, UserError
+from oobleck.job import JobSpec
+from oobleck.planner import profile_from_json, profile_to_json
+from oobleck.training.comm import choose_device, device_memory_bytes
+from oobleck.training.model import require_compiler
+from oobleck.wire import decode_json
+
+from .assembly import assemble
+from .profiler import device_name, profile_of_job
+
+__all__ = ["main"]
+
+_EXIT_CONFIG = 78
+
+
+def main() -> int:
+    """Print the profile of a job; returns the exit status."""
+    job = decode_json((JobSpec,), sys.stdin.readline())
+    cache_dir, profile_dir, workers, freshness = sys.argv[1:]
+    try:
+        answer = _profile(job, Path(cache_dir), Path(profile_dir), int(workers), is_fresh=freshness == "fresh")
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return _EXIT_CONFIG
+    sys.stdout.write(json.dumps(answer))
+    return 0
+
+
+def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, is_fresh: bool) -> dict[str, object]:
+    device = choose_device(job.device, 0)
+    if job.compile:
+        require_compiler(device)
+    cores = len(os.sched_getaffinity(0))
+    threads = job.torch_threads or max(1, cores // workers)
+    memory_bytes = (
+        job.device_memory_bytes
+        or device_memory_bytes(device, num_sharing=1)
+        or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
+    )
+    torch.set_num_threads(threads)
+    assembly = assemble(job, cache_dir=cache_dir)
+    structure = assembly.structure
+    key = profile_key(
+        job,
+        layer_names=structure.layer_names,
+        parameters=structure.num_parameters,
+        device=(device_name(device), memory_bytes, threads, cores),
+        versions=(platform.python_version(), str(torch.__version__)),
+    )
+    cached = None if is_fresh else _cached(profile_dir / f"{key}.json")
+    if cached is None:
+        profile = profile_of_job(job, structure, assembly.optimizer, device_memory_bytes=memory_bytes)
+    profile_json = profile_to_json(profile) if cached is None else cached
+    return {"key": key, "profile": profile_json, "was_cached": cached is not None}
+
+
+def _cached(path: Path) -> str | None:
+    """What a run or a command before has measured; None where there is nothing that can be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        profile_from_json(text, source=str(path))
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return None
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

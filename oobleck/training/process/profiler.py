@@ -1,0 +1,280 @@
+"""Measures what one microbatch costs in each layer, on this device, with the code that training runs.
+
+Layers are measured alone, one after the other, so that a model much larger than the device can be profiled.
+Times of the network are not measured here; they come with the caller or from `ASSUMED_NETWORK`.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oobleck.job import JobSpec
+from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
+from oobleck.training.data import Batch
+from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
+from oobleck.training.optim import Optimizer
+
+__all__ = ["ASSUMED_NETWORK", "device_name", "measure_profile", "profile_of_job"]
+
+ASSUMED_NETWORK = NetworkProfile(
+    inter_node_bytes_per_s=1e9, inter_node_latency_s=1e-4, intra_node_bytes_per_s=4e9, intra_node_latency_s=5e-5
+)
+"""An assumption, not a measurement: 10-gigabit Ethernet between nodes, and several times that within one."""
+
+_NUM_WARMUPS = 2
+_NUM_RUNS = 5
+_KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    split: SplitBackward | None
+
+
+def measure_profile(
+    structure: ModelStructure,
+    *,
+    microbatch_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    device_memory_bytes: int,
+    autocast: torch.dtype | None = None,
+    activation_checkpointing: bool = False,
+    compiles: bool = False,
+    splits: bool = False,
+    state_tensors: int = 2,
+    network: NetworkProfile = ASSUMED_NETWORK,
+) -> Profile:
+    """Measure all layers for microbatches of `microbatch_size` samples: the quickest of five runs after two to warm up.
+
+    With `splits`, backward passes in two parts are measured as well. `state_tensors` is how many tensors of its own
+    size an optimizer keeps for a parameter.
+
+    Blocks that are alike in class, shapes and kind of attention are measured once. Memory in use at any time:
+    one layer with its gradients and activations. Leaves the device's generator in another state.
+    """
+    stage = StageModel(
+        structure,
+        dtype=dtype,
+        device=device,
+        autocast=autocast,
+        activation_checkpointing=activation_checkpointing,
+        compiles=compiles,
+    )
+    batch = _batch(structure, microbatch_size, stage.device)
+    measured: dict[object, _Cost] = {}
+    layers = []
+    for layer, name in enumerate(structure.layer_names):
+        kind = structure.layer_kind(layer)
+        if kind not in measured:
+            measured[kind] = _measure(stage, layer, batch, splits=splits)
+        cost = measured[kind]
+        elements = sum(structure.shapes[parameter].numel() for parameter in structure.layer_parameters(layer))
+        is_last = layer == structure.num_layers - 1
+        hidden_elements = microbatch_size * structure.sequence_length * structure.hidden_size
+        layers.append(
+            LayerProfile(
+                name=name,
+                forward_s={1: cost.forward_s},
+                backward_s={1: cost.backward_s},
+                param_bytes=elements * dtype.itemsize,
+                optimizer_bytes=elements * dtype.itemsize * state_tensors,
+                activation_bytes=cost.activation_bytes,
+                output_bytes=0 if is_last else hidden_elements * dtype.itemsize,
+                split=cost.split,
+            )
+        )
+    return Profile(
+        model=structure.config.model_type,
+        microbatch_size=microbatch_size,
+        sequence_length=structure.sequence_length,
+        layers=tuple(layers),
+        device=DeviceProfile(name=device_name(stage.device), memory_bytes=device_memory_bytes),
+        network=network,
+    )
+
+
+def profile_of_job(
+    job: JobSpec, structure: ModelStructure, optimizer: Optimizer, *, device_memory_bytes: int
+) -> Profile:
+    """Measure all layers of a job's model as its workers run them."""
+    precision = Precision.of(job.dtype)
+    device = torch.device(job.device)
+    return measure_profile(
+        structure,
+        microbatch_size=job.microbatch_size,
+        dtype=precision.parameters,
+        device=device,
+        device_memory_bytes=device_memory_bytes,
+        autocast=precision.autocast,
+        activation_checkpointing=job.activation_checkpointing,
+        compiles=job.compile,
+        splits=job.may_split_backward,
+        state_tensors=optimizer.layout(device).num_tensors,
+    )
+
+
+def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch_size, structure.sequence_length)
+    ids = torch.randint(0, structure.config.vocab_size, shape, generator=generator).to(device)
+    return Batch(input_ids=ids, labels=ids)
+
+
+def _measure(stage: StageModel, layer: int, batch: Batch, *, splits: bool) -> _Cost:
+    stage.adopt(layer, layer + 1, {})
+    stage.initialize([layer], seed=0)
+    activation_bytes = _activation_bytes(stage, batch)
+    put_off = WeightGradients()
+    for module in stage.modules_of(layer):
+        put_off.put_off(module)
+    # Gradients stay between runs: adding to them is a part of every backward pass but a step's first. Both ways take
+    # turns, so that neither is measured while the machine has more to do than during the other.
+    times: list[tuple[float, float]] = []
+    parts: list[SplitBackward] = []
+    for number in range(_NUM_WARMUPS + _NUM_RUNS):
+        whole = _run(stage, batch)
+        part = _run_split(stage, batch, put_off) if splits else None
+        if number >= _NUM_WARMUPS:
+            times.append(whole)
+            parts += [] if part is None else [part]
+    stage.adopt(0, 0, {})
+    return _Cost(
+        # What else the machine does only ever adds to these: other workers start while one measures.
+        forward_s=min(forward for forward, _ in times),
+        backward_s=min(backward for _, backward in times),
+        activation_bytes=activation_bytes,
+        split=_quickest(parts) if parts else None,
+    )
+
+
+def _quickest(parts: Sequence[SplitBackward]) -> SplitBackward:
+    return SplitBackward(
+        forward_s=min(part.forward_s for part in parts),
+        backward_input_s=min(part.backward_input_s for part in parts),
+        backward_weight_s=min(part.backward_weight_s for part in parts),
+        kept_bytes=max(part.kept_bytes for part in parts),
+    )
+
+
+def _run_split(stage: StageModel, batch: Batch, put_off: WeightGradients) -> SplitBackward:
+    """Run once with the weights' gradients put off."""
+    put_off.engage(is_on=True)
+    put_off.begin(0)
+    forward_s, backward_input_s = _run(stage, batch)
+    kept_bytes = put_off.kept_bytes
+    start_s = _now_s(stage.device)
+    put_off.finish(0)
+    backward_weight_s = _now_s(stage.device) - start_s
+    put_off.engage(is_on=False)
+    return SplitBackward(
+        forward_s=forward_s,
+        backward_input_s=backward_input_s,
+        backward_weight_s=backward_weight_s,
+        kept_bytes=kept_bytes,
+    )
+
+
+def _run(stage: StageModel, batch: Batch) -> tuple[float, float]:
+    """Return the seconds of one forward and of one backward pass."""
+    hidden, gradient = _inputs(stage, batch)
+    with _timed_layer(stage) as forward_s:
+        output = stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
+    start_s = _now_s(stage.device)
+    output.backward(gradient)  # type: ignore[no-untyped-call]
+    return forward_s(), _now_s(stage.device) - start_s
+
+
+def _inputs(stage: StageModel, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what the neighbours would send: hidden states and the gradient of the output."""
+    shape = (*batch.input_ids.shape, stage.structure.hidden_size)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(shape, generator=generator).to(device=stage.device, dtype=stage.dtype)
+    hidden = None if stage.is_first else values.requires_grad_()
+    return hidden, None if stage.is_last else values.detach() / values.numel()
+
+
+@contextmanager
+def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
+    """Time the forward pass of the layer that a stage consists of.
+
+    A block is timed from its call to its return: what the model does around its blocks (masks, rotary tables)
+    is done once a stage, not once a block. The embedding and the head are charged with it.
+    """
+    times: list[float] = []
+
+    def note(*_: Any) -> None:
+        times.append(_now_s(stage.device))
+
+    (layer,) = stage.layers
+    is_block = not stage.is_first and not stage.is_last
+    handles = []
+    if is_block:
+        (module,) = stage.modules_of(layer)
+        # In front of the stage's own hook, as that is a part of running the layer.
+        handles = [module.register_forward_pre_hook(note, prepend=True), module.register_forward_hook(note)]
+    else:
+        note()
+    try:
+        yield lambda: times[-1] - times[0]
+        if not is_block:
+            note()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _activation_bytes(stage: StageModel, batch: Batch) -> int:
+    """Return the bytes that autograd keeps of one microbatch, parameters left out; views count once.
+
+    The received hidden states count where nothing else is kept of a block: with activation checkpointing.
+    """
+    known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hidden, gradient = _inputs(stage, batch)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
+    output.backward(gradient)  # type: ignore[no-untyped-call]
+    received_bytes = 0 if hidden is None else hidden.nbytes
+    return max(sum(kept.values()), received_bytes)
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called by its maker."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,66 @@
+"""Runs a script beside `oobleck up`, in a process of its own: `python -m oobleck.training.process.script_host WHAT`.
+
+    describe    a ScriptSpec on stdin; its settings and what it makes on stdout, or what is wrong with it
+    callbacks   a JobSpec on stdin, then the journal's entries, one JSON line each; "stop" on stdout when a callback
+                wants that
+
+What the script itself prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import BinaryIO, TextIO
+
+from oobleck.control.journal import JournalEntry
+from oobleck.errors import ConfigError, UserError
+from oobleck.job import JobSpec, ScriptSpec
+from oobleck.script import run_script
+from oobleck.streams import shield_scripts
+from oobleck.wire import decode_json
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Do what the first argument says; returns the exit status."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    shield_scripts()
+    if sys.argv[1] == "describe":
+        _describe(sys.stdin.buffer.readline(), answers)
+    else:
+        _run_callbacks(sys.stdin.buffer, answers)
+    return 0
+
+
+def _describe(line: bytes, answers: TextIO) -> None:
+    script = decode_json((ScriptSpec,), line)
+    try:
+        job = run_script(script)
+        answer = json.dumps({"settings": job.settings, "provides": job.provides})
+    except UserError as error:
+        answer = json.dumps({"problem": str(error), "is_usage": not isinstance(error, ConfigError)})
+    except TypeError as error:
+        answer = json.dumps({"problem": f"{script.name}: a setting is no plain value: {error}", "is_usage": False})
+    answers.write(answer)
+    answers.flush()
+
+
+def _run_callbacks(lines: BinaryIO, answers: TextIO) -> None:
+    from .callbacks import CallbackRunner
+
+    job = decode_json((JobSpec,), lines.readline())
+    assert job.script is not None
+    runner = CallbackRunner(run_script(job.script).callbacks, job)
+    for line in lines:
+        runner.take(decode_json(JournalEntry, line))
+        if runner.wants_stop:
+            answers.write("stop\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

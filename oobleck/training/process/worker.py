@@ -1,0 +1,233 @@
+"""The worker process: the agent's messages in, a training thread that follows orders (`engine.py`), words back.
+
+The control thread answers fences at once, whatever the training thread is doing (`control/commit/commit_state.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from oobleck.control.commit import Standing
+from oobleck.errors import UserError
+from oobleck.planner import profile_to_json
+from oobleck.streams import shield_scripts
+from oobleck.training.checkpoint import Saving
+from oobleck.training.comm import (
+    Board,
+    GroupTable,
+    Signals,
+    choose_device,
+    device_memory_bytes,
+    hang_doorbell,
+    ring_all,
+    use_device,
+)
+from oobleck.training.data import Surveyor
+from oobleck.training.model import require_compiler, share_of
+from oobleck.training.step import Engine
+from oobleck.wire import (
+    Fence,
+    FindCheckpoints,
+    FinishStep,
+    Order,
+    Profiled,
+    ProfileRequest,
+    RecordsOver,
+    SaveState,
+    SetUpWorker,
+    StepRecords,
+    StoreKeys,
+    StorePut,
+    Survey,
+    WorkerBound,
+    WorkerFailed,
+    WorkerReady,
+)
+
+from .assembly import assemble
+from .link import AgentLink
+from .profiler import device_name, profile_of_job
+
+__all__ = ["run_worker"]
+
+_EXIT_FAILED = 1
+_STACK_LINES = 20
+
+
+def run_worker(sock: socket.socket) -> None:
+    """Be a worker until the agent ends it; never returns.
+
+    An exception that nobody catches ends the process, on whatever thread: a helper that is gone would be waited for.
+    """
+    shield_scripts()
+    link = AgentLink(sock)
+    threading.excepthook = lambda failed: _fail(link, failed.exc_value)
+    try:
+        setup = link.receive()
+        assert isinstance(setup, SetUpWorker), setup
+        _Worker(link, setup).run()
+    except BaseException as error:  # noqa: BLE001  a process main: the agent gets the traceback, whatever it was
+        _fail(link, error)
+
+
+def _fail(link: AgentLink, error: BaseException | None) -> NoReturn:
+    """End the process, and tell the agent why, if there is memory left to do so.
+
+    Threads that wait for lost peers cannot be joined, and destroying their groups would block.
+    """
+    try:
+        user_error = str(error) if isinstance(error, UserError) else None
+        link.send(WorkerFailed(traceback="".join(traceback.format_exception(error)), user_error=user_error))
+    finally:
+        os._exit(_EXIT_FAILED)
+
+
+class _Worker:
+    def __init__(self, link: AgentLink, setup: SetUpWorker) -> None:
+        torch.set_num_threads(setup.torch_threads)
+        job = setup.job
+        self._link = link
+        self._job = job
+        self._place = setup.place
+        self._device = setup.place.device
+        self._training_thread = threading.get_ident()
+        self._doorbell = hang_doorbell(setup.place, setup.address)
+        self._computes_on = choose_device(job.device, setup.local_device)
+        use_device(self._computes_on)
+        if job.compile:
+            require_compiler(self._computes_on)
+        of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
+        self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
+        self._signals = Signals()
+        self._standing = Standing(setup.place, self._signals.announce, lock=threading.Lock())
+        self._board = Board(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
+        self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
+        assembly = assemble(job, cache_dir=Path(setup.cache_dir))
+        self._dataset = assembly.train
+        self._structure = assembly.structure
+        self._optimizer = assembly.optimizer
+        self._surveyor: Surveyor | None = None
+        self._shards: tuple[str, ...] = ()
+        self._records = self._dataset.records
+        if self._records is not None:
+            self._records.on_news(self._signals.announce)
+            self._surveyor = Surveyor(job.text, self._device, link.send)
+            self._shards = self._surveyor.names
+        self._saving: Saving | None = None
+        degree = job.tensor_parallel
+        share = share_of(self._structure, rank=self._device % degree, degree=degree)
+        if setup.storage is not None and job.checkpoint.enabled:
+            self._saving = Saving(setup.place, setup.storage, share, link.send, tag=setup.job.tag)
+        self._engine = Engine(
+            job,
+            setup.place,
+            device=self._computes_on,
+            dataset=self._dataset,
+            validation=assembly.validation,
+            structure=self._structure,
+            share=share,
+            optimizer=assembly.optimizer,
+            groups=GroupTable(setup.place, setup.address, self._board, self._signals, device=self._computes_on),
+            signals=self._signals,
+            standing=self._standing,
+            saving=self._saving,
+            next_order=self._next_order,
+            report=link.send,
+        )
+
+    def run(self) -> NoReturn:
+        """Follow orders for ever."""
+        self._link.start_reader(self._handle)
+        self._link.send(
+            WorkerReady(
+                device=self._device,
+                pid=os.getpid(),
+                data_digest=self._dataset.digest,
+                weights_digest="" if self._structure.weights is None else self._structure.weights.digest(),
+                num_samples=self._dataset.num_samples,
+                layer_names=self._structure.layer_names,
+                parameters=self._structure.num_parameters,
+                torch_version=str(torch.__version__),
+                device_name=device_name(self._computes_on),
+                doorbell=self._doorbell,
+                saves=self._saving is not None,
+                shards=self._shards,
+            )
+        )
+        gc.freeze()
+        self._engine.run()
+
+    def _handle(self, message: WorkerBound) -> None:
+        """Take one message; runs on the control thread and never waits for the training thread."""
+        match message:
+            case StoreKeys(keys=keys):
+                self._board.put_all(keys)
+            case Fence() if message.doorbells:
+                self._explain(message)
+            case Fence():
+                self._link.send(self._standing.answer(message))
+            case Order():
+                self._standing.give_order(message)
+            case FinishStep():
+                self._standing.want_stop()
+            case SaveState():
+                if self._saving is not None:
+                    self._saving.want(message)
+            case FindCheckpoints():
+                if self._saving is not None:
+                    self._saving.find(message)
+            case ProfileRequest():
+                self._profile_requests.put(message)
+                self._signals.announce()
+            case Survey():
+                if self._surveyor is not None:
+                    self._surveyor.ask(message)
+            case StepRecords():
+                if self._records is not None:
+                    self._records.put(message)
+            case RecordsOver():
+                if self._records is not None:
+                    self._records.end(message)
+            case SetUpWorker():
+                raise AssertionError("a worker is set up once")
+
+    def _explain(self, fence: Fence) -> None:
+        """Answer a fence that asks why nothing goes on; ringing takes its time, so on a thread of its own."""
+        waits_for, stack = self._signals.waits_for, _stack_of(self._training_thread)
+        status = self._standing.answer(fence)
+
+        def tell() -> None:
+            others = [bell for bell in fence.doorbells if bell.place != self._place]
+            self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=ring_all(others)))
+
+        threading.Thread(target=tell, daemon=True, name="explain").start()
+
+    def _next_order(self) -> Order:
+        while True:
+            self._signals.wait(lambda: self._standing.has_order or not self._profile_requests.empty(), lambda: False)
+            if not self._profile_requests.empty():
+                self._profile_requests.get()
+                self._profile()
+            if (order := self._standing.take_order()) is not None:
+                return order
+
+    def _profile(self) -> None:
+        profile = profile_of_job(self._job, self._structure, self._optimizer, device_memory_bytes=self._memory_bytes)
+        self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))
+
+
+def _stack_of(thread: int) -> str:
+    """Where a thread of this process is, the innermost call last."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)[-_STACK_LINES:]) if frame is not None else ""

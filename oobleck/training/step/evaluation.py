@@ -1,0 +1,141 @@
+"""Evaluation between two steps: every pipeline takes its share of the samples forward, and all sum their losses.
+
+Nothing of a step is in flight meanwhile, so a failure costs some time alone: whoever is interrupted gives up, and
+recovery goes on as it does between any two steps. A plan that takes effect at a step whose evaluation is due begins
+with it, so that all who are in the plan agree; and plans take effect there until the coordinator is told the outcome.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from oobleck.control.commit import Evaluation, PeerLost
+from oobleck.errors import ConfigError
+from oobleck.job import JobSpec
+from oobleck.training.comm import Group, Pending, Signals
+from oobleck.training.data import Dataset
+from oobleck.training.model import MicrobatchKey, StageModel
+
+from .executor import Lane
+
+__all__ = ["Evaluator"]
+
+_PROGRESS_INTERVAL_S = 1.0
+_SENDS_AHEAD = 2
+"""Messages that a stage sends before the next stage has taken them, at most: what they cost in memory."""
+
+
+_Send = tuple[Pending, torch.Tensor]
+
+
+class Evaluator:
+    """Evaluates a job's model on the samples that are kept for it."""
+
+    def __init__(self, job: JobSpec, dataset: Dataset, *, signals: Signals, on_progress: Callable[[int], None]) -> None:
+        """`on_progress` is called with the step every second or so, for whoever waits for another step.
+
+        Raises ConfigError where there are fewer samples than one microbatch has.
+        """
+        self._job = job
+        self._dataset = dataset
+        self._signals = signals
+        self._on_progress = on_progress
+        num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
+        self._num_microbatches = num_samples // job.microbatch_size
+        if not self._num_microbatches:
+            raise ConfigError(
+                f"eval_steps: {num_samples} samples are not one microbatch of {job.microbatch_size}; keep more by "
+                "data.validation_split, or raise max_eval_samples"
+            )
+
+    def run(
+        self,
+        step: int,
+        *,
+        model: StageModel,
+        lane: Lane,
+        share: tuple[int, int],
+        everyone: Group | None,
+        interrupted: Callable[[], bool],
+    ) -> Evaluation:
+        """Evaluate the model of a step, together with all others in the plan.
+
+        `share` is this pipeline's number and how many there are, `everyone` the group of all workers, if there are
+        others. Raises Interrupted or PeerLost; nothing is lost by it but the evaluation, whose messages may be stuck in
+        the groups then.
+        """
+        began_s = time.monotonic()
+        sends: deque[_Send] = deque()  # until all have what they need: one that is let go holds up those after it
+        total = self._sum_losses(step, model, lane, share, sends, interrupted)
+        if everyone is not None:
+            everyone.all_reduce(total, self._signals).wait(interrupted)
+        return Evaluation(
+            loss=float(total),
+            num_samples=self._num_microbatches * self._job.microbatch_size,
+            duration_s=time.monotonic() - began_s,
+        )
+
+    def _sum_losses(
+        self,
+        step: int,
+        model: StageModel,
+        lane: Lane,
+        share: tuple[int, int],
+        sends: deque[_Send],
+        interrupted: Callable[[], bool],
+    ) -> torch.Tensor:
+        """Take this pipeline's share of the microbatches forward; zero but for the last stage."""
+        total = torch.zeros((), dtype=torch.float64)
+        told_s = -_PROGRESS_INTERVAL_S
+        with model.evaluating(), torch.no_grad():
+            for microbatch in range(share[0], self._num_microbatches, share[1]):
+                if time.monotonic() - told_s >= _PROGRESS_INTERVAL_S:
+                    told_s = time.monotonic()
+                    self._on_progress(step)
+                hidden = self._received(model, lane, microbatch, interrupted)
+                output = self._forward(model, hidden, step, microbatch)
+                if not lane.is_last:
+                    if len(sends) == _SENDS_AHEAD:
+                        self._signals.call(partial(_wait_sent, sends[0][0]), interrupted)
+                        sends.popleft()
+                    sends.append(_send(output.contiguous(), lane, microbatch))
+                elif lane.rank == 0:  # the other devices of the stage have the same to tell
+                    total += float(output)
+        return total
+
+    def _received(
+        self, model: StageModel, lane: Lane, tag: int, interrupted: Callable[[], bool]
+    ) -> torch.Tensor | None:
+        self._signals.wait(lambda: not interrupted(), interrupted)
+        if lane.is_first:
+            return None
+        structure, group = model.structure, lane.group
+        assert group is not None
+        shape = (self._job.microbatch_size, structure.sequence_length, structure.hidden_size)
+        hidden = torch.empty(shape, dtype=model.hidden_dtype, device=model.device)
+        self._signals.call(lambda: group.receive(hidden, lane.member(lane.stage - 1), tag), interrupted)
+        return hidden
+
+    def _forward(self, model: StageModel, hidden: torch.Tensor | None, step: int, microbatch: int) -> torch.Tensor:
+        size = self._job.microbatch_size
+        batch = self._dataset.batch(range(microbatch * size, (microbatch + 1) * size)).to(model.device)
+        num_items = self._num_microbatches * size * self._dataset.items_per_sample
+        key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
+        return model.forward(batch, hidden, num_items=num_items, key=key)
+
+
+def _send(output: torch.Tensor, lane: Lane, tag: int) -> _Send:
+    assert lane.group is not None
+    return lane.group.send(output, lane.member(lane.stage + 1), tag), output
+
+
+def _wait_sent(work: Pending) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(f"send: {error}") from error

@@ -1,0 +1,315 @@
+"""What ends a step: gradients summed over owner sets, and the commit that all take part in or none.
+
+Reductions run out of place, from flat copies, so that an interrupted one leaves every rank's own gradients
+whole. The commit is one small all-reduce over all workers; it carries what everyone must agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from oobleck.control.commit import PeerLost
+from oobleck.planner import ExecutionPlan, Place
+from oobleck.training.comm import GroupKey, GroupTable, Reduction, Signals
+from oobleck.training.model import ModelStructure, Share
+
+__all__ = [
+    "BUCKET_ELEMENTS",
+    "Bucket",
+    "Commit",
+    "GradientReducer",
+    "commit",
+    "counted_in",
+    "make_buckets",
+    "squared_norm",
+]
+
+BUCKET_ELEMENTS = 2 << 20
+"""Gradients that are reduced together: enough to use a link well, few enough to begin early."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters with one owner set, reduced together."""
+
+    key: GroupKey
+    parameters: tuple[str, ...]
+    is_counted: bool = True
+    """Whether its owners count it in the global gradient norm; other devices of their stages may have the same."""
+
+    def is_counted_by(self, place: Place) -> bool:
+        """Tell whether `place` counts these parameters in the global gradient norm: one owner does."""
+        return self.is_counted and self.key.members[0] == place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """What all workers learn from the commit's all-reduce; equal everywhere to the last bit."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    save: bool
+    counted: tuple[int, ...]
+    """The microbatches of the step that were counted, as often as they were, sorted."""
+
+
+def make_buckets(
+    plan: ExecutionPlan,
+    place: Place,
+    share: Share,
+    *,
+    generation: int,
+    lost: Collection[str] = (),
+    max_elements: int = BUCKET_ELEMENTS,
+) -> tuple[Bucket, ...]:
+    """Group the parameters that `place` holds by their owner sets among the nodes not lost; O(parameters).
+
+    A tied parameter belongs to several layers; its owners are all who hold any of them. Where devices share a stage,
+    those of like rank are owners together, for their `share` of the parameter. Buckets come in the order
+    in which a backward pass completes them, the last layers' first; owners of the same parameters put them into the
+    same buckets, and any two workers have the buckets that they share in the same order. None is larger than
+    `max_elements`, unless a single parameter is.
+    """
+    located = plan.locate(place)
+    assert located is not None
+    pipeline, stage = located
+    structure = share.structure
+    owners = {layer: plan.owners_of(layer) for layer in range(plan.num_layers)}
+    by_owners: dict[tuple[tuple[Place, ...], bool], list[str]] = {}
+    names = {
+        name for layer in plan.pipelines[pipeline].stages[stage].layers for name in structure.layer_parameters(layer)
+    }
+    for name in sorted(names, key=lambda name: (-structure.layers_with(name)[0], name)):
+        holders = {owner for layer in structure.layers_with(name) for owner in owners[layer]}
+        living = tuple(
+            sorted(
+                owner
+                for owner in holders
+                if owner.node not in lost and (name in share.summed or owner.device % share.degree == share.rank)
+            )
+        )
+        is_counted = share.rank == 0 or not share.is_whole(name)
+        by_owners.setdefault((living, is_counted), []).append(name)
+    buckets = [
+        Bucket(key=GroupKey("reduce", generation, members), parameters=parameters, is_counted=is_counted)
+        for (members, is_counted), names_of in by_owners.items()
+        for parameters in _cut(names_of, structure, max_elements)
+    ]
+    return tuple(sorted(buckets, key=lambda bucket: _rank(bucket, structure)))
+
+
+def _cut(names: Sequence[str], structure: ModelStructure, max_elements: int) -> Iterator[tuple[str, ...]]:
+    """Cut a list of parameters into runs of at most `max_elements`."""
+    run: list[str] = []
+    size = 0
+    for name in names:
+        elements = structure.shapes[name].numel()
+        if run and size + elements > max_elements:
+            yield tuple(run)
+            run, size = [], 0
+        run.append(name)
+        size += elements
+    if run:
+        yield tuple(run)
+
+
+def _rank(bucket: Bucket, structure: ModelStructure) -> tuple[int, GroupKey, str]:
+    """When a backward pass completes a bucket: with the first layer of all its parameters."""
+    first_layer = min(structure.layers_with(name)[0] for name in bucket.parameters)
+    return -first_layer, bucket.key, bucket.parameters[0]
+
+
+class GradientReducer:
+    """Sums gradients over their owners, bucket by bucket, from flat copies.
+
+    Buckets are posted in their order, by all, and waited for together. Those whose gradients are final are posted
+    already while the last backward pass runs on. What fails then is told by `finish`, since the pipeline's own work
+    is sound. After a failure the copies are left to the reductions that may still write to them.
+
+    What it sums are the parameters' own gradients, or others that `begin` is given.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], groups: GroupTable, signals: Signals
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._parameters = parameters
+        self._groups = groups
+        self._signals = signals
+        self._flats: dict[int, torch.Tensor] = {}
+        self._pending: list[Reduction] = []
+        self._num_posted = 0
+        self._failure: PeerLost | None = None
+        self._others: Mapping[str, torch.Tensor] | None = None
+
+    def begin(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Post all buckets of these gradients, by parameter; `finish` returns their sums. Nothing is raised."""
+        assert not self._num_posted, "sums are under way"
+        self._others = gradients
+        self._post_before(len(self.buckets))
+
+    def is_done(self) -> bool:
+        """Tell whether all that was posted is there, or something has failed: `finish` does not wait for it then."""
+        return self._failure is not None or all(reduction.is_done() for reduction in self._pending)
+
+    @property
+    def poll_s(self) -> float | None:
+        """How often it must be looked at while it is not done; None where whoever waits is woken."""
+        return min((each.poll_s for each in self._pending if each.poll_s is not None), default=None)
+
+    @property
+    def awaited(self) -> tuple[Place, ...]:
+        """The workers whose part is waited for."""
+        return tuple(sorted({place for each in self._pending if not each.is_done() for place in each.others}))
+
+    def abandon(self) -> None:
+        """Give up what is under way."""
+        if self._pending:
+            self._flats = {}
+        for reduction in self._pending:
+            reduction.give_up()
+        self._pending, self._num_posted, self._failure, self._others = [], 0, None, None
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Post each bucket as soon as its gradients are final; the block is the last backward pass of the step."""
+        missing = [len(bucket.parameters) for bucket in self.buckets]
+        handles = [
+            self._parameters[name].register_post_accumulate_grad_hook(self._note(missing, index))  # type: ignore[no-untyped-call]
+            for index, bucket in enumerate(self.buckets)
+            if len(bucket.key.members) > 1
+            for name in bucket.parameters
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish(
+        self, interrupted: Callable[[], bool], *, plus: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Post what is left, and return the sums, by parameter; one without a gradient counts as zeros.
+
+        What `plus` has for a parameter is added to its sum. Raises Interrupted or PeerLost; the parameters' own
+        gradients are untouched either way.
+        """
+        try:
+            self._post_before(len(self.buckets))
+            if self._failure is not None:
+                raise self._failure
+            for reduction in self._pending:
+                reduction.wait(interrupted)
+            reduced: dict[str, torch.Tensor] = {}
+            for index, bucket in enumerate(self.buckets):
+                reduced.update(self._sums_of(index, bucket, plus or {}))
+        except BaseException:
+            self._flats = {}
+            raise
+        finally:
+            self._pending, self._num_posted, self._failure, self._others = [], 0, None, None
+        return reduced
+
+    def _note(self, missing: list[int], index: int) -> Callable[[torch.Tensor], None]:
+        """Make the hook that counts a bucket's final gradients, and posts what is complete."""
+
+        def hook(_parameter: torch.Tensor) -> None:
+            missing[index] -= 1
+            if missing[index] == 0:
+                complete = next((at for at, count in enumerate(missing) if count and self._is_shared(at)), len(missing))
+                self._post_before(complete)
+
+        return hook
+
+    def _is_shared(self, index: int) -> bool:
+        return len(self.buckets[index].key.members) > 1
+
+    def _post_before(self, stop: int) -> None:
+        """Post all buckets before `stop` that were not posted yet; in a hook, nothing may be raised."""
+        while self._num_posted < stop and self._failure is None:
+            index, bucket = self._num_posted, self.buckets[self._num_posted]
+            self._num_posted += 1
+            if not self._is_shared(index):
+                continue
+            flat = self._flats[index] = self._flatten(bucket, self._flats.get(index))
+            try:
+                self._pending.append(self._groups[bucket.key].all_reduce(flat, self._signals))
+            except PeerLost as error:
+                self._failure = error
+
+    def _flatten(self, bucket: Bucket, out: torch.Tensor | None) -> torch.Tensor:
+        flat = [self._gradient(name).reshape(-1) for name in bucket.parameters]
+        with torch.no_grad():
+            return torch.cat(flat) if out is None else torch.cat(flat, out=out)
+
+    def _gradient(self, name: str) -> torch.Tensor:
+        parameter = self._parameters[name]
+        gradient = parameter.grad if self._others is None else self._others.get(name)
+        return torch.zeros_like(parameter).detach() if gradient is None else gradient.detach()
+
+    def _sums_of(
+        self, index: int, bucket: Bucket, plus: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self._is_shared(index):
+            for name in bucket.parameters:
+                own = self._gradient(name)
+                yield name, own + plus[name] if name in plus else own
+            return
+        shapes = [self._parameters[name].shape for name in bucket.parameters]
+        pieces = torch.split(self._flats[index], [shape.numel() for shape in shapes])
+        for name, shape, piece in zip(bucket.parameters, shapes, pieces, strict=True):
+            sums = piece.view(shape)
+            yield name, sums.add_(plus[name]) if name in plus else sums
+
+
+def squared_norm(buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], place: Place) -> float:
+    """The part of the squared global gradient norm that `place` counts."""
+    counted = [reduced[name] for bucket in buckets if bucket.is_counted_by(place) for name in bucket.parameters]
+    if not counted:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm(counted)).double()
+    return float((norms * norms).sum())
+
+
+def commit(
+    key: GroupKey,
+    *,
+    loss: float,
+    squared_grad_norm: float,
+    stop: bool,
+    save: bool,
+    counts: Mapping[int, int],
+    num_microbatches: int,
+    groups: GroupTable,
+    signals: Signals,
+    interrupted: Callable[[], bool],
+) -> Commit:
+    """Take part in the commit. Whoever returns from it knows that all have reduced all their gradients.
+
+    Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
+    """
+    vector = torch.zeros(4 + num_microbatches, dtype=torch.float64)
+    vector[0], vector[1], vector[2], vector[3] = loss, squared_grad_norm, float(stop), float(save)
+    for microbatch, count in counts.items():
+        vector[4 + microbatch] = count
+    if len(key.members) > 1:
+        groups[key].all_reduce(vector, signals).wait(interrupted)
+    values = vector.tolist()
+    return Commit(
+        loss=values[0],
+        grad_norm=values[1] ** 0.5,
+        stop=values[2] > 0,
+        save=values[3] > 0,
+        counted=counted_in(values[4:]),
+    )
+
+
+def counted_in(counts: Sequence[float]) -> tuple[int, ...]:
+    """Microbatches, each as often as it was counted."""
+    return tuple(microbatch for microbatch, count in enumerate(counts) for _ in range(round(count)))

@@ -1,0 +1,144 @@
+"""The step in flight: what this worker has computed of it, until it is applied or forgotten."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from oobleck.control.commit import Bank, Compute, Standing
+from oobleck.job import JobSpec
+from oobleck.schedule import ScheduleKind, compile_schedule
+from oobleck.training.comm import Signals, synchronize
+from oobleck.training.data import Dataset, samples_of_step
+from oobleck.training.model import StageModel, WeightGradients
+
+from .executor import Lane, StepWork, execute
+from .reduction import GradientReducer
+from .sections import SectionSums
+from .step_timer import Timesheet
+
+__all__ = ["StepInFlight"]
+
+
+class StepInFlight:
+    """Mutable: one step after the other. Gradients are in the parameters' `grad`, what is done in `work`."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        dataset: Dataset,
+        model: StageModel,
+        *,
+        bank: Bank,
+        sections: SectionSums,
+        standing: Standing,
+        signals: Signals,
+        timesheet: Timesheet,
+    ) -> None:
+        self._job = job
+        self._dataset = dataset
+        self._model = model
+        self._bank = bank
+        self._sections = sections
+        self._standing = standing
+        self._signals = signals
+        self._timesheet = timesheet
+        self._put_off = self._put_off_weights() if job.may_split_backward else None
+        self.work: StepWork | None = None
+        self.reduced: dict[str, torch.Tensor] = {}
+        """Its gradients, by parameter, once they are summed over all."""
+
+    def _put_off_weights(self) -> WeightGradients:
+        put_off = WeightGradients()
+        for layer in range(self._model.structure.num_layers):
+            for module in self._model.modules_of(layer):
+                put_off.put_off(module)
+        return put_off
+
+    def begin(self, step: int, *, scale: float) -> None:
+        """Begin a step; its loss is multiplied with `scale`. Raises Interrupted where its records never come."""
+        self._model.loss_scale = scale
+        samples, num_items = self._samples_of(step)
+        self.work = StepWork(
+            step=step,
+            samples=samples,
+            seed=self._job.seed,
+            microbatch_size=self._job.microbatch_size,
+            num_items=num_items,
+        )
+
+    def forget(self) -> None:
+        """Nothing is done of the step but what is banked."""
+        for parameter in self._model.parameters.values():
+            parameter.grad = None
+        self.work = None
+        self.reduced = {}
+        self._timesheet.forget_step()
+
+    def _samples_of(self, step: int) -> tuple[Sequence[int], int]:
+        """Return the samples of a step, and the tokens they predict; of shards, once they are told."""
+        batch, records = self._job.global_batch_size, self._dataset.records
+        if records is None:
+            samples = samples_of_step(self._job.seed, step, batch, self._dataset.num_samples)
+            return samples, len(samples) * self._dataset.items_per_sample
+        self._signals.wait(lambda: records.is_told(step), self._standing.is_pipeline_stopped)
+        numbers, num_items = records.numbers_of(step, batch)
+        return numbers, max(1, num_items)
+
+    # --- computing -----------------------------------------------------------------------------------------
+
+    def execute(self, lane: Lane, program: Compute, reducer: GradientReducer) -> None:
+        """Run this stage's program for some microbatches; where it posts sums, with this reducer.
+
+        Raises Interrupted, PeerLost or ShardUnreadable.
+        """
+        work = self.work
+        assert work is not None
+        schedule = compile_schedule(
+            lane.schedule,
+            num_stages=lane.num_stages,
+            num_microbatches=len(program.microbatches),
+            num_sections=program.num_sections,
+            commits=program.posts_sums,
+        )
+        if self._put_off is not None:
+            self._put_off.engage(is_on=_splits_backward(lane))
+        began_s, waited_s = time.monotonic(), self._signals.waited_s
+        execute(
+            schedule.programs[lane.stage],
+            program.microbatches,
+            work=work,
+            model=self._model,
+            dataset=self._dataset,
+            lane=lane,
+            on_backward=self._standing.note_microbatch,
+            around_last=self._overlapping(reducer, lane) if program.posts_sums else nullcontext(),
+            put_off=self._put_off if _splits_backward(lane) else None,
+            bank=self._sections if program.num_sections > 1 else None,
+            signals=self._signals,
+            interrupted=self._standing.is_pipeline_stopped,
+        )
+        synchronize(self._model.device)  # what was launched is not computed yet, and times are of what is
+        self._timesheet.add(
+            began_s,
+            time.monotonic(),
+            waited_s=self._signals.waited_s - waited_s,
+            num_microbatches=len(program.microbatches),
+        )
+
+    @contextmanager
+    def _overlapping(self, reducer: GradientReducer, lane: Lane) -> Iterator[None]:
+        """Around the last backward pass: post what is final meanwhile, unless a section is still to be banked."""
+        self._sections.look()
+        # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
+        overlaps = not _splits_backward(lane) and self._bank.may_post_step
+        with reducer.overlapping() if overlaps else nullcontext():
+            yield
+
+
+def _splits_backward(lane: Lane) -> bool:
+    """Whether a stage takes its backward passes in two parts: the first of a pipeline never does."""
+    return lane.schedule is ScheduleKind.ZERO_BUBBLE and not lane.is_first

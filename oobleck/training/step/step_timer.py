@@ -1,0 +1,69 @@
+"""What the training thread's time went into: how fast this worker computes, when it did, and what it waited for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from oobleck.control.speed import PaceMeter
+from oobleck.wire import Pace
+
+__all__ = ["Timesheet"]
+
+_STEPS_TIMED = 16
+"""Over how many steps it is told what was computed and what waited for."""
+_BUSY_TIMES = 16
+"""How many stretches of computation are remembered, to tell how long a recovery kept everybody waiting."""
+
+
+class Timesheet:
+    """Mutable: grows with each stretch of computation, and is ruled off after each step."""
+
+    def __init__(self, device: int) -> None:
+        self._pace = PaceMeter(device, time.monotonic())
+        self._step_began_s = time.monotonic()
+        self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
+        self._busy_in_step: list[tuple[float, float]] = []
+        self._waited_in_step_s = 0.0
+        self._spent_s: deque[tuple[float, float]] = deque(maxlen=_STEPS_TIMED)
+
+    def add(self, began_s: float, ended_s: float, *, waited_s: float, num_microbatches: int) -> None:
+        """Note a stretch of computation, in which others were waited for."""
+        self._busy_in_step.append((began_s, ended_s))
+        self._waited_in_step_s += waited_s
+        self._pace.add(ended_s - began_s - waited_s, num_microbatches)
+
+    def begin_step(self) -> None:
+        """The step takes from here on."""
+        self._step_began_s = time.monotonic()
+
+    def forget_step(self) -> None:
+        """What was computed of the step was in vain."""
+        self._busy_in_step, self._waited_in_step_s = [], 0.0
+
+    def end_step(self) -> None:
+        """The step is applied."""
+        self.begin_step()
+        self._busy_s.extend(self._busy_in_step)
+        if self._busy_in_step:
+            whole_s = sum(end_s - start_s for start_s, end_s in self._busy_in_step)
+            self._spent_s.append((whole_s - self._waited_in_step_s, self._waited_in_step_s))
+        self.forget_step()
+
+    @property
+    def step_s(self) -> float:
+        """How long the step in flight has taken so far, in seconds."""
+        return time.monotonic() - self._step_began_s
+
+    @property
+    def busy_s(self) -> tuple[tuple[float, float], ...]:
+        """When it computed in the latest steps, by the monotonic clock."""
+        return tuple(self._busy_s)
+
+    def spent(self) -> tuple[float, float]:
+        """Seconds of the latest steps in which this worker computed, and in which it waited for others."""
+        return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
+
+    def take_pace(self) -> Pace | None:
+        """What the master compares nodes by, to find the slow ones: once a second at most."""
+        return self._pace.take(time.monotonic())

@@ -1,0 +1,30 @@
+"""How often to save, as one word."""
+
+from __future__ import annotations
+
+import pytest
+
+from oobleck.cli.inputs.save_every import with_save_every
+from oobleck.errors import UsageError
+from oobleck.job import CheckpointSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("50", CheckpointSpec(save_steps=50)),
+        ("90s", CheckpointSpec(save_interval_s=90.0)),
+        ("1.5m", CheckpointSpec(save_interval_s=90.0)),
+        ("2h", CheckpointSpec(save_interval_s=7200.0)),
+        ("auto", CheckpointSpec()),
+        ("never", CheckpointSpec(enabled=False)),
+    ],
+)
+def test_a_word_says_how_often(text: str, expected: CheckpointSpec) -> None:
+    assert with_save_every(CheckpointSpec(save_steps=3), text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "-5", "5 m", "5d", "often", "1e3"])
+def test_anything_else_says_what_is_possible(text: str) -> None:
+    with pytest.raises(UsageError, match="neither steps"):
+        with_save_every(CheckpointSpec(), text)

@@ -1,0 +1,61 @@
+"""Which nodes begin after a check, and what is said of the others."""
+
+from __future__ import annotations
+
+from oobleck.cli.run.start_check import choose_nodes
+from oobleck.control.node_check.messages import NodeFacts
+from oobleck.control.node_check.report import CheckedNode, CheckReport
+from oobleck.control.node_check.rounds import Health, LinkVerdict, NodeVerdict
+from oobleck.job import NodeSpec
+
+FACTS = NodeFacts(
+    pid=1, hostname="h", clock_s=0.0, versions={}, num_cpus=1, cuda_devices=(), free_disk_bytes=1, memory_bytes=1
+)
+NODES = tuple(NodeSpec(name=name, host=name) for name in ("a", "b", "c"))
+
+
+def report(*healths: Health, unreached: str = "", links: tuple[LinkVerdict, ...] = ()) -> CheckReport:
+    nodes = tuple(
+        CheckedNode(
+            verdict=NodeVerdict(node=spec.name, health=health, reason=f"{spec.name} is said to be so"),
+            facts=None if spec.name == unreached else FACTS,
+        )
+        for spec, health in zip(NODES, healths, strict=True)
+    )
+    return CheckReport(nodes=nodes, links=links, exchanges=(), num_rounds=2, elapsed_s=8.0)
+
+
+def test_healthy_nodes_all_begin():
+    kept, remarks = choose_nodes(NODES, report(Health.HEALTHY, Health.HEALTHY, Health.HEALTHY))
+    assert kept == NODES
+    assert [(remark.level, remark.text) for remark in remarks] == [
+        ("info", "3 nodes are healthy; the check took 8.0 s")
+    ]
+
+
+def test_a_faulty_node_is_left_out_and_named():
+    kept, (remark,) = choose_nodes(NODES, report(Health.HEALTHY, Health.FAULTY, Health.HEALTHY))
+    assert [spec.name for spec in kept] == ["a", "c"]
+    assert remark.level == "warning"
+    assert "b is faulty and left out: b is said to be so" in remark.text
+    assert "oobleck add b" in remark.text
+
+
+def test_slow_undecided_and_unreachable_nodes_begin_and_are_named():
+    found = report(Health.SLOW, Health.UNDECIDED, Health.FAULTY, unreached="c")
+    kept, remarks = choose_nodes(NODES, found)
+    assert kept == NODES
+    assert [remark.text.split(":")[0] for remark in remarks] == ["a is slow", "b is undecided", "c is faulty"]
+
+
+def test_a_link_is_named_and_its_nodes_begin():
+    link = LinkVerdict(nodes=("a", "b"), reason="nothing arrives")
+    kept, (remark,) = choose_nodes(NODES, report(*3 * [Health.HEALTHY], links=(link,)))
+    assert kept == NODES
+    assert "between a and b" in remark.text
+
+
+def test_where_all_are_faulty_the_run_itself_is_to_say_why():
+    kept, remarks = choose_nodes(NODES, report(*3 * [Health.FAULTY]))
+    assert kept == NODES
+    assert all("left out" not in remark.text for remark in remarks)

@@ -1,0 +1,114 @@
+"""Which checkpoint is gone back to."""
+
+from __future__ import annotations
+
+from oobleck.control.checkpoints.restoring import Restoring
+from oobleck.control.events.effects import Outbox
+from oobleck.control.protocol.messages import CheckpointsFound, FindCheckpoints, FoundState
+from oobleck.planner import Place
+
+A, B = Place(node="a", device=0), Place(node="b", device=0)
+RUN = "0000000a"
+
+
+def state(step: int, layers: tuple[int, ...], *, run: str = RUN, at: int | None = None, **more) -> FoundState:
+    fields = {"in_memory": False, "directory": None} | more
+    return FoundState(
+        name=f"step-{step:08d}.{run}.1",
+        run=run,
+        step=step,
+        saved_at=f"2026-01-{at or step:02d}",
+        layers=layers,
+        **fields,
+    )
+
+
+def asked(a: list[FoundState], b: list[FoundState], *, directory: str | None = None, **more) -> Restoring:
+    restoring = Restoring(Outbox(), run=RUN, directory=directory)
+    answer(restoring, a, b, **more)
+    return restoring
+
+
+def answer(restoring: Restoring, a: list[FoundState], b: list[FoundState], **more) -> None:
+    restoring.ask([A, B])
+    fields = {"problems": (), "unfinished": ()} | more
+    for place, found in ((A, a), (B, b)):
+        message = CheckpointsFound(device=0, request=restoring._request, found=tuple(found), **fields)
+        restoring.found(place, message)
+
+
+def test_the_newest_that_is_whole_is_taken() -> None:
+    restoring = asked([state(1, (0, 1)), state(2, (0, 1)), state(3, (0,))], [])
+    assert restoring.newest(2).step == 2
+
+
+def test_what_several_see_is_put_together() -> None:
+    candidate = asked([state(3, (0,))], [state(3, (1,), in_memory=True)]).newest(2)
+    assert candidate.held == {A: frozenset({0}), B: frozenset({1})}
+
+
+def test_newest_means_saved_last_not_furthest() -> None:
+    restoring = asked([state(9, (0,), run="0000000b", at=1), state(2, (0,), at=5)], [])
+    assert restoring.newest(1).step == 2
+
+
+def test_a_broken_one_is_left_out_and_the_one_before_taken() -> None:
+    restoring = asked([state(1, (0,)), state(2, (0,))], [])
+    restoring.note_broken(restoring.newest(1).name)
+    assert restoring.newest(1).step == 1
+    restoring.note_broken(restoring.newest(1).name)
+    assert restoring.newest(1) is None
+
+
+def test_a_run_goes_back_to_its_own_past_alone() -> None:
+    """A run that began anew has nothing to do with what lies in its directory from before."""
+    old = state(9, (0,), run="0000000b", at=20)
+    restoring = asked([old], [])
+    assert restoring.newest_of_this_run(1) is None
+    answer(restoring, [old, state(4, (0,), at=21)], [])
+    assert restoring.newest_of_this_run(1).step == 4
+
+
+def test_the_past_of_a_run_that_was_resumed_is_what_it_was_resumed_from() -> None:
+    old = [state(step, (0,), run="0000000b") for step in (3, 6, 9)]
+    restoring = asked(old, [])
+    restoring.note_broken(old[2].name)
+    restoring.begin_from(restoring.newest(1).name)
+    answer(restoring, old, [])
+    assert restoring.newest_of_this_run(1).step == 6
+
+
+def test_where_the_user_says_a_place_nothing_else_counts() -> None:
+    elsewhere = state(2, (0,), at=1, directory="/there")
+    restoring = asked([state(5, (0,)), elsewhere], [], directory="/there")
+    assert restoring.newest(1).restore.directory == "/there"
+    assert asked([state(5, (0,))], [], directory="/there").newest(1) is None
+
+
+def test_all_who_matter_must_have_answered_the_newest_question() -> None:
+    restoring = Restoring(Outbox(), run=RUN, directory=None)
+    assert not restoring.is_answered([A, B])
+    restoring.ask([A, B])
+    late = CheckpointsFound(device=0, request=1, found=(), problems=(), unfinished=())
+    restoring.found(A, late)
+    assert restoring.is_answered([A])
+    assert not restoring.is_answered([A, B])
+    restoring.ask([A, B])
+    restoring.found(B, late)
+    assert restoring.is_asked([A, B])
+    assert not restoring.is_answered([B])
+
+
+def test_each_worker_is_asked() -> None:
+    outbox = Outbox()
+    Restoring(outbox, run=RUN, directory="/there").ask([B, A])
+    sent = [(command.node, command.message) for command in outbox.take()]
+    assert sent == [(node, FindCheckpoints(device=0, request=1, directory="/there")) for node in ("a", "b")]
+
+
+def test_problems_are_told_once() -> None:
+    restoring = asked([], [], problems=("x is broken",), unfinished=("step-00000007.r.1",))
+    assert restoring.problems() == ("x is broken",)
+    assert restoring.problems() == ()
+    assert restoring.unfinished(None, is_private=True) == ("step-00000007.r.1",)
+    assert restoring.unfinished(None, is_private=False) == ()

@@ -1,0 +1,150 @@
+"""Before training: who fits, what they are told, and which profile is used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from oobleck.control.events.inputs import End, LookUpProfile, ProfileFound, Send, StoreProfile
+from oobleck.control.protocol.messages import Configure, Profiled, ProfileRequest, StartWorker
+from oobleck.job import NodeSpec
+from oobleck.planner import profile_to_json
+from tests.control.bench import Bench, ready
+from tests.control.model import Shape
+
+PROFILE = profile_to_json(Shape().profile)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(Shape(num_nodes=2))
+
+
+def test_a_node_is_configured_and_its_workers_are_started():
+    bench = Bench(Shape(num_nodes=1, devices=2))
+    configure, *starts = bench.messages(bench.up("n0"), "n0")
+    assert isinstance(configure, Configure)
+    assert configure.devices == (0, 1)
+    assert configure.address == "10.0.0.1"
+    assert starts == [StartWorker(device=0), StartWorker(device=1)]
+
+
+def test_cores_and_memory_of_a_machine_are_shared_by_its_workers():
+    nodes = (NodeSpec(name="a", host="one"), NodeSpec(name="b", host="one"), NodeSpec(name="c", host="two"))
+    bench = Bench(Shape(num_nodes=3), nodes=nodes)
+    shared, alone = (bench.messages(bench.up(node), node)[0] for node in ("a", "c"))
+    assert isinstance(shared, Configure)
+    assert isinstance(alone, Configure)
+    assert (shared.torch_threads, shared.device_memory_bytes) == (2, 1 << 29)
+    assert (alone.torch_threads, alone.device_memory_bytes) == (4, 1 << 30)
+
+
+def test_workers_that_share_a_device_are_counted():
+    nodes = (
+        NodeSpec(name="a", host="one", devices=(0, 1)),
+        NodeSpec(name="b", host="one", devices=(1, 2)),
+        NodeSpec(name="c", host="one", devices=(3, 4)),
+        NodeSpec(name="d", host="two", devices=(0, 1)),
+    )
+    bench = Bench(Shape(num_nodes=4, devices=2), nodes=nodes)
+    configures = [bench.messages(bench.up(node), node)[0] for node in "abcd"]
+    assert [each.num_sharing for each in configures if isinstance(each, Configure)] == [2, 2, 1, 1]
+
+
+def test_the_job_may_say_threads_and_memory():
+    shape = Shape(num_nodes=1)
+    job = replace(shape.job, torch_threads=3, device_memory_bytes=12345)
+    bench = Bench(shape, job=job)
+    configure = bench.messages(bench.up("n0"), "n0")[0]
+    assert isinstance(configure, Configure)
+    assert (configure.torch_threads, configure.device_memory_bytes) == (3, 12345)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"oobleck_version": "0.0.0"}, "install the same version on both"),
+        ({"protocol": 0}, "install the same version on both"),
+        ({"python_version": "3.9.1"}, "use the same minor version on both"),
+    ],
+)
+def test_another_environment_is_told_with_what_to_change(bench: Bench, fields, words):
+    bench.up("n0", **fields)
+    bench.wait(1.0)
+    assert bench.ended is not None
+    assert words in bench.ended.reason
+
+
+def test_the_first_worker_settles_which_profile_is_looked_up(bench: Bench):
+    bench.up("n0")
+    bench.up("n1")
+    assert any(isinstance(command, LookUpProfile) for command in bench.say("n0", ready()))
+    assert not any(isinstance(command, LookUpProfile) for command in bench.say("n1", ready()))
+
+
+def test_training_begins_with_a_cached_profile(bench: Bench):
+    bench.prepare()
+    assert len(bench.orders) == 2
+
+
+@pytest.mark.parametrize("cached", [None, "{torn", PROFILE.replace('"version": 1', '"version": 0')])
+def test_a_profile_that_cannot_be_used_is_measured_and_cached(bench: Bench, cached: str | None):
+    bench.up("n0")
+    bench.say("n0", ready())
+    assert bench.feed(ProfileFound(profile_json=cached)) == [Send(node="n0", message=ProfileRequest(device=0))]
+    commands = bench.say("n0", Profiled(device=0, profile_json=PROFILE))
+    (stored,) = [command for command in commands if isinstance(command, StoreProfile)]
+    assert stored.profile_json == PROFILE
+    bench.up("n1")
+    bench.say("n1", ready())
+    assert len(bench.orders) == 2
+
+
+def test_a_profile_that_comes_for_a_lost_node_is_nobodys(bench: Bench):
+    bench.up("n0")
+    bench.say("n0", ready())
+    bench.fail("n0")
+    assert bench.feed(ProfileFound(profile_json=None)) == []
+
+
+def test_a_profile_that_nobody_asked_for_costs_the_node(bench: Bench):
+    bench.up("n0")
+    bench.say("n0", Profiled(device=0, profile_json=PROFILE))
+    bench.wait(1.0)
+    assert bench.ended is not None
+    assert "sent a profile that nobody asked for" in bench.ended.reason
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"data_digest": "other"}, "n1 and n0 would train on different text"),
+        ({"weights_digest": "other"}, "n1 and n0 would start from different weights; give model.path the same files"),
+    ],
+)
+def test_nodes_with_other_text_or_weights_cannot_train_together(bench: Bench, other: dict[str, str], problem: str):
+    for node in ("n0", "n1"):
+        bench.up(node)
+    bench.say("n0", ready())
+    commands = bench.say("n1", ready(**other))
+    (end,) = [command for command in commands if isinstance(command, End)]
+    assert end.exit_code == 78
+    assert problem in end.reason
+
+
+def test_who_is_waited_for_is_told(bench: Bench):
+    bench.up("n0")
+    bench.say("n0", ready())
+    bench.beat_until(bench.job.control.start_timeout_s, "n0")
+    assert bench.ended is not None
+    assert bench.ended.reason == "not ready within 120 s: n1 (connecting)"
+
+
+def test_a_missing_profile_is_told(bench: Bench):
+    for node in ("n0", "n1"):
+        bench.up(node)
+        bench.say(node, ready())
+    bench.beat_until(bench.job.control.start_timeout_s, "n0", "n1")
+    assert bench.ended is not None
+    assert bench.ended.reason == "not ready within 120 s: the model's profile"

@@ -1,0 +1,97 @@
+"""Metrics from a journal, and their text for Prometheus."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.control.journal.entries import ProfileKnown
+from oobleck.control.journal.metrics import Metrics, MetricSample, prometheus_text
+from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
+from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss
+
+
+def sample_of(entries, now_s: float | None = None) -> MetricSample:
+    metrics = Metrics()
+    last_s = 0.0
+    for entry in entries:
+        metrics.apply(entry)
+        last_s = max(last_s, entry.t_s)
+    return metrics.sample(last_s if now_s is None else now_s)
+
+
+def profile(device: str) -> ProfileKnown:
+    layer = LayerProfile(
+        name="l", forward_s={1: 1.0}, backward_s={1: 1.0}, param_bytes=4 * 10**9, optimizer_bytes=1,
+        activation_bytes=1, output_bytes=1,
+    )  # fmt: skip
+    network = NetworkProfile(
+        inter_node_bytes_per_s=1e9, inter_node_latency_s=0.0, intra_node_bytes_per_s=1e9, intra_node_latency_s=0.0
+    )
+    known = Profile(
+        model="m", microbatch_size=1, sequence_length=8, layers=(layer,) * 3,
+        device=DeviceProfile(name=device, memory_bytes=10**12), network=network,
+    )  # fmt: skip
+    return ProfileKnown(t_s=0.5, profile_json=profile_to_json(known))
+
+
+def test_a_finished_run_is_counted_whole():
+    sample = sample_of(run_with_a_loss())
+    assert (sample.step, sample.generation, sample.recoveries, sample.nodes) == (120, 2, 1, 2)
+    assert sample.tokens == 120 * 2048
+    assert sample.tokens_per_s == 2048 / 0.5
+
+
+@given(st.integers(1, 150))
+def test_the_parts_of_the_time_sum_to_the_elapsed_time(length):
+    entries = list(run_with_a_loss())[:length]
+    sample = sample_of(entries)
+    assert sample.useful_s + sum(sample.downtime_s.values()) == pytest.approx(entries[-1].t_s)
+
+
+def test_before_the_first_step_nothing_is_invented():
+    sample = sample_of([job_started(("a",))], now_s=2.0)
+    assert (sample.loss, sample.tokens_per_s, sample.mfu, sample.goodput) == (None, None, None, 0.0)
+    assert "oobleck_loss" not in prometheus_text(sample, "job")
+
+
+def test_utilisation_is_measured_against_the_data_sheet_of_the_device():
+    entries = [
+        job_started(("a", "b"), dtype="bfloat16"),
+        profile("NVIDIA A100-SXM4-80GB"),
+        adopted(1.0, 1, plan(("a",), ("b",))),
+        committed(2.0, 1, duration_s=1.0, tokens=10_000),
+    ]
+    # Two layers of 10^9 parameters after the embedding, on two devices of 312 Tflop/s.
+    assert sample_of(entries).mfu == pytest.approx(6 * 2e9 * 10_000 / (2 * 312e12))
+
+
+@pytest.mark.parametrize("device", ["cpu", "Some GPU"])
+def test_utilisation_of_an_unknown_device_is_not_guessed(device):
+    entries = [job_started(("a",)), profile(device), adopted(1.0, 1, plan(("a",))), committed(2.0, 1)]
+    assert sample_of(entries).mfu is None
+
+
+def test_numbers_that_are_none_can_be_written_as_json():
+    sample = sample_of([job_started(("a",)), adopted(1.0, 1, plan(("a",))), committed(2.0, 1, loss=math.nan)])
+    assert sample.loss is None
+    json.dumps(sample.to_dict(), allow_nan=False)
+
+
+def test_the_text_for_prometheus_is_well_formed():
+    text = prometheus_text(sample_of(run_with_a_loss()), "gpt2-demo")
+    assert text.endswith("\n")
+    names = set()
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            names.add(line.split()[2])
+        elif not line.startswith("#"):
+            match = re.fullmatch(r'([a-z_]+)\{run="gpt2-demo"(,state="[a-z]+")?\} -?[\d.e+-]+', line)
+            assert match, line
+            assert match[1] in names, line
+    assert 'oobleck_step_total{run="gpt2-demo"} 120' in text

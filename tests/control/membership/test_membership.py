@@ -1,0 +1,82 @@
+"""Which states a node may go through, and who counts as what."""
+
+from __future__ import annotations
+
+import pytest
+
+from oobleck.control.membership.membership import Membership, NodeState
+from oobleck.errors import PeerError, UsageError
+from oobleck.job import NodeSpec
+from oobleck.planner import Place
+
+A, B, C = (
+    NodeSpec(name="a", host="one", devices=(0, 1)),
+    NodeSpec(name="b", host="one"),
+    NodeSpec(name="c", host="two"),
+)
+
+
+@pytest.fixture
+def members() -> Membership:
+    return Membership((A, B, C))
+
+
+def test_nodes_keep_the_order_of_the_hostfile(members: Membership):
+    assert [member.spec.name for member in members.all] == ["a", "b", "c"]
+    assert "a" in members
+    assert "z" not in members
+
+
+def test_a_node_has_a_place_for_each_device(members: Membership):
+    assert members["a"].places == (Place(node="a", device=0), Place(node="a", device=1))
+
+
+def test_workers_that_share_a_machine_share_it_over_all_its_nodes(members: Membership):
+    assert members.sharing_host(members["b"]) == 3
+    assert members.sharing_host(members["c"]) == 1
+
+
+def test_living_speak_and_ready_train(members: Membership):
+    members["a"].move_to(NodeState.CONNECTED)
+    members["b"].move_to(NodeState.CONNECTED)
+    members["b"].move_to(NodeState.READY)
+    assert [member.spec.name for member in members.living] == ["a", "b"]
+    assert [member.spec.name for member in members.ready] == ["b"]
+    assert members["b"].is_ready
+    assert not members["a"].is_ready
+
+
+@pytest.mark.parametrize("target", [NodeState.CONNECTING, NodeState.CONNECTED, NodeState.READY, NodeState.LEFT])
+def test_the_lost_stay_lost(members: Membership, target: NodeState):
+    members["a"].move_to(NodeState.LOST)
+    with pytest.raises(PeerError, match=f"a cannot become {target} while it is lost"):
+        members["a"].move_to(target)
+
+
+def test_a_node_is_ready_only_after_it_connected(members: Membership):
+    with pytest.raises(PeerError, match="a cannot become ready while it is connecting"):
+        members["a"].move_to(NodeState.READY)
+
+
+def test_a_lost_node_may_come_again_as_another_member(members: Membership):
+    members["a"].move_to(NodeState.LOST)
+    old = members["a"]
+    assert members.add(A) is not old
+    assert members["a"].state is NodeState.CONNECTING
+
+
+def test_a_node_that_is_here_cannot_come_again(members: Membership):
+    with pytest.raises(UsageError, match="b is in the job already"):
+        members.add(B)
+
+
+def test_a_part_in_a_plan_is_for_those_who_were_ready_before_it_and_are_still(members: Membership):
+    member = members["a"]
+    member.move_to(NodeState.CONNECTED)
+    assert not members.took_part("a", 4)
+    member.move_to(NodeState.READY)
+    member.ready_since = 3
+    assert members.took_part("a", 4)
+    assert not members.took_part("a", 3)
+    member.move_to(NodeState.LOST)
+    assert not members.took_part("a", 4)

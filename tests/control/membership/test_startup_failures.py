@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from oobleck.control.membership.startup_failures import StartupFailures
+
+
+def failures(num_nodes: int, *noted: tuple[str, str, bool]) -> StartupFailures:
+    found = StartupFailures(num_nodes)
+    for node, reason, is_user_error in noted:
+        found.note(node, reason, is_user_error=is_user_error)
+    return found
+
+
+def test_nothing_noted_is_no_failure():
+    assert not failures(4)
+    assert failures(4, ("a", "why", False))
+
+
+def test_a_reason_that_several_nodes_give_is_told_once():
+    found = failures(4, ("b", "no trio", False), ("c", "refused", False), ("a", "no trio", False))
+    assert str(found) == "cannot start:\na, b: no trio\nc: refused"
+
+
+def test_a_reason_that_all_nodes_give_names_none():
+    found = failures(2, ("a", "no such model", True), ("b", "no such model", True))
+    assert str(found) == "cannot start:\nall 2 nodes: no such model"
+
+
+def test_the_only_node_is_named():
+    assert str(failures(1, ("a", "refused", False))) == "cannot start:\na: refused"
+
+
+def test_of_many_nodes_only_the_first_are_named():
+    found = failures(30, *((f"n{index:02}", "refused", False) for index in range(12)))
+    assert str(found) == "cannot start:\nn00, n01, n02, n03, n04, n05, n06, n07 and 4 more nodes: refused"
+
+
+@pytest.mark.parametrize(("users", "code"), [((True, True), 78), ((True, False), 1), ((False,), 1)])
+def test_the_configuration_is_to_blame_when_nothing_else_is(users, code):
+    assert failures(9, *((f"n{index}", "why", user) for index, user in enumerate(users))).exit_code == code

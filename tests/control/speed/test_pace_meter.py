@@ -1,0 +1,24 @@
+"""When a worker says how fast it is, and of what."""
+
+from __future__ import annotations
+
+from oobleck.control.protocol.messages import Pace
+from oobleck.control.speed.pace_meter import PaceMeter
+
+
+def test_a_report_is_due_a_second_after_the_one_before():
+    meter = PaceMeter(1, now_s=10.0)
+    meter.add(0.4, 2)
+    assert meter.take(10.9) is None
+    meter.add(0.5, 3)
+    assert meter.take(11.0) == Pace(device=1, compute_s=0.9, microbatches=5)
+    meter.add(0.2, 1)
+    assert meter.take(11.9) is None
+    assert meter.take(12.0) == Pace(device=1, compute_s=0.2, microbatches=1)
+
+
+def test_who_has_computed_nothing_reports_nothing():
+    meter = PaceMeter(0, now_s=0.0)
+    assert meter.take(100.0) is None
+    meter.add(0.5, 1)
+    assert meter.take(100.0) == Pace(device=0, compute_s=0.5, microbatches=1)

@@ -1,0 +1,167 @@
+"""Which nodes are slow, and when that is worth another look."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from oobleck.control.protocol.messages import Pace
+from oobleck.control.speed.speed_tracker import Paces, found_out_s
+from oobleck.planner import Place, Planner, PlannerSettings
+from tests.control.model import Shape
+
+SHAPE = Shape(layers_per_device=2)
+EXPECTED_S = 2 * 0.03
+"""Two layers of 10 ms forward and 20 ms backward."""
+
+
+@pytest.fixture
+def plan():
+    return plan_of(SHAPE)
+
+
+def plan_of(shape: Shape):
+    settings = PlannerSettings(
+        num_microbatches=4,
+        devices_per_node=shape.devices,
+        max_devices_per_stage=1,
+        fault_threshold=1,
+        num_pipelines=shape.num_pipelines,
+    )
+    return Planner(shape.profile, settings).initial_plan([spec.name for spec in shape.nodes]).plan
+
+
+def report(
+    paces: Paces, plan, factors: dict[object, float], *, times: int = 5, noise: float = 0.0, shape: Shape = SHAPE
+) -> list[bool]:
+    """Have all workers report; returns after each round whether there is something new.
+
+    `factors` are those of nodes or of places; with `noise`, reports are by turns so much above and below them.
+    """
+    changes = []
+    for number in range(times):
+        for place in plan.places:
+            factor = factors.get(place, factors.get(place.node, 1.0)) * (1 + noise * (-1) ** number)
+            paces.note(place, Pace(device=0, compute_s=3 * factor * EXPECTED_S, microbatches=3), plan, SHAPE.profile)
+        changes.append(paces.take_change(plan))
+    return changes
+
+
+def test_a_node_is_slow_once_all_its_latest_reports_say_so(plan):
+    paces = Paces()
+    assert report(paces, plan, {"n1": 2.0}) == [False, False, False, False, True]
+    assert paces.slow == {"n1": 2.0}
+    assert report(paces, plan, {"n1": 2.0}) == [False] * 5
+
+
+def test_one_slow_report_makes_nobody_slow(plan):
+    paces = Paces()
+    report(paces, plan, {"n1": 9.0}, times=1)
+    assert True not in report(paces, plan, {}, times=9)
+
+
+def test_what_slows_all_of_them_is_no_reason(plan):
+    paces = Paces()
+    assert True not in report(paces, plan, {f"n{index}": 3.0 for index in range(4)})
+
+
+def test_a_node_between_slow_and_normal_stays_what_it_was(plan):
+    paces = Paces()
+    assert True not in report(paces, plan, {"n1": 1.4})
+    report(paces, plan, {"n1": 2.0})
+    assert True in report(paces, plan, {"n1": 1.4})
+    assert paces.slow == {"n1": 1.4}
+    assert True not in report(paces, plan, {"n1": 1.3})
+
+
+def test_a_node_whose_pace_changes_is_what_it_was_until_its_reports_agree(plan):
+    paces = Paces()
+    report(paces, plan, {"n1": 4.0})
+    assert report(paces, plan, {"n1": 2.0}) == [False, False, False, False, True]
+
+
+PEERS = Shape(num_nodes=6, layers_per_device=2, num_pipelines=3)
+"""Three pipelines of two stages: three workers do the same."""
+
+
+@pytest.mark.parametrize(("noise", "is_found"), [(0.0, True), (0.02, True), (0.1, False)])
+def test_among_peers_that_hardly_vary_a_little_slower_is_slow(noise: float, is_found: bool):
+    plan = plan_of(PEERS)
+    paces = Paces()
+    report(paces, plan, {"n1": 1.35}, noise=noise)
+    assert set(paces.slow) == ({"n1"} if is_found else set())
+
+
+def test_what_slows_all_workers_of_the_same_layers_is_the_profiles_fault():
+    plan = plan_of(PEERS)
+    paces = Paces()
+    assert True not in report(paces, plan, {pipeline.nodes[0]: 3.0 for pipeline in plan.pipelines})
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_one_slow_device_makes_a_node_slow(device: int):
+    shape = Shape(num_nodes=4, devices=2, layers_per_device=1)
+    plan = plan_of(shape)
+    paces = Paces()
+    assert report(paces, plan, {Place(node="n1", device=device): 2.0})[-1]
+    assert paces.slow == {"n1": 2.0}
+    assert report(paces, plan, {})[-1]
+    assert paces.slow == {}
+
+
+def test_workers_that_report_at_different_times_are_heard_too(plan):
+    paces = Paces()
+    changes = []
+    for number in range(8):
+        for place in plan.places:
+            if number % 2 == 0 or place.node != "n0":
+                factor = 2.0 if place.node == "n1" else 1.0
+                paces.note(place, Pace(device=0, compute_s=factor * EXPECTED_S, microbatches=1), plan, SHAPE.profile)
+                changes.append(paces.take_change(plan))
+    assert True not in changes  # n0 has said too little
+    assert True in report(paces, plan, {"n1": 2.0}, times=2)
+
+
+@pytest.mark.parametrize(("step_s", "found_s"), [(2.5, 15.0), (0.4, 6 * 1.2), (1.0, 6.0), (0.0, 6.0)])
+def test_a_slow_node_is_found_out_by_its_sixth_report(step_s: float, found_s: float):
+    assert found_out_s(step_s) == pytest.approx(found_s)
+
+
+def test_a_round_of_reports_costs_one_look(plan, monkeypatch: pytest.MonkeyPatch):
+    looks = []
+    monkeypatch.setattr("oobleck.control.speed.speed_tracker._compare", lambda known, plan: looks.append(known) or {})
+    report(Paces(), plan, {}, times=9)
+    assert len(looks) == 5
+
+
+def test_a_node_gets_well_again(plan):
+    paces = Paces()
+    report(paces, plan, {"n1": 2.0})
+    assert report(paces, plan, {})[-1]
+    assert paces.slow == {}
+
+
+def test_a_slow_node_that_gets_slower_is_looked_at_again(plan):
+    paces = Paces()
+    report(paces, plan, {"n1": 2.0})
+    assert True in report(paces, plan, {"n1": 4.0})
+    assert paces.slow == {"n1": 4.0}
+    assert True in report(paces, plan, {"n1": 2.0})
+    assert paces.slow == {"n1": 2.0}
+
+
+def test_a_node_that_was_lost_is_taken_for_normal(plan):
+    paces = Paces()
+    report(paces, plan, {"n1": 2.0})
+    paces.forget("n1")
+    assert paces.slow == {}
+
+
+def test_reports_of_spares_of_no_work_and_of_no_time_are_left_out(plan):
+    paces = Paces()
+    paces.note(Place(node="n9", device=0), Pace(device=0, compute_s=9.0, microbatches=1), plan, SHAPE.profile)
+    for compute_s, microbatches in ((9.0, 0), (0.0, 1), (math.nan, 1), (math.inf, 1), (-1.0, 1)):
+        said = Pace(device=0, compute_s=compute_s, microbatches=microbatches)
+        paces.note(plan.places[0], said, plan, SHAPE.profile)
+    assert report(paces, plan, {"n1": 2.0})[-1]

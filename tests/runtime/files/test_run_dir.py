@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.runtime.files.agent_dir import AgentDir
+from oobleck.runtime.files.private_paths import private_directory
+from oobleck.runtime.files.process_id import ProcessId
+from oobleck.runtime.files.run_dir import BASE_DIR_VARIABLE, RunDirectory, default_base_dir
+
+HOLD_THE_LOCK = """
+import sys
+from pathlib import Path
+from oobleck.runtime.files.run_dir import RunDirectory
+run = RunDirectory(base_dir=Path(sys.argv[1]), tag="t")
+with run.lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def run_in(base_dir: Path, tag: str = "t") -> RunDirectory:
+    return RunDirectory(base_dir=base_dir, tag=tag)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_base_directory_is_in_the_home_directory_unless_the_environment_says_otherwise(monkeypatch, tmp_path):
+    monkeypatch.delenv(BASE_DIR_VARIABLE, raising=False)
+    assert default_base_dir() == Path.home() / ".oobleck"
+    monkeypatch.setenv(BASE_DIR_VARIABLE, str(tmp_path))
+    assert default_base_dir() == tmp_path
+
+
+def test_paths_are_below_the_base_directory_and_the_tag(tmp_path):
+    run = run_in(tmp_path, "demo")
+    assert run.path == tmp_path / "demo"
+    assert run.journal == tmp_path / "demo" / "journal.jsonl"
+    assert run.agent_log(3) == tmp_path / "demo" / "agent3.log"
+    assert run.profile == tmp_path / "demo" / "profile"
+
+
+def test_create_makes_private_directories_even_under_a_loose_umask(tmp_path):
+    run = run_in(tmp_path / "deep" / "base")
+    before = os.umask(0)
+    try:
+        run.create()
+    finally:
+        os.umask(before)
+    assert [mode_of(path) for path in (run.base_dir, run.path, run.profile)] == [0o700] * 3
+    run.create()
+
+
+def test_create_makes_an_open_directory_private(tmp_path):
+    run = run_in(tmp_path)
+    run.path.mkdir(mode=0o755)
+    run.create()
+    assert mode_of(run.path) == 0o700
+
+
+def test_a_base_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/base: Not a directory"):
+        run_in(tmp_path / "file" / "base").create()
+
+
+def test_a_link_in_place_of_a_directory_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="belongs to you, and not a link; it is a link"):
+        private_directory(tmp_path / "link")
+
+
+def test_a_deep_base_directory_gets_a_short_socket_path(tmp_path_factory, tmp_path, monkeypatch):
+    runtime = tmp_path_factory.mktemp("r")  # its name is shorter than this test's
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    shallow, deep, other = run_in(Path("/b")), run_in(tmp_path / ("x" * 90)), run_in(tmp_path / ("y" * 90))
+    assert shallow.control_socket == Path("/b/t/control.sock")
+    assert deep.control_socket.parent == runtime / "oobleck"
+    assert deep.control_socket != other.control_socket
+    assert max(len(os.fsencode(run.control_socket)) for run in (deep, other)) <= 100
+
+
+@pytest.mark.parametrize("variable", ["", "/" + "r" * 95])
+def test_without_a_usable_runtime_directory_the_temporary_one_serves(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", variable)
+    long = tmp_path / ("z" * 60)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    path = run_in(tmp_path / ("x" * 90)).control_socket
+    assert path.parent == Path(f"/tmp/oobleck-{os.getuid()}")
+
+
+def test_the_longest_tag_in_the_longest_base_directory_still_fits(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    for length in range(1, 200):
+        run = RunDirectory(base_dir=Path("/" + "b" * length), tag="t" * 40)
+        assert len(os.fsencode(run.control_socket)) <= 100
+
+
+def test_a_second_run_with_the_same_tag_is_told_who_holds_it(tmp_path):
+    run = run_in(tmp_path)
+    run.create()
+    command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(UsageError, match=rf"tag t is active \(process {holder.pid}\).*oobleck stop t"),
+            run.lock(),
+        ):
+            pass
+        holder.kill()
+    with run.lock():  # the system has released it
+        pass
+
+
+def test_the_lock_can_be_taken_again_after_it_was_given_back(tmp_path):
+    run = run_in(tmp_path)
+    run.create()
+    for _ in range(2):
+        with run.lock():
+            assert run.master == ProcessId.of(os.getpid())
+
+
+def test_an_existing_base_directory_keeps_its_mode(tmp_path):
+    base = tmp_path / "shared"
+    base.mkdir()
+    base.chmod(0o1777)
+    run_in(base).create()
+    assert mode_of(base) == 0o1777
+    assert mode_of(base / "t") == 0o700
+
+
+def test_a_run_is_the_same_by_every_name_of_its_base_directory(tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "link").symlink_to(scratch)
+    monkeypatch.chdir(tmp_path)
+    names = [scratch, tmp_path / "link", Path("link"), Path("scratch/../link/"), tmp_path / "link" / "." / ""]
+    runs = [run_in(name) for name in names]
+    runs[1].create()
+    assert {run.path for run in runs} == {scratch / "t"}
+    assert len({run.run_id for run in runs}) == len({run.control_socket for run in runs}) == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_tokenised_text_is_kept_apart_where_the_shared_one_is_of_another_user(tmp_path):
+    run = run_in(tmp_path)
+    assert run.cache == tmp_path / "cache"
+    run.cache.mkdir()
+    assert run.cache == tmp_path / "cache"
+    os.chown(run.cache, 54_321, 54_321)
+    assert run.cache == tmp_path / "t" / "cache"
+
+
+def test_a_link_that_points_nowhere_yet_is_followed(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    run_in(tmp_path / "link").create()
+    assert mode_of(tmp_path / "scratch" / "t") == 0o700
+
+
+def test_a_base_directory_that_ssh_cannot_name_is_refused(tmp_path):
+    name = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    with pytest.raises(ConfigError, match="its name must be UTF-8"):
+        run_in(name).create()
+    assert not name.exists()
+
+
+def test_a_run_is_reached_from_terminals_with_another_runtime_directory(tmp_path, monkeypatch):
+    base = tmp_path / ("x" * 90)
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "one"))
+    run_in(base).create()
+    before = run_in(base).control_socket
+    assert before.parent == tmp_path / "one" / "oobleck"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "other"))
+    assert run_in(base).control_socket == before
+    run_in(base).create()  # the next master's
+    assert run_in(base).control_socket.parent == tmp_path / "other" / "oobleck"
+
+
+def test_agents_that_a_master_left_are_looked_for_where_they_are(tmp_path, monkeypatch):
+    run = run_in(tmp_path / "base")
+    run.create()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "one"))
+    assert run.pin_temporary_directory() == tmp_path / "one"
+    AgentDir(run.run_id, "node0").create()
+    left = AgentDir(run.run_id, "any").job_path
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "other"))
+    assert run.pin_temporary_directory() == tmp_path / "one"
+    shutil.rmtree(left)
+    assert run.pin_temporary_directory() == tmp_path / "other"

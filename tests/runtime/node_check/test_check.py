@@ -1,0 +1,57 @@
+"""The node check with real probes over real SSH."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import PurePosixPath
+
+from oobleck.control.node_check.rounds import Health
+from oobleck.job import NodeSpec
+from oobleck.runtime.node_check.check import check_nodes
+from oobleck.runtime.ssh.client import open_ssh_loop
+from oobleck.runtime.ssh.local_ssh import serve_local_nodes
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+async def test_nodes_that_work_are_healthy_and_one_that_cannot_be_reached_is_named(tmp_path):
+    told: list[str] = []
+    gone = NodeSpec(name="gone", host="127.0.0.1", port=closed_port(), user="oobleck")
+    async with open_ssh_loop(), serve_local_nodes(2) as (nodes, options):
+        report = await check_nodes(
+            (*nodes, gone),
+            options,
+            python=sys.executable,
+            directory=PurePosixPath(tmp_path),
+            slow_factor=100.0,  # this machine may be busy with anything
+            tell=told.append,
+        )
+    health = {node.verdict.node: node.verdict.health for node in report.nodes}
+    assert health == {"node0": Health.HEALTHY, "node1": Health.HEALTHY, "gone": Health.FAULTY}
+    assert not report.is_healthy
+    assert not report.links
+    assert [exchange[:2] for exchange in report.exchanges] == [("node0", "node1")]
+    assert told == ["reaching 3 nodes", "round 1: 3 alone", "round 2: 1 pair"]
+    first = report.nodes[0]
+    assert first.facts is not None
+    assert first.facts.versions["python"].startswith("3.")
+    assert first.seconds.keys() == {"compute", "memory", "loopback", "disk"}
+    assert all(seconds > 0 for seconds in first.seconds.values())
+    assert first.clock_offset_s is not None
+    assert abs(first.clock_offset_s) < 2.0
+    assert not list(tmp_path.iterdir())
+
+
+async def test_an_interpreter_that_is_not_there_is_named(tmp_path):
+    async with open_ssh_loop(), serve_local_nodes(1) as (nodes, options):
+        report = await check_nodes(
+            nodes, options, python="/no/python", directory=PurePosixPath(tmp_path), slow_factor=2.0
+        )
+    (node,) = report.nodes
+    assert node.verdict.health is Health.FAULTY
+    assert "/no/python" in node.verdict.reason

@@ -1,0 +1,151 @@
+"""Workers and the fork server that they come from: either may be killed at any time, and the other does not mind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from oobleck.control.protocol.messages import SetUpWorker
+from oobleck.errors import WorkersUnavailable
+from oobleck.job import JobSpec
+from oobleck.planner import Place
+from oobleck.roles.ports import WorkerEnd
+from oobleck.runtime.files.agent_dir import AgentDir
+from oobleck.runtime.processes.workers import ForkingWorkerHost, Worker
+
+SERVER = (sys.executable, str(Path(__file__).with_name("forking.py")))
+
+
+def setup(node: str = "node0", device: int = 0) -> SetUpWorker:
+    return SetUpWorker(
+        job=JobSpec(),
+        place=Place(node=node, device=device),
+        address="127.0.0.1",
+        torch_threads=1,
+        cache_dir="/nowhere",
+        device_memory_bytes=1 << 30,
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentDir:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory = AgentDir("run", "node0")
+    directory.create()
+    return directory
+
+
+class _Host(ForkingWorkerHost):
+    """Knows its workers."""
+
+    def __init__(self, directory: AgentDir, *, server: Sequence[str]) -> None:
+        super().__init__(directory, server=server)
+        self.workers: list[Worker] = []
+
+    async def start(self, setup: SetUpWorker) -> Worker:
+        worker = await super().start(setup)
+        self.workers.append(worker)
+        return worker
+
+
+@asynccontextmanager
+async def hosts(*directories: AgentDir) -> AsyncIterator[list[_Host]]:
+    """Hosts that share a fork server; it ends with them, and so do their workers."""
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            started = [_Host(each, server=SERVER) for each in directories]
+            for host in started:
+                nursery.start_soon(host.run)
+            yield started
+            for worker in [worker for host in started for worker in host.workers]:
+                await worker.aclose()
+            nursery.cancel_scope.cancel()
+        while directories[0].fork_server_socket.exists():  # noqa: ASYNC110  nothing tells
+            await trio.sleep(0.01)
+
+
+def parent_of(worker: Worker) -> str:
+    return Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[1]
+
+
+def kill_server(directory: AgentDir) -> None:
+    os.kill(int(directory.fork_server_pid.read_text().split()[0]), signal.SIGKILL)
+
+
+async def test_workers_outlive_their_fork_server_and_their_ends_are_noticed(directory: AgentDir) -> None:
+    async with hosts(directory) as (host,):
+        first = await host.start(setup())
+        kill_server(directory)
+        assert await host.server_ended() == "killed by signal 9; it is started again"
+        second = await host.start(setup(device=1))
+        os.kill(first.pid, 0)  # it lives
+        os.kill(first.pid, signal.SIGKILL)
+        assert await first.wait() == WorkerEnd(), "nobody saw how it ended, but that it did"
+        second.kill()
+        assert await second.wait() == WorkerEnd(signal=9)
+
+
+async def test_a_start_waits_for_the_next_server(directory: AgentDir) -> None:
+    async with hosts(directory) as (host,):
+        await host.start(setup())
+        kill_server(directory)
+        (await host.start(setup())).kill()  # it may meet the old one, none, or the next
+
+
+async def test_agents_of_one_machine_share_the_next_server(directory: AgentDir) -> None:
+    other = AgentDir("run", "node1")
+    other.create()
+    async with hosts(directory, other) as (one, two):
+        before = [await one.start(setup()), await two.start(setup("node1"))]
+        kill_server(directory)
+        told = {await one.server_ended(), await two.server_ended()}
+        assert told == {"killed by signal 9; it is started again", "its connection was lost; it is started again"}
+        after = [await one.start(setup()), await two.start(setup("node1"))]
+        assert {parent_of(worker) for worker in after} == {directory.fork_server_pid.read_text().split()[0]}
+        for worker in before:
+            os.kill(worker.pid, 0)  # it lives
+
+
+async def test_a_worker_that_ends_at_once_is_a_worker_that_has_ended(directory: AgentDir) -> None:
+    async with hosts(directory) as (host,):
+        for _ in range(20):
+            worker = await host.start(setup())
+            os.kill(worker.pid, signal.SIGKILL)
+            assert await worker.wait() == WorkerEnd(signal=9)
+
+
+async def test_a_server_that_ends_again_and_again_is_given_up_and_its_workers_live(directory: AgentDir) -> None:
+    async with hosts(directory) as (host,):
+        worker = await host.start(setup())
+        directory.job_path.joinpath("broken").touch()
+        kill_server(directory)
+        told = [await host.server_ended() for _ in range(4)]
+        assert told == [
+            "killed by signal 9; it is started again",
+            "exit code 3; it is started again",
+            "exit code 3; it is started again",
+            "exit code 3; it is not started again, for it was 3 times of late",
+        ]
+        with pytest.raises(WorkersUnavailable, match="its fork server ended 4 times within ten minutes, at last: exit"):
+            await host.start(setup(device=1))
+        os.kill(worker.pid, 0)
+        worker.kill()
+        assert await worker.wait() == WorkerEnd()
+        directory.fork_server_socket.unlink()
+
+
+async def test_a_server_that_cannot_be_started_is_given_up_with_the_reason(directory: AgentDir) -> None:
+    host = ForkingWorkerHost(directory, server=("/nonexistent",))
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(host.run)
+            with pytest.raises(WorkersUnavailable, match=r"it cannot be started: .*/nonexistent"):
+                await host.start(setup())
+            nursery.cancel_scope.cancel()

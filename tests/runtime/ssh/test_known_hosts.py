@@ -1,0 +1,117 @@
+"""Known hosts are what asyncssh finds in the files, of which it is shown only what may matter."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from oobleck.errors import NodeUnreachable
+from oobleck.job import NodeSpec
+from oobleck.runtime.ssh.client import SSHOptions, connect, open_ssh_loop
+from oobleck.runtime.ssh.known_hosts import HostKeyFiles
+from tests.openssh import OpenSSH, needs_openssh, serve_openssh
+
+KEYS = [asyncssh.generate_private_key("ssh-ed25519").convert_to_public() for _ in range(8)]
+WORDS = [" ".join(key.export_public_key().decode().split()[:2]) for key in KEYS]
+
+
+def hashed(name: str) -> str:
+    """A name as `ssh-keygen -H` writes it."""
+    salt = os.urandom(20)
+    digest = hmac.digest(salt, name.encode(), "sha1")
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+
+
+LINES = [
+    "# a comment",
+    "",
+    f"alpha,10.0.0.1 {WORDS[0]}",
+    f"  {hashed('beta')} {WORDS[1]} comment",
+    f"{hashed('10.0.0.2')} {WORDS[2]}",
+    f"[alpha]:2222 {WORDS[3]}",
+    f"{hashed('[beta]:2222')} {WORDS[4]}",
+    f"*.cluster,!bad.cluster {WORDS[5]}",
+    f"@cert-authority *.cluster {WORDS[6]}",
+    f"@cert-authority alpha {WORDS[6]}",
+    f"@revoked * {WORDS[7]}",
+    f"@revoked {hashed('beta')} {WORDS[0]}",
+    f"10.0.0.0/8 {WORDS[7]}",
+    "alpha ssh-unknown AAAAB3",
+    f"alpha {WORDS[1]}",
+]
+
+
+@pytest.mark.parametrize("port", [None, 2222, 2200])
+@pytest.mark.parametrize("address", ["", "10.0.0.1", "10.0.0.2", "192.168.0.1"])
+@pytest.mark.parametrize("host", ["alpha", "beta", "good.cluster", "bad.cluster", "10.0.0.2", "nobody"])
+def test_every_host_has_the_keys_that_asyncssh_alone_would_find(
+    tmp_path: Path, host: str, address: str, port: int | None
+) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    paths[0].write_text("\n".join(LINES[:8]) + "\n")
+    paths[1].write_text("\n".join(LINES[8:]) + "\n")
+    expected = asyncssh.read_known_hosts([str(path) for path in paths]).match(host, address, port)
+    assert HostKeyFiles().trusted(paths).match(host, address, port) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["alpha", "@nonsense alpha key", f"|1|salt {WORDS[0]}", f"|2|c2FsdA==|aGFzaA== {WORDS[0]}"],
+    ids=["no key", "unknown marker", "no hash", "unknown hash"],
+)
+def test_a_broken_line_is_an_error_for_every_host(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_text(f"{line}\nbeta {WORDS[0]}\n")
+    with pytest.raises(ValueError, match="Invalid known hosts"):
+        HostKeyFiles().trusted([path]).match("beta", "", None)
+
+
+def test_a_file_is_read_again_only_when_it_has_changed(tmp_path: Path) -> None:
+    path, files = tmp_path / "known_hosts", HostKeyFiles()
+    path.write_text(f"alpha {WORDS[0]}\n")
+    index = files.index_of(path)
+    assert files.index_of(path) is index
+    with path.open("a") as more:
+        more.write(f"beta {WORDS[1]}\n")
+    assert files.trusted([path]).match("beta", "", None)[0] == [KEYS[1]]
+    replaced = tmp_path / "new"
+    replaced.write_text(f"alpha {WORDS[2]}\nbeta {WORDS[1]}\n")
+    shutil.copystat(path, replaced)  # of the same size, and of the same age
+    replaced.replace(path)
+    assert files.trusted([path]).match("alpha", "", None)[0] == [KEYS[2]]
+
+
+@pytest.fixture
+def openssh(tmp_path: Path) -> Iterator[OpenSSH]:
+    with serve_openssh(tmp_path / "openssh") as openssh:
+        yield openssh
+
+
+@needs_openssh
+async def test_keys_that_are_added_or_revoked_meanwhile_count_at_the_next_connection(
+    openssh: OpenSSH, tmp_path: Path
+) -> None:
+    """Among those of thousands of hosts, most of them hashed."""
+    config = tmp_path / "config"
+    config.write_text(openssh.host_config(["alpha"]))
+    node, options = NodeSpec(name="alpha", host="alpha"), SSHOptions(config=config, use_defaults=False)
+    line = openssh.known_hosts.read_text()
+    _, key = line.split(None, 1)
+    others = "".join(f"{hashed(f'node{number}')} {WORDS[number % 8]}\n" for number in range(2000))
+    async with open_ssh_loop():
+        openssh.known_hosts.write_text(others)
+        with pytest.raises(NodeUnreachable, match="is not in"):
+            await connect(node, options)
+        openssh.known_hosts.write_text(others + f"{hashed(f'[127.0.0.1]:{openssh.port}')} {key}")
+        await (await connect(node, options)).aclose()
+        with openssh.known_hosts.open("a") as more:
+            more.write(f"@revoked * {key}")
+        with pytest.raises(NodeUnreachable):
+            await connect(node, options)

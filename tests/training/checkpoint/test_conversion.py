@@ -1,0 +1,73 @@
+"""Checkpoints to and from model directories of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from oobleck.checkpoint import CheckpointDirectory
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.training.checkpoint.conversion import export_model, import_model
+from tests.disks import fill, small_disk
+
+SIZES = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "bos_token_id": 0, "eos_token_id": 0},
+    "llama": {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(name="saved", params=sorted(SIZES))
+def _saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model directory; one with tied embeddings, one without."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(request.param, **SIZES[request.param])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_that_was_imported_and_exported_is_the_same_model(saved: Path, tmp_path: Path) -> None:
+    checkpoint = import_model(saved, tmp_path / "imported")
+    directory = CheckpointDirectory(tmp_path / "imported")
+    (found,) = directory.find()
+    assert found.manifest is not None
+    assert (found.manifest.step, len(found.manifest.shards)) == (0, 4)
+    assert list(directory.faults(found.manifest)) == []
+
+    export_model(checkpoint, tmp_path / "exported")
+    before = AutoModelForCausalLM.from_pretrained(saved)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert before.state_dict().keys() == after.state_dict().keys()
+    assert all(torch.equal(value, after.state_dict()[name]) for name, value in before.state_dict().items())
+    ids = torch.arange(8)[None]
+    assert torch.equal(before.eval()(ids).logits, after.eval()(ids).logits)
+
+
+def test_a_harmed_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> None:
+    checkpoint = import_model(saved, tmp_path / "imported")
+    path = checkpoint / "layer-0002.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(CorruptCheckpoint, match=r"layer-0002.safetensors: "):
+        export_model(checkpoint, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_an_export_that_a_full_disk_cuts_off_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    checkpoint = import_model(saved, tmp_path / "imported")
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        filler = fill(disk)
+        filler.write_bytes(bytes(filler.stat().st_size - 16384))
+        with pytest.raises(OSError, match="exported"):
+            export_model(checkpoint, disk / "exported")
+        assert list(disk.iterdir()) == [filler]
+
+
+def test_what_is_no_model_directory_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError):
+        import_model(tmp_path / "empty", tmp_path / "imported")

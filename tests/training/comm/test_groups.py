@@ -1,0 +1,288 @@
+"""Groups that are put aside end, whatever is stuck in them; those that go on are not disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from oobleck.control.commit.commit_state import Interrupted, PeerLost
+from oobleck.errors import ConfigError
+from oobleck.planner import Place
+from oobleck.training.comm.groups import GroupKey, GroupTable
+from oobleck.training.comm.rendezvous import Board
+from oobleck.training.comm.waiter import Signals
+from tests.training.freezing_peer import A, B, C, keys_of
+
+PATIENCE_S = 60.0
+
+
+def never() -> bool:
+    return False
+
+
+class Member:
+    """One member of groups, in this process."""
+
+    def __init__(self, place: Place, publish: Callable[[str, bytes], None]) -> None:
+        self.place = place
+        self.signals = Signals()
+        self.board = Board(lambda key, value, _nodes: publish(key, value))
+        self.table = GroupTable(place, "127.0.0.1", self.board, self.signals)
+
+
+def members(places: Sequence[Place], tell: Callable[[str, bytes], None] = lambda _key, _value: None) -> list[Member]:
+    """Members that tell each other, and somebody else, their keys."""
+    made: list[Member] = []
+
+    def publish(key: str, value: bytes) -> None:
+        for member in made:
+            member.board.put(key, value)
+        tell(key, value)
+
+    made += [Member(place, publish) for place in places]
+    return made
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(PATIENCE_S) for future in [pool.submit(call) for call in calls]]
+
+
+def holdings() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + PATIENCE_S
+    while not holds() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return holds()
+
+
+def settled(look: Callable[[], tuple[int, int]], expected: tuple[int, int] | None) -> tuple[int, int]:
+    """What is held once it is what is expected; without an expectation, once it stays for more than a second."""
+    end_s = time.monotonic() + PATIENCE_S
+    looks: list[tuple[int, int]] = []
+    while time.monotonic() < end_s:
+        looks.append(look())
+        if looks[-1] == expected or (expected is None and looks[-30:] == [looks[-1]] * 30):
+            break
+        time.sleep(0.05)
+    return looks[-1]
+
+
+class Peer:
+    """The member c, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.boards: list[Board] = []
+        """Where its keys go."""
+        command = [sys.executable, "-m", "tests.training.freezing_peer"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        )
+        self._writing = threading.Lock()
+        self._told: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        assert self.hear() == {"ready": True}
+
+    def say(self, **words: object) -> None:
+        assert self.process.stdin is not None
+        with self._writing:
+            self.process.stdin.write(json.dumps(words) + "\n")
+            self.process.stdin.flush()
+
+    def holdings(self) -> tuple[int, int]:
+        self.say(count=True)
+        told = self.hear()
+        return told["descriptors"], told["threads"]
+
+    def hear(self) -> dict[str, Any]:
+        return self._told.get(timeout=PATIENCE_S)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            words = json.loads(line)
+            if "key" in words:
+                for board in self.boards:
+                    board.put(words["key"], bytes.fromhex(words["value"]))
+            else:
+                self._told.put(words)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def test_nothing_is_left_of_groups_in_which_all_waits_for_a_frozen_peer(peer: Peer) -> None:
+    """While it is frozen, and after it goes on: neither here nor there."""
+    one, two = members((A, B), lambda key, value: peer.say(key=key, value=value.hex()))
+    peer.boards += [one.board, two.board]
+    here: list[tuple[int, int]] = []
+    there: list[tuple[int, int]] = []
+    for generation in range(1, 4):
+        keys = keys_of(generation)
+        peer.say(form=generation)
+        at_once(partial(one.table.form, keys.values(), never), partial(two.table.form, [keys["all"]], never))
+        assert peer.hear() == {"formed": generation}
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        wait_in_vain(one, two, keys)
+        for member in (one, two):
+            member.table.keep_only([], generation=generation + 1)
+        if generation > 1:  # some threads are made once
+            here.append(settled(holdings, here[-1] if here else None))
+        assert (len(one.board), len(two.board)) == (0, 0)
+        os.kill(peer.process.pid, signal.SIGCONT)
+        peer.say(let_go=generation)
+        if generation > 1:
+            there.append(settled(peer.holdings, there[-1] if there else None))
+    assert here[0] == here[1]
+    assert there[0] == there[1]
+
+
+def wait_in_vain(one: Member, two: Member, keys: dict[str, GroupKey]) -> None:
+    """Sum with the frozen peer, send to it, and receive from it, on every kind of thread that does."""
+    lane = one.table[keys["lane"]]
+    is_over = threading.Event()
+    sums = [member.table[keys["all"]].all_reduce(torch.ones(9), member.signals) for member in (one, two) * 3]
+    inbox = lane.inbox(1, one.signals)
+    room = torch.empty(4)
+    inbox.expect(1, lambda tag: (lane.post_receive(room, 1, tag), room))
+    sends = [lane.send(torch.ones(1 << 20), 1, tag) for tag in (2, 3)]
+
+    def give_up(wait: Callable[[Callable[[], bool]], object]) -> None:
+        with pytest.raises((Interrupted, PeerLost)):
+            wait(is_over.is_set)
+
+    waiting = threading.Thread(target=give_up, args=(inbox.take,))
+    waiting.start()
+    is_over.set()
+    one.signals.announce()
+    waiting.join()
+    give_up(lambda interrupted: one.signals.call(sends[0].wait, interrupted))
+    give_up(sums[0].wait)
+
+
+def test_variables_that_would_mix_groups_up_have_no_effect() -> None:
+    """With them, connections of groups that share a listener are told apart by nothing."""
+    variables = {"TORCH_GLOO_LAZY_INIT": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from tests.training.comm.test_groups import overlapping_sums; print(overlapping_sums())",
+        ],
+        env={**os.environ, **variables},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.stdout == f"{[[6.0, 4.0, 4.0]] * 3}\n", done.stderr
+
+
+def overlapping_sums() -> list[list[float]]:
+    """What three members get who sum in groups of all, and of each two."""
+    three = members((A, B, C))
+    keys = [GroupKey("reduce", 1, places) for places in ((A, B, C), (A, B), (A, C), (B, C))]
+
+    def sums(member: Member) -> list[float]:
+        own = {key: torch.full((3,), 2.0) for key in keys if member.place in key.members}
+        member.table.form(own, never)
+        for each in [member.table[key].all_reduce(tensor, member.signals) for key, tensor in own.items()]:
+            each.wait(never)
+        return [float(tensor[0]) for tensor in own.values()]
+
+    return at_once(*(partial(sums, member) for member in three))
+
+
+def test_forming_that_is_given_up_ends_at_once_and_its_keys_are_not_kept() -> None:
+    """The other member never comes."""
+    (alone,) = members((A,))
+    before = threading.active_count()
+    is_over = threading.Event()
+    forming = threading.Thread(target=_form_in_vain, args=(alone, is_over))
+    forming.start()
+    assert until(lambda: len(alone.board) > 0)
+    is_over.set()
+    alone.signals.announce()
+    forming.join()
+    assert until(lambda: threading.active_count() <= before)
+    alone.table.keep_only([], generation=2)
+    assert len(alone.board) == 0
+    alone.board.put("1/reduce/late/0", b"late")
+    assert len(alone.board) == 0
+
+
+def _form_in_vain(member: Member, is_over: threading.Event) -> None:
+    with pytest.raises(Interrupted):
+        member.table.form([GroupKey("reduce", 1, (A, B))], is_over.is_set)
+
+
+def test_strangers_cannot_connect_to_groups_that_are_formed() -> None:
+    """Each could hold a descriptor for ever; Gloo ends the process when there is none left."""
+    before = listening_ports()
+    two = members((A, B))
+    first, second = (GroupKey("reduce", 1, (A, B)), GroupKey("evaluation", 1, (A, B)))
+    at_once(*(partial(member.table.form, [first], never) for member in two))
+    ports = listening_ports() - before
+    assert len(ports) == 2
+    for port in ports:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), timeout=0.2)
+    at_once(*(partial(member.table.form, [second], never) for member in two))
+    assert listening_ports() - before == ports, "the second found the way to the same listeners"
+    for member in two:
+        member.table.keep_only([], generation=2)
+    assert until(lambda: listening_ports() <= before)
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports on which this process listens."""
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def test_too_few_descriptors_are_named_before_gloo_ends_the_process() -> None:
+    (alone,) = members((A,))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"needs \d+ open files .* may have \d+ on this node; .*`ulimit -n`"):
+            alone.table.form([GroupKey("reduce", 1, (A, B))], never)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from oobleck.errors import ConfigError
+from oobleck.job import JobSpec
+from oobleck.training.model.compilation import require_compiler
+from oobleck.training.model.models import StageModel
+from tests.training.zoo import gradients_of, random_batch, run_pipeline, state_of, structure_of, whole_stage
+
+
+def test_where_there_is_no_compiler_the_job_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    cpu = torch.device("cpu")
+    require_compiler(cpu, find=lambda name: f"/usr/bin/{name}" if name == "clang++" else None)
+    with pytest.raises(ConfigError, match=r"compile: there is no g\+\+ or clang\+\+ here"):
+        require_compiler(cpu, find=lambda _: None)
+    monkeypatch.setenv("CXX", "icpx")
+    with pytest.raises(ConfigError, match="there is no icpx here"):
+        require_compiler(cpu, find=lambda name: f"/usr/bin/{name}" if name == "g++" else None)
+
+
+@pytest.mark.parametrize("other", [{"tensor_parallel": 2}, {"schedule": "zero-bubble"}])
+def test_what_changes_the_insides_of_blocks_does_not_go_with_compiling(other: dict[str, object]):
+    with pytest.raises(ConfigError, match="compile"):
+        JobSpec(compile=True, **other)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles with g++")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_compiled_blocks_compute_what_others_do():
+    structure = structure_of("llama")
+    whole = whole_stage(structure)
+    compiled = [StageModel(structure, dtype=torch.float32, device="cpu", compiles=True) for _ in range(2)]
+    for stage, (first, stop) in zip(compiled, [(0, 3), (3, structure.num_layers)], strict=True):
+        stage.adopt(first, stop, state_of(whole))
+    for seed in (1, 2):
+        batch = random_batch(seed)
+        torch.testing.assert_close(run_pipeline(compiled, batch), run_pipeline([whole], batch))
+    expected = gradients_of([whole])
+    for name, gradient in gradients_of(compiled).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+    assert "graph_break" not in torch._dynamo.utils.counters or not torch._dynamo.utils.counters["graph_break"]

@@ -1,0 +1,91 @@
+"""Mixed precision and activation checkpointing: the same results for any cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from oobleck.training.model.models import ModelStructure, StageModel
+from oobleck.training.model.precision import Precision
+from tests.training.zoo import KEY, gradients_of, random_batch, run_pipeline, state_of, structure_of, whole_stage
+
+
+def _stages(structure: ModelStructure, cuts: list[int], dtype: str, *, forgetful: bool = False) -> list[StageModel]:
+    precision = Precision.of(dtype)
+    state = state_of(whole_stage(structure, dtype=precision.parameters))
+    stages = []
+    for first, stop in pairwise([0, *cuts, structure.num_layers]):
+        stage = StageModel(
+            structure,
+            dtype=precision.parameters,
+            device="cpu",
+            autocast=precision.autocast,
+            activation_checkpointing=forgetful,
+        )
+        stage.adopt(first, stop, {name: tensor.clone() for name, tensor in state.items()})
+        stages.append(stage)
+    return stages
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt2-dropout", "llama-tied"])
+def test_mixed_precision_gives_the_same_bits_for_any_cut_in_float32_gradients(name: str, dtype: str):
+    structure, batch = structure_of(name), random_batch(1)
+    whole = _stages(structure, [], dtype)
+    loss = run_pipeline(whole, batch)
+    expected = gradients_of(whole)
+    exact = _stages(structure, [], "float32")
+    assert loss.dtype == torch.float32
+    assert loss != run_pipeline(exact, batch), "something is computed in the short type"
+    torch.testing.assert_close(loss, run_pipeline(exact, batch), rtol=2e-2, atol=0)
+    for cuts in ([1], [2, 3], [1, 2, 3, 4, 5]):
+        stages = _stages(structure, cuts, dtype)
+        assert torch.equal(run_pipeline(stages, batch), loss)
+        gradients = gradients_of(stages)
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        # A tied weight's two gradients are each rounded before they are added; all others are the same bits.
+        tied = {n for n in gradients if len(structure.layers_with(n)) > 1}
+        assert [n for n in gradients if n not in tied and not torch.equal(gradients[n], expected[n])] == []
+        for n in tied:
+            torch.testing.assert_close(gradients[n], expected[n], rtol=2e-2, atol=1e-3)
+
+
+def test_a_scaled_loss_scales_every_gradient_and_not_the_loss():
+    structure, batch = structure_of("llama"), random_batch(1)
+    plain, scaled = _stages(structure, [2], "float32"), _stages(structure, [2], "float32")
+    for stage in scaled:
+        stage.loss_scale = 1024.0
+    assert torch.equal(run_pipeline(scaled, batch), run_pipeline(plain, batch))
+    gradients = gradients_of(plain)
+    for name, gradient in gradients_of(scaled).items():
+        assert torch.equal(gradient, gradients[name] * 1024), "a power of two costs no digit"
+
+
+@pytest.mark.parametrize("name", ["gpt2-dropout", "gemma3", "bloom"])
+def test_activations_that_are_computed_again_change_no_bit(name: str):
+    structure, batch = structure_of(name), random_batch(1)
+    plain, forgetful = _stages(structure, [2], "float32"), _stages(structure, [2], "float32", forgetful=True)
+    assert torch.equal(run_pipeline(forgetful, batch), run_pipeline(plain, batch))
+    expected = gradients_of(plain)
+    for parameter, gradient in gradients_of(forgetful).items():
+        assert torch.equal(gradient, expected[parameter]), parameter
+
+
+def test_activations_that_are_computed_again_are_not_kept():
+    structure, batch = structure_of("gpt2"), random_batch(1, batch_size=8)
+
+    def kept_bytes(*, forgetful: bool) -> int:
+        (stage,) = _stages(structure, [], "float32", forgetful=forgetful)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            stage.forward(batch, None, num_items=1, key=KEY)
+        return sum(kept.values())
+
+    assert kept_bytes(forgetful=True) < kept_bytes(forgetful=False) / 3

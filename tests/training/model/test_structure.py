@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from oobleck.errors import ConfigError
+from oobleck.job import ModelSpec, Scalar
+from oobleck.training.model.configuration import build_config
+from oobleck.training.model.models import ModelStructure
+from tests.training.zoo import SPECS, structure_of, whole_stage
+
+
+def _from_spec(model_type: str, config: Mapping[str, Scalar]) -> ModelStructure:
+    return ModelStructure.from_spec(ModelSpec(type=model_type, config=config), vocab_size=96, sequence_length=24)
+
+
+def test_layers_are_the_embedding_every_block_and_the_head():
+    structure = structure_of("gpt2")
+    assert structure.layer_names == ("embedding", *(f"transformer.h.{i}" for i in range(4)), "head")
+    assert structure.layer_parameters(0) == ("transformer.wte.weight", "transformer.wpe.weight")
+    assert structure.layer_parameters(2)[0] == "transformer.h.1.ln_1.weight"
+    assert structure.layer_parameters(5) == (
+        "transformer.ln_f.weight",
+        "transformer.ln_f.bias",
+        "transformer.wte.weight",
+    )
+
+
+def test_a_tied_parameter_belongs_to_both_layers_and_counts_once():
+    tied, untied = structure_of("llama-tied"), structure_of("llama")
+    last = tied.num_layers - 1
+    assert tied.layers_with("model.embed_tokens.weight") == (0, last)
+    assert tied.layers_with("model.norm.weight") == (last,)
+    assert untied.layers_with("lm_head.weight") == (last,)
+    assert untied.num_parameters - tied.num_parameters == 96 * 32
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_parameters_are_those_of_the_transformers_model(name: str):
+    structure = structure_of(name)
+    auto = AutoModelForCausalLM if structure.task == "causal_lm" else AutoModelForMaskedLM
+    with torch.device("meta"):
+        model = auto.from_config(structure.config)
+    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+    assert dict(structure.shapes) == expected
+    assert structure.num_parameters == model.num_parameters()
+    assert sorted({n for layer in range(structure.num_layers) for n in structure.layer_parameters(layer)}) == sorted(
+        expected
+    )
+    assert tuple(whole_stage(structure).parameters) == tuple(structure.shapes)
+
+
+def test_dropout_is_noticed_wherever_it_hides():
+    assert structure_of("gpt2-dropout").draws_at_random
+    assert not structure_of("gpt2").draws_at_random
+    # Llama's attention takes a probability from the configuration; there is no module to find.
+    assert _from_spec("llama", {**SPECS["llama"].config, "attention_dropout": 0.1}).draws_at_random
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "message"),
+    [
+        ("gpt-2", {}, r"'gpt-2' is no language model; did you mean 'gpt2'\?"),
+        ("bert-like-thing-from-nowhere", {}, r"is no language model$"),
+        ("gpt2", {"n_layers": 3}, r"model\.config\.n_layers: gpt2 has no such key; did you mean 'n_layer'\?"),
+        ("gpt2", {"n_layer": "three"}, r"gpt2 refuses it: .*n_layer.*expected int, got str"),
+        ("gpt2", {"n_embd": 30, "n_head": 4}, r"gpt2 cannot be built"),
+        ("gpt2", {"vocab_size": 50}, r"50 is less than the tokenizer's 96"),
+        ("gpt2", {"n_positions": 16}, r"data\.sequence_length: 24 is more than the model's 16 positions.*n_positions"),
+    ],
+)
+def test_mistakes_are_named(model_type: str, config: dict[str, Scalar], message: str):
+    with pytest.raises(ConfigError, match=message):
+        _from_spec(model_type, config)
+
+
+def test_a_loss_over_all_routers_cannot_be_split():
+    with pytest.raises(ConfigError, match=r"cannot be split into layers: its router loss.*output_router_logits"):
+        _from_spec("mixtral", {**SPECS["mixtral"].config, "output_router_logits": True})
+
+
+def test_models_that_are_no_chain_of_blocks_are_refused_with_the_reason():
+    gemma4 = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    with pytest.raises(ConfigError, match=r"block 0 takes its argument 1, which carries gradients beside"):
+        _from_spec("gemma4_text", gemma4)
+    roformer = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    with pytest.raises(ConfigError, match=r"parameter roformer\.encoder\.embed_positions\.weight is not to be trained"):
+        _from_spec("roformer", roformer)
+    with pytest.raises(ConfigError, match=r"exactly one list of 12 transformer blocks and has 0"):
+        _from_spec("openai-gpt", {})
+
+
+def test_a_model_that_looks_into_its_blocks_is_refused_with_its_error():
+    def look(module: torch.nn.Module, _: object) -> None:
+        if not isinstance(module.h[0], GPT2Block):
+            raise TypeError("its first block is of another kind")
+
+    def factory() -> GPT2LMHeadModel:
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 24}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        model.transformer.register_forward_pre_hook(look)
+        return model
+
+    with pytest.raises(ConfigError, match=r"it does not run without its blocks \(its first block is of another kind\)"):
+        ModelStructure.from_factory(factory, vocab_size=96, sequence_length=24)
+
+
+def test_no_special_token_lies_outside_of_the_vocabulary():
+    for name in ("gpt2", "opt", "phi3"):
+        config = build_config(SPECS[name], vocab_size=96, sequence_length=24)
+        assert config.bos_token_id == config.eos_token_id == 0
+        assert config.pad_token_id is None, "no token may be one that never learns"
+        assert config.vocab_size == 96
+    chosen = build_config(ModelSpec(config={"vocab_size": 128, "eos_token_id": 5}), vocab_size=96, sequence_length=24)
+    assert chosen.vocab_size == 128
+    assert chosen.eos_token_id == 5
+
+
+def test_layers_of_a_kind_compute_alike():
+    structure = structure_of("gpt2")
+    blocks = {structure.layer_kind(layer) for layer in range(1, structure.num_layers - 1)}
+    assert len(blocks) == 1
+    assert len({structure.layer_kind(layer) for layer in range(structure.num_layers)}) == 3
+
+
+def test_what_is_predicted_follows_from_the_type_unless_it_is_said():
+    bert = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    assert _from_spec("bert", bert).task == "masked_lm"
+    assert _from_spec("bert", {**bert, "is_decoder": True}).task == "causal_lm"
+    assert structure_of("opt").task == "causal_lm"
+    spec = ModelSpec(type="opt", config=SPECS["opt"].config, task="masked_lm")
+    with pytest.raises(ConfigError, match=r"model\.task: opt has no head for masked_lm"):
+        ModelStructure.from_spec(spec, vocab_size=96, sequence_length=24)

@@ -1,0 +1,97 @@
+"""Models that start from a directory of weights, as transformers saves it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from oobleck.errors import ConfigError
+from oobleck.job import ModelSpec
+from oobleck.training.model.configuration import build_config
+from oobleck.training.model.models import ModelStructure, StageModel
+from tests.training.zoo import SEQUENCE_LENGTH, SPECS, VOCAB_SIZE, state_of, whole_stage
+
+
+def _save(name: str, directory: Path, *, shard: str = "1MB") -> dict[str, torch.Tensor]:
+    """Save a model with random weights; returns them."""
+    config = build_config(SPECS[name], vocab_size=VOCAB_SIZE, sequence_length=SEQUENCE_LENGTH)
+    auto = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    torch.manual_seed(len(name))
+    model = auto.from_config(config)
+    model.save_pretrained(directory, max_shard_size=shard)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _structure(directory: Path, **config: int) -> ModelStructure:
+    spec = ModelSpec(path=str(directory), config=config)
+    return ModelStructure.from_spec(spec, vocab_size=VOCAB_SIZE, sequence_length=SEQUENCE_LENGTH)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "bert", "phi3", "mixtral"])
+def test_training_starts_from_the_weights_of_the_directory(name: str, tmp_path: Path):
+    saved = _save(name, tmp_path)
+    structure = _structure(tmp_path)
+    assert structure.config.model_type == SPECS[name].type
+    loaded = state_of(whole_stage(structure))
+    assert loaded.keys() == saved.keys()
+    assert [n for n in saved if not torch.equal(loaded[n], saved[n])] == []
+
+
+def test_a_stage_opens_only_the_files_of_its_own_layers(tmp_path: Path):
+    saved = _save("llama", tmp_path, shard="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    structure = _structure(tmp_path)
+    layer = 2
+    own = {index[name] for name in structure.layer_parameters(layer)}
+    for file in set(index.values()) - own:
+        (tmp_path / file).unlink()
+    stage = StageModel(structure, dtype=torch.float32, device="cpu")
+    stage.adopt(layer, layer + 1, {})
+    stage.initialize([layer], seed=0)
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in stage.parameters.items())
+
+
+def test_a_trunk_without_its_head_says_what_is_missing(tmp_path: Path):
+    config = build_config(SPECS["llama"], vocab_size=VOCAB_SIZE, sequence_length=SEQUENCE_LENGTH)
+    trunk = AutoModel.from_config(config)
+    trunk.save_pretrained(tmp_path)
+    structure = _structure(tmp_path)
+    stage = StageModel(structure, dtype=torch.float32, device="cpu")
+    stage.adopt(0, 4, {})
+    stage.initialize(range(4), seed=0)
+    assert torch.equal(stage.parameters["model.embed_tokens.weight"], trunk.embed_tokens.weight)
+    with pytest.raises(ConfigError, match=r"has no weights for lm_head\.weight"):
+        whole_stage(structure)
+
+
+def test_other_weights_have_another_digest(tmp_path: Path):
+    def digest(directory: Path) -> str:
+        weights = _structure(directory).weights
+        assert weights is not None
+        return weights.digest()
+
+    _save("llama", tmp_path / "one", shard="20KB")
+    _save("llama", tmp_path / "same", shard="20KB")
+    assert digest(tmp_path / "one") == digest(tmp_path / "same")
+    path = next((tmp_path / "same").glob("*-00002-*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert digest(tmp_path / "one") != digest(tmp_path / "same")
+
+
+def test_mistakes_are_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no directory with a config\.json on this node"):
+        _structure(tmp_path)
+    _save("gpt2", tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.config\.n_layers: gpt2 has no such key; did you mean 'n_layer'"):
+        _structure(tmp_path, n_layers=3)
+    with pytest.raises(ConfigError, match=r"has the shape \(96, 32\).*and \(128, 32\) in the model"):
+        whole_stage(_structure(tmp_path, vocab_size=128))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no weights as safetensors"):
+        whole_stage(_structure(tmp_path))

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from oobleck.errors import ConfigError
+from oobleck.job import JobSpec, OptimizerSpec, Scalar
+from oobleck.training.optim.optimizer import Optimizer
+from oobleck.training.process.assembly import check_optimizer
+
+SPEC = OptimizerSpec(learning_rate=0.01, warmup_steps=2, lr_scheduler_type="linear")
+SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4, 2), "b.norm": (11,)}
+
+
+def _parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for name, shape in SHAPES.items()}
+
+
+def _gradients(step: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def _optimizer(parameters: dict[str, nn.Parameter]) -> Optimizer:
+    optimizer = Optimizer(SPEC, max_steps=20)
+    optimizer.adopt(parameters)
+    return optimizer
+
+
+def test_it_is_adamw_with_the_schedule_and_no_decay_of_vectors():
+    parameters = _parameters()
+    optimizer = _optimizer(parameters)
+    expected = _parameters()
+    groups = [
+        {"params": [p for p in expected.values() if p.ndim > 1], "weight_decay": SPEC.weight_decay},
+        {"params": [p for p in expected.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, betas=(SPEC.adam_beta1, SPEC.adam_beta2), eps=SPEC.adam_epsilon)
+    for step in range(1, 8):
+        gradients = _gradients(step)
+        optimizer.step(step, gradients, 0.5)
+        for group in reference.param_groups:
+            group["lr"] = optimizer.learning_rate(step)
+        for name, parameter in expected.items():
+            parameter.grad = _gradients(step)[name] * 0.5
+        reference.step()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_are_scaled_where_they_are():
+    optimizer = _optimizer(_parameters())
+    gradients = _gradients(1)
+    optimizer.step(1, gradients, 0.25)
+    assert all(torch.equal(gradients[name], tensor * 0.25) for name, tensor in _gradients(1).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_that_moves_goes_on_as_if_it_had_stayed(dtype: torch.dtype):
+    stayed, moved = _parameters(dtype), _parameters(dtype)
+    home, source = _optimizer(stayed), _optimizer(moved)
+    for step in (1, 2, 3):
+        home.step(step, _gradients(step, dtype))
+        source.step(step, _gradients(step, dtype))
+
+    names = ["b.weight", "b.norm"]
+    flat = source.layer_state(names)
+    assert flat.shape == (3 * sum(moved[name].numel() for name in names),)
+    assert flat.dtype == dtype
+    target_parameters = {name: nn.Parameter(torch.full_like(moved[name], torch.nan)) for name in names}
+    target = Optimizer(SPEC, max_steps=20)
+    target.adopt(target_parameters)
+    target.load_layer_state(names, flat)
+    for step in (4, 5):
+        home.step(step, _gradients(step, dtype))
+        target.step(step, {name: _gradients(step, dtype)[name] for name in names})
+    for name in names:
+        assert torch.equal(stayed[name], target_parameters[name])
+    assert torch.equal(home.layer_state(names), target.layer_state(names))
+
+
+def test_exported_state_is_a_copy():
+    parameters = _parameters()
+    optimizer = _optimizer(parameters)
+    flat = optimizer.layer_state(["a.bias"])
+    optimizer.step(1, _gradients(1))
+    assert torch.equal(flat[:5], _parameters()["a.bias"])
+    assert not flat[5:].any()
+
+
+def test_parameters_come_and_go_and_those_that_stay_keep_their_moments():
+    parameters = _parameters()
+    optimizer = _optimizer(parameters)
+    optimizer.step(1, _gradients(1))
+    before = optimizer.layer_state(["a.weight"])
+    fewer = {name: parameters[name] for name in ("a.weight", "a.bias")}
+    optimizer.adopt(fewer)
+    assert torch.equal(optimizer.layer_state(["a.weight"]), before)
+    optimizer.adopt(parameters)
+    size = parameters["b.weight"].numel()
+    assert not optimizer.layer_state(["b.weight"])[size:].any(), "moments of a parameter that comes back are not kept"
+    assert torch.equal(optimizer.layer_state(["a.weight"]), before)
+
+
+def test_a_new_object_under_a_known_name_gets_no_old_moments():
+    optimizer = _optimizer(_parameters())
+    optimizer.step(1, _gradients(1))
+    optimizer.adopt(_parameters())
+    assert not optimizer.layer_state(["a.bias"])[5:].any()
+
+
+ELEMENTWISE = [
+    "adam",
+    "adamw",
+    "adamw_torch_fused",
+    "adagrad",
+    "rmsprop",
+    "adamax",
+    "adadelta",
+    "nadam",
+    "radam",
+    "sgd",
+]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_any_optimizer_is_torchs_own_and_its_layers_move_without_a_trace(name: str):
+    arguments: dict[str, Scalar] = {"momentum": 0.9} if name in ("sgd", "rmsprop") else {}
+    spec = OptimizerSpec(optim=name, optim_args=arguments, learning_rate=0.01, lr_scheduler_type="constant_with_warmup")
+    stayed, moved, expected = _parameters(), _parameters(), _parameters()
+    home, source = Optimizer(spec, max_steps=20), Optimizer(spec, max_steps=20)
+    home.adopt(stayed)
+    source.adopt(moved)
+    kind = {kind.lower(): kind for kind in vars(torch.optim)}[name.removesuffix("_torch_fused")]
+    takes = inspect.signature(getattr(torch.optim, kind)).parameters
+    adam = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon} if "betas" in takes else {}
+    groups = [
+        {"params": [p for p in expected.values() if p.ndim > 1], "weight_decay": spec.weight_decay},
+        {"params": [p for p in expected.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    reference = getattr(torch.optim, kind)(groups, **adam, **arguments)
+
+    names = list(SHAPES)
+    for step in range(1, 6):
+        if step == 4:  # all layers change hands
+            flat = source.layer_state(names)
+            layout = source.layout()
+            assert flat.numel() == sum(layout.size(moved[each].numel()) for each in names)
+            moved = {each: nn.Parameter(torch.full_like(moved[each], torch.nan)) for each in names}
+            source = Optimizer(spec, max_steps=20)
+            source.adopt(moved)
+            source.load_layer_state(names, flat)
+        home.step(step, _gradients(step))
+        source.step(step, _gradients(step))
+        for group in reference.param_groups:
+            group["lr"] = home.learning_rate(step)
+        for each, parameter in expected.items():
+            parameter.grad = _gradients(step)[each]
+        reference.step()
+    for each in names:
+        assert torch.equal(stayed[each], moved[each])
+        torch.testing.assert_close(stayed[each], expected[each], rtol=1e-12, atol=1e-14)
+
+
+def test_state_that_never_stepped_moves_as_well():
+    for name in ELEMENTWISE:
+        spec = OptimizerSpec(optim=name, warmup_steps=0)
+        stayed, moved = _parameters(), _parameters()
+        home, target = Optimizer(spec, max_steps=9), Optimizer(spec, max_steps=9)
+        home.adopt(stayed)
+        target.adopt(moved)
+        target.load_layer_state(list(SHAPES), home.layer_state(list(SHAPES)))
+        home.step(1, _gradients(1))
+        target.step(1, _gradients(1))
+        assert all(torch.equal(stayed[each], moved[each]) for each in SHAPES), name
+
+
+def test_skipped_steps_do_not_count_for_the_optimizer():
+    spec = OptimizerSpec(learning_rate=0.01, lr_scheduler_type="constant", warmup_steps=0)
+    skipping, plain = _parameters(), _parameters()
+    one, other = Optimizer(spec, max_steps=9), Optimizer(spec, max_steps=9)
+    one.adopt(skipping)
+    other.adopt(plain)
+    one.step(3, _gradients(1), num_skipped=2)
+    other.step(1, _gradients(1))
+    assert all(torch.equal(skipping[each], plain[each]) for each in SHAPES)
+
+
+def test_a_factory_and_a_schedule_of_ones_own():
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.5)
+
+    parameters, before = _parameters(), _parameters()
+    optimizer = Optimizer(OptimizerSpec(weight_decay=0), max_steps=9, factory=make, schedule=lambda step: 1 / step)
+    optimizer.adopt(parameters)
+    assert optimizer.learning_rate(4) == 0.125
+    optimizer.step(4, _gradients(1))
+    for each, parameter in parameters.items():
+        torch.testing.assert_close(parameter, before[each] - 0.125 * _gradients(1)[each], rtol=1e-12, atol=0)
+
+
+def test_unfit_optimizers_are_refused_with_the_reason():
+    with pytest.raises(ConfigError, match=r"'lion' is not known; it is one of .*adamw.*sgd"):
+        Optimizer(OptimizerSpec(optim="lion"), max_steps=9)
+    with pytest.raises(ConfigError, match="Adafactor keeps row_var, which is neither a number nor of the parameter's"):
+        Optimizer(OptimizerSpec(optim="adafactor"), max_steps=9).layout()
+    with pytest.raises(ConfigError, match=r"optim_args\.momentum: AdamW takes no such argument"):
+        Optimizer(OptimizerSpec(optim_args={"momentum": 0.9}), max_steps=9)
+    with pytest.raises(ConfigError, match="SGD refuses its arguments: Invalid momentum"):
+        Optimizer(OptimizerSpec(optim="sgd", optim_args={"momentum": -1.0}), max_steps=9).layout()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (OptimizerSpec(optim="nonsense"), "optimizer.optim: 'nonsense' is not known"),
+        (OptimizerSpec(optim_args={"momentum": 2}), "optimizer.optim_args.momentum: AdamW takes no such argument"),
+        (OptimizerSpec(optim="sgd", optim_args={"momentum": -1}), "optimizer: SGD refuses its arguments"),
+        (OptimizerSpec(lr_scheduler_kwargs={"num_cycles": -1}), "num_cycles: -1 is not possible; it must be from 0"),
+        (OptimizerSpec(lr_scheduler_kwargs={"num_cycles": 1e300}), "num_cycles: 1e[+]300 is not possible"),
+        (OptimizerSpec(lr_scheduler_kwargs={"num_cycles": float("nan")}), "num_cycles: nan is not possible"),
+        (OptimizerSpec(lr_scheduler_kwargs={"nonsense": 1}), "lr_scheduler_kwargs.nonsense: cosine takes"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_told_before_anything_is_trained(spec: OptimizerSpec, words: str) -> None:
+    check_optimizer(JobSpec())
+    with pytest.raises(ConfigError, match=words):
+        check_optimizer(JobSpec(optimizer=spec))

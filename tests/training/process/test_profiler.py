@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from oobleck.job import ModelSpec
+from oobleck.planner import Profile, profile_from_json, profile_to_json
+from oobleck.training.model.models import ModelStructure
+from oobleck.training.process.profiler import measure_profile
+from tests.training.zoo import KEY, random_batch, structure_of, whole_stage
+
+
+def _profile(structure: ModelStructure, microbatch_size: int = 2, dtype: torch.dtype = torch.float32) -> Profile:
+    return measure_profile(
+        structure, microbatch_size=microbatch_size, dtype=dtype, device="cpu", device_memory_bytes=1 << 30
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2-dropout", "llama-tied", "gemma3"])
+def test_a_profile_describes_the_layers_of_the_model(name: str):
+    structure = structure_of(name)
+    profile = _profile(structure)
+    assert tuple(layer.name for layer in profile.layers) == structure.layer_names
+    stage = whole_stage(structure)
+    for index, layer in enumerate(profile.layers):
+        held = [stage.parameters[parameter] for parameter in structure.layer_parameters(index)]
+        assert layer.param_bytes == sum(parameter.nbytes for parameter in held)
+        assert layer.optimizer_bytes == 2 * layer.param_bytes
+        assert layer.forward_s[1] > 0
+        assert layer.backward_s[1] > 0
+    hidden_bytes = 2 * structure.sequence_length * structure.hidden_size * 4
+    assert {layer.output_bytes for layer in profile.layers[:-1]} == {hidden_bytes}
+    assert profile_from_json(profile_to_json(profile)) == profile
+
+
+def test_activation_bytes_are_what_autograd_keeps_for_the_whole_model():
+    structure = structure_of("llama")
+    stage = whole_stage(structure)
+    batch = random_batch(1)
+    known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = stage.forward(batch, None, num_items=batch.num_items, key=KEY)
+    whole = sum(size for pointer, size in kept.items() if pointer not in known)
+    assert loss.requires_grad
+    layers = sum(layer.activation_bytes for layer in _profile(structure).layers)
+    hidden_bytes = 2 * structure.sequence_length * structure.hidden_size * 4
+    # Layers measured alone keep their own copy of what one hands to the next, and of tables they share.
+    assert whole <= layers <= whole + structure.num_layers * 3 * hidden_bytes
+
+
+def test_activation_bytes_grow_with_the_microbatch_and_the_precision():
+    structure = structure_of("gpt2")
+    one, four = _profile(structure, 1), _profile(structure, 4)
+    double = _profile(structure, 1, torch.float64)
+    for index in range(1, structure.num_layers - 1):
+        assert four.layers[index].activation_bytes == pytest.approx(4 * one.layers[index].activation_bytes, rel=0.05)
+        assert double.layers[index].activation_bytes == pytest.approx(2 * one.layers[index].activation_bytes, rel=0.05)
+
+
+def test_blocks_that_are_alike_are_measured_once_and_others_are_not():
+    profile = _profile(structure_of("llama"))
+    assert len({tuple(block.forward_s.items()) for block in profile.layers[1:-1]}) == 1
+    sliding = structure_of("gemma2")
+    assert sliding.layer_kind(1) != sliding.layer_kind(2)
+    assert sliding.layer_kind(1) == sliding.layer_kind(3)
+
+
+@pytest.mark.slow
+def test_ten_million_parameters_take_seconds_and_add_up_to_the_step():
+    spec = ModelSpec(type="gpt2", config={"n_layer": 8, "n_embd": 256, "n_head": 8})
+    structure = ModelStructure.from_spec(spec, vocab_size=8192, sequence_length=128)
+    start_s = time.process_time()
+    profile = _profile(structure)
+    assert time.process_time() - start_s < 15
+    stage = whole_stage(structure)
+    ids = torch.randint(0, 8192, (2, 128), generator=torch.Generator().manual_seed(0))
+    batch = random_batch(1)
+    batch = type(batch)(input_ids=ids, labels=ids)
+    times = []
+    for _ in range(7):
+        start_s = time.perf_counter()
+        stage.forward(batch, None, num_items=batch.num_items, key=KEY).backward()
+        times.append(time.perf_counter() - start_s)
+    predicted = sum(layer.forward_s[1] + layer.backward_s[1] for layer in profile.layers)
+    # Loose, since the machine may be busy with something else in either measurement.
+    assert predicted == pytest.approx(sorted(times)[3], rel=0.5)
+
+
+def test_backward_passes_in_two_parts_are_measured_where_that_is_asked_for():
+    structure = structure_of("llama")
+    plain = _profile(structure)
+    assert {layer.split for layer in plain.layers} == {None}
+    split = measure_profile(
+        structure,
+        microbatch_size=2,
+        dtype=torch.float32,
+        device="cpu",
+        device_memory_bytes=1 << 30,
+        splits=True,
+    )
+    assert profile_from_json(profile_to_json(split)) == split
+    tokens, hidden = 2 * structure.sequence_length, structure.hidden_size
+    for layer in split.layers[1:-1]:
+        assert layer.split is not None
+        assert min(layer.split.forward_s, layer.split.backward_input_s, layer.split.backward_weight_s) > 0
+        # Inputs: of the attention's three (one tensor), its last, the feed-forward's two (one tensor), its last.
+        inputs = 3 * hidden + structure.config.intermediate_size
+        heads, groups = structure.config.num_attention_heads, structure.config.num_key_value_heads
+        outputs = (heads + 2 * groups) * structure.config.head_dim + 2 * structure.config.intermediate_size + 2 * hidden
+        assert layer.split.kept_bytes == pytest.approx(4 * tokens * (inputs + outputs), rel=0.15)
+    embedding = split.layers[0].split
+    assert embedding is not None
+    assert embedding.kept_bytes == 0, "it has no linear layer"

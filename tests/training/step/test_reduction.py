@@ -1,0 +1,81 @@
+"""Who reduces what with whom, and in which order; and reductions among real groups in one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
+from oobleck.training.model.models import ModelStructure
+from oobleck.training.model.tensor_parallel import share_of
+from oobleck.training.step.reduction import Bucket, make_buckets
+from tests.examples import examples
+from tests.training.zoo import structure_of
+
+STRUCTURE = structure_of("gpt2")
+SHARE = share_of(STRUCTURE, rank=0, degree=1)
+
+
+@st.composite
+def plans(draw: st.DrawFn, structure: ModelStructure = STRUCTURE) -> ExecutionPlan:
+    """One to three pipelines with cuts of their own."""
+    names = (f"n{index}" for index in itertools.count())
+    pipelines = []
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = sorted(draw(st.sets(st.integers(1, structure.num_layers - 1), max_size=3)))
+        edges = itertools.pairwise([0, *cuts, structure.num_layers])
+        stages = tuple(
+            StageTemplate(first_layer=first, stop_layer=stop, node_index=index)
+            for index, (first, stop) in enumerate(edges)
+        )
+        nodes = tuple(next(names) for _ in stages)
+        pipelines.append(Pipeline(template=PipelineTemplate(stages=stages), nodes=nodes, num_microbatches=2))
+    return ExecutionPlan(pipelines=tuple(pipelines))
+
+
+def buckets_of(plan: ExecutionPlan, place: Place, max_elements: int) -> tuple[Bucket, ...]:
+    return make_buckets(plan, place, SHARE, generation=1, max_elements=max_elements)
+
+
+@given(plan=plans(), max_elements=st.sampled_from([1, 5000, 1 << 30]))
+@examples(60)
+def test_any_two_workers_agree_on_the_buckets_that_they_share_and_on_their_order(
+    plan: ExecutionPlan, max_elements: int
+) -> None:
+    buckets = {place: buckets_of(plan, place, max_elements) for place in plan.places}
+    for one, other in itertools.combinations(plan.places, 2):
+        shared = [bucket for bucket in buckets[one] if other in bucket.key.members]
+        assert shared == [bucket for bucket in buckets[other] if one in bucket.key.members]
+
+
+@given(plan=plans(), max_elements=st.sampled_from([1, 5000, 1 << 30]))
+@examples(60)
+def test_every_parameter_is_in_one_bucket_with_all_of_its_owners(plan: ExecutionPlan, max_elements: int) -> None:
+    for place in plan.places:
+        buckets = buckets_of(plan, place, max_elements)
+        located = plan.locate(place)
+        assert located is not None
+        layers = plan.pipelines[located[0]].stages[located[1]].layers
+        names = [name for bucket in buckets for name in bucket.parameters]
+        assert sorted(names) == sorted({name for layer in layers for name in STRUCTURE.layer_parameters(layer)})
+        for bucket in buckets:
+            for name in bucket.parameters:
+                owners = {owner for layer in STRUCTURE.layers_with(name) for owner in plan.owners_of(layer)}
+                assert bucket.key.members == tuple(sorted(owners))
+            size = sum(torch.Size(STRUCTURE.shapes[name]).numel() for name in bucket.parameters)
+            assert len(bucket.parameters) == 1 or size <= max_elements
+
+
+def test_the_last_layers_come_first() -> None:
+    """As a backward pass completes them; the tied embedding, which the first layer completes, comes last."""
+    stage = StageTemplate(first_layer=0, stop_layer=STRUCTURE.num_layers, node_index=0)
+    pipelines = tuple(
+        Pipeline(template=PipelineTemplate(stages=(stage,)), nodes=(node,), num_microbatches=1) for node in ("a", "b")
+    )
+    buckets = buckets_of(ExecutionPlan(pipelines=pipelines), Place(node="a", device=0), 1)
+    first_layers = [STRUCTURE.layers_with(bucket.parameters[0])[0] for bucket in buckets]
+    assert first_layers == sorted(first_layers, reverse=True)
+    assert buckets[-1].parameters[0].startswith("transformer.wte") or first_layers[-1] == 0

@@ -1,0 +1,404 @@
+"""Sections of a step: what is banked is what one reduction would have summed, whoever is slow, fenced or gone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from oobleck.control.commit.commit_state import Interrupted, PeerLost, Standing
+from oobleck.control.commit.partial_commit import Bank
+from oobleck.control.commit.sections import shares_of
+from oobleck.control.commit.worker_effects import Effect, Effects, Outcome, Say, drive
+from oobleck.control.protocol.messages import BankRecord, Fence, Order, PeerFailed
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
+from oobleck.schedule import ScheduleKind, section_stops
+from oobleck.training.comm.groups import GroupKey, GroupTable
+from oobleck.training.comm.rendezvous import Board
+from oobleck.training.comm.waiter import Signals
+from oobleck.training.step.executor import StepWork
+from oobleck.training.step.reduction import Bucket, GradientReducer
+from oobleck.training.step.sections import SectionGroups, SectionSums
+
+A, B, C = (Place(node=node, device=0) for node in "abc")
+MICROBATCHES = 24
+SHAPES = {"both": (7, 5), "all": (3,), "alone": (4, 2), "last": (11,)}
+
+
+def plan_of(places: Sequence[Place]) -> ExecutionPlan:
+    """Pipelines of one node each, with as many microbatches as each other."""
+    stage = StageTemplate(first_layer=0, stop_layer=1, node_index=0)
+    return ExecutionPlan(
+        pipelines=tuple(
+            Pipeline(
+                template=PipelineTemplate(stages=(stage,)),
+                nodes=(place.node,),
+                num_microbatches=MICROBATCHES // len(places),
+            )
+            for place in places
+        )
+    )
+
+
+def gradient_of(name: str, microbatch: int, *, whole: bool) -> torch.Tensor:
+    """What a microbatch adds to a parameter's gradient; whole numbers are summed without rounding."""
+    generator = torch.Generator().manual_seed(microbatch * 100 + len(name))
+    values = torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
+    return torch.round(values * 100) if whole else values
+
+
+class Worker:
+    """One of several workers in this process, whose pipeline is itself alone: no model, but gradients all the same.
+
+    All share two parameters, the first two share another, and each has one alone.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        places: Sequence[Place],
+        publish: Callable[[str, bytes], None],
+        *,
+        num_sections: int,
+        whole: bool = False,
+        reducer: type[GradientReducer] = GradientReducer,
+    ) -> None:
+        self.place = place
+        self.signals = Signals()
+        self.board = Board(lambda key, value, _nodes: publish(key, value))
+        self.groups = GroupTable(place, "127.0.0.1", self.board, self.signals)
+        self.standing = Standing(place, self.signals.announce, lock=threading.Lock())
+        self.plan = plan_of(places)
+        self.whole = whole
+        everyone = GroupKey("reduce", 1, tuple(places))
+        owners = {"last": everyone, "all": everyone, "alone": GroupKey("reduce", 1, (place,))}
+        if place in places[:2]:
+            owners["both"] = GroupKey("reduce", 1, tuple(places[:2]))
+        self.parameters = {
+            name: nn.Parameter(torch.zeros(SHAPES[name], dtype=torch.float64)) for name in ("last", *owners)
+        }
+        self.buckets = tuple(Bucket(key=owners[name], parameters=(name,)) for name in self.parameters)
+        self.keys = {everyone, *owners.values()}
+        self.reducer = reducer(self.buckets, self.parameters, self.groups, self.signals)
+        self.num_banked = 0
+        self.failed: list[PeerFailed] = []
+        self.bank = Bank(self.standing, device=place.device)
+        self.sections = SectionSums(
+            self.bank,
+            self.standing,
+            self.groups,
+            self.signals,
+            num_microbatches=MICROBATCHES,
+            tells=True,
+            work=lambda: self.work,
+            carry_out=self._drive,
+            on_folded=self._note_banked,
+        )
+        self.share = shares_of(self.plan)[places.index(place)]
+        self.stops = section_stops(len(self.share), num_sections)
+        self.work = StepWork(step=1, samples=range(MICROBATCHES), seed=0, microbatch_size=1, num_items=MICROBATCHES)
+        order = Order(
+            device=0,
+            generation=1,
+            plan=self.plan,
+            pipeline_generations=(1,) * len(places),
+            schedules=(ScheduleKind.ONE_F_ONE_B,) * len(places),
+            boundary=0,
+            num_sections=num_sections,
+        )
+        self.standing.give_order(order)
+        self.standing.take_order()
+        self.standing.adopt(order, (0,))
+        self.bank.adopt(order, is_spare=False)
+        groups = SectionGroups(parameters=self.parameters, reducer=self.reducer, everyone=everyone)
+        self.sections.adopt(groups, {})
+
+    def form(self) -> None:
+        self.groups.form(self.keys, lambda: False)
+
+    def compute(self, microbatch: int) -> None:
+        """What a backward pass does: gradients, a loss, a count."""
+        for name, parameter in self.parameters.items():
+            gradient = gradient_of(name, microbatch, whole=self.whole)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.work.losses.append(torch.tensor(float(microbatch), dtype=torch.float64))
+        self.work.counts[microbatch] = 1
+
+    def run_step(self, randomness: random.Random) -> dict[str, torch.Tensor]:
+        """A program with sections, at a pace of its own; returns the sums of the whole step."""
+        for position, microbatch in enumerate(self.share):
+            self.compute(microbatch)
+            time.sleep(randomness.choice([0, 0, 0.002]))
+            if randomness.random() < 0.5:
+                self.look()
+            if position + 1 in self.stops[:-1]:
+                self.begin()
+        self.settle()
+        return self.reducer.finish(lambda: False, plus=self.sections.sums)
+
+    def answer_what_was_posted(self) -> None:
+        """Take part in sums that others have begun and given up: a group in which one is stuck cannot be let go."""
+        self.reducer.begin({})
+        self.reducer.finish(lambda: False)
+
+    def begin(self) -> None:
+        self.sections.begin(self.work)
+
+    def look(self) -> None:
+        self.sections.look()
+
+    def settle(self) -> None:
+        self._drive(self.bank.settle())
+
+    def give_back(self) -> None:
+        self._drive(self.bank.give_back())
+
+    def catch_up(self, record: BankRecord) -> None:
+        self._drive(self.bank.catch_up(record))
+
+    def end_step(self) -> None:
+        self.bank.end_step()
+        self.sections.end_step()
+
+    def _drive(self, effects: Effects) -> None:
+        drive(effects, self._carry_out)
+
+    def _carry_out(self, effect: Effect) -> Outcome:
+        if isinstance(effect, Say):
+            assert isinstance(effect.message, PeerFailed)
+            self.failed.append(effect.message)
+            return None
+        return self.sections.carry_out(effect)
+
+    def _note_banked(self) -> None:
+        self.num_banked += 1
+
+
+class Severed(GradientReducer):
+    """One whose peers are lost while sums are on their way."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(
+        self, interrupted: Callable[[], bool], *, plus: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        raise PeerLost("connection reset by peer")
+
+
+def workers_of(places: Sequence[Place], *, num_sections: int, whole: bool = False) -> list[Worker]:
+    workers: list[Worker] = []
+
+    def publish(key: str, value: bytes) -> None:
+        for worker in workers:
+            worker.board.put(key, value)
+
+    workers += [Worker(place, places, publish, num_sections=num_sections, whole=whole) for place in places]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        list(pool.map(Worker.form, workers))
+    return workers
+
+
+def run_all(workers: Sequence[Worker], seed: int) -> list[dict[str, torch.Tensor]]:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        running = [
+            pool.submit(worker.run_step, random.Random(seed * 100 + index)) for index, worker in enumerate(workers)
+        ]
+        return [each.result(timeout=60) for each in running]
+
+
+def expected_sum(name: str, workers: Sequence[Worker], worker: Worker, *, whole: bool) -> torch.Tensor:
+    owners = {"alone": [worker], "both": workers[:2]}.get(name, workers)
+    microbatches = [microbatch for each in owners for microbatch in each.share]
+    return torch.stack([gradient_of(name, microbatch, whole=whole) for microbatch in microbatches]).sum(0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("places", "num_sections"), [((A, B), 12), ((A, B, C), 4), ((A, B, C), 2)])
+def test_sections_and_the_rest_sum_to_what_one_reduction_sums(
+    places: tuple[Place, ...], num_sections: int, seed: int
+) -> None:
+    """Whoever is ahead and whoever looks seldom; had two posted their sums in different orders, these would be mixed.
+
+    Whole numbers are summed to the last bit.
+    """
+    workers = workers_of(places, num_sections=num_sections, whole=True)
+    for worker, sums in zip(workers, run_all(workers, seed), strict=True):
+        assert worker.num_banked == num_sections - 1
+        assert sums.keys() == worker.parameters.keys()
+        for name, found in sums.items():
+            assert torch.equal(found, expected_sum(name, workers, worker, whole=True))
+        banked = [microbatch for each in workers for microbatch in each.share[: each.stops[-2]]]
+        assert worker.bank.microbatches == tuple(sorted(banked))
+        assert worker.bank.loss == sum(banked)
+        assert sorted(worker.work.counts) == sorted(worker.share[worker.stops[-2] :])
+
+
+def test_fractions_agree_within_rounding_and_all_owners_to_the_last_bit() -> None:
+    workers = workers_of((A, B, C), num_sections=6)
+    found = run_all(workers, 7)
+    for worker, sums in zip(workers, found, strict=True):
+        for name in sums:
+            expected = expected_sum(name, workers, worker, whole=False)
+            assert torch.allclose(sums[name], expected, rtol=0, atol=1e-12)
+    assert torch.equal(found[0]["all"], found[1]["all"])
+    assert torch.equal(found[0]["all"], found[2]["all"])
+    assert torch.equal(found[0]["both"], found[1]["both"])
+
+
+def test_the_next_step_begins_with_nothing_banked() -> None:
+    workers = workers_of((A, B), num_sections=3, whole=True)
+    run_all(workers, 0)
+    for worker in workers:
+        worker.end_step()
+        assert (worker.sections.sums, worker.bank.microbatches, worker.bank.loss) == ({}, (), 0.0)
+        worker.work.losses, worker.work.counts = [], {}
+        for parameter in worker.parameters.values():
+            parameter.grad = None
+    for worker, sums in zip(workers, run_all(workers, 1), strict=True):
+        assert all(torch.equal(found, expected_sum(name, workers, worker, whole=True)) for name, found in sums.items())
+
+
+def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> None:
+    first, other = workers_of((A, B), num_sections=3, whole=True)
+    half = len(first.share) // 2
+    for microbatch in first.share[:half]:
+        first.compute(microbatch)
+    first.begin()
+    assert all(parameter.grad is None for parameter in first.parameters.values()), "nothing is copied"
+    assert first.work.counts == {}
+    for microbatch in first.share[half:]:
+        first.compute(microbatch)
+    first.look()  # the other has not begun, and never will
+    assert first.bank.section is not None
+    first.give_back()
+    assert first.bank.section is None
+    assert first.bank.microbatches == ()
+    assert first.work.counts == dict.fromkeys(first.share, 1)
+    assert first.work.loss == sum(first.share)
+    for name, parameter in first.parameters.items():
+        expected = torch.stack([gradient_of(name, each, whole=True) for each in first.share]).sum(0)
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected)
+    other.answer_what_was_posted()
+
+
+def test_a_section_that_fails_is_told_at_once_and_the_program_goes_on() -> None:
+    first = Worker(A, (A,), lambda _key, _value: None, num_sections=3, whole=True, reducer=Severed)
+    first.form()
+    first.compute(first.share[0])
+    first.begin()
+    first.look()
+    (failed,) = first.failed
+    assert failed.generation == 1
+    first.compute(first.share[1])
+    first.begin()
+    assert first.work.counts == {first.share[1]: 1}
+    assert len(first.failed) == 1
+    with pytest.raises(PeerLost):
+        first.settle()
+    first.give_back()
+    assert sorted(first.work.counts) == sorted(first.share[:2])
+
+
+def test_nothing_is_banked_after_a_fence_and_the_program_goes_on() -> None:
+    """The pipeline is whole: it finishes its microbatches, and what is not banked stays with it."""
+    first, other = workers_of((A, B), num_sections=3, whole=True)
+    for worker in (first, other):
+        worker.compute(worker.share[0])
+    first.standing.answer(Fence(device=0, generation=2, lost=()))
+    first.begin()
+    assert first.bank.section is None
+    assert first.work.counts == {first.share[0]: 1}
+    other.begin()
+    status = other.standing.answer(Fence(device=0, generation=2, lost=()))
+    assert (status.banked, status.bank_reduced) == (None, None)
+    other.look()
+    other.begin()  # does not wait for what will never come
+    with pytest.raises(Interrupted):
+        other.settle()
+    other.give_back()
+    assert other.work.counts == {other.share[0]: 1}
+    first.answer_what_was_posted()
+
+
+def test_a_stopped_pipeline_does_not_wait_to_bank() -> None:
+    first, other = workers_of((A, B), num_sections=3)
+    first.compute(first.share[0])
+    first.begin()
+    first.standing.answer(Fence(device=0, generation=2, lost=("a",)))
+    with pytest.raises(Interrupted):
+        first.begin()
+    other.answer_what_was_posted()
+
+
+def test_whoever_holds_the_sums_banks_them_by_order() -> None:
+    """Both have the sums; a fence keeps one from hearing that all have. The other has banked, so it counts."""
+    first, other = workers_of((A, B), num_sections=2, whole=True)
+    for worker in (first, other):
+        for microbatch in worker.share[: worker.stops[0]]:
+            worker.compute(microbatch)
+        worker.begin()
+    wait_for(lambda: (first.look(), first.standing.answer(Fence(device=0, generation=0, lost=())))[1].bank_reduced)
+    first.standing.answer(Fence(device=0, generation=2, lost=()))
+    other.settle()
+    banked = other.standing.answer(Fence(device=0, generation=2, lost=())).banked
+    assert isinstance(banked, BankRecord)
+    first.look()
+    assert first.sections.sums == {}
+    first.catch_up(banked)
+    assert first.bank.section is None
+    assert first.bank.microbatches == other.bank.microbatches
+    assert first.bank.loss == other.bank.loss == sum(first.bank.microbatches)
+    for name in ("all", "both", "last"):
+        assert torch.equal(first.sections.sums[name], other.sections.sums[name])
+    first.catch_up(banked)
+    assert first.num_banked == 1, "once is enough"
+
+
+def test_a_wait_for_something_else_does_not_hold_up_the_others_section() -> None:
+    """One waits for its neighbour, the other for the section: without a look meanwhile, both would for ever."""
+    first, other = workers_of((A, B), num_sections=2, whole=True)
+    arrived = threading.Event()
+
+    def wait_for_message() -> None:
+        first.sections.look_until(arrived.is_set, lambda: False, [B])
+
+    for worker in (first, other):
+        for microbatch in worker.share[: worker.stops[0]]:
+            worker.compute(microbatch)
+        worker.begin()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_message)
+        other.settle()
+        waiting.result(timeout=60)
+    assert first.num_banked == other.num_banked == 1
+    assert not arrived.is_set(), "with nothing to look after, the wait is the caller's own"
+
+
+def test_a_microbatch_that_is_counted_twice_is_not_banked() -> None:
+    first, other = workers_of((A, B), num_sections=2)
+    for worker in (first, other):
+        for microbatch in worker.share[: worker.stops[0]]:
+            worker.compute(microbatch)
+    other.work.counts[first.share[0]] = 1
+    for worker in (first, other):
+        worker.begin()
+    with ThreadPoolExecutor(2) as pool:
+        for settling in [pool.submit(worker.settle) for worker in (first, other)]:
+            with pytest.raises(AssertionError, match="section 1 of step 1: microbatches counted"):
+                settling.result(timeout=60)
+    assert first.num_banked == other.num_banked == 0
+
+
+def wait_for(ready: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
