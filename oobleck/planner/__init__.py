@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .decision import Decision
-from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Place, Stage, StageTemplate
+from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
 from .profiles import (
     KNOWN_DEVICES,
     KNOWN_MODELS,
@@ -49,7 +49,6 @@ __all__ = [
     "NetworkProfile",
     "Pipeline",
     "PipelineTemplate",
-    "Place",
     "Planner",
     "PlannerSettings",
     "Profile",
@@ -57,6 +56,7 @@ __all__ = [
     "Stage",
     "StageTemplate",
     "TensorParallelPlanner",
+    "WorkerId",
     "device_sheet",
     "device_sheet_from_json",
     "estimate_profile",

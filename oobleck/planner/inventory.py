@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from oobleck.errors import Unrecoverable
 
-from .plan import PipelineTemplate, Place
+from .plan import PipelineTemplate, WorkerId
 
 __all__ = ["Holding", "Inventory", "missing_bytes", "needed_holdings"]
 
@@ -42,11 +42,11 @@ class Inventory:
     """
 
     def __init__(
-        self, holdings: Mapping[str, Holding], num_layers: int, *, leaving: Mapping[str, Holding] | None = None
+        self, layer_store: Mapping[str, Holding], num_layers: int, *, leaving: Mapping[str, Holding] | None = None
     ) -> None:
-        self.holdings = holdings
+        self.layer_store = layer_store
         self.kinds: dict[Holding, list[str]] = defaultdict(list)
-        for node, holding in {**(leaving or {}), **holdings}.items():
+        for node, holding in {**(leaving or {}), **layer_store}.items():
             self.kinds[holding].append(node)
         counts: Counter[int] = Counter()
         for holding, nodes in self.kinds.items():
@@ -54,14 +54,14 @@ class Inventory:
                 for layer in layers:
                     counts[layer] += len(nodes)
         self.num_holders = tuple(counts[layer] for layer in range(num_layers))
-        self._places: dict[tuple[tuple[Holding, int], ...], list[Place]] = {}
+        self._worker_ids: dict[tuple[tuple[Holding, int], ...], list[WorkerId]] = {}
 
     def check_complete(self) -> None:
         """Raise Unrecoverable with the layers that nobody holds."""
         if lost := tuple(layer for layer, number in enumerate(self.num_holders) if not number):
             raise Unrecoverable(lost)
 
-    def holders(self, layer: int) -> list[Place]:
+    def holders(self, layer: int) -> list[WorkerId]:
         """Return the places that hold a layer, sorted; O(kinds of holdings + holders · log holders).
 
         Layers that lie together everywhere share the answer: leave it as it is.
@@ -69,8 +69,8 @@ class Inventory:
         found = tuple(
             (holding, device) for holding in self.kinds for device, layers in enumerate(holding) if layer in layers
         )
-        if found not in self._places:
-            self._places[found] = sorted(
-                Place(node=node, device=device) for holding, device in found for node in self.kinds[holding]
+        if found not in self._worker_ids:
+            self._worker_ids[found] = sorted(
+                WorkerId(node=node, device=device) for holding, device in found for node in self.kinds[holding]
             )
-        return self._places[found]
+        return self._worker_ids[found]

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from oobleck.errors import ConfigError
 
-__all__ = ["ExecutionPlan", "Pipeline", "PipelineTemplate", "Place", "Stage", "StageTemplate"]
+__all__ = ["ExecutionPlan", "Pipeline", "PipelineTemplate", "Stage", "StageTemplate", "WorkerId"]
 
 
-class Place(NamedTuple):
+class WorkerId(NamedTuple):
     """One device of one node: where one worker runs.
 
     A tuple, since a recovery of thousands of workers hashes and compares places hundreds of thousands of times.
@@ -85,7 +85,7 @@ class Stage:
 
     first_layer: int
     stop_layer: int
-    places: tuple[Place, ...]
+    worker_ids: tuple[WorkerId, ...]
 
     @property
     def layers(self) -> range:
@@ -110,8 +110,8 @@ class Pipeline:
             Stage(
                 first_layer=stage.first_layer,
                 stop_layer=stage.stop_layer,
-                places=tuple(
-                    Place(node=self.nodes[stage.node_index], device=stage.first_device + offset)
+                worker_ids=tuple(
+                    WorkerId(node=self.nodes[stage.node_index], device=stage.first_device + offset)
                     for offset in range(stage.num_devices)
                 ),
             )
@@ -119,15 +119,17 @@ class Pipeline:
         )
 
     @cached_property
-    def layers_at(self) -> Mapping[Place, frozenset[int]]:
+    def layers_at(self) -> Mapping[WorkerId, frozenset[int]]:
         """The layers of every worker; those of one template share their sets."""
         sets = self.template.layer_sets
-        return {place: layers for stage, layers in zip(self.stages, sets, strict=True) for place in stage.places}
+        return {
+            worker_id: layers for stage, layers in zip(self.stages, sets, strict=True) for worker_id in stage.worker_ids
+        }
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def worker_ids(self) -> tuple[WorkerId, ...]:
         """All workers of the pipeline, in stage order."""
-        return tuple(place for stage in self.stages for place in stage.places)
+        return tuple(worker_id for stage in self.stages for worker_id in stage.worker_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,23 +158,23 @@ class ExecutionPlan:
         return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def worker_ids(self) -> tuple[WorkerId, ...]:
         """Every worker that trains, sorted; a worker's index here is its rank."""
-        return tuple(sorted(place for each in self.pipelines for place in each.places))
+        return tuple(sorted(worker_id for each in self.pipelines for worker_id in each.worker_ids))
 
     @cached_property
-    def _located(self) -> Mapping[Place, tuple[int, int]]:
+    def _located(self) -> Mapping[WorkerId, tuple[int, int]]:
         return {
-            place: (pipeline_index, stage_index)
+            worker_id: (pipeline_index, stage_index)
             for pipeline_index, pipeline in enumerate(self.pipelines)
             for stage_index, stage in enumerate(pipeline.stages)
-            for place in stage.places
+            for worker_id in stage.worker_ids
         }
 
     @cached_property
-    def layers_at(self) -> Mapping[Place, frozenset[int]]:
+    def layers_at(self) -> Mapping[WorkerId, frozenset[int]]:
         """The layers of every worker that trains; workers of like stages share their sets."""
-        found: dict[Place, frozenset[int]] = {}
+        found: dict[WorkerId, frozenset[int]] = {}
         for pipeline in self.pipelines:
             found.update(pipeline.layers_at)
         return found
@@ -185,18 +187,18 @@ class ExecutionPlan:
     def _bounds(self) -> tuple[int, ...]:
         return tuple(accumulate((pipeline.num_microbatches for pipeline in self.pipelines), initial=0))
 
-    def owners_of(self, layer: int) -> tuple[Place, ...]:
+    def owners_of(self, layer: int) -> tuple[WorkerId, ...]:
         """The workers that hold `layer`, sorted: its owner set."""
         return tuple(
             sorted(
-                place
+                worker_id
                 for pipeline in self.pipelines
                 for stage in pipeline.stages
                 if layer in stage.layers
-                for place in stage.places
+                for worker_id in stage.worker_ids
             )
         )
 
-    def locate(self, place: Place) -> tuple[int, int] | None:
+    def locate(self, worker_id: WorkerId) -> tuple[int, int] | None:
         """(pipeline index, stage index) of a worker, or None for a spare."""
-        return self._located.get(place)
+        return self._located.get(worker_id)

@@ -9,7 +9,7 @@ from oobleck.errors import PlanningError
 
 from .catalog import Catalog
 from .decision import Decision
-from .plan import ExecutionPlan, PipelineTemplate, Place
+from .plan import ExecutionPlan, PipelineTemplate, WorkerId
 from .profiles import Profile
 from .reconfiguration import reconfigure
 from .settings import PlannerSettings
@@ -99,7 +99,7 @@ class Planner:
         leaving: Collection[str] = (),
         resting: Collection[str] = (),
         slow: Mapping[str, float] | None = None,
-        held: Mapping[Place, frozenset[int]] | None = None,
+        held: Mapping[WorkerId, frozenset[int]] | None = None,
     ) -> Decision:
         """Decide what follows a plan once nodes were lost, have joined, or have changed their speeds.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from oobleck.errors import PlanningError
 
 from .decision import Decision
-from .plan import ExecutionPlan, PipelineTemplate, Place
+from .plan import ExecutionPlan, PipelineTemplate, WorkerId
 from .planner import Planner
 from .profiles import LayerProfile, Profile
 from .settings import PlannerSettings
@@ -58,7 +58,7 @@ class TensorParallelPlanner(Planner):
         leaving: Collection[str] = (),
         resting: Collection[str] = (),
         slow: Mapping[str, float] | None = None,
-        held: Mapping[Place, frozenset[int]] | None = None,
+        held: Mapping[WorkerId, frozenset[int]] | None = None,
     ) -> Decision:
         decision = super().reconfigure(
             _contract_plan(plan, self.degree),
@@ -128,17 +128,17 @@ def _with_times_of(layer: LayerProfile, degree: int) -> LayerProfile:
     )
 
 
-def _device(group: Place, degree: int, rank: int) -> Place:
-    return Place(node=group.node, device=group.device * degree + rank)
+def _device(group: WorkerId, degree: int, rank: int) -> WorkerId:
+    return WorkerId(node=group.node, device=group.device * degree + rank)
 
 
-def _contract_held(held: Mapping[Place, frozenset[int]], degree: int) -> Mapping[Place, frozenset[int]]:
+def _contract_held(held: Mapping[WorkerId, frozenset[int]], degree: int) -> Mapping[WorkerId, frozenset[int]]:
     """A group holds what all of its devices hold their shares of."""
     if degree == 1:
         return held
-    groups: dict[Place, list[frozenset[int]]] = {}
-    for place, layers in held.items():
-        groups.setdefault(Place(node=place.node, device=place.device // degree), []).append(layers)
+    groups: dict[WorkerId, list[frozenset[int]]] = {}
+    for worker_id, layers in held.items():
+        groups.setdefault(WorkerId(node=worker_id.node, device=worker_id.device // degree), []).append(layers)
     return {
         group: frozenset.intersection(*shares) if len(shares) == degree else frozenset()
         for group, shares in groups.items()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .inventory import Holding, Inventory
-from .plan import Place
+from .plan import WorkerId
 
 __all__ = ["LayerTransfer", "plan_transfers"]
 
@@ -17,8 +17,8 @@ class LayerTransfer:
     """Part `part` of `num_parts` of a layer's flat state goes from `source` to `target`."""
 
     layer: int
-    source: Place
-    target: Place
+    source: WorkerId
+    target: WorkerId
     part: int = 0
     num_parts: int = 1
 
@@ -32,12 +32,12 @@ def plan_transfers(
     among the readers in turn, at most `max_sources` to each, and different layers start at different holders, so
     that the load stays even. O(transfers + holders · log holders).
     """
-    wanted: dict[int, list[Place]] = defaultdict(list)
+    wanted: dict[int, list[WorkerId]] = defaultdict(list)
     for node, needed in arrivals:
-        held = inventory.holdings[node]
+        held = inventory.layer_store[node]
         for device, layers in enumerate(needed):
             for layer in layers - held[device] if device < len(held) else layers:
-                wanted[layer].append(Place(node=node, device=device))
+                wanted[layer].append(WorkerId(node=node, device=device))
     transfers: list[LayerTransfer] = []
     for layer, targets in sorted(wanted.items()):
         holders = inventory.holders(layer)

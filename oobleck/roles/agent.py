@@ -34,6 +34,7 @@ from oobleck.control.protocol import (
     RecordsOver,
     RemoveUnfinished,
     SaveState,
+    ScanRequest,
     SetUpWorker,
     StartWorker,
     StateNotSaved,
@@ -43,7 +44,6 @@ from oobleck.control.protocol import (
     StoragePaths,
     StoreKeys,
     StorePut,
-    Survey,
     WorkerBound,
     WorkerExited,
     WorkerFailed,
@@ -51,11 +51,11 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import ConfigError, PeerError, WorkersUnavailable
 from oobleck.job import ControlSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
-from .letters import Letters
+from .checkpoint_persister import CheckpointPersister
 from .ports import CheckpointStore, MasterConnection, WorkerHandle, WorkerHost
-from .safekeeping import Safekeeping
+from .resend_queue import ResendQueue
 
 __all__ = ["Agent"]
 
@@ -129,21 +129,21 @@ class Agent:
         self._starting: set[int] = set()
         self._worker_ended = trio.Event()
         self._generation = 0
-        self._letters = Letters(limit=_UNSAID_LIMIT)
+        self._resend_queue = ResendQueue(limit=_UNSAID_LIMIT)
         self._next: MasterConnection | None = None
         """Of a master that has come, and is not served yet."""
         self._master_came = trio.Event()
         self._heard_s = 0.0
         """When a master last said something."""
         self._stop_reason: str | None = None
-        self._safekeeping = None if checkpoints is None else Safekeeping(checkpoints, self._letters.add)
+        self._persister = None if checkpoints is None else CheckpointPersister(checkpoints, self._resend_queue.add)
 
     async def run(self) -> str:
         """Serve masters, one after the other; returns why it ended."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_fork_server)
-            if self._safekeeping is not None:
-                nursery.start_soon(self._safekeeping.run)
+            if self._persister is not None:
+                nursery.start_soon(self._persister.run)
             nursery.start_soon(self._meet_masters)
             while self._stop_reason is None:
                 with trio.move_on_after(self._patience_s):
@@ -151,8 +151,8 @@ class Agent:
                 connection, self._next, self._master_came = self._next, None, trio.Event()
                 if connection is None:
                     self._stop_reason = f"no master came for {self._patience_s:g} s"
-                    if self._safekeeping is not None:
-                        self._safekeeping.leave()
+                    if self._persister is not None:
+                        self._persister.leave()
                     break
                 await self._serve(connection, nursery)
             for worker in self._workers.values():
@@ -224,28 +224,28 @@ class Agent:
             worker.handle.kill()
         while self._workers or self._starting:
             await self._worker_ended.wait()
-        if self._safekeeping is not None:
+        if self._persister is not None:
             with trio.move_on_after(_LEAVE_S / 2):
-                await self._safekeeping.settle()
-            self._safekeeping.leave()
-        self._letters.add(AgentStopped(reason=self._stop_reason or ""))
-        await self._letters.all_said()
+                await self._persister.settle()
+            self._persister.leave()
+        self._resend_queue.add(AgentStopped(reason=self._stop_reason or ""))
+        await self._resend_queue.all_said()
 
     async def _speak(self, connection: MasterConnection) -> None:
         """Say what there is to say at once, and a heartbeat every so often."""
-        self._letters.repeat_unheard()
+        self._resend_queue.repeat_unheard()
         beats_s = trio.current_time()
         while True:
             with trio.move_on_at(beats_s):
-                await self._letters.wait()
+                await self._resend_queue.wait()
             now_s = trio.current_time()
             if now_s >= beats_s:
                 beats_s = now_s + (self._duty.interval_s if self._duty else _UNTIL_TOLD_S)
                 if self._duty is not None:
-                    self._letters.beat(asks=now_s - self._heard_s >= _ASKS_AFTER * self._patience_s)
-            if said := self._letters.take():
+                    self._resend_queue.beat(asks=now_s - self._heard_s >= _ASKS_AFTER * self._patience_s)
+            if said := self._resend_queue.take():
                 await connection.send(said)
-                self._letters.note_sent()
+                self._resend_queue.note_sent()
 
     async def _watch_for_notice(
         self, await_notice: Callable[[ControlSpec], Awaitable[str]], control: ControlSpec
@@ -254,11 +254,11 @@ class Agent:
 
     async def _watch_fork_server(self) -> None:
         while True:
-            self._letters.add(ForkServerEnded(reason=await self._host.server_ended()))
+            self._resend_queue.add(ForkServerEnded(reason=await self._host.server_ended()))
 
     def request_leave(self, reason: str) -> None:
         """Ask the master to drain this node."""
-        self._letters.add(Leaving(reason=reason))
+        self._resend_queue.add(Leaving(reason=reason))
 
     def _obey(self, message: MasterMessage, nursery: trio.Nursery) -> None:
         match message:
@@ -271,12 +271,12 @@ class Agent:
                     self._is_watching = True
                     nursery.start_soon(self._watch_for_notice, self._await_notice, message.job.control)
             case Heartbeat(sequence=sequence):
-                self._letters.heard(sequence)
+                self._resend_queue.heard(sequence)
             case Greeting():
                 raise PeerError("a second greeting on one connection")
             case CommitCheckpoint() | PersistState() | RemoveUnfinished():
-                if self._safekeeping is not None:
-                    self._safekeeping.take(message)
+                if self._persister is not None:
+                    self._persister.take(message)
             case StartWorker(device=device):
                 configure = self._duty_for(device)
                 # A master that took over may ask for what the one before has asked for.
@@ -295,7 +295,7 @@ class Agent:
                 | ProfileRequest(device=device)
                 | SaveState(device=device)
                 | FindCheckpoints(device=device)
-                | Survey(device=device)
+                | ScanRequest(device=device)
                 | StepRecords(device=device)
                 | RecordsOver(device=device)
             ):
@@ -314,7 +314,7 @@ class Agent:
         try:
             self._storage = self._checkpoints.open(configure.job.checkpoint, run=configure.run)
         except ConfigError as error:
-            self._letters.add(StateNotSaved(device=0, name="", step=0, reason=str(error)))
+            self._resend_queue.add(StateNotSaved(device=0, name="", step=0, reason=str(error)))
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class Agent:
         """Start a worker, relay for it, and report its end."""
         setup = SetUpWorker(
             job=configure.job,
-            place=Place(node=configure.node, device=device),
+            worker_id=WorkerId(node=configure.node, device=device),
             address=configure.address,
             torch_threads=configure.torch_threads,
             cache_dir=str(self._cache_dir),
@@ -354,7 +354,7 @@ class Agent:
             handle = await self._host.start(setup)
         except WorkersUnavailable as error:
             self._starting.remove(device)
-            self._letters.add(AgentStopped(reason=f"no worker can be started: {error}", is_failure=True))
+            self._resend_queue.add(AgentStopped(reason=f"no worker can be started: {error}", is_failure=True))
             return
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
         worker = _Worker(handle, outgoing)
@@ -362,7 +362,7 @@ class Agent:
         self._starting.remove(device)
         if self._stop_reason is not None:
             handle.kill()
-        self._letters.add(WorkerStarted(device=device, pid=handle.pid))
+        self._resend_queue.add(WorkerStarted(device=device, pid=handle.pid))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_to_worker, worker, queue)
             with trio.CancelScope() as listening:
@@ -372,7 +372,7 @@ class Agent:
             end = await handle.wait()
             nursery.cancel_scope.cancel()
         del self._workers[device]
-        self._letters.add(
+        self._resend_queue.add(
             WorkerExited(
                 device=device,
                 pid=handle.pid,
@@ -411,15 +411,15 @@ class Agent:
                 case StorePut(key=key, value=value):
                     for other in sorted(self._workers.keys() - {device}):
                         self._tell(other, StoreKeys(keys=((key, value),)))
-                    self._letters.add(message)
+                    self._resend_queue.add(message)
                 case Pace():
-                    self._letters.add_in_passing(message)
+                    self._resend_queue.add_in_passing(message)
                 case StateSaved():
-                    self._letters.add(message)
-                    if self._safekeeping is not None:
-                        self._safekeeping.take(message)
+                    self._resend_queue.add(message)
+                    if self._persister is not None:
+                        self._persister.take(message)
                 case _:
-                    self._letters.add(message)
+                    self._resend_queue.add(message)
 
 
 async def _close(connection: MasterConnection) -> None:

@@ -19,12 +19,12 @@ from oobleck.control.events import (
     KeyGathering,
     KillRequested,
     LookUpProfile,
+    MessageReceived,
     NodeFailed,
     NodeUp,
     PassOn,
     ProfileFound,
     Record,
-    Said,
     Send,
     SendAll,
     StoreProfile,
@@ -145,7 +145,7 @@ class Master:
         return self._coordinator.handle_deadline(self.now_s)
 
     def _feed(self, event: Event) -> list[Command]:
-        if isinstance(event, Said):
+        if isinstance(event, MessageReceived):
             for listener in self._listeners:
                 listener(event.node, self.now_s)
         return self._coordinator.handle(self.now_s, event)
@@ -275,7 +275,7 @@ class _Tunnel:
 
     async def _read(self, connection: AgentConnection) -> None:
         while True:
-            said = Said(node=self._spec.name, message=await connection.receive())
+            said = MessageReceived(node=self._spec.name, message=await connection.receive())
             try:
                 self._events.send_nowait(said)
             except trio.WouldBlock:

@@ -291,7 +291,7 @@ def _pipeline_parts(index: int, pipeline: Pipeline) -> Iterator[str]:
         layers = layers_text(stage.first_layer, stage.stop_layer)
         share = stage.stop_layer - stage.first_layer
         yield (
-            f'<div class="stage" style="flex-grow:{share}">{escape(stage.places[0].node)}'
+            f'<div class="stage" style="flex-grow:{share}">{escape(stage.worker_ids[0].node)}'
             f"<small>layers {layers}</small></div>"
         )
     yield "</div>"

@@ -225,11 +225,11 @@ def test_a_file_that_is_none_is_told_wherever_one_is_named(
     hosts = tmp_path / "hosts"
     hosts.write_text("node1\n")
     words = TAKEN[what]
-    ending = next((word.removeprefix("FILE") for word in words if word.startswith("FILE")), "")
+    shutdown = next((word.removeprefix("FILE") for word in words if word.startswith("FILE")), "")
     for kind, make in MADE.items():
-        path = tmp_path / f"{kind.replace(' ', '-')}{ending}"
+        path = tmp_path / f"{kind.replace(' ', '-')}{shutdown}"
         make(path)
-        names = {f"FILE{ending}": str(path), "HOSTS": str(hosts)}
+        names = {f"FILE{shutdown}": str(path), "HOSTS": str(hosts)}
         assert main([names.get(word, word) for word in words]) == 78, kind
         said = capsys.readouterr().err
         assert said.startswith(f"oobleck: {what.strip()} {path}: "), said

@@ -226,22 +226,22 @@ def changed(draw: st.DrawFn, document: Any) -> Any:
     """A document in which one to three values, or keys, are others."""
     document = json.loads(json.dumps(document))
     for _ in range(draw(st.integers(1, 3))):
-        place = document
+        worker_id = document
         while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            keys = list(worker_id) if isinstance(worker_id, dict) else list(range(len(worker_id)))
             if not keys:
                 break
             key = draw(st.sampled_from(keys))
-            if isinstance(place[key], dict | list) and place[key] and draw(st.integers(0, 3)):
-                place = place[key]
+            if isinstance(worker_id[key], dict | list) and worker_id[key] and draw(st.integers(0, 3)):
+                worker_id = worker_id[key]
                 continue
             match draw(st.integers(0, 3)):
                 case 0:
-                    del place[key]
-                case 1 if isinstance(place, dict):
-                    place[draw(st.sampled_from(["", "nonsense", "\ud800", "node"]))] = draw(ODD)
+                    del worker_id[key]
+                case 1 if isinstance(worker_id, dict):
+                    worker_id[draw(st.sampled_from(["", "nonsense", "\ud800", "node"]))] = draw(ODD)
                 case _:
-                    place[key] = draw(ODD)
+                    worker_id[key] = draw(ODD)
             break
     return document
 

@@ -11,11 +11,11 @@ from oobleck.control.events.inputs import (
     Command,
     End,
     Event,
+    MessageReceived,
     NodeFailed,
     NodeUp,
     ProfileFound,
     Record,
-    Said,
     Send,
     SendAll,
 )
@@ -34,7 +34,7 @@ from oobleck.control.protocol.messages import (
     WorkerReady,
 )
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Place, profile_to_json
+from oobleck.planner import WorkerId, profile_to_json
 from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
 
@@ -114,7 +114,7 @@ class Bench:
         return commands
 
     def say(self, node: str, *messages: AgentMessage) -> list[Command]:
-        return self.feed(*(Said(node=node, message=message) for message in messages))
+        return self.feed(*(MessageReceived(node=node, message=message) for message in messages))
 
     def wait(self, seconds: float) -> list[Command]:
         self.now_s += seconds
@@ -143,8 +143,8 @@ class Bench:
         for spec in self.nodes:
             self.up(spec.name)
             for device in range(spec.num_devices):
-                place = Place(node=spec.name, device=device)
-                self.say(spec.name, ready(device, doorbell=Doorbell(place=place, host="10.0.0.1", port=9)))
+                worker_id = WorkerId(node=spec.name, device=device)
+                self.say(spec.name, ready(device, doorbell=Doorbell(worker_id=worker_id, host="10.0.0.1", port=9)))
         self.feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
 
     def commit(self, node: str, step: int, **fields) -> list[Command]:

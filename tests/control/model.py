@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from oobleck import __version__
 from oobleck.control.commit.sections import banked_after
 from oobleck.control.coordinator.coordinator import Coordinator, Phase
-from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import (
     AddRequested,
     Command,
@@ -24,12 +24,12 @@ from oobleck.control.events.inputs import (
     End,
     Event,
     LookUpProfile,
+    MessageReceived,
     NodeFailed,
     NodeUp,
     PassOn,
     ProfileFound,
     Record,
-    Said,
     Send,
     SendAll,
     StopRequested,
@@ -57,7 +57,7 @@ from oobleck.control.protocol.messages import (
     WorkerStarted,
 )
 from oobleck.job import ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName
-from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Place, Profile, profile_to_json
+from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, WorkerId, profile_to_json
 from oobleck.sim.cluster.fabric import Fabric, Violation
 from oobleck.sim.cluster.layers import Version
 from oobleck.sim.cluster.shards import VirtualShards
@@ -172,8 +172,8 @@ class VirtualNode:
     """The coordinator wants nothing more of it."""
 
     @property
-    def places(self) -> list[Place]:
-        return [worker.place for worker in self.workers.values()]
+    def worker_ids(self) -> list[WorkerId]:
+        return [worker.worker_id for worker in self.workers.values()]
 
     @property
     def is_counted(self) -> bool:
@@ -228,9 +228,9 @@ class World:
                 found.append(f"down {name}")
             for worker in node.workers.values():
                 if worker.can_step:
-                    found.append(f"work {worker.place}")
+                    found.append(f"work {worker.worker_id}")
                 elif worker.wait.can_fail() and not worker.is_stuck:
-                    found.append(f"fail {worker.place}")
+                    found.append(f"fail {worker.worker_id}")
         return [*found, "time"]
 
     def make(self, move: str) -> None:
@@ -260,7 +260,7 @@ class World:
             case "lose":
                 self.nodes[subject].up.pop()
             case "crash":
-                self._crash(self._worker(subject).place)
+                self._crash(self._worker(subject).worker_id)
             case "freeze" | "hang" | "thaw":
                 self._beat()
                 self.nodes[subject].is_frozen = kind != "thaw"
@@ -288,9 +288,9 @@ class World:
                 raise AssertionError(move)
         self._check(move)
 
-    def can_blip(self, place: Place) -> bool:
+    def can_blip(self, worker_id: WorkerId) -> bool:
         """The network may fail under this worker, although nobody is gone."""
-        worker = self._workers().get(place)
+        worker = self._workers().get(worker_id)
         return worker is not None and not worker.is_stuck and worker.wait.touches_network and not worker.can_step
 
     # --- faults ------------------------------------------------------------------------------------------------
@@ -307,35 +307,37 @@ class World:
         node.up.clear()
         node.up.append(NodeFailed(node=node.spec.name, cause=Cause.CONNECTION_LOST, evidence="its connection was lost"))
 
-    def _crash(self, place: Place) -> None:
-        node = self.nodes[place.node]
-        del node.workers[place.device]
-        self._fabric.end(place, max(self._orders))
-        node.up.append(WorkerExited(device=place.device, pid=node.pids[place.device], signal=9))
+    def _crash(self, worker_id: WorkerId) -> None:
+        node = self.nodes[worker_id.node]
+        del node.workers[worker_id.device]
+        self._fabric.end(worker_id, max(self._orders))
+        node.up.append(WorkerExited(device=worker_id.device, pid=node.pids[worker_id.device], signal=9))
 
     def _replace_master(self) -> None:
         """The master is killed: what it sent may be lost; what it was told is told again to the next one."""
-        remains = read_remains(self.journal)
-        if remains is None:
+        replayed = replay_run(self.journal)
+        if replayed is None:
             return  # nothing is trained yet: its successor starts anew
         for name, node in self.nodes.items():
             node.down.clear()
             node.up = deque(said for said in node.up if not isinstance(said, NodeUp | NodeFailed))
-            node.is_dropped = node.is_dropped or name not in {spec.name for spec in remains.nodes}
+            node.is_dropped = node.is_dropped or name not in {spec.name for spec in replayed.nodes}
         self.coordinator = Coordinator(
-            self.job, self.shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", remains=remains
+            self.job, self.shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", replayed=replayed
         )
         self._carry_out(self.coordinator.start(self.now_s))
 
     def _end_workers(self, node: VirtualNode) -> None:
-        for place in node.places:
-            self._fabric.end(place, max(self._orders))
+        for worker_id in node.worker_ids:
+            self._fabric.end(worker_id, max(self._orders))
 
     # --- moves -------------------------------------------------------------------------------------------------
 
     def _deliver_up(self, node: VirtualNode) -> None:
         said = node.up.popleft()
-        self._feed(said if isinstance(said, NodeUp | NodeFailed) else Said(node=node.spec.name, message=said))
+        self._feed(
+            said if isinstance(said, NodeUp | NodeFailed) else MessageReceived(node=node.spec.name, message=said)
+        )
 
     def _deliver_down(self, node: VirtualNode) -> None:
         message = node.down.popleft()
@@ -350,7 +352,7 @@ class World:
                 node.is_dead = True
             case KillWorker(device=device):
                 if device in node.workers:
-                    self._crash(Place(node=node.spec.name, device=device))
+                    self._crash(WorkerId(node=node.spec.name, device=device))
             case StoreKeys():
                 for worker in node.workers.values():
                     worker.take(message)
@@ -370,7 +372,7 @@ class World:
         self._beaten_s = self.now_s
         for name, node in self.nodes.items():
             if node.is_counted and not node.is_frozen:
-                self.coordinator.handle(self.now_s, Said(node=name, message=Heartbeat(sequence=0)))
+                self.coordinator.handle(self.now_s, MessageReceived(node=name, message=Heartbeat(sequence=0)))
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.coordinator.handle(self.now_s, event))
@@ -446,12 +448,17 @@ class World:
         return NodeUp(node=node.spec.name, hello=hello, address="127.0.0.1")
 
     def _start_worker(self, node: VirtualNode, device: int) -> None:
-        place = Place(node=node.spec.name, device=device)
+        worker_id = WorkerId(node=node.spec.name, device=device)
         node.workers[device] = SteppedWorker(
-            place, self.job, self._fabric, lambda message: self._say(place, message), self.shape.profile, self.shards
+            worker_id,
+            self.job,
+            self._fabric,
+            lambda message: self._say(worker_id, message),
+            self.shape.profile,
+            self.shards,
         )
         node.pids[device] = pid = next(self._pids)
-        self._say(place, WorkerStarted(device=device, pid=pid))
+        self._say(worker_id, WorkerStarted(device=device, pid=pid))
         ready = WorkerReady(
             device=device,
             pid=pid,
@@ -462,13 +469,13 @@ class World:
             torch_version="2.9",
             shards=self.job.data.shards,
         )
-        self._say(place, ready)
+        self._say(worker_id, ready)
 
-    def _say(self, place: Place, message: AgentMessage) -> None:
-        node = self.nodes[place.node]
+    def _say(self, worker_id: WorkerId, message: AgentMessage) -> None:
+        node = self.nodes[worker_id.node]
         if isinstance(message, StorePut):
             for device, worker in node.workers.items():
-                if device != place.device:
+                if device != worker_id.device:
                     worker.take(StoreKeys(keys=((message.key, message.value),)))
         if not (node.is_cut or node.is_dropped):
             node.up.append(message)
@@ -479,19 +486,22 @@ class World:
         node, _, device = name.partition(":")
         return self.nodes[node].workers[int(device)]
 
-    def _workers(self) -> dict[Place, SteppedWorker]:
+    def _workers(self) -> dict[WorkerId, SteppedWorker]:
         """The workers that count: neither dead nor given up."""
         return {
-            worker.place: worker for node in self.nodes.values() if node.is_counted for worker in node.workers.values()
+            worker.worker_id: worker
+            for node in self.nodes.values()
+            if node.is_counted
+            for worker in node.workers.values()
         }
 
     @property
-    def plan_places(self) -> tuple[Place, ...]:
-        return self._orders[max(self._orders)].plan.places
+    def plan_places(self) -> tuple[WorkerId, ...]:
+        return self._orders[max(self._orders)].plan.worker_ids
 
     def standing_still(self) -> str:
         """What everybody waits for, for the message of a violation."""
-        waits = [f"{place}: {worker.wait.what}" for place, worker in sorted(self._workers().items())]
+        waits = [f"{worker_id}: {worker.wait.what}" for worker_id, worker in sorted(self._workers().items())]
         return f"{self.coordinator.phase}; " + "; ".join(waits)
 
     # --- the promises ------------------------------------------------------------------------------------------
@@ -534,21 +544,21 @@ class World:
 
     def _check(self, move: str) -> None:
         workers = {
-            place: worker
-            for place, worker in self._workers().items()
-            if worker.standing.adopted >= self._restored_generation
+            worker_id: worker
+            for worker_id, worker in self._workers().items()
+            if worker.commit_state.adopted >= self._restored_generation
         }
         copied = {layer for worker in workers.values() for layer in (*worker.kept, *worker.layers)}
         versions: dict[tuple[int, tuple[int, ...]], Version] = {}
         for worker in workers.values():
             for step, runs in worker.taken.items():
                 if self.taken.setdefault(step, runs) != runs:
-                    raise Violation(f"step {step} takes {runs} on {worker.place}, elsewhere {self.taken[step]}")
+                    raise Violation(f"step {step} takes {runs} on {worker.worker_id}, elsewhere {self.taken[step]}")
             worker.taken.clear()
             for layer, version in (worker.kept | worker.layers).items():
                 known = versions.setdefault((version.step, version.banked), version)
                 if known != version:
-                    raise Violation(f"layer {layer} on {worker.place} is {version}, elsewhere {known}")
+                    raise Violation(f"layer {layer} on {worker.worker_id} is {version}, elsewhere {known}")
         self._versions |= {step: version for (step, _), version in versions.items()}
         # Without redundancy, whoever is to take a layer may die in the moment in which all others let it go.
         is_redundant = next((old.redundant for old in reversed(self.journal) if isinstance(old, PlanAdopted)), False)
@@ -558,23 +568,25 @@ class World:
         if move.startswith("work"):
             self._check_claims(workers)
 
-    def _check_claims(self, workers: dict[Place, SteppedWorker]) -> None:
+    def _check_claims(self, workers: dict[WorkerId, SteppedWorker]) -> None:
         """Hold workers to what they would answer."""
-        newest = max((worker.standing.adopted for worker in workers.values()), default=0)
+        newest = max((worker.commit_state.adopted for worker in workers.values()), default=0)
         longest = max((version.step for worker in workers.values() for version in worker.layers.values()), default=0)
         for worker in workers.values():
             for layer, version in (worker.kept | worker.layers).items():
-                if worker.is_settled and version.step != worker.standing.applied:
-                    raise Violation(f"{worker.place} claims layer {layer} at {worker.standing.applied}: {version}")
+                if worker.is_settled and version.step != worker.commit_state.applied:
+                    raise Violation(
+                        f"{worker.worker_id} claims layer {layer} at {worker.commit_state.applied}: {version}"
+                    )
                 if worker.is_settled and layer in worker.layers:
                     self._check_bank(worker, version)
-                is_settled = worker.standing.adopted == newest and worker.is_settled
+                is_settled = worker.commit_state.adopted == newest and worker.is_settled
                 if layer in worker.layers and version.step < longest - 1 and is_settled:
-                    raise Violation(f"layer {layer} on {worker.place} is {longest - version.step} steps behind")
+                    raise Violation(f"layer {layer} on {worker.worker_id} is {longest - version.step} steps behind")
 
     def _check_bank(self, worker: SteppedWorker, version: Version) -> None:
         """Hold a worker to what it would answer of the sections that it has banked."""
-        status = worker.standing.answer(Fence(device=0, generation=0, lost=()))
+        status = worker.commit_state.answer(Fence(device=0, generation=0, lost=()))
         order = self._orders.get(status.adopted)
         if order is None:
             return
@@ -582,7 +594,7 @@ class World:
         number = 0 if status.banked is None else status.banked.number
         claimed = banked_after(order.plan, before, order.num_sections, number)
         if version.banked != claimed:
-            raise Violation(f"{worker.place} claims to have banked {claimed}: {version}")
+            raise Violation(f"{worker.worker_id} claims to have banked {claimed}: {version}")
 
     def check_end(self) -> None:
         """What must hold when the run is over."""

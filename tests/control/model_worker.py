@@ -12,7 +12,7 @@ from oobleck.control.commit.groups import PlaceInPlan
 from oobleck.control.commit.worker_effects import Compute
 from oobleck.control.protocol.messages import WorkerMessage
 from oobleck.job import JobSpec
-from oobleck.planner import Place, Profile
+from oobleck.planner import Profile, WorkerId
 from oobleck.schedule import Instruction, Op, compile_schedule
 from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.cluster.moves import Moves
@@ -48,7 +48,7 @@ class SteppedPrograms(Programs):
             raise
 
     def _instruct(self, instruction: Instruction, microbatch: int, work: Work, seat: PlaceInPlan) -> Moves:
-        stopped = self.standing.is_pipeline_stopped
+        stopped = self.commit_state.is_pipeline_stopped
         match instruction.op:
             case Op.LOAD:
                 yield Wait("load", lambda: not stopped(), stopped)
@@ -56,34 +56,34 @@ class SteppedPrograms(Programs):
                 yield from self._receive(instruction.op, microbatch, work, seat)
             case Op.SEND_F | Op.SEND_B:
                 forward = instruction.op is Op.SEND_F
-                target = seat.pipeline.places[seat.stage + (1 if forward else -1)]
+                target = seat.pipeline.worker_ids[seat.stage + (1 if forward else -1)]
                 yield Wait("send", lambda: True, can_fail=lambda: self.fabric.lacks_a_member(seat.lane_key))
                 tag = 2 * microbatch + (not forward)
-                self.fabric.send(seat.lane_key, self.place, target, tag, (work.step, microbatch))
+                self.fabric.send(seat.lane_key, self.worker_id, target, tag, (work.step, microbatch))
             case Op.BACKWARD_INPUT:
                 yield Wait("backward_input", lambda: not stopped(), stopped)
             case Op.BACKWARD | Op.BACKWARD_WEIGHT:
                 yield Wait("backward", lambda: not stopped(), stopped)
                 if seat.lane_key in self.spoiled:
                     group = label(seat.lane_key)
-                    raise Violation(f"{self.place} computes over {group}, which was given up half-way before")
-                self.standing.note_microbatch()
+                    raise Violation(f"{self.worker_id} computes over {group}, which was given up half-way before")
+                self.commit_state.note_microbatch()
                 work.microbatches.append(microbatch)
 
     def _receive(self, op: Op, microbatch: int, work: Work, seat: PlaceInPlan) -> Moves:
         forward = op is Op.RECV_F
-        source = seat.pipeline.places[seat.stage + (-1 if forward else 1)]
+        source = seat.pipeline.worker_ids[seat.stage + (-1 if forward else 1)]
         tag = 2 * microbatch + (not forward)
         yield Wait(
             f"{op.value} of microbatch {microbatch} of step {work.step}",
-            lambda: self.fabric.has_mail(seat.lane_key, source, self.place, tag),
-            self.standing.is_pipeline_stopped,
+            lambda: self.fabric.has_mail(seat.lane_key, source, self.worker_id, tag),
+            self.commit_state.is_pipeline_stopped,
             lambda: self.fabric.lacks_a_member(seat.lane_key),
             touches_network=True,
         )
-        received = self.fabric.receive(seat.lane_key, source, self.place, tag)
+        received = self.fabric.receive(seat.lane_key, source, self.worker_id, tag)
         if received != (work.step, microbatch):
-            raise Violation(f"{self.place} wants microbatch {microbatch} of step {work.step}, got {received}")
+            raise Violation(f"{self.worker_id} wants microbatch {microbatch} of step {work.step}, got {received}")
 
 
 class SteppedWorker(VirtualWorker):
@@ -93,11 +93,11 @@ class SteppedWorker(VirtualWorker):
 
     def __init__(
         self,
-        place: Place,
+        worker_id: WorkerId,
         job: JobSpec,
         fabric: Fabric,
         say: Callable[[WorkerMessage], None],
         profile: Profile,
         shards: VirtualShards,
     ) -> None:
-        super().__init__(place, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0, shards=shards)
+        super().__init__(worker_id, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0, shards=shards)

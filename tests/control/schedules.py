@@ -163,7 +163,7 @@ def strike(world: World, fault: Fault) -> None:
 
 def _name(world: World, fault: Fault) -> str | None:
     counted = [name for name, node in world.nodes.items() if node.is_counted]
-    places = [place for name in counted for place in world.nodes[name].places]
+    worker_ids = [worker_id for name in counted for worker_id in world.nodes[name].worker_ids]
     match fault.kind:
         case "stop" | "join" | "master":
             return fault.kind
@@ -173,10 +173,10 @@ def _name(world: World, fault: Fault) -> str | None:
             shard, number = fault.target % len(world.shape.shards), fault.target // len(world.shape.shards)
             return f"{fault.kind} {shard}:{number}"
         case "crash" | "stick":
-            place = places[fault.target % len(places)] if places else None
-            return f"{fault.kind} {place}" if place else None
+            worker_id = worker_ids[fault.target % len(worker_ids)] if worker_ids else None
+            return f"{fault.kind} {worker_id}" if worker_id else None
         case "blip":
-            able = [place for place in places if world.can_blip(place)]
+            able = [worker_id for worker_id in worker_ids if world.can_blip(worker_id)]
             return f"blip {able[fault.target % len(able)]}" if able else None
         case _:
             name = counted[fault.target % len(counted)] if counted else None
@@ -193,12 +193,12 @@ def _is_possible_fault(world: World, move: str) -> bool:
                 and (kind != "lose" or bool(world.nodes[subject].up))
             )
         case "crash" | "stick":
-            return any(str(place) == subject for node in world.nodes.values() for place in node.places)
+            return any(str(worker_id) == subject for node in world.nodes.values() for worker_id in node.worker_ids)
         case "blip":
             return any(
-                str(place) == subject and world.can_blip(place)
+                str(worker_id) == subject and world.can_blip(worker_id)
                 for node in world.nodes.values()
-                for place in node.places
+                for worker_id in node.worker_ids
             )
         case "thaw":
             return subject in world.nodes and world.nodes[subject].is_frozen

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from oobleck.control.commit.judgement import NOTHING_BANKED
 from oobleck.control.commit.sections import shares_of
-from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.journal.entries import PlanAdopted, RecoveryDone
 from oobleck.control.protocol.messages import NOTHING, Banked, BankRecord
 from tests.control.coordinator.test_coordinator import LONG, answer_all, held, training
@@ -69,7 +69,9 @@ def test_a_plan_in_the_middle_of_a_step_is_followed_by_others_in_the_same_step()
     bench.resume(two, *others)
     bench.fail(two)
     for node in others:
-        layers = next(tuple(sorted(held)) for place, held in second.plan.layers_at.items() if place.node == node)
+        layers = next(
+            tuple(sorted(held)) for worker_id, held in second.plan.layers_at.items() if worker_id.node == node
+        )
         bench.answer(node, adopted=second.generation, layers=layers, banked=banked(1, generation=second.generation))
     bench.wait(0.01)
     third = bench.orders[-1]
@@ -83,8 +85,8 @@ def test_a_master_that_takes_over_in_the_middle_of_a_step_knows_what_is_banked()
     bench.fail(lost)
     answer_all(bench, *others, microbatches_done=14, banked=banked(5))
     order = bench.orders[-1]
-    remains = read_remains(bench.entries(bench.commands))
-    assert remains is not None
-    assert remains.generations.bank_of(order.generation, 1, 0) == (1, 5)
-    assert remains.generations.bank_of(order.generation, 2, 0) == NOTHING_BANKED
-    assert remains.generations.shares(order.generation, 1) == shares_of(order.plan, order.banked.microbatches)
+    replayed = replay_run(bench.entries(bench.commands))
+    assert replayed is not None
+    assert replayed.generations.bank_of(order.generation, 1, 0) == (1, 5)
+    assert replayed.generations.bank_of(order.generation, 2, 0) == NOTHING_BANKED
+    assert replayed.generations.shares(order.generation, 1) == shares_of(order.plan, order.banked.microbatches)

@@ -7,7 +7,7 @@ from itertools import product
 
 from oobleck.cli.exit_codes import ExitCode
 from oobleck.control.coordinator.coordinator import Phase
-from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import ProfileFound, StopRequested
 from oobleck.control.journal.diagnosis import diagnose
 from oobleck.control.journal.entries import (
@@ -39,7 +39,7 @@ from oobleck.control.protocol.messages import (
     StateSaved,
 )
 from oobleck.job import CheckpointSpec
-from oobleck.planner import Place, profile_to_json
+from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import Bench, ready
 from tests.control.model import Shape
 
@@ -433,8 +433,8 @@ def lost_state(*found: FoundState) -> Bench:
     for step in range(1, 8):
         bench.commit("n0", step)
     plan = bench.orders[0].plan
-    for place in plan.owners_of(0):
-        bench.fail(place.node)
+    for worker_id in plan.owners_of(0):
+        bench.fail(worker_id.node)
     for node in survivors(bench):
         bench.answer(node, applied=7, adopted=1, layers=(2, 3))
     bench.wait(0.02)
@@ -442,7 +442,7 @@ def lost_state(*found: FoundState) -> Bench:
 
 
 def survivors(bench: Bench) -> tuple[str, ...]:
-    return tuple(sorted(place.node for place in bench.orders[0].plan.owners_of(3)))
+    return tuple(sorted(worker_id.node for worker_id in bench.orders[0].plan.owners_of(3)))
 
 
 def test_a_layer_without_a_copy_goes_back_to_the_newest_checkpoint_of_this_run() -> None:
@@ -452,7 +452,7 @@ def test_a_layer_without_a_copy_goes_back_to_the_newest_checkpoint_of_this_run()
     assert order.restore is not None
     assert (order.restore.name, order.boundary) == (state(5).name, 5)
     assert bench.journal(PlanAdopted)[-1].action is Action.CHECKPOINT
-    left = tuple(sorted(place.node for place in order.plan.places))
+    left = tuple(sorted(worker_id.node for worker_id in order.plan.worker_ids))
     assert not bench.commit(left[0], 8, generation=1), "what was begun before counts for nothing"
     assert bench.commit(left[0], 6, generation=order.generation)
     bench.resume(*left)
@@ -494,7 +494,7 @@ def test_a_copy_that_differs_is_replaced_by_the_others() -> None:
     bench.wait(0.02)
     order = bench.orders[-1]
     assert order.generation == 2
-    assert {(item.layer, item.target) for item in order.transfers} == {(2, Place(node="n1", device=0))}
+    assert {(item.layer, item.target) for item in order.transfers} == {(2, WorkerId(node="n1", device=0))}
     assert {item.source.node for item in order.transfers} == {"n0", "n2"}
 
 
@@ -573,9 +573,9 @@ def test_a_journal_knows_whether_all_that_happened_is_in_it() -> None:
         ((begun, over), None),
         ((begun, replace(over, num_lost=2)), replace(over, num_lost=2)),
     ):
-        remains = read_remains([*entries, *gaps])
-        assert remains is not None
-        assert remains.gap == expected
+        replayed = replay_run([*entries, *gaps])
+        assert replayed is not None
+        assert replayed.gap == expected
         said = summarize([*entries, *gaps]).journal_lacks
         assert said == ("" if expected is None else expected.describe())
         assert bool(diagnose([*entries, *gaps])) == bool(gaps)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.commit.progress import Progress
-from oobleck.control.coordinator.replayed_run import read_remains
-from oobleck.control.events.effects import Outbox
+from oobleck.control.coordinator.replayed_run import replay_run
+from oobleck.control.events.effects import Effects
 from oobleck.control.events.inputs import Record
 from oobleck.control.journal.entries import Cause, Evaluated, NodeLost, PlanAdopted, RecoveryStarted
 from oobleck.control.protocol.messages import Evaluating, EvaluationDone, Order
@@ -98,24 +98,24 @@ def test_a_new_master_knows_what_was_evaluated_and_what_was_forgotten_with_a_che
     bench.commit("n0", 6)
     bench.say("n0", done(3), done(6))
     entries = bench.entries(bench.commands)
-    remains = read_remains(entries)
-    assert remains is not None
-    assert remains.evaluated_step == 6
+    replayed = replay_run(entries)
+    assert replayed is not None
+    assert replayed.evaluated_step == 6
     adopted = next(entry for entry in entries if isinstance(entry, PlanAdopted))
-    remains = read_remains([*entries, replace(adopted, generation=2, restored="step-4", restored_step=4)])
-    assert remains is not None
-    assert remains.evaluated_step == 4
+    replayed = replay_run([*entries, replace(adopted, generation=2, restored="step-4", restored_step=4)])
+    assert replayed is not None
+    assert replayed.evaluated_step == 4
 
 
 def test_what_is_evaluated_again_after_going_back_is_told_again():
-    outbox = Outbox()
-    progress = Progress(Shape(num_nodes=3).job, outbox)
+    effects = Effects()
+    progress = Progress(Shape(num_nodes=3).job, effects)
     for step in (3, 6):
         progress.evaluate(done(step))
     progress.go_back(4, generation=2)
     progress.evaluate(done(3))
     progress.evaluate(done(6, loss=1.0))
-    told = [command.entry for command in outbox.take() if isinstance(command, Record)]
+    told = [command.entry for command in effects.take() if isinstance(command, Record)]
     assert [(entry.step, entry.loss) for entry in told if isinstance(entry, Evaluated)] == [
         (3, 2.0),
         (6, 2.0),

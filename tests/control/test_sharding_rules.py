@@ -8,29 +8,29 @@ from collections.abc import Sequence
 import pytest
 
 from oobleck.control.commit.progress import Progress
-from oobleck.control.data.record_assigner import Dealer
+from oobleck.control.data.record_assigner import RecordAssigner
 from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
-from oobleck.control.events.effects import Outbox
+from oobleck.control.events.effects import Effects
 from oobleck.control.events.inputs import Record, Send, SendAll
 from oobleck.control.journal.data_view import DataView
 from oobleck.control.journal.entries import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.protocol.data_position import DataPosition, OpenShard, digest_of_shards
 from oobleck.control.protocol.messages import (
     CommitRecord,
-    Found,
     Order,
     RecordsFailed,
     RecordsOver,
     Restore,
+    ScanAnswer,
+    ScanRequest,
+    ScanResult,
     StepRecords,
-    Survey,
-    Surveyed,
 )
 from oobleck.errors import PeerError
 from oobleck.job import DataSpec, JobSpec
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 
-PLACES = (Place(node="a", device=0), Place(node="b", device=0))
+PLACES = (WorkerId(node="a", device=0), WorkerId(node="b", device=0))
 NAMES = ("first.bin", "second.bin")
 
 
@@ -41,9 +41,9 @@ class Bench:
         self.job = JobSpec(
             data=DataSpec(shards=NAMES, **data), max_steps=max_steps, global_batch_size=4, microbatch_size=2
         )
-        self.outbox = Outbox()
-        self.progress = Progress(self.job, self.outbox)
-        self.sharding = Sharding(self.job, self.progress, self.outbox, places=lambda: PLACES)
+        self.effects = Effects()
+        self.progress = Progress(self.job, self.effects)
+        self.sharding = Sharding(self.job, self.progress, self.effects, worker_ids=lambda: PLACES)
         self.entries: list[object] = []
 
     def begin(self, *, generation: int = 1, boundary: int = 0, position: DataPosition | None = None) -> int:
@@ -66,10 +66,10 @@ class Bench:
 
     def go_on(self, *, now_s: float = 0.0) -> list[object]:
         """Let it go on; returns what it says to workers."""
-        self.outbox.now_s = now_s
+        self.effects.now_s = now_s
         self.sharding.go_on(1, save=False)
         said: list[object] = []
-        for command in self.outbox.take():
+        for command in self.effects.take():
             match command:
                 case Record(entry=entry):
                     self.entries.append(entry)
@@ -77,13 +77,15 @@ class Bench:
                     said.append(command.message)
         return said
 
-    def survey(self, said: Sequence[object]) -> Survey:
-        (survey,) = [each for each in said if isinstance(each, Survey)]
+    def survey(self, said: Sequence[object]) -> ScanRequest:
+        (survey,) = [each for each in said if isinstance(each, ScanRequest)]
         return survey
 
-    def answer(self, survey: Survey, place: Place, lengths: Sequence[int] = (10, 10), *, grows: bool = False) -> None:
+    def answer(
+        self, survey: ScanRequest, worker_id: WorkerId, lengths: Sequence[int] = (10, 10), *, grows: bool = False
+    ) -> None:
         found = tuple(
-            Found(
+            ScanResult(
                 shard=want.shard,
                 bounds=tuple(range(want.start, min(want.start + want.limit, lengths[want.shard]) + 1)),
                 items=(),
@@ -91,7 +93,7 @@ class Bench:
             )
             for want in survey.wants
         )
-        self.sharding.surveyed(place, Surveyed(device=0, request=survey.request, found=found))
+        self.sharding.surveyed(worker_id, ScanAnswer(device=0, request=survey.request, found=found))
 
     def commit(self, step: int) -> None:
         record = CommitRecord(
@@ -108,7 +110,7 @@ class Bench:
         assert self.progress.commit(record)
         self.sharding.committed(step)
 
-    def asked(self, survey: Survey) -> Place:
+    def asked(self, survey: ScanRequest) -> WorkerId:
         return PLACES[survey.request % len(PLACES)]
 
 
@@ -155,9 +157,9 @@ def test_whoever_does_not_answer_in_time_is_not_waited_for():
 
 
 def test_a_long_problem_is_cut_before_it_is_stored_with_every_state():
-    dealer = Dealer(1, seed=0, batch=1, chunk=1, at_once=1, epochs=1, follows=False, items_per_record=1)
-    dealer.bar(0, "x" * 10_000)
-    assert [len(left.problem) for left in dealer.left] == [120]
+    assigner = RecordAssigner(1, seed=0, batch=1, chunk=1, at_once=1, epochs=1, follows=False, items_per_record=1)
+    assigner.bar(0, "x" * 10_000)
+    assert [len(left.problem) for left in assigner.left] == [120]
 
 
 def test_what_a_lost_node_was_asked_another_one_is():
@@ -187,11 +189,11 @@ def test_the_third_failure_puts_a_shard_in_quarantine_and_deals_anew_without_it(
     bench.commit(1)
     for attempt, wait_s in ((1, 1.0), (2, 2.0), (3, 0.0)):
         now_s = 10.0 * attempt
-        bench.outbox.now_s = now_s
+        bench.effects.now_s = now_s
         failed = RecordsFailed(device=0, generation=attempt, shard=shard, position=4, problem="broken")
         bench.sharding.failed(attempt, failed)
         assert bench.sharding.takes_regrouping() is (wait_s == 0.0)
-        bench.outbox.now_s = now_s + wait_s
+        bench.effects.now_s = now_s + wait_s
         assert bench.sharding.takes_regrouping() is (wait_s != 0.0)
         is_same = bench.sharding.can_finish(2, generation=attempt)
         assert is_same is (attempt < 3)
@@ -201,7 +203,7 @@ def test_the_third_failure_puts_a_shard_in_quarantine_and_deals_anew_without_it(
     bench.answer(bench.survey(said), bench.asked(bench.survey(said)))
     anew = [each for each in [*said, *bench.go_on()] if isinstance(each, StepRecords)]
     assert {run.shard for each in anew for run in each.runs} == {1 - shard}
-    assert (anew[0].step, anew[0].edition) == (2, 2)
+    assert (anew[0].step, anew[0].assignment_version) == (2, 2)
     (entry,) = [each for each in bench.entries if isinstance(each, ShardQuarantined)]
     assert (entry.shard, entry.problem) == (NAMES[shard], "broken")
     over = bench.sharding.outcome("9 steps are committed", can_resume=True)
@@ -218,7 +220,7 @@ def test_going_back_to_a_checkpoint_goes_back_in_the_data():
     for step in (1, 2, 3):
         bench.commit(step)
     assert bench.order(generation=2, boundary=2, position=first[1].after) == 2
-    bench.outbox.take()
+    bench.effects.take()
     survey = bench.survey(bench.go_on())
     bench.answer(survey, bench.asked(survey))
     again = [each for each in bench.go_on() if isinstance(each, StepRecords)]
@@ -235,14 +237,14 @@ def test_a_new_master_deals_on_where_the_one_before_has_stopped():
         each.answer(survey, each.asked(survey), (6, 6) if each is bench else (10, 10))
     expected = [each for each in whole.go_on() if isinstance(each, StepRecords)]
     said = [each for each in bench.go_on() if isinstance(each, StepRecords)]
-    remains = ShardRemains()
+    replayed = ShardRemains()
     journal = [each for each in bench.entries if isinstance(each, ShardsKnown | DataPlaced | RecordsDealt)]
     for entry in journal[: len(journal) - 1]:  # the last one was never written
-        remains.note(entry)
+        replayed.note(entry)
     successor = Bench()
-    successor.sharding.restore(remains)
+    successor.sharding.restore(replayed)
     successor.sharding.tell(PLACES[:1])
-    assert steps([command.message for command in successor.outbox.take() if isinstance(command, SendAll)]) == steps(
+    assert steps([command.message for command in successor.effects.take() if isinstance(command, SendAll)]) == steps(
         said[:-1]
     )
     survey = successor.survey(successor.go_on())
@@ -286,10 +288,10 @@ def test_the_end_is_told_where_no_step_could_tell_it():
 @pytest.mark.parametrize(
     "found",
     [
-        Found(shard=2, bounds=(0, 1), items=(), is_end=False),
-        Found(shard=0, bounds=(), items=(), is_end=False),
-        Found(shard=0, bounds=(0, 2, 1), items=(), is_end=False),
-        Found(shard=0, bounds=(0, 1), items=(1, 2), is_end=False),
+        ScanResult(shard=2, bounds=(0, 1), items=(), is_end=False),
+        ScanResult(shard=0, bounds=(), items=(), is_end=False),
+        ScanResult(shard=0, bounds=(0, 2, 1), items=(), is_end=False),
+        ScanResult(shard=0, bounds=(0, 1), items=(1, 2), is_end=False),
     ],
 )
 def test_answers_that_make_no_sense_break_the_protocol(found):
@@ -297,7 +299,7 @@ def test_answers_that_make_no_sense_break_the_protocol(found):
     bench.begin()
     survey = bench.survey(bench.go_on())
     with pytest.raises(PeerError):
-        bench.sharding.surveyed(bench.asked(survey), Surveyed(device=0, request=survey.request, found=(found,)))
+        bench.sharding.surveyed(bench.asked(survey), ScanAnswer(device=0, request=survey.request, found=(found,)))
 
 
 def test_a_place_in_other_shards_is_no_place_in_these():

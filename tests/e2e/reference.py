@@ -48,7 +48,7 @@ def each_reference_loss(
     torch.set_num_threads(1)  # two wait for each other, where others use the machine as well: ten times as slow
     assembly = assemble(job, cache_dir=cache_dir)
     dataset, structure = assembly.train, assembly.structure
-    model, optimizer = _beginning(job, structure)
+    model, optimizer = _startup(job, structure)
     for step in range(1, job.max_steps + 1):
         samples = samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples)
         num_items = len(samples) * dataset.items_per_sample
@@ -69,7 +69,7 @@ def each_reference_loss(
         yield total
 
 
-def _beginning(job: JobSpec, structure: ModelStructure) -> tuple[StageModel, torch.optim.Optimizer]:
+def _startup(job: JobSpec, structure: ModelStructure) -> tuple[StageModel, torch.optim.Optimizer]:
     """The whole model with its initial values, and its optimizer."""
     model = StageModel(structure, dtype=getattr(torch, job.dtype), device="cpu")
     model.adopt(0, structure.num_layers, {})
@@ -94,7 +94,7 @@ def losses_of_rows(job: JobSpec, batches: Sequence[torch.Tensor]) -> list[float]
     """Losses of steps that take these samples, [samples, length] each; the last may have fewer than others."""
     torch.set_num_threads(1)
     structure = structure_of_job(job)
-    model, optimizer = _beginning(job, structure)
+    model, optimizer = _startup(job, structure)
     losses = []
     for step, rows in enumerate(batches, 1):
         num_items = rows.shape[0] * (rows.shape[1] - 1)

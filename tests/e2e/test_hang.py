@@ -70,8 +70,8 @@ def test_a_hang_is_explained_and_its_culprit_starts_again(runner: Runner, tmp_pa
     (sprung,) = tmp_path.glob("trap.*")
     culprit = next(node for node, pid in before.items() if pid == int(sprung.suffix[1:]))
     (explained,) = (entry for entry in runner.journal() if entry["@type"] == "HangExplained")
-    assert [place["node"] for place in explained["stuck"]] == [culprit]
-    (stack,) = (text for place, text in explained["stacks"] if place["node"] == culprit)
+    assert [worker_id["node"] for worker_id in explained["stuck"]] == [culprit]
+    (stack,) = (text for worker_id, text in explained["stacks"] if worker_id["node"] == culprit)
     assert "time.sleep(1)" in stack
     (incident,) = incidents(runner)
     assert (incident["root"]["failure"], incident["root"]["node"]) == ("stuck", culprit)

@@ -26,7 +26,7 @@ SETTLING_S = 20.0
 
 
 @dataclass(frozen=True)
-class Holdings:
+class LayerStore:
     """What the processes of those that stay have open."""
 
     worker_descriptors: int
@@ -35,11 +35,11 @@ class Holdings:
     master_descriptors: int
 
 
-def holdings(run: Elastic, runner: Runner) -> Holdings:
+def layer_store(run: Elastic, runner: Runner) -> LayerStore:
     """Of node0's worker, which lives all along, of the agents that stay, and of the master."""
     worker = worker_pids(runner)["node0"]
     agents = [pid for node in ("node0", "node1") for pid in runner.pids(node, "agent")]
-    return Holdings(
+    return LayerStore(
         worker_descriptors=_count(worker, "fd"),
         worker_threads=_count(worker, "task"),
         agents_descriptors=tuple(_count(agent, "fd") for agent in agents),
@@ -47,12 +47,12 @@ def holdings(run: Elastic, runner: Runner) -> Holdings:
     )
 
 
-def settled(run: Elastic, runner: Runner, expected: Holdings | None = None) -> Holdings:
+def settled(run: Elastic, runner: Runner, expected: LayerStore | None = None) -> LayerStore:
     """What is held once it is no more than expected; without an expectation, once it stays for a second."""
     end_s = time.monotonic() + SETTLING_S
-    before: list[Holdings] = []
+    before: list[LayerStore] = []
     while time.monotonic() < end_s:
-        before.append(holdings(run, runner))
+        before.append(layer_store(run, runner))
         if before[-1] == expected or (expected is None and len(before) > 10 and len(set(before[-10:])) == 1):
             break
         time.sleep(0.1)

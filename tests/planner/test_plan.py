@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from oobleck.errors import ConfigError
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 
 
 def template(*stages: tuple[int, int, int]) -> PipelineTemplate:
@@ -31,17 +31,17 @@ def test_microbatches_are_numbered_through_the_pipelines() -> None:
 
 
 def test_workers_are_ranked_by_place_and_located() -> None:
-    places = plan().places
-    assert [str(place) for place in places] == ["a:0", "b:0", "c:0"]
-    assert [plan().locate(place) for place in places] == [(0, 1), (1, 0), (0, 0)]
-    assert plan().locate(Place(node="d", device=0)) is None
+    worker_ids = plan().worker_ids
+    assert [str(worker_id) for worker_id in worker_ids] == ["a:0", "b:0", "c:0"]
+    assert [plan().locate(worker_id) for worker_id in worker_ids] == [(0, 1), (1, 0), (0, 0)]
+    assert plan().locate(WorkerId(node="d", device=0)) is None
     assert plan().nodes == ("a", "b", "c")
 
 
 def test_every_worker_has_the_layers_of_its_stage() -> None:
-    assert set(plan().layers_at) == set(plan().places)
-    for place, layers in plan().layers_at.items():
-        assert layers == {layer for layer in range(plan().num_layers) if place in plan().owners_of(layer)}
+    assert set(plan().layers_at) == set(plan().worker_ids)
+    for worker_id, layers in plan().layers_at.items():
+        assert layers == {layer for layer in range(plan().num_layers) if worker_id in plan().owners_of(layer)}
 
 
 def test_owners_of_a_layer_are_one_worker_of_each_pipeline() -> None:
@@ -57,7 +57,7 @@ def test_stages_of_several_devices_have_several_places() -> None:
         stages=(StageTemplate(first_layer=0, stop_layer=1, node_index=0, first_device=2, num_devices=2),)
     )
     pipeline = Pipeline(template=wide, nodes=("a",), num_microbatches=1)
-    assert [str(place) for place in pipeline.places] == ["a:2", "a:3"]
+    assert [str(worker_id) for worker_id in pipeline.worker_ids] == ["a:2", "a:3"]
     assert list(pipeline.stages[0].layers) == [0]
 
 

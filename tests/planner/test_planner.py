@@ -63,7 +63,7 @@ def test_spares_are_told() -> None:
 def test_every_node_has_as_many_stages_as_devices() -> None:
     plan = planner(devices_per_node=4, num_pipelines=1).initial_plan(nodes(2)).plan
     assert plan.pipelines[0].template.num_stages == 8
-    assert len(plan.places) == 8
+    assert len(plan.worker_ids) == 8
 
 
 def test_several_pipelines_of_nodes_with_several_devices_reconfigure() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, Place, Planner, PlannerSettings, TensorParallelPlanner
+from oobleck.planner import Decision, Planner, PlannerSettings, TensorParallelPlanner, WorkerId
 from tests.planner.simple_profiles import make_profile
 
 NODES = tuple(f"n{index}" for index in range(6))
@@ -25,10 +25,10 @@ def planners(degree: int, groups_per_node: int) -> tuple[TensorParallelPlanner, 
     )
 
 
-def by_groups(decision: Decision, degree: int) -> list[list[tuple[range, tuple[Place, ...]]]]:
+def by_groups(decision: Decision, degree: int) -> list[list[tuple[range, tuple[WorkerId, ...]]]]:
     return [
         [
-            (stage.layers, tuple(Place(node=p.node, device=p.device // degree) for p in stage.places[::degree]))
+            (stage.layers, tuple(WorkerId(node=p.node, device=p.device // degree) for p in stage.worker_ids[::degree]))
             for stage in pipeline.stages
         ]
         for pipeline in decision.plan.pipelines
@@ -55,15 +55,15 @@ def test_a_plan_for_groups_is_the_plan_for_as_many_devices(degree: int, groups: 
     for item in found.transfers:
         assert item.source.device % degree == item.target.device % degree, "shares of one rank alone are alike"
     for pipeline in found.plan.pipelines:
-        assert all(len(stage.places) == degree for stage in pipeline.stages)
+        assert all(len(stage.worker_ids) == degree for stage in pipeline.stages)
 
 
 def test_a_layer_is_held_by_a_group_only_if_every_device_holds_its_share() -> None:
     grouped, _ = planners(2, 1)
     plan = grouped.initial_plan(NODES[:2]).plan
-    held = {place: frozenset(range(8)) for place in plan.places}
-    held[Place(node="n0", device=1)] = frozenset({0})
-    held[Place(node="n1", device=1)] = frozenset({0})
+    held = {worker_id: frozenset(range(8)) for worker_id in plan.worker_ids}
+    held[WorkerId(node="n0", device=1)] = frozenset({0})
+    held[WorkerId(node="n1", device=1)] = frozenset({0})
     with pytest.raises(Unrecoverable, match="1"):
         grouped.reconfigure(plan, held=held)
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from oobleck.errors import Unrecoverable
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.planner.inventory import Holding, Inventory
 from oobleck.planner.transfers import plan_transfers
 
@@ -17,16 +17,16 @@ def test_a_layer_is_read_in_equal_parts_from_all_its_holders() -> None:
     inventory = Inventory({"a": (ALL,), "b": (NONE,), "c": (frozenset({1}),)}, 2)
     transfers = plan_transfers([("b", (ALL,))], inventory, max_sources=16)
     assert [(t.layer, t.source.node, t.target, t.part, t.num_parts) for t in transfers] == [
-        (0, "a", Place(node="b", device=0), 0, 1),
-        (1, "a", Place(node="b", device=0), 0, 2),
-        (1, "c", Place(node="b", device=0), 1, 2),
+        (0, "a", WorkerId(node="b", device=0), 0, 1),
+        (1, "a", WorkerId(node="b", device=0), 0, 2),
+        (1, "c", WorkerId(node="b", device=0), 1, 2),
     ]
 
 
 def test_more_holders_than_a_reader_takes_are_shared_out_in_turn() -> None:
-    holdings: dict[str, Holding] = {f"h{index}": (frozenset({0}),) for index in range(8)}
-    holdings |= {f"t{index}": (NONE,) for index in range(6)}
-    inventory = Inventory(holdings, 1)
+    layer_store: dict[str, Holding] = {f"h{index}": (frozenset({0}),) for index in range(8)}
+    layer_store |= {f"t{index}": (NONE,) for index in range(6)}
+    inventory = Inventory(layer_store, 1)
     for num_targets, num_parts, most_sent in ((1, 4, 1), (2, 4, 1), (4, 2, 1), (6, 1, 1)):
         arrivals = [(f"t{index}", (frozenset({0}),)) for index in range(num_targets)]
         transfers = plan_transfers(arrivals, inventory, max_sources=4)
@@ -46,7 +46,7 @@ def test_several_devices_of_a_node_each_get_what_they_lack() -> None:
         max_sources=1,
     )
     assert [(t.layer, t.source, t.target) for t in transfers] == [
-        (0, Place(node="a", device=0), Place(node="b", device=1))
+        (0, WorkerId(node="a", device=0), WorkerId(node="b", device=1))
     ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.errors import OobleckError
-from oobleck.planner import Decision, LayerTransfer, Place, Planner, PlannerSettings
+from oobleck.planner import Decision, LayerTransfer, Planner, PlannerSettings, WorkerId
 from oobleck.planner.what_if import moved_bytes, transfer_s, what_if_one_is_lost, what_if_two_are_lost
 from tests.examples import examples
 from tests.planner.simple_profiles import make_profile, node_names
@@ -79,7 +79,10 @@ def test_transfers_are_counted_where_they_use_the_network():
 
     def transfer(layer: int, source: str, target: str, num_parts: int = 1) -> LayerTransfer:
         return LayerTransfer(
-            layer=layer, source=Place(node=source, device=0), target=Place(node=target, device=1), num_parts=num_parts
+            layer=layer,
+            source=WorkerId(node=source, device=0),
+            target=WorkerId(node=target, device=1),
+            num_parts=num_parts,
         )
 
     transfers = (transfer(0, "a", "b"), transfer(1, "a", "c", 2), transfer(1, "d", "c", 2), transfer(2, "d", "d"))

@@ -162,7 +162,7 @@ async def test_workers_are_set_up_and_reported(autojump_clock: MockClock):
         await link.master.send([StartWorker(device=0), StartWorker(device=1)])
         started = [await hear(link, WorkerStarted) for _ in range(2)]
         assert {message.device for message in started} == {0, 1}
-        assert {worker.setup.place.device for worker in desk.host.workers} == {0, 1}
+        assert {worker.setup.worker_id.device for worker in desk.host.workers} == {0, 1}
         assert desk.host.prepared, "what workers need is prepared as soon as the job is known"
 
 

@@ -142,7 +142,7 @@ class VirtualHost:
     async def worker(self, device: int = 0) -> VirtualWorker:
         """Wait for the worker of a device; the newest, where it was started again."""
         async with self._started:
-            while not (found := [worker for worker in self.workers if worker.setup.place.device == device]):
+            while not (found := [worker for worker in self.workers if worker.setup.worker_id.device == device]):
                 await self._started.wait()
         return found[-1]
 

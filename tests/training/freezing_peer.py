@@ -11,12 +11,12 @@ import os
 import sys
 import threading
 
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.training.comm.groups import GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import Board
-from oobleck.training.comm.waiter import Signals
+from oobleck.training.comm.rendezvous import RendezvousTable
+from oobleck.training.comm.waiter import Waiter
 
-A, B, C = (Place(node=node, device=0) for node in "abc")
+A, B, C = (WorkerId(node=node, device=0) for node in "abc")
 
 
 def keys_of(generation: int) -> dict[str, GroupKey]:
@@ -30,8 +30,8 @@ def say(**words: object) -> None:
 
 
 def main() -> None:
-    board = Board(lambda key, value, _nodes: say(key=key, value=value.hex()))
-    table = GroupTable(C, "127.0.0.1", board, Signals())
+    board = RendezvousTable(lambda key, value, _nodes: say(key=key, value=value.hex()))
+    table = GroupTable(C, "127.0.0.1", board, Waiter())
 
     def form(generation: int) -> None:
         table.form(keys_of(generation).values(), lambda: False)

@@ -20,9 +20,9 @@ from oobleck.training.data.data import prepare_dataset
 from oobleck.training.data.shard_files import LineShard
 from oobleck.training.data.shard_reader import Extent
 from oobleck.training.data.shard_readers import NO_TOKEN, RecordText, ShardReader, ShardSet, register_stream
-from oobleck.training.data.shard_scanner import Surveyor
+from oobleck.training.data.shard_scanner import ShardScanner
 from oobleck.training.process.assembly import assemble
-from oobleck.wire import RecordRun, StepRecords, Survey, Surveyed, Want
+from oobleck.wire import RecordRun, ScanAnswer, ScanRange, ScanRequest, StepRecords
 from tests.examples import examples
 
 LENGTH = 4
@@ -52,8 +52,8 @@ def _tokenizer(tmp_path: Path) -> str:
 
 
 def read_all(shards: ShardSet, extent: Extent, shard: int = 0) -> list[list[int]]:
-    places = zip(extent.bounds[:-1], extent.bounds[1:], strict=True)
-    return [shards.read(shard, start, stop).tolist() for start, stop in places]
+    worker_ids = zip(extent.bounds[:-1], extent.bounds[1:], strict=True)
+    return [shards.read(shard, start, stop).tolist() for start, stop in worker_ids]
 
 
 def test_rows_of_tokens_are_told_and_read(tmp_path: Path):
@@ -198,7 +198,7 @@ def test_a_step_takes_what_it_was_told_and_nothing_where_there_is_no_more(tmp_pa
     assert records is not None
     told = StepRecords(
         device=0,
-        edition=1,
+        assignment_version=1,
         step=3,
         runs=(RecordRun(shard=0, bounds=(2, 3, 4, 5)),),
         num_items=9,
@@ -222,10 +222,10 @@ def test_a_step_takes_what_it_was_told_and_nothing_where_there_is_no_more(tmp_pa
 def test_a_worker_answers_what_lies_in_shards_and_what_cannot_be_read(tmp_path: Path):
     rows(2).astype("<u2").tofile(tmp_path / "a.bin")
     (tmp_path / "b.npy").write_bytes(b"this is no array")
-    said: queue.SimpleQueue[Surveyed] = queue.SimpleQueue()
-    surveyor = Surveyor(spec(tmp_path / "a.bin", tmp_path / "b.npy"), 0, said.put)
-    wants = tuple(Want(shard=shard, start=0, limit=5) for shard in (0, 1))
-    surveyor.ask(Survey(device=0, request=7, wants=wants))
+    said: queue.SimpleQueue[ScanAnswer] = queue.SimpleQueue()
+    scanner = ShardScanner(spec(tmp_path / "a.bin", tmp_path / "b.npy"), 0, said.put)
+    wants = tuple(ScanRange(shard=shard, start=0, limit=5) for shard in (0, 1))
+    scanner.ask(ScanRequest(device=0, request=7, wants=wants))
     answer = said.get(timeout=10)
     assert (answer.request, answer.found[0].bounds, answer.found[0].is_end) == (7, (0, 1, 2), True)
     assert answer.found[1].problem is not None

@@ -45,8 +45,8 @@ def test_a_long_step_is_drawn_from_both_ends():
     found = evaluate(ScheduleKind.ONE_F_ONE_B, 4, 200, forward_s=1, backward_s=2, optimizer_s=5)
     first, *_, axis, _legend = (line.plain for line in timeline_lines(found, width=80))
     assert len(first) <= 80
-    beginning, _, end = first.partition(" ⋯ ")
-    assert beginning.startswith("stage 0 ████·")
+    startup, _, end = first.partition(" ⋯ ")
+    assert startup.startswith("stage 0 ████·")
     assert end.endswith("·▓▓·▓▓·▓▓%%%%%")
     assert axis.split() == ["0.000", "s", "34.0", "s", "580", "s", "614", "s"]
 

@@ -28,7 +28,7 @@ from oobleck.job import (
     ScalingSpec,
     bounds_of,
 )
-from oobleck.planner import Pipeline, PipelineTemplate, Place, StageTemplate
+from oobleck.planner import Pipeline, PipelineTemplate, StageTemplate, WorkerId
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -53,8 +53,8 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
     """Values of an annotation; NaN, which equals nothing, is not among them."""
     if annotation in _PLAIN:
         return _PLAIN[annotation]
-    if annotation is Place:
-        return st.builds(Place, node=TEXT, device=INTEGERS)
+    if annotation is WorkerId:
+        return st.builds(WorkerId, node=TEXT, device=INTEGERS)
     if is_dataclass(annotation):
         return _HELPED[annotation]() if annotation in _HELPED else built(annotation)
     origin, arguments = get_origin(annotation), get_args(annotation)

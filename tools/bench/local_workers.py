@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, Place, Profile, profile_from_json
+from oobleck.planner import ExecutionPlan, Profile, WorkerId, profile_from_json
 from oobleck.schedule import ScheduleKind
 from oobleck.training.process import run_worker
 from oobleck.wire import (
@@ -48,7 +48,7 @@ class Trained:
 
     records: tuple[CommitRecord, ...]
     """One a step."""
-    finished: Mapping[Place, Finished]
+    finished: Mapping[WorkerId, Finished]
 
 
 def fork_context() -> ForkServerContext:
@@ -62,32 +62,38 @@ class LocalWorkers:
     """Workers of named nodes, one device each unless told otherwise. A context manager: they end with it."""
 
     def __init__(
-        self, job: JobSpec, places: tuple[Place, ...], *, context: ForkServerContext, cache_dir: Path, threads: int
+        self,
+        job: JobSpec,
+        worker_ids: tuple[WorkerId, ...],
+        *,
+        context: ForkServerContext,
+        cache_dir: Path,
+        threads: int,
     ) -> None:
-        self._places = places
+        self._worker_ids = worker_ids
         self._selector = selectors.DefaultSelector()
-        self._sockets: dict[Place, socket.socket] = {}
+        self._sockets: dict[WorkerId, socket.socket] = {}
         self._processes = []
-        for place in places:
+        for worker_id in worker_ids:
             ours, theirs = socket.socketpair()
             process = context.Process(target=run_worker, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
-            self._sockets[place] = ours
-            self._selector.register(ours, selectors.EVENT_READ, (place, FrameDecoder(WorkerMessage)))
+            self._sockets[worker_id] = ours
+            self._selector.register(ours, selectors.EVENT_READ, (worker_id, FrameDecoder(WorkerMessage)))
             setup = SetUpWorker(
                 job=job,
-                place=place,
+                worker_id=worker_id,
                 address="127.0.0.1",
                 torch_threads=threads,
                 cache_dir=str(cache_dir),
                 device_memory_bytes=job.device_memory_bytes or 4 << 30,
             )
-            self._tell(place, setup)
-        ready: set[Place] = set()
-        while ready != set(places):
-            ready.update(place for place, message in self._hear() if isinstance(message, WorkerReady))
+            self._tell(worker_id, setup)
+        ready: set[WorkerId] = set()
+        while ready != set(worker_ids):
+            ready.update(worker_id for worker_id, message in self._hear() if isinstance(message, WorkerReady))
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -103,7 +109,7 @@ class LocalWorkers:
 
     def profile(self) -> Profile:
         """Have the first worker measure the model's layers while the others wait."""
-        self._tell(self._places[0], ProfileRequest(device=self._places[0].device))
+        self._tell(self._worker_ids[0], ProfileRequest(device=self._worker_ids[0].device))
         while True:
             for _, message in self._hear():
                 if isinstance(message, Profiled):
@@ -111,9 +117,9 @@ class LocalWorkers:
 
     def train(self, plan: ExecutionPlan, kind: ScheduleKind, *, num_sections: int = 1) -> Trained:
         """Train from the initial values to the job's last step; each step is cut into so many sections."""
-        for place in self._places:
+        for worker_id in self._worker_ids:
             order = Order(
-                device=place.device,
+                device=worker_id.device,
                 generation=1,
                 plan=plan,
                 pipeline_generations=(1,) * len(plan.pipelines),
@@ -122,40 +128,40 @@ class LocalWorkers:
                 num_sections=num_sections,
                 initial=True,
             )
-            self._tell(place, order)
+            self._tell(worker_id, order)
         records: dict[int, CommitRecord] = {}
-        finished: dict[Place, Finished] = {}
-        while finished.keys() != set(plan.places):
-            for place, message in self._hear():
+        finished: dict[WorkerId, Finished] = {}
+        while finished.keys() != set(plan.worker_ids):
+            for worker_id, message in self._hear():
                 match message:
                     case StepCommitted(record=record):
                         records[record.step] = record
                     case Finished():
-                        finished[place] = message
+                        finished[worker_id] = message
                     case _:
                         pass
         return Trained(records=tuple(record for _, record in sorted(records.items())), finished=finished)
 
-    def _hear(self) -> list[tuple[Place, WorkerMessage]]:
+    def _hear(self) -> list[tuple[WorkerId, WorkerMessage]]:
         """Wait for words of any worker; those for other workers are passed on."""
-        heard: list[tuple[Place, WorkerMessage]] = []
+        heard: list[tuple[WorkerId, WorkerMessage]] = []
         events = self._selector.select(_TIMEOUT_S)
         if not events:
             raise RuntimeError(f"no worker said anything for {_TIMEOUT_S:g} s")
         for key, _ in events:
-            place, decoder = key.data
-            data = self._sockets[place].recv(1 << 16)
+            worker_id, decoder = key.data
+            data = self._sockets[worker_id].recv(1 << 16)
             if not data:
-                raise RuntimeError(f"the worker of {place} is gone")
+                raise RuntimeError(f"the worker of {worker_id} is gone")
             for message in decoder.feed(data):
                 if isinstance(message, WorkerFailed):
                     raise RuntimeError(message.traceback)  # noqa: TRY004
                 if isinstance(message, StorePut):
-                    for other in self._places:
-                        if other != place and other.node in message.nodes:
+                    for other in self._worker_ids:
+                        if other != worker_id and other.node in message.nodes:
                             self._tell(other, StoreKeys(keys=((message.key, message.value),)))
-                heard.append((place, message))
+                heard.append((worker_id, message))
         return heard
 
-    def _tell(self, place: Place, message: WorkerBound) -> None:
-        self._sockets[place].sendall(encode_frame(message))
+    def _tell(self, worker_id: WorkerId, message: WorkerBound) -> None:
+        self._sockets[worker_id].sendall(encode_frame(message))

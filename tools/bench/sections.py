@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _turn(job: JobSpec, plan: ExecutionPlan, num_sections: int, cache_dir: Path) -> tuple[float, tuple[float, ...]]:
-    with LocalWorkers(job, plan.places, context=fork_context(), cache_dir=cache_dir, threads=1) as workers:
+    with LocalWorkers(job, plan.worker_ids, context=fork_context(), cache_dir=cache_dir, threads=1) as workers:
         records = workers.train(plan, ScheduleKind.ONE_F_ONE_B, num_sections=num_sections).records
     return statistics.median(record.duration_s for record in records[_WARM_UP:]), tuple(each.loss for each in records)
 

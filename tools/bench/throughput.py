@@ -39,11 +39,11 @@ from oobleck.planner import (
     ExecutionPlan,
     Pipeline,
     PipelineTemplate,
-    Place,
     Planner,
     PlannerSettings,
     Profile,
     StageTemplate,
+    WorkerId,
 )
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.choice import choose_schedule
@@ -55,7 +55,7 @@ from tools.smoke import parse_arguments
 __all__ = ["Setting", "Turn", "main", "measure"]
 
 _NODES = ("node0", "node1")
-_PLACES = tuple(Place(node=node, device=0) for node in _NODES)
+_PLACES = tuple(WorkerId(node=node, device=0) for node in _NODES)
 _LOSS_TOLERANCE = 1e-3
 """Float32 sums in different orders, through some steps of training."""
 
@@ -121,17 +121,17 @@ def _own_plan(setting: Setting, profile: Profile) -> ExecutionPlan:
     return Planner(profile, settings).initial_plan(_NODES).plan
 
 
-def _workers(setting: Setting, places: tuple[Place, ...]) -> LocalWorkers:
+def _workers(setting: Setting, worker_ids: tuple[WorkerId, ...]) -> LocalWorkers:
     cache_dir = setting.directory / "cache"
-    return LocalWorkers(setting.job, places, context=setting.context, cache_dir=cache_dir, threads=1)
+    return LocalWorkers(setting.job, worker_ids, context=setting.context, cache_dir=cache_dir, threads=1)
 
 
 def _oobleck_turn(setting: Setting, kind: ScheduleKind, plan: ExecutionPlan) -> Turn:
-    with _workers(setting, plan.places) as workers:
+    with _workers(setting, plan.worker_ids) as workers:
         trained = workers.train(plan, kind)
     shares = []
     for pipeline in plan.pipelines:
-        spent = [trained.finished[place] for place in pipeline.places]
+        spent = [trained.finished[worker_id] for worker_id in pipeline.worker_ids]
         # A stage that is done before the others has waited for them until the longest is done, as in the timeline.
         whole_s = max(each.computed_s + each.waited_s for each in spent)
         shares.append(1 - sum(each.computed_s for each in spent) / (len(spent) * whole_s))

@@ -21,7 +21,7 @@ from rich.console import Console
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
-from oobleck.control.coordinator import Coordinator, Remains, finished_text, read_remains
+from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text, replay_run
 from oobleck.control.events import End, Remark, StopRequested
 from oobleck.control.journal import (
     Finished,
@@ -191,7 +191,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
             checks_returning=run.check and not run.num_local,
         )
         past = await _find_past(run, directory, cluster, known)
-        is_check_due = run.check and not run.num_local and past.remains is None
+        is_check_due = run.check and not run.num_local and past.replayed is None
         chosen, remarks = await _check(run, directory, options, output) if is_check_due else (known, ())
 
         def tell_of_gap(gap: JournalGap) -> None:
@@ -264,7 +264,7 @@ async def _check(
 
 
 def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> MetricsOutput:
-    if past.remains is None:
+    if past.replayed is None:
         set_aside(directory.metrics)
     output = MetricsOutput(directory.metrics)
     for entry in past.entries:
@@ -290,17 +290,17 @@ class _Past:
     """What a master before this one has left: its journal, and, where agents live, a run that goes on."""
 
     entries: tuple[JournalEntry, ...] = ()
-    remains: Remains | None = None
+    replayed: ReplayedRun | None = None
     remark: str | None = None
     """What is to be said of it."""
 
     @property
     def elapsed_s(self) -> float:
         """How long the run has gone on. The wall clock may have been set back: time never goes backwards here."""
-        if self.remains is None:
+        if self.replayed is None:
             return 0.0
-        began = datetime.fromisoformat(self.remains.started.started_at)
-        return max(self.remains.last_s, (datetime.now(UTC) - began).total_seconds())
+        began = datetime.fromisoformat(self.replayed.started.started_at)
+        return max(self.replayed.last_s, (datetime.now(UTC) - began).total_seconds())
 
 
 async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, known: Sequence[NodeSpec]) -> _Past:
@@ -309,21 +309,21 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, kno
     Raises UsageError for one that trains another job.
     """
     entries = _read_past(directory.journal) if run.resume == "auto" else ()
-    remains = read_remains(entries)
-    if remains is not None:
-        remains.relocate({spec.name: spec for spec in known})
-        if await _is_any_alive(cluster, remains.nodes):
-            if remains.gap is not None:
+    replayed = replay_run(entries)
+    if replayed is not None:
+        replayed.relocate({spec.name: spec for spec in known})
+        if await _is_any_alive(cluster, replayed.nodes):
+            if replayed.gap is not None:
                 set_aside(directory.journal)
-                text = f"the run goes on without its master, and cannot be taken over: {remains.gap.describe()}"
+                text = f"the run goes on without its master, and cannot be taken over: {replayed.gap.describe()}"
                 return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
-            if remains.job != run.job:
-                changed = ", ".join(changed_keys(remains.job, run.job))
+            if replayed.job != run.job:
+                changed = ", ".join(changed_keys(replayed.job, run.job))
                 raise UsageError(
                     f"the run {run.job.tag} goes on without its master, and its job differs from this one in "
                     f"{changed}; give the same job to take it over, or --resume never to end it and start anew"
                 )
-            return _Past(entries=entries, remains=remains)
+            return _Past(entries=entries, replayed=replayed)
     set_aside(directory.journal)
     return _Past()
 
@@ -364,7 +364,7 @@ def _make_master(
         known[: run.num_local] if run.num_local else known,
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         python_version=platform.python_version(),
-        remains=past.remains,
+        replayed=past.replayed,
         resume=run.resume,
     )
     return Master(
@@ -375,7 +375,7 @@ def _make_master(
         profiles=ProfileFiles(directory.profile),
         hello_timeout_s=run.job.control.connect_timeout_s,
         elapsed_s=past.elapsed_s,
-        known=[] if past.remains is None else [member.spec for member in past.remains.members.all],
+        known=[] if past.replayed is None else [member.spec for member in past.replayed.members.all],
         held_up_s=held_up_s,
     )
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from oobleck.control.events import Outbox
+from oobleck.control.events import Effects
 from oobleck.control.protocol import CheckpointsFound, DataPosition, FindCheckpoints, FoundState, Restore, run_of
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .saving import KnownCheckpoint
 
@@ -34,7 +34,7 @@ class Candidate:
     origin: str | None = None
     is_final: bool = False
     is_on_disk: bool = False
-    held: dict[Place, frozenset[int]] = field(default_factory=dict)
+    held: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
     """The layers that each worker can read."""
     in_memory: set[str] = field(default_factory=set)
     """The nodes whose memory has some of it."""
@@ -50,51 +50,51 @@ class Candidate:
 class Restoring:
     """Mutable: the question under way, its answers, and what was found broken."""
 
-    def __init__(self, outbox: Outbox, *, run: str, directory: str | None) -> None:
+    def __init__(self, effects: Effects, *, run: str, directory: str | None) -> None:
         """`directory`: where to look as well, a checkpoint or a directory of checkpoints."""
-        self._outbox = outbox
+        self._effects = effects
         self._run = run
         self._directory = directory
         self._request = 0
-        self._asked: frozenset[Place] = frozenset()
-        self._answers: dict[Place, CheckpointsFound] = {}
+        self._asked: frozenset[WorkerId] = frozenset()
+        self._answers: dict[WorkerId, CheckpointsFound] = {}
         self._broken: set[str] = set()
         self._told: set[str] = set()
         self._origin: str | None = None
         """The name of what this run began from: with all that is older, its own past."""
 
-    def ask(self, places: Collection[Place]) -> None:
+    def ask(self, worker_ids: Collection[WorkerId]) -> None:
         """Ask workers what they can restore."""
         self._request += 1
-        self._asked = frozenset(places)
+        self._asked = frozenset(worker_ids)
         self._answers = {}
         self._send(self._asked)
 
     def ask_again(self, node: str) -> None:
         """Ask those of a node that have not answered once more: the question may be lost."""
-        self._send(place for place in self._asked - self._answers.keys() if place.node == node)
+        self._send(worker_id for worker_id in self._asked - self._answers.keys() if worker_id.node == node)
 
-    def _send(self, places: Iterable[Place]) -> None:
-        for place in sorted(places):
-            question = FindCheckpoints(device=place.device, request=self._request, directory=self._directory)
-            self._outbox.send(place.node, question)
+    def _send(self, worker_ids: Iterable[WorkerId]) -> None:
+        for worker_id in sorted(worker_ids):
+            question = FindCheckpoints(device=worker_id.device, request=self._request, directory=self._directory)
+            self._effects.send(worker_id.node, question)
 
     def forget(self) -> None:
         """Whatever was answered is not true any more."""
         self._asked, self._answers = frozenset(), {}
 
-    def found(self, place: Place, message: CheckpointsFound) -> None:
+    def found(self, worker_id: WorkerId, message: CheckpointsFound) -> None:
         """Take an answer in."""
         if message.request == self._request:
-            self._answers[place] = message
+            self._answers[worker_id] = message
 
-    def is_asked(self, places: Collection[Place]) -> bool:
+    def is_asked(self, worker_ids: Collection[WorkerId]) -> bool:
         """Whether all of these were asked."""
-        return self._asked.issuperset(places)
+        return self._asked.issuperset(worker_ids)
 
-    def is_answered(self, places: Collection[Place]) -> bool:
+    def is_answered(self, worker_ids: Collection[WorkerId]) -> bool:
         """Whether all of these were asked, and have answered."""
-        return self._asked.issuperset(places) and self._answers.keys() >= set(places)
+        return self._asked.issuperset(worker_ids) and self._answers.keys() >= set(worker_ids)
 
     def note_broken(self, name: str) -> None:
         """A layer of this checkpoint cannot be used."""
@@ -178,7 +178,7 @@ class Restoring:
 
     def _candidates(self) -> list[Candidate]:
         found: dict[str, Candidate] = {}
-        for place, answer in sorted(self._answers.items()):
+        for worker_id, answer in sorted(self._answers.items()):
             for state in answer.found:
                 candidate = found.get(state.name)
                 if candidate is None:
@@ -188,9 +188,9 @@ class Restoring:
                 candidate.origin = candidate.origin or state.origin
                 candidate.is_final |= state.is_final
                 if state.in_memory:
-                    candidate.in_memory.add(place.node)
+                    candidate.in_memory.add(worker_id.node)
                 candidate.directory = candidate.directory or state.directory
-                candidate.held[place] = candidate.held.get(place, frozenset()) | frozenset(state.layers)
+                candidate.held[worker_id] = candidate.held.get(worker_id, frozenset()) | frozenset(state.layers)
         return list(found.values())
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from oobleck.control.events import Outbox
+from oobleck.control.events import Effects
 from oobleck.control.journal import CheckpointSaved, SaveFailed
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import (
@@ -33,7 +33,7 @@ from oobleck.control.protocol import (
     run_of,
 )
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 
 from .save_policy import SavePolicy
 
@@ -67,7 +67,7 @@ class _Save:
     began_s: float
     saved_at: str = ""
     position: DataPosition | None = None
-    savers: dict[Place, tuple[int, ...]] = field(default_factory=dict)
+    savers: dict[WorkerId, tuple[int, ...]] = field(default_factory=dict)
     """Whose shares are whole in memory, and which layers these are."""
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
     """By layer and part: devices that share a stage save a part each."""
@@ -78,24 +78,24 @@ class _Save:
     """The nodes whose disk has the manifest."""
 
     def is_in_memory(self, num_layers: int, *, num_parts: int) -> bool:
-        parts = {(layer, place.device % num_parts) for place, layers in self.savers.items() for layer in layers}
+        parts = {(layer, worker_id.device % num_parts) for worker_id, layers in self.savers.items() for layer in layers}
         return len(parts) == num_layers * num_parts
 
     def is_written(self, num_layers: int, *, num_parts: int) -> bool:
         return len(self.shards) == num_layers * num_parts
 
-    def unwritten(self, place: Place, *, num_parts: int) -> tuple[int, ...]:
-        part = place.device % num_parts
-        return tuple(layer for layer in self.savers.get(place, ()) if (layer, part) not in self.shards)
+    def unwritten(self, worker_id: WorkerId, *, num_parts: int) -> tuple[int, ...]:
+        part = worker_id.device % num_parts
+        return tuple(layer for layer in self.savers.get(worker_id, ()) if (layer, part) not in self.shards)
 
 
 class Saving:
     """Mutable: the policy, the saves under way, and the checkpoints that are complete."""
 
-    def __init__(self, job: JobSpec, members: Membership, outbox: Outbox, *, run: str) -> None:
+    def __init__(self, job: JobSpec, members: Membership, effects: Effects, *, run: str) -> None:
         self._job = job
         self._members = members
-        self._outbox = outbox
+        self._effects = effects
         self._run = run
         self._num_parts = job.tensor_parallel
         self._policy = SavePolicy(spec=job.checkpoint)
@@ -224,21 +224,21 @@ class Saving:
         step: int,
         saved_at: str,
         position: DataPosition | None,
-        held: Mapping[Place, Collection[int]],
+        held: Mapping[WorkerId, Collection[int]],
     ) -> None:
         """Have a state written that a run before has left in memory alone; `held` says which layers of it where.
 
         It is the state that this run begins from, and there is nothing more to train.
         """
         generation = int(name.rpartition(".")[2])
-        save = _Save(name, step, generation, self._outbox.now_s, saved_at=saved_at, position=position)
-        save.savers = {place: tuple(sorted(layers)) for place, layers in sorted(held.items()) if layers}
+        save = _Save(name, step, generation, self._effects.now_s, saved_at=saved_at, position=position)
+        save.savers = {worker_id: tuple(sorted(layers)) for worker_id, layers in sorted(held.items()) if layers}
         self._saves[name] = save
         self._tried_step = max(self._tried_step, step)
         self._memory_step = max(self._memory_step, step)
         self.due_s = save.began_s + _PATIENCE_S
-        for node in sorted({place.node for place in save.savers}):
-            self._outbox.send(node, PersistState(name=name, step=step))
+        for node in sorted({worker_id.node for worker_id in save.savers}):
+            self._effects.send(node, PersistState(name=name, step=step))
 
     def note_on_disk(self, step: int) -> None:
         """A master before has heard that there is a checkpoint of this step."""
@@ -258,15 +258,15 @@ class Saving:
         """A node is gone, with all that it had not written."""
         self.worker_lost(node)
         for save in list(self._saves.values()):
-            here = [place for place in save.savers if place.node == node]
-            if any(save.unwritten(place, num_parts=self._num_parts) for place in here):
+            here = [worker_id for worker_id in save.savers if worker_id.node == node]
+            if any(save.unwritten(worker_id, num_parts=self._num_parts) for worker_id in here):
                 self._give_up(save.name, f"{node} was lost before it had written its layers", soon=True)
             else:
                 self._complete_when_committed(save)
 
     def handle_deadline(self) -> None:
         """Have a save made when one is due; give up what takes for ever."""
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         for save in list(self._saves.values()):
             if now_s >= save.began_s + _PATIENCE_S:
                 self._give_up(save.name, f"it was not complete within {_PATIENCE_S:g} s")
@@ -286,21 +286,21 @@ class Saving:
 
     # --- what workers and agents say -------------------------------------------------------------------------
 
-    def saved(self, place: Place, message: StateSaved) -> None:
+    def saved(self, worker_id: WorkerId, message: StateSaved) -> None:
         """A share is whole in memory; its agent is writing it."""
         state = message.state
-        self._note_in_memory(place, message)
+        self._note_in_memory(worker_id, message)
         if self._is_over(state.name):
             return
         save = self._saves.get(state.name)
         if save is None:
-            save = _Save(state.name, state.step, state.generation, self._outbox.now_s)
+            save = _Save(state.name, state.step, state.generation, self._effects.now_s)
             self._saves[state.name] = save
             self._tried_step = max(self._tried_step, state.step)
             self.due_s = save.began_s + _PATIENCE_S
         if self._wanted is not None and state.step >= self._wanted:
             self._wanted = None
-        save.savers[place] = message.layers
+        save.savers[worker_id] = message.layers
         save.saved_at = max(save.saved_at, state.saved_at)
         save.position = state.position
         save.pause_s = max(save.pause_s, message.pause_s)
@@ -325,16 +325,16 @@ class Saving:
 
     def _complete_when_committed(self, save: _Save) -> None:
         ready = {member.spec.name for member in self._members.ready}
-        if not save.committed or not {place.node for place in save.savers} & ready <= save.committed:
+        if not save.committed or not {worker_id.node for worker_id in save.savers} & ready <= save.committed:
             return
         del self._saves[save.name]
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
         self.know([self._known(save)])
         self._forget_old()
         self._saved_step, self._failure = max(self._saved_step, save.step), ""
         self.due_s = math.inf
-        self._outbox.record(
+        self._effects.record(
             CheckpointSaved(
                 t_s=now_s,
                 name=save.name,
@@ -351,17 +351,17 @@ class Saving:
         """A part of a save has failed, so the rest cannot be used. Training goes on, and says so."""
         if not message.name:  # a node has no place to save in, and there will be no save
             self._failure = f"{node}: {message.reason}"
-            self._outbox.notice("error", f"nothing can be saved: {self._failure}; training goes on")
+            self._effects.notice("error", f"nothing can be saved: {self._failure}; training goes on")
         elif not self._is_over(message.name):
             self._tried_step = max(self._tried_step, message.step)
-            self._saves.setdefault(message.name, _Save(message.name, message.step, 0, self._outbox.now_s))
+            self._saves.setdefault(message.name, _Save(message.name, message.step, 0, self._effects.now_s))
             self._give_up(message.name, f"{node}: {message.reason}")
 
     # --- small things ----------------------------------------------------------------------------------------
 
-    def _note_in_memory(self, place: Place, message: StateSaved) -> None:
+    def _note_in_memory(self, worker_id: WorkerId, message: StateSaved) -> None:
         """Shares of a save that was given up are in memory all the same, and may come after it was."""
-        step, part = message.state.step, place.device % self._num_parts
+        step, part = message.state.step, worker_id.device % self._num_parts
         if step > self._in_memory[0]:
             self._in_memory = (step, set())
         if step == self._in_memory[0]:
@@ -377,20 +377,20 @@ class Saving:
         names = tuple(sorted(unfinished))
         if names:
             for member in self._members.ready:
-                self._outbox.send(member.spec.name, RemoveUnfinished(names=names))
+                self._effects.send(member.spec.name, RemoveUnfinished(names=names))
 
     def _tell(self) -> None:
         assert self._plan is not None
         assert self._wanted is not None
-        for place in self._plan.places:
-            if self._members[place.node].is_ready:
-                self._outbox.send(place.node, SaveState(device=place.device, step=self._wanted))
+        for worker_id in self._plan.worker_ids:
+            if self._members[worker_id.node].is_ready:
+                self._effects.send(worker_id.node, SaveState(device=worker_id.device, step=self._wanted))
 
     def _arm(self, *, not_before_s: float = 0.0) -> None:
         """Settle when the next save is to be made; while one is under way, that is later."""
         if not self.is_enabled or self._saves or self._plan is None or self._wanted is not None:
             return
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         step = self._policy.next_step(self._last_step)
         if step is None or not_before_s > now_s:
             self.due_s = max(not_before_s, min(self.due_s, now_s + self._policy.interval_s(now_s)))
@@ -405,14 +405,14 @@ class Saving:
         self._failure = why
         self._remove([name])
         newest_step = self.complete[-1].step if self.complete else None
-        self._outbox.record(
-            SaveFailed(t_s=self._outbox.now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
+        self._effects.record(
+            SaveFailed(t_s=self._effects.now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
         )
         if soon:
             self._wanted = self._last_step + 1
         else:
             self.due_s = math.inf
-            self._arm(not_before_s=self._outbox.now_s + _RETRY_S)
+            self._arm(not_before_s=self._effects.now_s + _RETRY_S)
 
     def _commit_when_written(self, save: _Save) -> None:
         is_written = save.is_written(len(self._layer_names), num_parts=self._num_parts)
@@ -423,7 +423,7 @@ class Saving:
         remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit] if not known.is_final]
         commit = CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove))
         for member in self._members.ready:
-            self._outbox.send(member.spec.name, commit)
+            self._effects.send(member.spec.name, commit)
 
     def _known(self, save: _Save) -> KnownCheckpoint:
         return KnownCheckpoint(

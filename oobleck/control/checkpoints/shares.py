@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 
 __all__ = ["shares_of"]
 
 
 def shares_of(
     plan: ExecutionPlan, sizes: Sequence[int], *, lost: Collection[str] = (), rank: int = 0, degree: int = 1
-) -> dict[Place, tuple[int, ...]]:
+) -> dict[WorkerId, tuple[int, ...]]:
     """Deal the layers among their holders on nodes that are not lost; O(layers · holders).
 
     The largest layers are dealt first, each to the holder that has the least to save so far (Graham, "Bounds on
@@ -21,13 +21,15 @@ def shares_of(
     Where `degree` devices share each stage, those of one `rank` deal their parts of the layers; the others deal theirs
     alike, so that all parts of a layer are saved on one node.
     """
-    load: dict[Place, int] = {}
-    dealt: dict[Place, list[int]] = {}
+    load: dict[WorkerId, int] = {}
+    dealt: dict[WorkerId, list[int]] = {}
     for layer in sorted(range(plan.num_layers), key=lambda layer: (-sizes[layer], layer)):
         owners = plan.owners_of(layer)
-        holders = [place for place in owners if place.node not in lost and place.device % degree == rank]
+        holders = [
+            worker_id for worker_id in owners if worker_id.node not in lost and worker_id.device % degree == rank
+        ]
         if holders:
-            saver = min(holders, key=lambda place: (load.get(place, 0), place))
+            saver = min(holders, key=lambda worker_id: (load.get(worker_id, 0), worker_id))
             load[saver] = load.get(saver, 0) + sizes[layer]
             dealt.setdefault(saver, []).append(layer)
-    return {place: tuple(sorted(layers)) for place, layers in sorted(dealt.items())}
+    return {worker_id: tuple(sorted(layers)) for worker_id, layers in sorted(dealt.items())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .commit_state import Interrupted, PeerLost, Standing
+from .commit_state import CommitState, Interrupted, PeerLost
 from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan
@@ -10,7 +10,7 @@ from .hangs import cut_off_nodes, stuck_workers
 from .judgement import NOTHING_BANKED, Verdict, broken_pipelines, judge, microbatches_redone, uncovered
 from .partial_commit import Bank
 from .progress import HANG_FLOOR_S, Progress
-from .replica_check import Comparing
+from .replica_check import ReplicaCheck
 from .sections import BANK_COPIES, num_sections_of, sections_wanted, shares_of
 from .worker_effects import (
     FAILURES,
@@ -68,9 +68,9 @@ __all__ = [
     "Bank",
     "BankEffect",
     "BeginStep",
+    "CommitState",
     "Committee",
     "CompareReplicas",
-    "Comparing",
     "Compute",
     "Effect",
     "Effects",
@@ -95,13 +95,13 @@ __all__ = [
     "Progress",
     "ReadCheckpoint",
     "Reduce",
+    "ReplicaCheck",
     "ReportFinished",
     "ReportResumed",
     "Save",
     "SaveEnd",
     "Say",
     "ShareLossScale",
-    "Standing",
     "TakeSums",
     "TakeTotals",
     "Totals",

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from oobleck.control.protocol import BankRecord, CommitRecord, Fence, Order, Status
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 
-__all__ = ["Interrupted", "PeerLost", "Standing"]
+__all__ = ["CommitState", "Interrupted", "PeerLost"]
 
 
 class Interrupted(Exception):
@@ -26,14 +26,16 @@ class PeerLost(Exception):
     """A collective or a transfer failed: most likely a peer is gone, and an order will follow."""
 
 
-class Standing:
+class CommitState:
     """Every method is atomic under `lock`: real threads bring a real one, virtual ones need none.
 
     `announce` is called after each change that a wait may look for.
     """
 
-    def __init__(self, place: Place, announce: Callable[[], None], *, lock: AbstractContextManager[object]) -> None:
-        self._place = place
+    def __init__(
+        self, worker_id: WorkerId, announce: Callable[[], None], *, lock: AbstractContextManager[object]
+    ) -> None:
+        self._worker_id = worker_id
         self._announce = announce
         self._lock = lock
         self._fence = 0
@@ -64,12 +66,12 @@ class Standing:
             self._fence = max(self._fence, fence.generation)
             if self._order is not None and self._order.generation < self._fence:
                 self._order = None
-            located = self._plan.locate(self._place) if self._plan else None
+            located = self._plan.locate(self._worker_id) if self._plan else None
             if self._plan is not None and located is not None:
                 nodes = self._plan.pipelines[located[0]].nodes
                 self._pipeline_lost = self._pipeline_lost or any(node in fence.lost for node in nodes)
             status = Status(
-                device=self._place.device,
+                device=self._worker_id.device,
                 generation=fence.generation,
                 applied=self._applied,
                 last_record=self._last_record,

@@ -11,7 +11,7 @@ Whatever must come before something else is written here, once. The driver knows
 carries effects out with torch and sockets, `sim/cluster/worker.py` with virtual time and a fabric whose faults are chosen. So
 what is proved of the order of things in the simulator holds of workers on real machines.
 
-What its answers to fences promise is `Standing`'s, whose moments this passes. Between a moment and the effect that it
+What its answers to fences promise is `CommitState`'s, whose moments this passes. Between a moment and the effect that it
 announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits and nothing may fail.
 """
 
@@ -32,9 +32,9 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from oobleck.job import JobSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
-from .commit_state import Interrupted, PeerLost, Standing
+from .commit_state import CommitState, Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan, transfer_key
 from .partial_commit import Bank
 from .sections import shares_of
@@ -91,17 +91,23 @@ class Follower:
     """
 
     def __init__(
-        self, job: JobSpec, place: Place, standing: Standing, *, records: RecordBoard | None, evaluates: bool
+        self,
+        job: JobSpec,
+        worker_id: WorkerId,
+        commit_state: CommitState,
+        *,
+        records: RecordBoard | None,
+        evaluates: bool,
     ) -> None:
         """`records` is None where data is in no shards; `evaluates` if there are samples to evaluate the model on."""
         self._job = job
-        self._device = place.device
-        self._place = place
-        self._standing = standing
+        self._device = worker_id.device
+        self._worker_id = worker_id
+        self._commit_state = commit_state
         self._records = records
         self._evaluates = evaluates
         self._whole = tuple(range(job.num_microbatches))
-        self.bank = Bank(standing, device=place.device)
+        self.bank = Bank(commit_state, device=worker_id.device)
         self._seat: PlaceInPlan | None = None
         """In the plan in force; None for a spare."""
         self._committee: Committee | None = None
@@ -132,14 +138,14 @@ class Follower:
 
     def _follow(self, order: Order) -> Effects:
         """Carry an order out up to the point where its plan is in force."""
-        if order.catch_up is not None and self._standing.catch_up(order.catch_up):
+        if order.catch_up is not None and self._commit_state.catch_up(order.catch_up):
             yield from self._apply(order.catch_up)
         if order.catch_up_bank is not None:
             yield from self.bank.catch_up(order.catch_up_bank)
         yield from self.bank.give_back()
         if order.finish is None:
             yield from self._forget()
-        elif self._standing.applied == order.finish - 1:
+        elif self._commit_state.applied == order.finish - 1:
             yield from self._finish(order, order.finish)
         yield from self._adopt(order)
 
@@ -152,7 +158,7 @@ class Follower:
         if not self.bank.before:  # else in the middle of a step, before which it was done
             yield from self._evaluate(seat, committee)
         while not stop and (yield from self._has_next(committee)):
-            yield from self._compute(seat, committee, self._standing.applied + 1, ends_under_plan=True)
+            yield from self._compute(seat, committee, self._commit_state.applied + 1, ends_under_plan=True)
             stop = yield from self._end_step(committee)
             if not stop:
                 yield from self._evaluate(seat, committee)
@@ -162,7 +168,7 @@ class Follower:
 
     def _has_next(self, committee: Committee) -> Generator[Effect, Outcome, bool]:
         """Whether another step comes; where that is not known yet, wait. What is not saved at the end is, now."""
-        step, records = self._standing.applied, self._records
+        step, records = self._commit_state.applied, self._records
         if records is None or step >= self._job.max_steps:
             return step < self._job.max_steps
         if not records.is_told(step + 1):
@@ -197,11 +203,11 @@ class Follower:
         self._step = None
         self._share_done = False
         self._segments_done.clear()
-        self._standing.begin_step()
+        self._commit_state.begin_step()
         yield ForgetStep()
 
     def _execute(self, program: Compute) -> Effects:
-        if self._standing.is_broken:
+        if self._commit_state.is_broken:
             # It failed after the fence was answered, so the coordinator counts on this pipeline. Say it again, now
             # under the order's generation; what was computed cannot be continued.
             raise PeerLost("a program of this step failed half-way before")
@@ -209,7 +215,7 @@ class Follower:
         try:
             yield program
         except (PeerLost, ShardUnreadable):
-            self._standing.note_broken()
+            self._commit_state.note_broken()
             raise
 
     def _end_step(self, committee: Committee) -> Generator[Effect, Outcome, bool]:
@@ -217,15 +223,15 @@ class Follower:
         step = self._step
         assert step is not None
         yield from self.bank.settle()
-        if self._standing.is_fenced():
+        if self._commit_state.is_fenced():
             raise Interrupted  # it may have left out a section, for which others wait in the same groups
         yield Reduce(step, committee)
-        self._standing.note_reduced(step)
-        stop = self._standing.is_stop_wanted or (self._records is not None and self._records.is_last(step))
+        self._commit_state.note_reduced(step)
+        stop = self._commit_state.is_stop_wanted or (self._records is not None and self._records.is_last(step))
         agreed = yield Agree(step, committee, stop)
         assert isinstance(agreed, Agreed)
         self._check(step, agreed.counted)
-        self._standing.begin_apply(agreed.record)
+        self._commit_state.begin_apply(agreed.record)
         yield from self._apply(agreed.record)
         if agreed.save or agreed.stop or step == self._job.max_steps:
             yield Save(agreed.record, committee)
@@ -251,7 +257,7 @@ class Follower:
 
     def _evaluate(self, seat: PlaceInPlan, committee: Committee) -> Effects:
         """Evaluate the model if it is due."""
-        step = self._standing.applied
+        step = self._commit_state.applied
         if not self._evaluates or not self._job.is_evaluated(step):
             return
         yield from self._resume()
@@ -304,10 +310,10 @@ class Follower:
 
     def _adopt(self, order: Order) -> Effects:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
-        seat = PlaceInPlan.find(order, self._place)
+        seat = PlaceInPlan.find(order, self._worker_id)
         committee = None if seat is None else Committee(order.plan, order.generation)
         moving = transfer_key(order.transfers, order.generation)
-        if moving is not None and self._place not in moving.members:
+        if moving is not None and self._worker_id not in moving.members:
             moving = None
         keys: tuple[GroupKey, ...] = () if moving is None else (moving,)
         if seat is not None and committee is not None:
@@ -318,10 +324,10 @@ class Follower:
             assert not order.banked.microbatches, "a checkpoint is of a whole step"
             yield ReadCheckpoint(order, layers)
         yield Exchange(order, moving)
-        is_current = self._standing.applied == order.boundary
+        is_current = self._commit_state.applied == order.boundary
         yield ShareLossScale(committee, is_current or order.restore is not None)
         keep = self._to_keep(order, layers) if is_current else ()
-        self._standing.adopt(order, tuple(layers), keep)
+        self._commit_state.adopt(order, tuple(layers), keep)
         yield Adopt(order, seat, committee, layers, keep)
         self.bank.adopt(order, is_spare=seat is None)
         self._seat, self._committee = seat, committee
@@ -337,11 +343,11 @@ class Follower:
         """
         if not self.bank.is_at(order.banked):
             return ()
-        kept = self._standing.kept
+        kept = self._commit_state.kept
         if order.restore is not None:
-            kept = tuple(item.layer for item in order.transfers if item.source == self._place)
+            kept = tuple(item.layer for item in order.transfers if item.source == self._worker_id)
         moving = {item.layer for item in order.transfers}.difference(layers)
-        return tuple(sorted(moving.intersection((*self._standing.layers, *kept))))
+        return tuple(sorted(moving.intersection((*self._commit_state.layers, *kept))))
 
     # --- failures that are reported --------------------------------------------------------------------------
 

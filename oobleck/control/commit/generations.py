@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from oobleck.control.journal import PlanAdopted
 from oobleck.control.protocol import NOTHING, Banked, BankRecord, Order, Restore, Segment, Status
-from oobleck.planner import Decision, ExecutionPlan, Place
+from oobleck.planner import Decision, ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
 from .judgement import NOTHING_BANKED, BankId, Verdict, broken_pipelines, deal_microbatches, rests_of
@@ -114,7 +114,9 @@ class Generations:
         ordered = self._ordered[generation]
         return shares_of(ordered.plan, ordered.banked_before(step).microbatches)
 
-    def step_to_finish(self, verdict: Verdict, statuses: Mapping[Place, Status], lost: Collection[str]) -> int | None:
+    def step_to_finish(
+        self, verdict: Verdict, statuses: Mapping[WorkerId, Status], lost: Collection[str]
+    ) -> int | None:
         """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
 
         It can when all survivors have the same plan in force, nobody was told to forget the step, at least one
@@ -125,9 +127,9 @@ class Generations:
             return None
         plan = self._ordered[verdict.adopted].plan
         broken = broken_pipelines(plan, lost)
-        failed = frozenset(place for place, status in statuses.items() if status.broken)
+        failed = frozenset(worker_id for worker_id, status in statuses.items() if status.broken)
         for index, pipeline in enumerate(plan.pipelines):
-            if failed and index not in broken and not failed.isdisjoint(pipeline.places):
+            if failed and index not in broken and not failed.isdisjoint(pipeline.worker_ids):
                 return None
         step = verdict.applied + 1
         if self._segments_for != (verdict.adopted, step):
@@ -147,7 +149,7 @@ class Generations:
         return step
 
     def rests(
-        self, generation: int, statuses: Mapping[Place, Status], lost: Collection[str]
+        self, generation: int, statuses: Mapping[WorkerId, Status], lost: Collection[str]
     ) -> dict[int, tuple[int, int]]:
         """Return what the whole pipelines have left of the step that `step_to_finish` dealt last; see `rests_of`."""
         _, step = self._segments_for
@@ -211,11 +213,11 @@ class Generations:
         kept = {}
         if old is not None:
             kept = {
-                pipeline.places: generation
+                pipeline.worker_ids: generation
                 for pipeline, generation in zip(old.plan.pipelines, old.pipeline_generations, strict=True)
                 if lost.isdisjoint(pipeline.nodes)
             }
-        return tuple(kept.get(pipeline.places, self.current) for pipeline in plan.pipelines)
+        return tuple(kept.get(pipeline.worker_ids, self.current) for pipeline in plan.pipelines)
 
 
 def _record(verdict: Verdict, banked: Banked) -> BankRecord:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.control.protocol import Order
-from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, Place
+from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind
 
 __all__ = ["Committee", "GroupKey", "PlaceInPlan", "transfer_key"]
@@ -23,7 +23,7 @@ class GroupKey:
 
     purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer"]
     generation: int
-    members: tuple[Place, ...]
+    members: tuple[WorkerId, ...]
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Committee:
     """The group of all of them."""
 
     def __post_init__(self) -> None:
-        members = tuple(place for place in self.plan.places if place.node not in self.lost)
+        members = tuple(worker_id for worker_id in self.plan.worker_ids if worker_id.node not in self.lost)
         object.__setattr__(self, "key", GroupKey("reduce", self.generation, members))
 
 
@@ -69,9 +69,9 @@ class PlaceInPlan:
     """The group of the devices that share the stage."""
 
     @classmethod
-    def find(cls, order: Order, place: Place) -> PlaceInPlan | None:
+    def find(cls, order: Order, worker_id: WorkerId) -> PlaceInPlan | None:
         """The place of a worker in the plan of an order; None for a spare."""
-        located = order.plan.locate(place)
+        located = order.plan.locate(worker_id)
         if located is None:
             return None
         index, stage = located
@@ -81,8 +81,8 @@ class PlaceInPlan:
             stage=stage,
             pipeline=pipeline,
             schedule=order.schedules[index],
-            lane_key=GroupKey("pipeline", generation, pipeline.places),
-            stage_key=GroupKey("stage", generation, pipeline.stages[stage].places),
+            lane_key=GroupKey("pipeline", generation, pipeline.worker_ids),
+            stage_key=GroupKey("stage", generation, pipeline.stages[stage].worker_ids),
         )
 
     @property
@@ -105,5 +105,5 @@ class PlaceInPlan:
 
 def transfer_key(transfers: Sequence[LayerTransfer], generation: int) -> GroupKey | None:
     """The group of all who send or receive; None when nothing moves."""
-    members = {place for item in transfers for place in (item.source, item.target)}
+    members = {worker_id for item in transfers for worker_id in (item.source, item.target)}
     return GroupKey("transfer", generation, tuple(sorted(members))) if members else None

@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Mapping
 
 from oobleck.control.protocol import Status
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 __all__ = ["cut_off_nodes", "stuck_workers"]
 
 
-def cut_off_nodes(statuses: Mapping[Place, Status]) -> tuple[str, ...]:
+def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
     """The fewest nodes, greedily, without which all that are left reach each other; O(pairs²).
 
     Of two that do not reach each other the one with more such peers goes, then the later by name.
     """
     pairs = {
-        frozenset((place.node, other.node))
-        for place, status in statuses.items()
+        frozenset((worker_id.node, other.node))
+        for worker_id, status in statuses.items()
         for other in status.unreachable
-        if other in statuses and other.node != place.node
+        if other in statuses and other.node != worker_id.node
     }
     cut_off: list[str] = []
     while pairs:
@@ -35,7 +35,9 @@ def cut_off_nodes(statuses: Mapping[Place, Status]) -> tuple[str, ...]:
     return tuple(sorted(cut_off))
 
 
-def stuck_workers(statuses: Mapping[Place, Status]) -> tuple[Place, ...]:
+def stuck_workers(statuses: Mapping[WorkerId, Status]) -> tuple[WorkerId, ...]:
     """The workers that others wait for, and that wait for nobody; O(workers²)."""
     awaited = {other for status in statuses.values() for other in status.waits_for}
-    return tuple(sorted(place for place, status in statuses.items() if place in awaited and not status.waits_for))
+    return tuple(
+        sorted(worker_id for worker_id, status in statuses.items() if worker_id in awaited and not status.waits_for)
+    )

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.control.protocol import BankRecord, CommitRecord, Segment, Status
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 
 from .sections import apportion, shares_of
 
@@ -65,7 +65,7 @@ class Verdict:
     """Set when some survivor has still to apply that step."""
     adopted: int | None
     """The generation whose plan all who hold layers have in force; None when they differ."""
-    held: Mapping[Place, frozenset[int]]
+    held: Mapping[WorkerId, frozenset[int]]
     """The layers that each survivor holds whole, at the version of `applied`, with what is banked of the next step."""
     bank: BankId = NOTHING_BANKED
     """What is banked of the step after."""
@@ -76,7 +76,7 @@ class Verdict:
 
 
 def judge(
-    statuses: Mapping[Place, Status],
+    statuses: Mapping[WorkerId, Status],
     committed: CommitRecord | None,
     plans: Mapping[int, ExecutionPlan],
     bank_of: Callable[[int, int, int], BankId] = _as_it_is,
@@ -87,7 +87,7 @@ def judge(
     says what is banked of a step after so many of its sections under the plan of a generation.
     Spares and newcomers hold no layers: they count for nothing here.
     """
-    holders = {place: status for place, status in statuses.items() if status.layers}
+    holders = {worker_id: status for worker_id, status in statuses.items() if status.layers}
     # Thousands of workers answer alike, with one value between them.
     alike = {id(status): status for status in holders.values()}
     records = [status.last_record for status in alike.values() if status.last_record is not None]
@@ -106,15 +106,15 @@ def judge(
     missed = {key for key in alike if banks[key] != bank and key not in behind_bank}
     left_out = late | missed
     if left_out:
-        holders = {place: status for place, status in holders.items() if id(status) not in left_out}
+        holders = {worker_id: status for worker_id, status in holders.items() if id(status) not in left_out}
     said = (status.banked for key, status in alike.items() if banks[key] == bank)
     # Workers that hold the same share one set, so that thousands of them cost little.
     sets = {status.layers: frozenset(status.layers) for status in alike.values()}
     layers = {key: sets[status.layers] for key, status in alike.items()}
-    held = {place: layers[id(status)] for place, status in holders.items()}
+    held = {worker_id: layers[id(status)] for worker_id, status in holders.items()}
     held |= {
-        place: held[place] & planned_layers(plans[status.adopted], place)
-        for place, status in (holders.items() if behind or behind_bank else ())
+        worker_id: held[worker_id] & planned_layers(plans[status.adopted], worker_id)
+        for worker_id, status in (holders.items() if behind or behind_bank else ())
         if id(status) in behind or id(status) in behind_bank
     }
     generations = {status.adopted for key, status in alike.items() if key not in missed}
@@ -137,9 +137,9 @@ def _bank(status: Status, applied: int, bank_of: Callable[[int, int, int], BankI
     return bank_of(status.adopted, applied + 1, 0 if status.banked is None else status.banked.number)
 
 
-def planned_layers(plan: ExecutionPlan, place: Place) -> frozenset[int]:
+def planned_layers(plan: ExecutionPlan, worker_id: WorkerId) -> frozenset[int]:
     """The layers that a plan gives a worker; none for a spare."""
-    return plan.layers_at.get(place, frozenset())
+    return plan.layers_at.get(worker_id, frozenset())
 
 
 def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ def rests_of(
     plan: ExecutionPlan,
     lost: Collection[str],
     segments: Sequence[Segment],
-    statuses: Mapping[Place, Status],
+    statuses: Mapping[WorkerId, Status],
     *,
     step: int,
     shares: Sequence[Sequence[int]] | None = None,
@@ -204,7 +204,7 @@ def rests_of(
     rests = {}
     for index, pipeline in enumerate(plan.pipelines):
         if index not in broken:
-            said = [statuses[place] for place in pipeline.places]
+            said = [statuses[worker_id] for worker_id in pipeline.worker_ids]
             done = min(each.microbatches_done if each.applied == step - 1 else 0 for each in said)
             own = pipeline.num_microbatches if shares is None else len(shares[index])
             rests[index] = (max(0, own - done), max(0, dealt[index] - max(0, done - own)))
@@ -214,7 +214,7 @@ def rests_of(
 def microbatches_redone(
     plan: ExecutionPlan,
     lost: Collection[str],
-    statuses: Mapping[Place, Status],
+    statuses: Mapping[WorkerId, Status],
     *,
     shares: Sequence[Sequence[int]] | None = None,
     banked: Collection[int] = (),
@@ -226,7 +226,7 @@ def microbatches_redone(
     total = 0
     for index in broken_pipelines(plan, lost):
         pipeline = plan.pipelines[index]
-        known = [statuses[place].microbatches_done for place in pipeline.places if place in statuses]
+        known = [statuses[worker_id].microbatches_done for worker_id in pipeline.worker_ids if worker_id in statuses]
         own = plan.microbatches_of(index) if shares is None else shares[index]
         total += max(0, max(known, default=0) - sum(microbatch in banked for microbatch in own))
     return total

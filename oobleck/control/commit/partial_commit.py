@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import NOTHING, Banked, BankRecord, Order, PeerFailed
 
-from .commit_state import Interrupted, PeerLost, Standing
+from .commit_state import CommitState, Interrupted, PeerLost
 from .sections import banked_after, num_sections_of
 from .worker_effects import (
     AwaitSection,
@@ -49,8 +49,8 @@ class Section:
 class Bank:
     """Mutable: what is banked of the step in flight, and the section that is about to be."""
 
-    def __init__(self, standing: Standing, *, device: int) -> None:
-        self._standing = standing
+    def __init__(self, commit_state: CommitState, *, device: int) -> None:
+        self._commit_state = commit_state
         self._device = device
         self._order: Order | None = None
         """The one whose plan is in force; None for a spare."""
@@ -100,12 +100,12 @@ class Bank:
     @property
     def may_post_step(self) -> bool:
         """The step's own sums may be posted: nothing is on its way, nor was and failed, and no fence came."""
-        return self.section is None and not self._standing.is_fenced()
+        return self.section is None and not self._commit_state.is_fenced()
 
     @property
     def is_busy(self) -> bool:
         """A section is on its way, and may still arrive."""
-        return self.section is not None and self.section.failure is None and not self._standing.is_fenced()
+        return self.section is not None and self.section.failure is None and not self._commit_state.is_fenced()
 
     def begin(self, step: int) -> Effects:
         """Have what is done of a step banked, beside what follows; nothing is, once a section failed or was fenced.
@@ -117,10 +117,10 @@ class Bank:
         except PeerLost:
             return  # it is told: the pipeline's own work is sound
         except Interrupted:
-            if self._standing.is_pipeline_stopped():
+            if self._commit_state.is_pipeline_stopped():
                 raise
             return
-        if self._standing.is_fenced():
+        if self._commit_state.is_fenced():
             return
         self.section = Section(self._number + 1, step)
         yield PostSection(step, self.section.number)
@@ -147,20 +147,20 @@ class Bank:
             except PeerLost as error:
                 yield from self._fail(section, error)
                 continue
-            if self._standing.is_fenced():
+            if self._commit_state.is_fenced():
                 raise Interrupted
             yield from self.look()
 
     def catch_up(self, record: BankRecord) -> Effects:
         """Bank by order what is reduced, if it is not banked yet."""
-        if self._standing.catch_up_bank(record):
+        if self._commit_state.catch_up_bank(record):
             yield from self._fold(record)
 
     def give_back(self) -> Effects:
         """Give up the section on its way: it counts as work that was done of the step, not banked."""
         section, self.section = self.section, None
         if section is not None:
-            self._standing.give_back_section()
+            self._commit_state.give_back_section()
             yield GiveBack(section.number)
 
     # --- how it moves --------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Bank:
             if not (yield TakeSums(section.number)):
                 return
             section.has_sums = True
-            self._standing.note_bank_reduced(section.number)
+            self._commit_state.note_bank_reduced(section.number)
             yield PostTotals(section.number)
         totals = yield TakeTotals(section.number)
         if totals is None:
@@ -185,7 +185,7 @@ class Bank:
             number=section.number,
             loss=self.loss + totals.loss,
         )
-        self._standing.bank(record)
+        self._commit_state.bank(record)
         yield from self._fold(record)
 
     def _check(self, section: Section, counted: Collection[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from oobleck.control.events import Outbox
+from oobleck.control.events import Effects
 from oobleck.control.journal import Evaluated, StepDone
 from oobleck.control.protocol import CommitRecord, EvaluationDone
 from oobleck.job import JobSpec
@@ -22,9 +22,9 @@ _STEPS_TIMED = 20
 class Progress:
     """Mutable: moves with every step that is told to be committed."""
 
-    def __init__(self, job: JobSpec, outbox: Outbox) -> None:
+    def __init__(self, job: JobSpec, effects: Effects) -> None:
         self._job = job
-        self._outbox = outbox
+        self._effects = effects
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
         self._predicted_s = 0.0
         self._evaluated_step = 0
@@ -50,7 +50,7 @@ class Progress:
             return False
         self.restore(record)
         tokens = record.num_samples * self._job.data.sequence_length
-        self._outbox.record(StepDone(t_s=self._outbox.now_s, record=record, tokens=tokens))
+        self._effects.record(StepDone(t_s=self._effects.now_s, record=record, tokens=tokens))
         return True
 
     def evaluate(self, message: EvaluationDone) -> None:
@@ -58,9 +58,9 @@ class Progress:
         if message.step <= self._evaluated_step:
             return
         self._evaluated_step = message.step
-        self._outbox.record(
+        self._effects.record(
             Evaluated(
-                t_s=self._outbox.now_s,
+                t_s=self._effects.now_s,
                 step=message.step,
                 loss=message.loss,
                 num_samples=message.num_samples,
@@ -94,14 +94,14 @@ class Progress:
 
     def expect(self, least_s: float) -> None:
         """Take it for a hang when no step is committed in so many seconds, or many times the usual time."""
-        self.progressed_s = self._outbox.now_s
+        self.progressed_s = self._effects.now_s
         usual_s = max([self._predicted_s, *self._step_times_s])
-        self.hangs_s = self._outbox.now_s + max(least_s, _HANG_FACTOR * usual_s)
+        self.hangs_s = self._effects.now_s + max(least_s, _HANG_FACTOR * usual_s)
 
     def give_time(self) -> None:
         """Steps may be committed that have not been told yet: nothing hangs before they had time to be."""
         if math.isfinite(self.hangs_s):
-            self.hangs_s = max(self.hangs_s, self._outbox.now_s + HANG_FLOOR_S)
+            self.hangs_s = max(self.hangs_s, self._effects.now_s + HANG_FLOOR_S)
 
     def expect_none(self) -> None:
         """No step can be committed now: nothing hangs."""

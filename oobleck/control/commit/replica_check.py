@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from oobleck.control.events import Outbox
+from oobleck.control.events import Effects
 from oobleck.control.journal import DIFFERS_WORDS
 from oobleck.control.protocol import ReplicaDigests
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
-__all__ = ["Comparing", "odd_ones"]
+__all__ = ["ReplicaCheck", "odd_ones"]
 
 """How copies of a layer that differ are told in the journal, between those who are wrong and the others."""
 
@@ -22,61 +22,63 @@ _MOST_IN_A_ROW = 3
 """Checks that fail one after the other, before machines are taken to compute differently by nature."""
 
 
-def odd_ones(digests: Mapping[Place, int]) -> tuple[frozenset[Place], bool]:
+def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool]:
     """The copies that are to take the others' values, and whether it is sure that it is they who are wrong.
 
     The digest of most counts; of several that are as frequent, that of the first place.
     """
     counts = Counter(digests.values())
-    trusted = max(sorted(digests), key=lambda place: counts[digests[place]])
-    odd = frozenset(place for place, digest in digests.items() if digest != digests[trusted])
+    trusted = max(sorted(digests), key=lambda worker_id: counts[digests[worker_id]])
+    odd = frozenset(worker_id for worker_id, digest in digests.items() if digest != digests[trusted])
     return odd, 2 * counts[digests[trusted]] > len(digests)
 
 
-class Comparing:
+class ReplicaCheck:
     """Mutable: the digests of the newest step that was told of."""
 
-    def __init__(self, outbox: Outbox, *, degree: int = 1) -> None:
+    def __init__(self, effects: Effects, *, degree: int = 1) -> None:
         """Where `degree` devices share each stage, those of like rank have copies of the same part."""
-        self._outbox = outbox
+        self._effects = effects
         self._degree = degree
         self._key = (0, 0)
-        self._told: dict[Place, dict[int, int]] = {}
+        self._told: dict[WorkerId, dict[int, int]] = {}
         self._in_a_row = 0
 
-    def take(self, place: Place, message: ReplicaDigests, places: Collection[Place]) -> dict[Place, frozenset[int]]:
+    def take(
+        self, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId]
+    ) -> dict[WorkerId, frozenset[int]]:
         """Take a worker's digests; once all `places` have told theirs, return what is not to be trusted, by holder."""
         key = (message.generation, message.step)
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
             return {}
         if key > self._key:
             self._key, self._told = key, {}
-        self._told[place] = dict(zip(message.layers, message.digests, strict=True))
-        return self._compare() if self._told.keys() >= set(places) else {}
+        self._told[worker_id] = dict(zip(message.layers, message.digests, strict=True))
+        return self._compare() if self._told.keys() >= set(worker_ids) else {}
 
-    def _compare(self) -> dict[Place, frozenset[int]]:
+    def _compare(self) -> dict[WorkerId, frozenset[int]]:
         told, self._told = self._told, {}
-        distrusted: dict[Place, set[int]] = {}
+        distrusted: dict[WorkerId, set[int]] = {}
         for layer in sorted({layer for digests in told.values() for layer in digests}):
             for rank in range(self._degree):
                 copies = {
-                    place: digests[layer]
-                    for place, digests in told.items()
-                    if layer in digests and place.device % self._degree == rank
+                    worker_id: digests[layer]
+                    for worker_id, digests in told.items()
+                    if layer in digests and worker_id.device % self._degree == rank
                 }
                 odd, is_sure = odd_ones(copies)
                 if odd:
                     self._say(layer, sorted(odd), sorted(copies.keys() - odd), is_sure=is_sure)
-                for place in odd:
-                    distrusted.setdefault(place, set()).add(layer)
+                for worker_id in odd:
+                    distrusted.setdefault(worker_id, set()).add(layer)
         self._in_a_row = self._in_a_row + 1 if distrusted else 0
         if self._in_a_row >= _MOST_IN_A_ROW:
             self._notice("copies keep differing: their machines compute differently, and are compared no more")
             return {}
-        return {place: frozenset(layers) for place, layers in sorted(distrusted.items())}
+        return {worker_id: frozenset(layers) for worker_id, layers in sorted(distrusted.items())}
 
-    def _say(self, layer: int, odd: list[Place], trusted: list[Place], *, is_sure: bool) -> None:
-        theirs, ours = (", ".join(map(str, places)) for places in (odd, trusted))
+    def _say(self, layer: int, odd: list[WorkerId], trusted: list[WorkerId], *, is_sure: bool) -> None:
+        theirs, ours = (", ".join(map(str, worker_ids)) for worker_ids in (odd, trusted))
         text = f"after step {self._key[1]} layer {layer} on {theirs}{DIFFERS_WORDS}{ours}"
         verdict = (
             f"{theirs} computed or kept it wrongly, and takes it from the others"
@@ -86,4 +88,4 @@ class Comparing:
         self._notice(f"{text}; {verdict}")
 
     def _notice(self, text: str) -> None:
-        self._outbox.notice("error", text)
+        self._effects.notice("error", text)

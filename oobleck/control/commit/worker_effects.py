@@ -280,7 +280,7 @@ class Adopt:
     """Put a plan in force: hold its layers, received or here, and keep some for others."""
 
     order: Order
-    place: PlaceInPlan | None
+    worker_id: PlaceInPlan | None
     """None for a spare."""
     committee: Committee | None
     layers: range

@@ -5,17 +5,17 @@ from __future__ import annotations
 from .coordinator import Coordinator, Phase
 from .planning import fixed_schedule, planner_for, schedules_for
 from .profile_key import profile_key
-from .replayed_run import Remains, read_remains
+from .replayed_run import ReplayedRun, replay_run
 from .startup import finished_text
 
 __all__ = [
     "Coordinator",
     "Phase",
-    "Remains",
+    "ReplayedRun",
     "finished_text",
     "fixed_schedule",
     "planner_for",
     "profile_key",
-    "read_remains",
+    "replay_run",
     "schedules_for",
 ]

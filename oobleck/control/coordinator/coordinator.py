@@ -25,24 +25,24 @@ from typing import assert_never
 
 from oobleck import __version__
 from oobleck.control.checkpoints import Restoring, Saving
-from oobleck.control.commit import HANG_FLOOR_S, Comparing, Progress
+from oobleck.control.commit import HANG_FLOOR_S, Progress, ReplicaCheck
 from oobleck.control.data import Sharding
 from oobleck.control.events import (
     AddRequested,
-    AllSaid,
+    BatchReceived,
     Command,
     Connect,
     DrainRequested,
+    Effects,
     End,
     Event,
     KillRequested,
+    MessageReceived,
     NodeFailed,
     NodeUp,
-    Outbox,
     ProfileFound,
     Remark,
     RunOver,
-    Said,
     StopRequested,
 )
 from oobleck.control.journal import (
@@ -58,8 +58,8 @@ from oobleck.control.membership import (
     Leases,
     Member,
     Membership,
+    NodeRetry,
     NodeState,
-    Rejoining,
     check_device,
     is_of_training,
     is_of_worker_that_ends,
@@ -86,13 +86,13 @@ from oobleck.control.protocol import (
     ReplicaDigests,
     RestoreFailed,
     Resumed,
+    ScanAnswer,
     StateNotSaved,
     StateSaved,
     Status,
     StepCommitted,
     StopAgent,
     StorePut,
-    Surveyed,
     WorkerExited,
     WorkerReady,
     WorkerStarted,
@@ -101,15 +101,15 @@ from oobleck.control.protocol import (
 from oobleck.control.scaling import Scaling
 from oobleck.errors import ConfigError, PeerError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
-from .node_lifecycle import Attendance
+from .node_lifecycle import NodeLifecycle
 from .planning import planner_for
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
-from .replayed_run import Remains
-from .shutdown import Ending
-from .startup import Beginning
+from .replayed_run import ReplayedRun
+from .shutdown import Shutdown
+from .startup import Startup
 
 __all__ = ["Coordinator", "Phase"]
 
@@ -133,7 +133,7 @@ class Coordinator:
         *,
         started_at: str,
         python_version: str,
-        remains: Remains | None = None,
+        replayed: ReplayedRun | None = None,
         resume: str = "auto",
     ) -> None:
         """With `remains`, take over a run that goes on without a master: its job is `job`.
@@ -144,16 +144,16 @@ class Coordinator:
         self._job = job
         self._nodes = nodes
         self._started_at = started_at
-        self._remains = remains
-        self._outbox = Outbox()
-        self._members = remains.members if remains else Membership(nodes)
-        self._progress = Progress(job, self._outbox)
-        run = run_digest(job.tag, remains.started.started_at if remains else started_at)
+        self._replayed = replayed
+        self._effects = Effects()
+        self._members = replayed.members if replayed else Membership(nodes)
+        self._progress = Progress(job, self._effects)
+        run = run_digest(job.tag, replayed.started.started_at if replayed else started_at)
         self._preparation = Preparation(job, self._members, python_version=python_version, run=run)
-        self._saving = Saving(job, self._members, self._outbox, run=run)
-        self._restoring = Restoring(self._outbox, run=run, directory=None if resume in ("auto", "never") else resume)
-        self._scaling = Scaling(job, self._members, self._progress, self._outbox)
-        self._sharding = Sharding(job, self._progress, self._outbox, places=self._training_places)
+        self._saving = Saving(job, self._members, self._effects, run=run)
+        self._restoring = Restoring(self._effects, run=run, directory=None if resume in ("auto", "never") else resume)
+        self._scaling = Scaling(job, self._members, self._progress, self._effects)
+        self._sharding = Sharding(job, self._progress, self._effects, worker_ids=self._training_places)
         self._saving.judge_end(self._sharding.has_read_all)
         self._reconfiguration = Reconfiguration(
             job,
@@ -163,10 +163,10 @@ class Coordinator:
             self._restoring,
             self._scaling,
             self._sharding,
-            self._outbox,
+            self._effects,
             make_planner=partial(planner_for, job, devices_per_node=nodes[0].num_devices),
         )
-        self._beginning = Beginning(
+        self._startup = Startup(
             job,
             nodes,
             self._members,
@@ -175,26 +175,26 @@ class Coordinator:
             self._restoring,
             self._reconfiguration,
             self._sharding,
-            self._outbox,
+            self._effects,
             resume=resume,
         )
-        self._ending = Ending(
-            job, self._members, self._progress, self._saving, self._reconfiguration, self._sharding, self._outbox
+        self._shutdown = Shutdown(
+            job, self._members, self._progress, self._saving, self._reconfiguration, self._sharding, self._effects
         )
-        self._comparing = Comparing(self._outbox, degree=job.tensor_parallel)
-        self._rejoining = Rejoining(first_wait_s=job.control.rejoin_after_s)
-        self._attendance = Attendance(
+        self._replica_check = ReplicaCheck(self._effects, degree=job.tensor_parallel)
+        self._node_retry = NodeRetry(first_wait_s=job.control.rejoin_after_s)
+        self._lifecycle = NodeLifecycle(
             job,
             self._members,
             self._preparation,
             self._progress,
-            self._beginning,
-            self._ending,
+            self._startup,
+            self._shutdown,
             self._reconfiguration,
-            self._rejoining,
+            self._node_retry,
             self._saving,
             self._sharding,
-            self._outbox,
+            self._effects,
             num_devices=nodes[0].num_devices,
             training_places=self._training_places,
         )
@@ -209,7 +209,7 @@ class Coordinator:
     def phase(self) -> Phase:
         if self._has_ended:
             return Phase.ENDED
-        if not self._beginning.is_over:
+        if not self._startup.is_over:
             return Phase.PREPARING
         return Phase.FENCING if self._reconfiguration.is_fencing else Phase.TRAINING
 
@@ -217,33 +217,33 @@ class Coordinator:
 
     def start(self, now_s: float) -> list[Command]:
         """Begin, or take over: reach all nodes."""
-        self._outbox.now_s = now_s
-        if self._remains is None:
-            self._outbox.record(
+        self._effects.now_s = now_s
+        if self._replayed is None:
+            self._effects.record(
                 JobStarted(
                     t_s=now_s, version=__version__, job=self._job, nodes=self._nodes, started_at=self._started_at
                 )
             )
-            self._beginning.expect_all()
-            self._outbox.command(*(Connect(node=spec) for spec in self._nodes))
+            self._startup.expect_all()
+            self._effects.command(*(Connect(node=spec) for spec in self._nodes))
         else:
-            self._take_over(self._remains)
-        return self._outbox.take()
+            self._take_over(self._replayed)
+        return self._effects.take()
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
         """Take an event in. Raises nothing: what a peer does wrong costs that peer."""
-        self._outbox.now_s = now_s
+        self._effects.now_s = now_s
         if self._has_ended:
             return []
         self._note_call(now_s)
         try:
             self._take_in(event)
-            self._attendance.drain_noticed()
+            self._lifecycle.drain_noticed()
             self._go_on_with_shards()
-            self._ending.follow_up()
+            self._shutdown.follow_up()
         except RunOver as over:
             self._end(over)
-        return self._outbox.take()
+        return self._effects.take()
 
     def next_deadline(self) -> float:
         """When `handle_deadline` wants to be called, at the latest; infinity for never."""
@@ -251,16 +251,16 @@ class Coordinator:
             return math.inf
         return min(
             [
-                self._beginning.deadline_s,
+                self._startup.deadline_s,
                 self._reconfiguration.deadline_s,
                 self._reconfiguration.retries_s,
                 self._progress.hangs_s,
-                self._rejoining.due_s,
+                self._node_retry.due_s,
                 self._saving.due_s,
                 self._scaling.due_s,
-                self._ending.due_s,
+                self._shutdown.due_s,
                 self._sharding.due_s if self.phase is Phase.TRAINING else math.inf,
-                self._leases.due_s if self._beginning.is_over else math.inf,
+                self._leases.due_s if self._startup.is_over else math.inf,
             ]
         )
 
@@ -274,7 +274,7 @@ class Coordinator:
         late_s = now_s - self.next_deadline()
         if late_s < 0 or self._has_ended:
             return []
-        self._outbox.now_s = now_s
+        self._effects.now_s = now_s
         self._note_call(now_s)
         if late_s > self._job.control.heartbeat_interval_s:
             self._forgive_lateness(now_s, max(late_s, self._unheard_s))
@@ -282,36 +282,36 @@ class Coordinator:
         try:
             self._act_on_time(now_s)
             self._go_on_with_shards()
-            self._ending.follow_up()
+            self._shutdown.follow_up()
         except RunOver as over:
             self._end(over)
-        return self._outbox.take()
+        return self._effects.take()
 
     def _take_in(self, event: Event) -> None:
         match event:
             case NodeUp():
-                self._attendance.node_up(event)
+                self._lifecycle.node_up(event)
             case NodeFailed(node=node, cause=cause, evidence=evidence):
-                self._attendance.unreachable(node, cause, evidence)
-            case Said(node=node, message=message):
+                self._lifecycle.unreachable(node, cause, evidence)
+            case MessageReceived(node=node, message=message):
                 self._said(node, message)
-            case AllSaid():
+            case BatchReceived():
                 self._all_said(event)
             case ProfileFound():
-                self._outbox.command(*self._preparation.take_profile(event))
-                self._beginning.train_when_prepared()
+                self._effects.command(*self._preparation.take_profile(event))
+                self._startup.train_when_prepared()
             case StopRequested():
                 self._stop_requested(event)
             case AddRequested(spec=spec):
-                self._rejoining.forgive(spec.name)
-                self._attendance.add(spec)
+                self._node_retry.forgive(spec.name)
+                self._lifecycle.add(spec)
             case DrainRequested(node=node):
-                self._attendance.drain(node)
+                self._lifecycle.drain(node)
             case KillRequested(node=node):
-                self._rejoining.forget(node)
+                self._node_retry.forget(node)
                 self._members[node].is_banned = True
             case Remark(level=level, text=text):
-                self._outbox.notice(level, text)
+                self._effects.notice(level, text)
             case _:
                 assert_never(event)
 
@@ -324,7 +324,7 @@ class Coordinator:
         """We ourselves were held up: what was said meanwhile waits to be read, and nobody had our answers."""
         self._leases.forgive(now_s)
         soon_s = now_s + self._job.control.heartbeat_interval_s
-        self._beginning.deadline_s = max(self._beginning.deadline_s + late_s, soon_s)
+        self._startup.deadline_s = max(self._startup.deadline_s + late_s, soon_s)
         self._reconfiguration.deadline_s = max(self._reconfiguration.deadline_s, soon_s)
         self._progress.give_time()
 
@@ -333,27 +333,27 @@ class Coordinator:
         was_suspicious = self._leases.is_suspicious
         for member in self._leases.take_lapsed(now_s):
             evidence = f"not heard of for {now_s - member.last_heard_s:.1f} s"
-            self._attendance.fail(member.spec.name, Cause.LEASE_EXPIRED, evidence)
+            self._lifecycle.fail(member.spec.name, Cause.LEASE_EXPIRED, evidence)
         if self._leases.is_suspicious and not was_suspicious:
-            self._outbox.notice(
+            self._effects.notice(
                 "warning",
                 "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for",
             )
 
     def _hear(self, member: Member) -> None:
         """A node said something."""
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         member.last_heard_s = max(member.last_heard_s, now_s)
         silent_s = self._leases.heard(now_s)
         if silent_s is not None:
-            self._outbox.notice("info", f"nodes are heard of again, after {silent_s:.1f} s")
+            self._effects.notice("info", f"nodes are heard of again, after {silent_s:.1f} s")
             self._progress.give_time()
 
     def _act_on_time(self, now_s: float) -> None:
-        if self._beginning.is_over:  # a start has a time limit of its own
+        if self._startup.is_over:  # a start has a time limit of its own
             self._judge_silence(now_s)
-        if now_s >= self._beginning.deadline_s:
-            self._beginning.handle_deadline()
+        if now_s >= self._startup.deadline_s:
+            self._startup.handle_deadline()
         if now_s >= self._reconfiguration.deadline_s:
             self._act_on_answers(now_s)
         if now_s >= self._progress.hangs_s and self._leases.is_suspicious:
@@ -368,7 +368,7 @@ class Coordinator:
             self._reconfiguration.retry_slow()
         if self.phase is Phase.TRAINING and self._sharding.takes_regrouping():
             self._reconfiguration.begin([], Cause.DATA_UNREADABLE, detect_s=0.0)
-        self._outbox.command(*(Connect(node=spec) for spec in self._rejoining.take_due(now_s)))
+        self._effects.command(*(Connect(node=spec) for spec in self._node_retry.take_due(now_s)))
 
     def _act_on_answers(self, now_s: float) -> None:
         """Answers have settled, or are missing."""
@@ -377,58 +377,58 @@ class Coordinator:
             return
         evidence = f"its worker did not answer for {now_s - self._reconfiguration.fenced_s:.1f} s"
         for node in silent:
-            self._attendance.fail(node, Cause.LEASE_EXPIRED, evidence)
+            self._lifecycle.fail(node, Cause.LEASE_EXPIRED, evidence)
         if not silent:
             self._reconfiguration.handle_deadline()
-            self._attendance.deal_with_accused()
+            self._lifecycle.deal_with_accused()
 
     # --- nodes come and go -----------------------------------------------------------------------------------
 
-    def _take_over(self, remains: Remains) -> None:
+    def _take_over(self, replayed: ReplayedRun) -> None:
         """Go on with a run that its master left: nobody stops for it, unless orders may have been lost."""
-        now_s = self._outbox.now_s
-        self._outbox.record(MasterResumed(t_s=now_s, away_s=now_s - remains.last_s))
-        restored = remains.restored
+        now_s = self._effects.now_s
+        self._effects.record(MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s))
+        restored = replayed.restored
         if restored is not None and restored.restored_step is not None:
             self._progress.go_back(restored.restored_step, generation=restored.generation)
-        if remains.origin is not None:
-            self._restoring.begin_from(remains.origin)
-        for record in remains.records:
+        if replayed.origin is not None:
+            self._restoring.begin_from(replayed.origin)
+        for record in replayed.records:
             self._progress.restore(record)
-        self._progress.furthest_step = remains.furthest_step
-        self._progress.restore_evaluated(remains.evaluated_step)
-        self._progress.foresee(remains.predicted_step_s)
-        self._preparation.profile = remains.profile
+        self._progress.furthest_step = replayed.furthest_step
+        self._progress.restore_evaluated(replayed.evaluated_step)
+        self._progress.foresee(replayed.predicted_step_s)
+        self._preparation.profile = replayed.profile
         self._reconfiguration.restore(
-            remains.profile,
-            remains.generations,
-            step_s=remains.predicted_step_s,
-            slow=remains.slow,
+            replayed.profile,
+            replayed.generations,
+            step_s=replayed.predicted_step_s,
+            slow=replayed.slow,
             restored_generation=restored.generation if restored else 0,
             is_from_scratch=restored is None or restored.restored is None,
-            began_from_scratch=remains.began is None or remains.began.restored is None,
+            began_from_scratch=replayed.began is None or replayed.began.restored is None,
         )
-        self._saving.begin([layer.name for layer in remains.profile.layers])
-        self._saving.know(remains.saved)
-        self._scaling.restore(remains.target)
-        self._saving.plan_adopted(remains.generations.plan, boundary=self._progress.last_step, redundant=True)
-        if remains.origin is not None:
-            self._saving.begin_from(remains.origin)
-        for known in remains.saved:
+        self._saving.begin([layer.name for layer in replayed.profile.layers])
+        self._saving.know(replayed.saved)
+        self._scaling.restore(replayed.target)
+        self._saving.plan_adopted(replayed.generations.plan, boundary=self._progress.last_step, redundant=True)
+        if replayed.origin is not None:
+            self._saving.begin_from(replayed.origin)
+        for known in replayed.saved:
             self._saving.note_on_disk(known.step)
-        self._sharding.restore(remains.shards)
-        self._beginning.is_over = True
+        self._sharding.restore(replayed.shards)
+        self._startup.is_over = True
         self._progress.expect(self._job.control.start_timeout_s)
         for member in self._members.living:
             member.last_heard_s = now_s + self._job.control.connect_timeout_s
-            self._outbox.command(Connect(node=member.spec, attach=True))
-        if not remains.is_settled:
+            self._effects.command(Connect(node=member.spec, attach=True))
+        if not replayed.is_settled:
             self._reconfiguration.begin([], Cause.MASTER_LOST, detect_s=0.0)
-        for spec in remains.interrupted:
-            self._attendance.add(spec)
+        for spec in replayed.interrupted:
+            self._lifecycle.add(spec)
         for spec in self._nodes:
             if spec.name not in self._members:
-                self._attendance.add(spec)
+                self._lifecycle.add(spec)
 
     def _said(self, node: str, message: AgentMessage) -> None:
         member = self._members[node]
@@ -437,21 +437,21 @@ class Coordinator:
         self._hear(member)
         try:
             check_device(member, message)
-            if not self._beginning.is_over and is_of_training(message):
+            if not self._startup.is_over and is_of_training(message):
                 return  # of a run before, or nonsense: this one has no plan yet that it could be of
             if not is_of_worker_that_ends(member, message):
                 self._understand(member, message)
         except PeerError as error:
-            self._attendance.fail(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
+            self._lifecycle.fail(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
         except ConfigError as error:
-            if not self._beginning.is_over:
+            if not self._startup.is_over:
                 raise RunOver(78, str(error)) from error
             # Whoever comes later must fit; those who train are not to suffer.
-            self._attendance.fail(node, Cause.UNREACHABLE, str(error))
+            self._lifecycle.fail(node, Cause.UNREACHABLE, str(error))
 
-    def _all_said(self, event: AllSaid) -> None:
+    def _all_said(self, event: BatchReceived) -> None:
         """Like `_said` of each; what no worker of ours can say wrong is not checked again for each."""
-        speakers = self._members.hear(event.places, self._outbox.now_s)
+        speakers = self._members.hear(event.worker_ids, self._effects.now_s)
         match event.message:
             case Status() as status:
                 self._reconfiguration.status(speakers, status)
@@ -467,7 +467,7 @@ class Coordinator:
         match message:
             case Heartbeat(sequence=sequence):
                 if sequence is not None:
-                    self._outbox.send(node, message)
+                    self._effects.send(node, message)
             case StorePut():
                 self._pass_on(node, message)
             case StepCommitted(record=record):
@@ -475,47 +475,47 @@ class Coordinator:
             case Evaluating() | EvaluationDone():
                 self._evaluating(message)
             case Status():
-                self._reconfiguration.status([Place(node=node, device=message.device)], message)
-                self._attendance.deal_with_accused()
+                self._reconfiguration.status([WorkerId(node=node, device=message.device)], message)
+                self._lifecycle.deal_with_accused()
             case Resumed():
-                self._reconfiguration.resumed([Place(node=node, device=message.device)], message)
+                self._reconfiguration.resumed([WorkerId(node=node, device=message.device)], message)
             case LayersMoving():
                 self._layers_moving(node, message)
             case Finished():
                 if self.phase is Phase.TRAINING:
-                    self._ending.worker_finished(Place(node=node, device=message.device))
+                    self._shutdown.worker_finished(WorkerId(node=node, device=message.device))
             case Pace():
-                self._reconfiguration.note_pace([Place(node=node, device=message.device)], message)
+                self._reconfiguration.note_pace([WorkerId(node=node, device=message.device)], message)
             case PeerFailed():
                 self._reconfiguration.suspect(message)
             case StateSaved() | StateNotSaved() | LayersPersisted() | CheckpointCommitted():
                 self._saved(node, message)
             case CheckpointsFound():
-                self._checkpoints_found(Place(node=node, device=message.device), message)
+                self._checkpoints_found(WorkerId(node=node, device=message.device), message)
             case ReplicaDigests():
-                self._compare(Place(node=node, device=message.device), message)
+                self._compare(WorkerId(node=node, device=message.device), message)
             case RestoreFailed():
                 self._restore_failed(node, message)
-            case Surveyed():
-                self._sharding.surveyed(Place(node=node, device=message.device), message)
+            case ScanAnswer():
+                self._sharding.surveyed(WorkerId(node=node, device=message.device), message)
             case RecordsFailed():
                 self._sharding.failed(self._reconfiguration.generations.current, message)
             case WorkerStarted():
                 pass
             case WorkerReady():
-                self._attendance.worker_ready(member, message)
+                self._lifecycle.worker_ready(member, message)
             case Profiled():
-                self._outbox.command(*self._preparation.take_measurement(message))
-                self._beginning.train_when_prepared()
+                self._effects.command(*self._preparation.take_measurement(message))
+                self._startup.train_when_prepared()
             case WorkerExited():
-                self._attendance.worker_exited(member, message)
+                self._lifecycle.worker_exited(member, message)
             case Leaving(reason=reason):
-                self._outbox.notice("warning", f"{node}{TERMINATION_WORDS}{reason}")
-                self._attendance.noticed(member)
+                self._effects.notice("warning", f"{node}{TERMINATION_WORDS}{reason}")
+                self._lifecycle.noticed(member)
             case ForkServerEnded(reason=reason):
-                self._outbox.notice("warning", f"{node}{FORK_SERVER_WORDS}{reason}")
+                self._effects.notice("warning", f"{node}{FORK_SERVER_WORDS}{reason}")
             case AgentStopped():
-                self._attendance.agent_stopped(member, message)
+                self._lifecycle.agent_stopped(member, message)
             case Hello():
                 raise PeerError("a second hello on one connection")
             case _:
@@ -523,9 +523,9 @@ class Coordinator:
 
     def _layers_moving(self, node: str, message: LayersMoving) -> None:
         if message.generation == self._reconfiguration.generations.current:
-            self._outbox.record(
+            self._effects.record(
                 LayersArriving(
-                    t_s=self._outbox.now_s,
+                    t_s=self._effects.now_s,
                     generation=message.generation,
                     node=node,
                     device=message.device,
@@ -538,7 +538,7 @@ class Coordinator:
         ready = self._members.ready_names
         nodes = tuple(node for node in message.nodes if node != origin and node in ready)
         if nodes:
-            self._outbox.pass_on(nodes, message.key, message.value)
+            self._effects.pass_on(nodes, message.key, message.value)
 
     # --- from the start to the end -----------------------------------------------------------------------------
 
@@ -557,12 +557,12 @@ class Coordinator:
         if self.phase is Phase.TRAINING:
             self._progress.expect(HANG_FLOOR_S)
 
-    def _training_places(self) -> list[Place]:
+    def _training_places(self) -> list[WorkerId]:
         """The workers of the newest plan that can be spoken to; none before the first."""
         if not self._reconfiguration.generations.plans:
             return []
         plan = self._reconfiguration.generations.plan
-        return [place for place in plan.places if self._members[place.node].is_ready]
+        return [worker_id for worker_id in plan.worker_ids if self._members[worker_id.node].is_ready]
 
     def _go_on_with_shards(self) -> None:
         if self.phase is Phase.TRAINING:
@@ -574,7 +574,7 @@ class Coordinator:
     def _saved(self, node: str, message: StateSaved | StateNotSaved | LayersPersisted | CheckpointCommitted) -> None:
         match message:
             case StateSaved():
-                self._saving.saved(Place(node=node, device=message.device), message)
+                self._saving.saved(WorkerId(node=node, device=message.device), message)
             case LayersPersisted():
                 self._saving.persisted(message)
             case CheckpointCommitted():
@@ -584,18 +584,18 @@ class Coordinator:
             case _:
                 assert_never(message)
 
-    def _checkpoints_found(self, place: Place, message: CheckpointsFound) -> None:
-        self._restoring.found(place, message)
-        if self._beginning.is_over:
+    def _checkpoints_found(self, worker_id: WorkerId, message: CheckpointsFound) -> None:
+        self._restoring.found(worker_id, message)
+        if self._startup.is_over:
             self._reconfiguration.found()
         else:
-            self._beginning.train_when_prepared()
+            self._startup.train_when_prepared()
 
-    def _compare(self, place: Place, message: ReplicaDigests) -> None:
+    def _compare(self, worker_id: WorkerId, message: ReplicaDigests) -> None:
         generations = self._reconfiguration.generations
         if self.phase is not Phase.TRAINING or message.generation != generations.current:
             return
-        distrusted = self._comparing.take(place, message, generations.plan.places)
+        distrusted = self._replica_check.take(worker_id, message, generations.plan.worker_ids)
         if distrusted:
             self._reconfiguration.repair(distrusted)
 
@@ -603,23 +603,23 @@ class Coordinator:
         """Nobody trains on what is broken: all go back to the checkpoint before it."""
         if message.generation != self._reconfiguration.generations.current:
             return
-        self._outbox.notice("error", f"{node} cannot restore {message.name}: {message.problem}")
+        self._effects.notice("error", f"{node} cannot restore {message.name}: {message.problem}")
         self._restoring.note_broken(message.name)
         self._reconfiguration.begin([], Cause.CHECKPOINT_BROKEN, detect_s=0.0)
 
     # --- the end -----------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: StopRequested) -> None:
-        if event.now or not self._beginning.is_over:
+        if event.now or not self._startup.is_over:
             raise RunOver(event.exit_code, event.reason)
-        self._ending.stop(event)
-        self._outbox.notice("info", "stopping after the step in flight")
+        self._shutdown.stop(event)
+        self._effects.notice("info", "stopping after the step in flight")
 
     def _end(self, over: RunOver) -> None:
-        reason = self._ending.explain(over) if self._beginning.is_over else over.reason
+        reason = self._shutdown.explain(over) if self._startup.is_over else over.reason
         for member in self._members.living:
-            self._outbox.send(member.spec.name, StopAgent(reason=reason))
+            self._effects.send(member.spec.name, StopAgent(reason=reason))
         self._reconfiguration.close()
-        self._outbox.record(JobEnded(t_s=self._outbox.now_s, exit_code=over.exit_code, reason=reason))
-        self._outbox.command(End(exit_code=over.exit_code, reason=reason))
+        self._effects.record(JobEnded(t_s=self._effects.now_s, exit_code=over.exit_code, reason=reason))
+        self._effects.command(End(exit_code=over.exit_code, reason=reason))
         self._has_ended = True

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable
 from oobleck.control.checkpoints import Saving
 from oobleck.control.commit import Progress
 from oobleck.control.data import Sharding
-from oobleck.control.events import Connect, Disconnect, NodeUp, Outbox, RunOver
+from oobleck.control.events import Connect, Disconnect, Effects, NodeUp, RunOver
 from oobleck.control.journal import Cause, NodeAdded, NodeConnected, NodeLeft, NodeLost, WorkerDown, WorkerUp
-from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeState, Rejoining
+from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeRetry, NodeState
 from oobleck.control.protocol import AgentStopped, KillWorker, StartWorker, StopAgent, WorkerExited, WorkerReady
 from oobleck.errors import UsageError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
-from .shutdown import Ending
-from .startup import Beginning
+from .shutdown import Shutdown
+from .startup import Startup
 
-__all__ = ["Attendance"]
+__all__ = ["NodeLifecycle"]
 
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
@@ -36,7 +36,7 @@ _MAY_COME_BACK = frozenset({Cause.CONNECTION_LOST, Cause.LEASE_EXPIRED, Cause.UN
 """What a node is tried again after."""
 
 
-class Attendance:
+class NodeLifecycle:
     """Mutable through its parts alone: who is there is in `members`, who is to be tried again in `rejoining`."""
 
     def __init__(
@@ -45,29 +45,29 @@ class Attendance:
         members: Membership,
         preparation: Preparation,
         progress: Progress,
-        beginning: Beginning,
-        ending: Ending,
+        startup: Startup,
+        shutdown: Shutdown,
         reconfiguration: Reconfiguration,
-        rejoining: Rejoining,
+        node_retry: NodeRetry,
         saving: Saving,
         sharding: Sharding,
-        outbox: Outbox,
+        effects: Effects,
         *,
         num_devices: int,
-        training_places: Callable[[], Iterable[Place]],
+        training_places: Callable[[], Iterable[WorkerId]],
     ) -> None:
         """All nodes have `num_devices`; `training_places` are the workers of the newest plan, where they are ready."""
         self._job = job
         self._members = members
         self._preparation = preparation
         self._progress = progress
-        self._beginning = beginning
-        self._ending = ending
+        self._startup = startup
+        self._shutdown = shutdown
         self._reconfiguration = reconfiguration
-        self._rejoining = rejoining
+        self._node_retry = node_retry
         self._saving = saving
         self._sharding = sharding
-        self._outbox = outbox
+        self._effects = effects
         self._num_devices = num_devices
         self._training_places = training_places
         self._num_leaving = 0
@@ -78,17 +78,17 @@ class Attendance:
     def node_up(self, event: NodeUp) -> None:
         """A node answers: a new one, one that is back, or one that meets its next master. Raises RunOver."""
         node = event.node
-        if (spec := self._rejoining.forget(node)) is not None:
+        if (spec := self._node_retry.forget(node)) is not None:
             self._members.add(spec)
-            self._outbox.record(NodeAdded(t_s=self._outbox.now_s, node=spec))
+            self._effects.record(NodeAdded(t_s=self._effects.now_s, node=spec))
         member = self._members[node]
         misfit = self._preparation.misfit(event.hello)
         if misfit is not None:
             self.fail(node, Cause.UNREACHABLE, misfit)
         elif member.state is NodeState.CONNECTING:
-            member.last_heard_s = self._outbox.now_s
-            self._outbox.record(NodeConnected(t_s=self._outbox.now_s, node=node, agent_pid=event.hello.pid))
-            self._outbox.command(*self._preparation.configure(event, self._outbox.now_s))
+            member.last_heard_s = self._effects.now_s
+            self._effects.record(NodeConnected(t_s=self._effects.now_s, node=node, agent_pid=event.hello.pid))
+            self._effects.command(*self._preparation.configure(event, self._effects.now_s))
         elif member.agent_pid != event.hello.pid:
             self.fail(node, Cause.CONNECTION_LOST, "its agent was lost while there was no master")
         elif event.hello.generation > self._reconfiguration.generations.current:
@@ -98,33 +98,33 @@ class Attendance:
                 f"{self._reconfiguration.generations.current}: its end is lost; start anew with --resume never",
             )
         elif member.hello is not None and not member.ready and not member.gone:  # it may have heard nothing of us yet
-            self._outbox.command(*self._preparation.configure(event, self._outbox.now_s))
+            self._effects.command(*self._preparation.configure(event, self._effects.now_s))
         else:
             is_back = member.hello is not None
-            member.meet(event.hello, address=event.address, now_s=self._outbox.now_s)
+            member.meet(event.hello, address=event.address, now_s=self._effects.now_s)
             if is_back:
                 self._find_again(member)
-            self._sharding.tell(place for place in self._training_places() if place.node == node)
+            self._sharding.tell(worker_id for worker_id in self._training_places() if worker_id.node == node)
             for device in sorted({*range(member.spec.num_devices)} - {*member.ready} - {*event.hello.workers}):
                 self._start_again(member, device)
-            for device in sorted(member.ending.intersection(event.hello.workers)):
-                self._outbox.send(node, KillWorker(device=device))  # said before, and lost perhaps
+            for device in sorted(member.shutdown.intersection(event.hello.workers)):
+                self._effects.send(node, KillWorker(device=device))  # said before, and lost perhaps
 
     def _find_again(self, member: Member) -> None:
         """The way to a node was lost, and is found: its agent has not ended, and what was on the way to it is lost."""
         node = member.spec.name
-        self._outbox.notice("info", f"{node} is reached again")
-        self._ending.ask_again()
+        self._effects.notice("info", f"{node} is reached again")
+        self._shutdown.ask_again()
         if member.is_dismissed:
-            self._outbox.send(node, StopAgent(reason="drained"))
+            self._effects.send(node, StopAgent(reason="drained"))
         self._reconfiguration.reach_again(node)
 
     def unreachable(self, node: str, cause: Cause, evidence: str) -> None:
         """A connection failed, or could not be made."""
-        if node in self._rejoining:
-            self._rejoining.note_failed(node, self._outbox.now_s)
+        if node in self._node_retry:
+            self._node_retry.note_failed(node, self._effects.now_s)
             if cause is Cause.UNFIT:
-                self._outbox.notice("warning", f"{node}: {evidence}")
+                self._effects.notice("warning", f"{node}: {evidence}")
         else:
             self.fail(node, cause, evidence)
 
@@ -133,16 +133,16 @@ class Attendance:
         member = self._members[node]
         if member.state in (NodeState.LOST, NodeState.LEFT):
             return
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         silent_s = max(0.0, now_s - member.last_heard_s)
         trained = member.is_ready
         member.move_to(NodeState.LOST)
         self._reconfiguration.forget_pace(node)
-        self._outbox.command(Disconnect(node=node))
-        is_over = self._beginning.is_over
+        self._effects.command(Disconnect(node=node))
+        is_over = self._startup.is_over
         may_come_back = is_over and cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
-        is_tried_again = may_come_back and self._rejoining.note_lost(member.spec, now_s)
-        self._outbox.record(
+        is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, now_s)
+        self._effects.record(
             NodeLost(
                 t_s=now_s,
                 node=node,
@@ -153,7 +153,7 @@ class Attendance:
             )
         )
         if not is_over:
-            self._beginning.node_failed(node, evidence, is_user_error=is_user_error)
+            self._startup.node_failed(node, evidence, is_user_error=is_user_error)
             return
         self._saving.node_lost(node)
         self._sharding.lost(node)
@@ -165,7 +165,7 @@ class Attendance:
             self._reconfiguration.note_gone()
 
     def _tell_quarantine(self, node: str) -> None:
-        self._outbox.notice(
+        self._effects.notice(
             "warning",
             f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
             f"test it with `oobleck check`, then `oobleck add {node}` lets it back",
@@ -177,10 +177,10 @@ class Attendance:
             self._check_devices(spec)
             self._members.add(spec)
         except UsageError as error:
-            self._outbox.notice("warning", str(error))
+            self._effects.notice("warning", str(error))
             return
-        self._outbox.record(NodeAdded(t_s=self._outbox.now_s, node=spec))
-        self._outbox.command(Connect(node=spec))
+        self._effects.record(NodeAdded(t_s=self._effects.now_s, node=spec))
+        self._effects.command(Connect(node=spec))
 
     def _check_devices(self, spec: NodeSpec) -> None:
         wanted = self._num_devices
@@ -189,17 +189,17 @@ class Attendance:
 
     def drain(self, node: str) -> None:
         """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
-        if self._rejoining.forget(node) is not None:
-            self._outbox.notice("info", f"{node} is lost, and is not tried again")
-        elif not self._beginning.is_over or node not in self._members or not self._members[node].is_ready:
-            self._outbox.notice("warning", f"{node} is not training, so it cannot be drained")
+        if self._node_retry.forget(node) is not None:
+            self._effects.notice("info", f"{node} is lost, and is not tried again")
+        elif not self._startup.is_over or node not in self._members or not self._members[node].is_ready:
+            self._effects.notice("warning", f"{node} is not training, so it cannot be drained")
         elif not self._members[node].is_draining:
             self._members[node].is_draining = True
             self._reconfiguration.begin([node], Cause.DRAINED, detect_s=0.0)
 
     def noticed(self, member: Member) -> None:
         """A node will be taken away: drain it, or remember that for when it trains."""
-        if self._beginning.is_over and member.is_ready:
+        if self._startup.is_over and member.is_ready:
             self.drain(member.spec.name)
         else:
             member.is_leaving = True
@@ -207,7 +207,7 @@ class Attendance:
 
     def drain_noticed(self) -> None:
         """Drain the nodes that train by now, and had notice before."""
-        if not self._num_leaving or not self._beginning.is_over:
+        if not self._num_leaving or not self._startup.is_over:
             return
         leaving = [member for member in self._members.living if member.is_leaving]
         for member in leaving:
@@ -224,8 +224,8 @@ class Attendance:
             self.fail(node, cause, f"its agent stopped: {message.reason}")
             return
         member.move_to(NodeState.LEFT)
-        self._outbox.record(NodeLeft(t_s=self._outbox.now_s, node=node))
-        self._outbox.command(Disconnect(node=node))
+        self._effects.record(NodeLeft(t_s=self._effects.now_s, node=node))
+        self._effects.command(Disconnect(node=node))
         self._reconfiguration.note_left(node)
 
     # --- workers -----------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Attendance:
         if known is not None and known.pid == message.pid:
             return  # said again to a new master
         entry = WorkerUp(
-            t_s=self._outbox.now_s,
+            t_s=self._effects.now_s,
             node=member.spec.name,
             device=message.device,
             pid=message.pid,
@@ -245,12 +245,12 @@ class Attendance:
             doorbell=message.doorbell,
             saves=message.saves,
         )
-        self._outbox.record(entry)
-        self._outbox.command(*self._preparation.note_ready(member, message))
+        self._effects.record(entry)
+        self._effects.command(*self._preparation.note_ready(member, message))
         self._sharding.know(message.shards)
         member.note_ready(entry, generation=self._reconfiguration.generations.current)
-        if not self._beginning.is_over:
-            self._beginning.train_when_prepared()
+        if not self._startup.is_over:
+            self._startup.train_when_prepared()
         elif member.is_ready:
             self._reconfiguration.take_in(member.spec.name)
 
@@ -260,14 +260,14 @@ class Attendance:
         if member.is_dismissed or (known is not None and known.pid != message.pid):
             return
         if message.pid in (gone := member.gone.get(message.device, ())):
-            if message.device in member.ending and message.pid == gone[-1]:
+            if message.device in member.shutdown and message.pid == gone[-1]:
                 self._start_again(member, message.device)
             return  # else said again to a new master
-        place = Place(node=member.spec.name, device=message.device)
+        worker_id = WorkerId(node=member.spec.name, device=message.device)
         if message.traceback is not None:
-            self._ending.note_traceback(place, message.traceback)
+            self._shutdown.note_traceback(worker_id, message.traceback)
         if self._is_worth_another_try(member, message):
-            self._restart_worker(member, place, message)
+            self._restart_worker(member, worker_id, message)
             return
         evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
         if self._num_restarts(member) >= _MAX_RESTARTS:
@@ -279,50 +279,55 @@ class Attendance:
         """Whether a worker that ended is started again; before training, only one that was ended from outside."""
         if member.is_draining or self._num_restarts(member) >= _MAX_RESTARTS:
             return False
-        return self._beginning.is_over or message.was_ended_from_outside
+        return self._startup.is_over or message.was_ended_from_outside
 
     def _num_restarts(self, member: Member) -> int:
         step = self._progress.furthest_step
-        return member.num_restarts(self._outbox.now_s, within_s=_RESTARTS_WITHIN_S, step=step)
+        return member.num_restarts(self._effects.now_s, within_s=_RESTARTS_WITHIN_S, step=step)
 
     def deal_with_accused(self) -> None:
         """Leave out nodes that their peers do not reach; have stuck workers ended, which starts them again."""
         accused = self._reconfiguration.accused
         for node in accused.cut_off:
             self.fail(node, Cause.CUT_OFF, "it reaches the master, and its peers do not reach it")
-        for place in accused.stuck:
-            self._outbox.send(place.node, KillWorker(device=place.device))
+        for worker_id in accused.stuck:
+            self._effects.send(worker_id.node, KillWorker(device=worker_id.device))
 
-    def _restart_worker(self, member: Member, place: Place, message: WorkerExited) -> None:
+    def _restart_worker(self, member: Member, worker_id: WorkerId, message: WorkerExited) -> None:
         """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.
 
         The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
         pipeline alone; and the survivors may go on without what they have done. Where nobody survives, all wait for
         the workers that are started again; but the error that ended every one of them would do so again.
         """
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         trained = member.is_ready
-        also = tuple(device for device in member.taken_along if device != place.device)
+        also = tuple(device for device in member.taken_along if device != worker_id.device)
         step = self._progress.furthest_step
-        member.note_restart(place.device, message.pid, now_s=now_s, step=step, also=also)
-        self._reconfiguration.forget_pace(place.node)
-        self._outbox.record(
+        member.note_restart(worker_id.device, message.pid, now_s=now_s, step=step, also=also)
+        self._reconfiguration.forget_pace(worker_id.node)
+        self._effects.record(
             WorkerDown(
-                t_s=now_s, node=place.node, device=place.device, pid=message.pid, reason=message.reason, also=also
+                t_s=now_s,
+                node=worker_id.node,
+                device=worker_id.device,
+                pid=message.pid,
+                reason=message.reason,
+                also=also,
             )
         )
         for device in also:
-            self._outbox.send(place.node, KillWorker(device=device))
-        self._start_again(member, place.device)
-        if not self._beginning.is_over:
-            self._beginning.worker_lost(place)
+            self._effects.send(worker_id.node, KillWorker(device=device))
+        self._start_again(member, worker_id.device)
+        if not self._startup.is_over:
+            self._startup.worker_lost(worker_id)
             return
-        self._saving.worker_lost(place.node)
-        self._sharding.lost(place.node)
-        if not self._members.ready and self._ending.is_same_error(self._training_nodes()):
+        self._saving.worker_lost(worker_id.node)
+        self._sharding.lost(worker_id.node)
+        if not self._members.ready and self._shutdown.is_same_error(self._training_nodes()):
             raise RunOver(1, "the same error ended all workers")
-        if trained and not self._reconfiguration.can_spare(place.node):
-            self._reconfiguration.begin([place.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
+        if trained and not self._reconfiguration.can_spare(worker_id.node):
+            self._reconfiguration.begin([worker_id.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
 
     def _training_nodes(self) -> tuple[str, ...]:
         """The nodes of the newest plan whose agents live."""
@@ -330,5 +335,5 @@ class Attendance:
         return tuple(node for node in self._reconfiguration.generations.plan.nodes if node in living)
 
     def _start_again(self, member: Member, device: int) -> None:
-        member.ending.discard(device)
-        self._outbox.send(member.spec.name, StartWorker(device=device))
+        member.shutdown.discard(device)
+        self._effects.send(member.spec.name, StartWorker(device=device))

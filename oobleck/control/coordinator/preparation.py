@@ -19,7 +19,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import ConfigError, PeerError
 from oobleck.job import JobSpec
-from oobleck.planner import Place, Profile, profile_from_json
+from oobleck.planner import Profile, WorkerId, profile_from_json
 
 from .profile_key import profile_key
 
@@ -35,7 +35,7 @@ class Preparation:
         self._members = members
         self._python_version = python_version
         self._key: str | None = None
-        self._measures: Place | None = None
+        self._measures: WorkerId | None = None
         """The worker that was asked to measure the profile."""
         self._is_unmeasured = False
         """It was lost, and no other one was there to be asked."""
@@ -74,7 +74,9 @@ class Preparation:
             num_sharing=self._members.sharing_device(member),
             run=self._run,
         )
-        starts = [Send(node=event.node, message=StartWorker(device=place.device)) for place in member.places]
+        starts = [
+            Send(node=event.node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids
+        ]
         return [Send(node=event.node, message=configure), *starts, *asks]
 
     def note_ready(self, member: Member, message: WorkerReady) -> list[Command]:
@@ -94,7 +96,7 @@ class Preparation:
                 "files on all nodes"
             )
         if self._is_unmeasured:
-            return self._ask(Place(node=member.spec.name, device=message.device))
+            return self._ask(WorkerId(node=member.spec.name, device=message.device))
         if self.profile is not None or self._key is not None:
             return []
         assert member.hello is not None
@@ -118,9 +120,9 @@ class Preparation:
                 return []
         return self._have_measured()
 
-    def worker_lost(self, place: Place) -> list[Command]:
+    def worker_lost(self, worker_id: WorkerId) -> list[Command]:
         """A worker has ended, and is started again: have another one measure what it was to."""
-        if self.profile is not None or self._measures is None or self._measures.node != place.node:
+        if self.profile is not None or self._measures is None or self._measures.node != worker_id.node:
             return []
         return self._have_measured()
 
@@ -128,11 +130,11 @@ class Preparation:
         """Ask any worker that is ready, or else the first that is."""
         member = next((member for member in self._members.living if member.ready), None)
         self._is_unmeasured = member is None
-        return [] if member is None else self._ask(Place(node=member.spec.name, device=min(member.ready)))
+        return [] if member is None else self._ask(WorkerId(node=member.spec.name, device=min(member.ready)))
 
-    def _ask(self, place: Place) -> list[Command]:
-        self._measures, self._is_unmeasured = place, False
-        return [Send(node=place.node, message=ProfileRequest(device=place.device))]
+    def _ask(self, worker_id: WorkerId) -> list[Command]:
+        self._measures, self._is_unmeasured = worker_id, False
+        return [Send(node=worker_id.node, message=ProfileRequest(device=worker_id.device))]
 
     def take_measurement(self, message: Profiled) -> list[Command]:
         """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""

@@ -28,18 +28,18 @@ from oobleck.control.commit import (
     stuck_workers,
 )
 from oobleck.control.data import Sharding
-from oobleck.control.events import Outbox, RunOver
+from oobleck.control.events import Effects, RunOver
 from oobleck.control.journal import Action, Cause, HangExplained, PlanAdopted, RecoveryStarted
 from oobleck.control.membership import Membership, are_most, patience_s
 from oobleck.control.protocol import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.errors import PeerError, PlanningError, Unrecoverable
 from oobleck.job import JobSpec
-from oobleck.planner import Decision, ExecutionPlan, Place, Profile
+from oobleck.planner import Decision, ExecutionPlan, Profile, WorkerId
 from oobleck.schedule import BANKING_KINDS, ScheduleKind
 
 from .planning import schedules_for
-from .recovery_record import RecoveryAccount
+from .recovery_record import RecoveryRecord
 from .replanning import Aftermath, Replanning
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Accused:
 
     cut_off: tuple[str, ...] = ()
     """Nodes that their peers do not reach."""
-    stuck: tuple[Place, ...] = ()
+    stuck: tuple[WorkerId, ...] = ()
     """Workers that others wait for, and that wait for nobody."""
 
     def __bool__(self) -> bool:
@@ -90,7 +90,7 @@ class Reconfiguration:
         restoring: Restoring,
         scaling: Scaling,
         sharding: Sharding,
-        outbox: Outbox,
+        effects: Effects,
         *,
         make_planner: Callable[[Profile], Planner],
     ) -> None:
@@ -102,7 +102,7 @@ class Reconfiguration:
         self._restoring = restoring
         self._scaling = scaling
         self._sharding = sharding
-        self._replanning = Replanning(members, progress, scaling, sharding, outbox, make_planner=make_planner)
+        self._replanning = Replanning(members, progress, scaling, sharding, effects, make_planner=make_planner)
         self._restored_generation = 0
         """What was adopted before all state was last gone back for counts for nothing."""
         self._is_from_scratch = True
@@ -111,8 +111,8 @@ class Reconfiguration:
         """So did the run begin: nothing is lost for good where all begin with them again."""
         self._answers_due_s = math.inf
         """How long to wait for those who were asked for checkpoints."""
-        self._outbox = outbox
-        self._account: RecoveryAccount | None = None
+        self._effects = effects
+        self._account: RecoveryRecord | None = None
         self._is_explaining = False
         """All are asked what they wait for."""
         self._is_unexplained = False
@@ -168,7 +168,7 @@ class Reconfiguration:
 
         `is_from_scratch`: what is trained comes from the model's initial values; `began_from_scratch`: so did the run.
         """
-        self._replanning.take_over(profile, generations.plan, step_s, slow, from_s=self._outbox.now_s + _FINDING_S)
+        self._replanning.take_over(profile, generations.plan, step_s, slow, from_s=self._effects.now_s + _FINDING_S)
         self.generations = generations
         self._restored_generation = restored_generation
         self._is_from_scratch, self._began_from_scratch = is_from_scratch, began_from_scratch
@@ -179,11 +179,11 @@ class Reconfiguration:
 
     def begin(self, nodes: list[str], cause: Cause, *, detect_s: float) -> None:
         """Fence all survivors under a new generation; losses during a recovery begin it anew."""
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         recovery = self._account
         if recovery is None or recovery.ordered_s:
             self.close(overtaken_by="the next one began before")
-            recovery = self._account = RecoveryAccount(began_s=now_s, detect_s=detect_s, cause=cause)
+            recovery = self._account = RecoveryRecord(began_s=now_s, detect_s=detect_s, cause=cause)
         recovery.nodes.extend(node for node in nodes if node not in recovery.nodes)
         if cause is Cause.CUT_OFF:
             recovery.cause = cause  # what the hang came from, by which it was noticed
@@ -199,7 +199,7 @@ class Reconfiguration:
         self.fenced_s = now_s
         self._has_waited = False
         self._progress.expect_none()
-        self._outbox.record(
+        self._effects.record(
             RecoveryStarted(
                 t_s=now_s, generation=self.generations.current, nodes=tuple(recovery.nodes), cause=recovery.cause
             )
@@ -209,32 +209,34 @@ class Reconfiguration:
         self._count_regrouping(cause)
         self._fence()
 
-    def repair(self, distrusted: Mapping[Place, frozenset[int]], *, detect_s: float = 0.0) -> None:
+    def repair(self, distrusted: Mapping[WorkerId, frozenset[int]], *, detect_s: float = 0.0) -> None:
         """Have these copies of layers replaced by the others."""
         self._replanning.distrusted.update(distrusted)
-        self.begin(sorted({place.node for place in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
+        self.begin(sorted({worker_id.node for worker_id in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
 
-    def status(self, places: Collection[Place], status: Status) -> None:
+    def status(self, worker_ids: Collection[WorkerId], status: Status) -> None:
         """Workers answer the fence; an answer to an older one is dropped. Raises PeerError for one that cannot be."""
         if self.is_fencing and status.generation == self.generations.current:
             if status.adopted and status.adopted not in self.generations.plans:
                 raise PeerError(f"trains in generation {status.adopted}, which has no plan")
             assert self._account is not None
-            self._account.statuses.update(dict.fromkeys(places, status))
-            self._account.awaited.difference_update(places)
+            self._account.statuses.update(dict.fromkeys(worker_ids, status))
+            self._account.awaited.difference_update(worker_ids)
             if self._has_waited and self._account.awaited:  # the others are about to answer, too
-                self.deadline_s = self._outbox.now_s + self._job.control.lease_s
+                self.deadline_s = self._effects.now_s + self._job.control.lease_s
             self._decide_when_answered()
 
     def reach_again(self, node: str) -> None:
         """A node could not be spoken to, and is found again: what was said to it last may be lost."""
         recovery = self._account
-        awaited = tuple(sorted(place for place in recovery.awaited if place.node == node)) if recovery else ()
+        awaited = (
+            tuple(sorted(worker_id for worker_id in recovery.awaited if worker_id.node == node)) if recovery else ()
+        )
         self._restoring.ask_again(node)
         if not awaited:
             return
         if self.is_fencing:
-            self._outbox.send_all(awaited, self._fence_said)
+            self._effects.send_all(awaited, self._fence_said)
         else:  # nobody knows whether it has its orders
             self.begin([], Cause.MASTER_LOST, detect_s=0.0)
 
@@ -246,31 +248,31 @@ class Reconfiguration:
     def note_left(self, node: str) -> None:
         """A drained node is gone: a master that took over since may have asked it where it stands."""
         if self.is_fencing and self._account is not None:
-            self._account.awaited = {place for place in self._account.awaited if place.node != node}
+            self._account.awaited = {worker_id for worker_id in self._account.awaited if worker_id.node != node}
             self._decide_when_answered()
 
     def suspect(self, message: PeerFailed) -> None:
         """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
         if not self.is_fencing and message.generation == self.generations.current:
-            self.deadline_s = min(self.deadline_s, self._outbox.now_s + _SUSPICION_S)
+            self.deadline_s = min(self.deadline_s, self._effects.now_s + _SUSPICION_S)
 
-    def resumed(self, places: Collection[Place], message: Resumed) -> None:
+    def resumed(self, worker_ids: Collection[WorkerId], message: Resumed) -> None:
         """Workers compute under the new plan; the last one closes the recovery."""
         recovery = self._account
         if recovery is None or not recovery.ordered_s or message.generation != self.generations.current:
             return
-        recovery.resumed.update(dict.fromkeys(places, message))
-        recovery.awaited.difference_update(places)
+        recovery.resumed.update(dict.fromkeys(worker_ids, message))
+        recovery.awaited.difference_update(worker_ids)
         if not recovery.awaited:
             self._replanning.distrusted.clear()
             self.close()
             self._dismiss_drained()
 
-    def note_pace(self, places: Collection[Place], pace: Pace) -> None:
+    def note_pace(self, worker_ids: Collection[WorkerId], pace: Pace) -> None:
         """Take in how fast workers compute; plan anew where slow nodes make that pay."""
-        if self.is_fencing or not self._replanning.has_time(self._outbox.now_s):
+        if self.is_fencing or not self._replanning.has_time(self._effects.now_s):
             return
-        changed = self._replanning.note_pace(places, pace, self.generations.plan)
+        changed = self._replanning.note_pace(worker_ids, pace, self.generations.plan)
         if changed:
             self.begin(changed, Cause.SLOW, detect_s=0.0)
 
@@ -287,7 +289,7 @@ class Reconfiguration:
 
     def scale(self) -> None:
         """Look at how many nodes should train; plan anew where that is another number now."""
-        if self.is_fencing or not self._replanning.has_time(self._outbox.now_s):
+        if self.is_fencing or not self._replanning.has_time(self._effects.now_s):
             self._scaling.look_later()
         elif self._scaling.consider(self._replanning.planner):
             plan = self.generations.plan
@@ -325,18 +327,18 @@ class Reconfiguration:
 
         Workers answer at once, whatever they compute; one that does not is frozen, if its agent is not.
         """
-        if not self.is_fencing or self._account is None or self._outbox.now_s < self.deadline_s:
+        if not self.is_fencing or self._account is None or self._effects.now_s < self.deadline_s:
             return ()
         if self.deadline_s <= self._account.settles_s:
             return ()
-        return tuple(sorted({place.node for place in self._account.awaited}))
+        return tuple(sorted({worker_id.node for worker_id in self._account.awaited}))
 
     def waits_on(self, silent: Collection[str], *, is_suspicious: bool) -> bool:
         """Whether to go on waiting for the answers of these nodes: their words may be unread, or ours unheard.
 
         Where most do not answer, whatever holds them up may be one and the same, and pass.
         """
-        now_s, control = self._outbox.now_s, self._job.control
+        now_s, control = self._effects.now_s, self._job.control
         if not self._has_waited:
             self._has_waited = True
             self.deadline_s = now_s + _LOOK_S
@@ -357,10 +359,10 @@ class Reconfiguration:
         recovery, self._account = self._account, None
         if recovery is not None:
             done = recovery.close(
-                self._outbox.now_s, self.generations.current, self._members.clock_offsets_s, overtaken_by=overtaken_by
+                self._effects.now_s, self.generations.current, self._members.clock_offsets_s, overtaken_by=overtaken_by
             )
             self._scaling.recovery_done(done)
-            self._outbox.record(done)
+            self._effects.record(done)
 
     def can_spare(self, node: str) -> bool:
         """Whether a node rests, and has nothing any more that others wait for: they train by the plan that lets it."""
@@ -389,14 +391,14 @@ class Reconfiguration:
         lost = self.lost_for(self.generations.newest)
         ready = (worker for member in survivors for worker in member.ready.values())
         doorbells = tuple(worker.doorbell for worker in ready if worker.doorbell) if self._is_explaining else ()
-        places = tuple(place for member in survivors for place in member.places)
+        worker_ids = tuple(worker_id for member in survivors for worker_id in member.worker_ids)
         assert self._account is not None
-        self._account.awaited = set(places)
+        self._account.awaited = set(worker_ids)
         if not survivors:
             self._wait_for_anybody()
             return
         self._fence_said = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
-        self._outbox.send_all(places, self._fence_said)
+        self._effects.send_all(worker_ids, self._fence_said)
 
     def _decide_when_answered(self) -> None:
         recovery = self._account
@@ -405,15 +407,17 @@ class Reconfiguration:
         if not self._members.ready:
             self._wait_for_anybody()
             return
-        if self._outbox.now_s < recovery.settles_s:
+        if self._effects.now_s < recovery.settles_s:
             self.deadline_s = recovery.settles_s
             return
-        statuses = {place: recovery.statuses[place] for member in self._members.ready for place in member.places}
+        statuses = {
+            worker_id: recovery.statuses[worker_id] for member in self._members.ready for worker_id in member.worker_ids
+        }
         if self._is_explaining:
             self._is_explaining = False
             self._accuse(statuses)
             if self.accused:
-                self.deadline_s = self._outbox.now_s + self._job.control.lease_s
+                self.deadline_s = self._effects.now_s + self._job.control.lease_s
                 return
             self._is_unexplained = True
         self._decide(statuses)
@@ -435,35 +439,37 @@ class Reconfiguration:
     def _waits_for_returning(self) -> bool:
         """Wait for workers that are started again, for those who are here cannot go on; False once that is over."""
         assert self._account is not None
-        if not self._members.returning or self._outbox.now_s >= self._account.returns_by_s:
+        if not self._members.returning or self._effects.now_s >= self._account.returns_by_s:
             return False
         if math.isinf(self._account.returns_by_s):
-            self._account.returns_by_s = self._outbox.now_s + self._job.control.start_timeout_s
+            self._account.returns_by_s = self._effects.now_s + self._job.control.start_timeout_s
         self.deadline_s = self._account.returns_by_s
         return True
 
-    def _accuse(self, statuses: dict[Place, Status]) -> None:
+    def _accuse(self, statuses: dict[WorkerId, Status]) -> None:
         """Nobody is gone, and nothing goes on: find out whom it is that the others wait for, or do not reach."""
         cut_off = cut_off_nodes(statuses)
         stuck = () if cut_off else stuck_workers(statuses)
         self.accused = Accused(cut_off=cut_off, stuck=stuck)
-        self._outbox.record(
+        self._effects.record(
             HangExplained(
-                t_s=self._outbox.now_s,
+                t_s=self._effects.now_s,
                 generation=self.generations.current,
                 cut_off=cut_off,
                 stuck=stuck,
-                stacks=tuple((place, status.stack) for place, status in sorted(statuses.items()) if status.stack),
+                stacks=tuple(
+                    (worker_id, status.stack) for worker_id, status in sorted(statuses.items()) if status.stack
+                ),
             )
         )
 
     # --- deciding --------------------------------------------------------------------------------------------
 
-    def _decide(self, statuses: dict[Place, Status]) -> None:
+    def _decide(self, statuses: dict[WorkerId, Status]) -> None:
         """All survivors have answered: find what is committed, a plan for those who are left, and order it."""
         assert self._account is not None
         if self._restored_generation:
-            statuses = {place: self._since_restored(status) for place, status in statuses.items()}
+            statuses = {worker_id: self._since_restored(status) for worker_id, status in statuses.items()}
         # Only now: all that reporters said before they answered is known, so that no step is told out of turn.
         records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
         for _, record in sorted(records.items()):
@@ -530,13 +536,13 @@ class Reconfiguration:
         if not self._saving.is_enabled:
             self._begin_again(base, error)
             return
-        now_s = self._outbox.now_s
-        places = [place for member in self._members.ready for place in member.places]
+        now_s = self._effects.now_s
+        worker_ids = [worker_id for member in self._members.ready for worker_id in member.worker_ids]
         if math.isinf(self._answers_due_s):
             self._answers_due_s = self.deadline_s = now_s + _ANSWERS_S
-            self._restoring.ask(places)
+            self._restoring.ask(worker_ids)
             return
-        if not self._restoring.is_answered(places) and now_s < self._answers_due_s:
+        if not self._restoring.is_answered(worker_ids) and now_s < self._answers_due_s:
             self.deadline_s = self._answers_due_s
             return
         self._tell_problems()
@@ -544,7 +550,7 @@ class Reconfiguration:
         if candidate is None:
             self._begin_again(base, error)
             return
-        held = {place: layers for place, layers in candidate.held.items() if place in places}
+        held = {worker_id: layers for worker_id, layers in candidate.held.items() if worker_id in worker_ids}
         try:
             decision = self._replanning.replan(base, held, lost=_NOBODY)
         except (PlanningError, Unrecoverable) as another:
@@ -562,14 +568,14 @@ class Reconfiguration:
         """
         assert self._account is not None
         living = {member.spec.name for member in self._members.living}
-        here = {layer for place, layers in base.layers_at.items() if place.node in living for layer in layers}
+        here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
         if not self._began_from_scratch or not here.issuperset(error.layers):
             nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
             raise RunOver(1, f"{self._cannot_go_on(error)}{nothing}") from error
-        places = [place for member in self._members.ready for place in member.places]
+        worker_ids = [worker_id for member in self._members.ready for worker_id in member.worker_ids]
         whole = frozenset(range(base.num_layers))
         try:
-            decision = self._replanning.replan(base, dict.fromkeys(places, whole), lost=_NOBODY)
+            decision = self._replanning.replan(base, dict.fromkeys(worker_ids, whole), lost=_NOBODY)
         except (PlanningError, Unrecoverable) as another:
             raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
         step = self._progress.last_step
@@ -583,7 +589,7 @@ class Reconfiguration:
         verdict = Verdict(applied=0, catch_up=None, adopted=None, held={})
         decision = replace(decision, action=Action.BEGIN_AGAIN, reason=reason, transfers=())
         self._order(decision, verdict, finish=None, goes_back=True)
-        self._outbox.notice("warning", f"{error}, and there is {what}")
+        self._effects.notice("warning", f"{error}, and there is {what}")
 
     def _go_back(self, decision: Decision, candidate: Candidate) -> None:
         """Order everybody to a checkpoint."""
@@ -610,7 +616,7 @@ class Reconfiguration:
 
     def _tell_problems(self) -> None:
         for problem in self._restoring.problems():
-            self._outbox.notice("warning", f"cannot be used: {problem}")
+            self._effects.notice("warning", f"cannot be used: {problem}")
 
     def _cannot_go_on(self, error: Exception) -> str:
         assert self._account is not None
@@ -621,13 +627,13 @@ class Reconfiguration:
         """Of a run that has too few nodes left: it can be resumed if there is a checkpoint."""
         return 75 if self._saving.complete else 1
 
-    def _confirm(self, verdict: Verdict, statuses: dict[Place, Status]) -> Verdict:
+    def _confirm(self, verdict: Verdict, statuses: dict[WorkerId, Status]) -> Verdict:
         """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
         if verdict.adopted is None:
             return verdict
         plan, lost = self.generations.plans[verdict.adopted], frozenset(self.lost_for(verdict.adopted))
-        places = (place for pipeline in plan.pipelines for place in pipeline.places)
-        members = [statuses[place] for place in places if place.node not in lost]
+        worker_ids = (worker_id for pipeline in plan.pipelines for worker_id in pipeline.worker_ids)
+        members = [statuses[worker_id] for worker_id in worker_ids if worker_id.node not in lost]
         is_in_force = all(status.adopted == verdict.adopted for status in members)
         return verdict if is_in_force else replace(verdict, adopted=None)
 
@@ -637,7 +643,7 @@ class Reconfiguration:
         for member in draining:
             member.is_draining = False
             text = f"{member.spec.name} stays: the job cannot go on without it"
-            self._outbox.notice("warning", text)
+            self._effects.notice("warning", text)
         return bool(draining)
 
     def _dismiss_drained(self) -> None:
@@ -645,7 +651,7 @@ class Reconfiguration:
         for member in self._members.ready:
             if member.is_draining:
                 member.dismiss()
-                self._outbox.send(member.spec.name, StopAgent(reason="drained"))
+                self._effects.send(member.spec.name, StopAgent(reason="drained"))
 
     # --- ordering --------------------------------------------------------------------------------------------
 
@@ -679,10 +685,10 @@ class Reconfiguration:
             num_sections=sections if all(kind in BANKING_KINDS for kind in schedules) else 1,
         )
         position = None if candidate is None else candidate.position
-        order = replace(order, edition=self._sharding.follow(order, position=position, goes_back=goes_back))
-        places = tuple(place for member in self._members.ready for place in member.places)
-        self._outbox.send_all(places, order)
-        self._sharding.tell(place for place in places if place in order.plan.layers_at)
+        order = replace(order, assignment_version=self._sharding.follow(order, position=position, goes_back=goes_back))
+        worker_ids = tuple(worker_id for member in self._members.ready for worker_id in member.worker_ids)
+        self._effects.send_all(worker_ids, order)
+        self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in order.plan.layers_at)
         self.is_fencing = False
         self.deadline_s = math.inf
         self._progress.foresee(decision.predicted_step_s)
@@ -695,17 +701,17 @@ class Reconfiguration:
         if self._account is not None:
             self._note_orders(self._account, decision, order)
 
-    def _note_orders(self, recovery: RecoveryAccount, decision: Decision, order: Order) -> None:
-        recovery.ordered_s = self._outbox.now_s
-        recovery.awaited = {place for pipeline in decision.plan.pipelines for place in pipeline.places}
+    def _note_orders(self, recovery: RecoveryRecord, decision: Decision, order: Order) -> None:
+        recovery.ordered_s = self._effects.now_s
+        recovery.awaited = {worker_id for pipeline in decision.plan.pipelines for worker_id in pipeline.worker_ids}
         recovery.action = Action(decision.action)
         if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
             recovery.action = Action.RESTART_WORKER
         recovery.layers_moved = len({(item.layer, item.target) for item in order.transfers})
 
     def _record_plan(self, decision: Decision, verdict: Verdict, order: Order, *, goes_back: bool) -> None:
-        now_s = self._outbox.now_s
-        self._outbox.record(
+        now_s = self._effects.now_s
+        self._effects.record(
             PlanAdopted(
                 t_s=now_s,
                 generation=self.generations.current,
@@ -730,7 +736,7 @@ class Reconfiguration:
         if not decision.redundant:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
-            self._outbox.notice("warning", text)
+            self._effects.notice("warning", text)
 
     def _with_schedules(self, reason: str, schedules: Sequence[ScheduleKind]) -> str:
         """A plan's reason, with the schedules of its pipelines where it chose them."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from oobleck.control.commit import uncovered
 from oobleck.control.journal import Action, Cause, RecoveryDone
 from oobleck.control.protocol import Resumed, Status
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
-__all__ = ["RecoveryAccount"]
+__all__ = ["RecoveryRecord"]
 
 
 @dataclass(slots=True)
-class RecoveryAccount:
+class RecoveryRecord:
     """One recovery, from the loss that began it; losses that come before its orders belong to it."""
 
     began_s: float
@@ -24,9 +24,9 @@ class RecoveryAccount:
     nodes: list[str] = field(default_factory=list)
     settles_s: float = 0.0
     """Until then, answers may be complete and are waited with: losses that belong together come together."""
-    awaited: set[Place] = field(default_factory=set)
+    awaited: set[WorkerId] = field(default_factory=set)
     """Workers that have still to answer the fence; then, those that have still to compute under the new plan."""
-    statuses: dict[Place, Status] = field(default_factory=dict)
+    statuses: dict[WorkerId, Status] = field(default_factory=dict)
     returns_by_s: float = math.inf
     """Until then, workers that are started again are waited for, because those who are here cannot go on."""
     ordered_s: float = 0.0
@@ -35,7 +35,7 @@ class RecoveryAccount:
     layers_moved: int = 0
     microbatches_redone: int = 0
     steps_lost: int = 0
-    resumed: dict[Place, Resumed] = field(default_factory=dict)
+    resumed: dict[WorkerId, Resumed] = field(default_factory=dict)
 
     def close(
         self, now_s: float, generation: int, offsets_s: Mapping[str, float], *, overtaken_by: str
@@ -68,7 +68,7 @@ class RecoveryAccount:
         if not self.resumed:
             return 0.0
         # In a simulation thousands say the same: each message counts once for each clock.
-        said = {(offsets_s[place.node], id(said)): said for place, said in self.resumed.items()}
+        said = {(offsets_s[worker_id.node], id(said)): said for worker_id, said in self.resumed.items()}
         ended_s = min(said.resumed_s + ahead_s for (ahead_s, _), said in said.items())
         busy_s = sorted(
             {

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from oobleck.control.commit import NOTHING_BANKED, Generations, Progress, Verdict, broken_pipelines, shares_of
 from oobleck.control.data import Sharding
-from oobleck.control.events import Outbox
+from oobleck.control.events import Effects
 from oobleck.control.journal import PaceChanged
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import Pace, Status
 from oobleck.control.scaling import Scaling
-from oobleck.control.speed import Paces, Probation, found_out_s
-from oobleck.planner import Decision, ExecutionPlan, Place, Profile
+from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
+from oobleck.planner import Decision, ExecutionPlan, Profile, WorkerId
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
@@ -34,7 +34,7 @@ class Aftermath:
     """Where a loss has left everybody, once all survivors have told."""
 
     verdict: Verdict
-    statuses: Mapping[Place, Status]
+    statuses: Mapping[WorkerId, Status]
     base: ExecutionPlan
     """The plan in force."""
     lost: frozenset[str]
@@ -54,7 +54,7 @@ class Replanning:
         progress: Progress,
         scaling: Scaling,
         sharding: Sharding,
-        outbox: Outbox,
+        effects: Effects,
         *,
         make_planner: Callable[[Profile], Planner],
     ) -> None:
@@ -63,14 +63,14 @@ class Replanning:
         self._progress = progress
         self._scaling = scaling
         self._sharding = sharding
-        self._outbox = outbox
+        self._effects = effects
         self._make_planner = make_planner
         self._profile: Profile | None = None
         self._planner: Planner | None = None
-        self._paces = Paces()
-        self._probation = Probation()
+        self._paces = SpeedTracker()
+        self._slow_retry = SlowNodeRetry()
         self._from_s = 0.0
-        self.distrusted: dict[Place, frozenset[int]] = {}
+        self.distrusted: dict[WorkerId, frozenset[int]] = {}
         """Layers that differ from their other copies, by holder, until they are replaced."""
 
     def know(self, profile: Profile) -> None:
@@ -104,38 +104,38 @@ class Replanning:
         """How many times the usual time slow nodes take."""
         return dict(self._paces.slow)
 
-    def note_pace(self, places: Iterable[Place], pace: Pace, plan: ExecutionPlan) -> list[str]:
+    def note_pace(self, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan) -> list[str]:
         """Take in how fast workers compute; return the nodes whose pace makes another plan pay."""
         profile, before = self.planner.profile, self.slow
-        for place in places:
-            self._paces.note(place, pace, plan, profile)
+        for worker_id in worker_ids:
+            self._paces.note(worker_id, pace, plan, profile)
         if not self._paces.take_change(plan):
             return []
         after = self.slow
         changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
         for node in changed:
-            self._outbox.record(PaceChanged(t_s=self._outbox.now_s, node=node, factor=after.get(node, 1.0)))
+            self._effects.record(PaceChanged(t_s=self._effects.now_s, node=node, factor=after.get(node, 1.0)))
         self._scaling.paces_changed()
         return changed if self._pays(plan) else []
 
     def forget_pace(self, node: str) -> None:
         """What was known of a node's pace is worth nothing."""
-        self._probation.forget(node)
+        self._slow_retry.forget(node)
         self._paces.forget(node)
 
     def plan_adopted(self, plan: ExecutionPlan, step_s: float) -> None:
         """Steps take so long now; slow nodes that the plan leaves out are tried again later."""
         resting = [node for node in plan.spares if node in self.slow]
-        self._probation.leave_out(resting, self._outbox.now_s, found_out_s=found_out_s(step_s))
+        self._slow_retry.leave_out(resting, self._effects.now_s, found_out_s=found_out_s(step_s))
 
     @property
     def retries_s(self) -> float:
         """When a slow node that was left out is to be tried again; infinity for never."""
-        return self._probation.due_s
+        return self._slow_retry.due_s
 
     def retry_slow(self, plan: ExecutionPlan) -> list[str]:
         """Take slow nodes that have waited for long enough for normal; return them if another plan pays then."""
-        nodes = self._probation.take_due(self._outbox.now_s)
+        nodes = self._slow_retry.take_due(self._effects.now_s)
         for node in nodes:
             self._paces.forget(node)
         self._scaling.paces_changed()
@@ -191,11 +191,13 @@ class Replanning:
         rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, banked))}
         return self.planner.rest_s(decision.plan, rests, slow=self.slow)
 
-    def _held(self, after: Aftermath, finish: int | None) -> dict[Place, frozenset[int]]:
+    def _held(self, after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
         held = _held(after, finish)
-        return held | {place: held[place] - layers for place, layers in self.distrusted.items() if place in held}
+        return held | {
+            worker_id: held[worker_id] - layers for worker_id, layers in self.distrusted.items() if worker_id in held
+        }
 
-    def replan(self, base: ExecutionPlan, held: Mapping[Place, frozenset[int]], *, lost: frozenset[str]) -> Decision:
+    def replan(self, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], *, lost: frozenset[str]) -> Decision:
         """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
         known = dict.fromkeys((*base.nodes, *base.spares))
         living = {member.spec.name: member for member in self._members.ready}
@@ -222,17 +224,17 @@ def _is_untrained(after: Aftermath) -> bool:
     return after.verdict.applied == 0 and after.verdict.bank == NOTHING_BANKED and after.is_from_scratch
 
 
-def _held(after: Aftermath, finish: int | None) -> dict[Place, frozenset[int]]:
+def _held(after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
     """The layers that each survivor can give, at the boundary's version."""
     verdict, base = after.verdict, after.base
     if finish is not None:
         # What was kept of the plan before is a step behind once this one is finished.
         planned = base.layers_at
         return {
-            place: mine if layers == mine else layers & mine
-            for place, layers in verdict.held.items()
-            for mine in (planned.get(place, _NOTHING),)
+            worker_id: mine if layers == mine else layers & mine
+            for worker_id, layers in verdict.held.items()
+            for mine in (planned.get(worker_id, _NOTHING),)
         }
     if _is_untrained(after):
-        return {place: frozenset(range(base.num_layers)) for place in after.statuses}
+        return {worker_id: frozenset(range(base.num_layers)) for worker_id in after.statuses}
     return dict(verdict.held)

@@ -43,11 +43,11 @@ from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Profile, profile_from_json
 
-__all__ = ["Remains", "read_remains"]
+__all__ = ["ReplayedRun", "replay_run"]
 
 
 @dataclass(slots=True)
-class Remains:
+class ReplayedRun:
     """A run without a master, as its journal knows it."""
 
     started: JobStarted
@@ -107,84 +107,84 @@ class Remains:
         return self.generations.current == newest and any(record.generation == newest for record in self.records)
 
 
-def read_remains(entries: Iterable[JournalEntry]) -> Remains | None:
+def replay_run(entries: Iterable[JournalEntry]) -> ReplayedRun | None:
     """Put together what is left of a run; None when it has ended, or never came to train. O(entries)."""
-    remains: Remains | None = None
+    replayed: ReplayedRun | None = None
     for entry in entries:
         if isinstance(entry, JobStarted):
-            remains = Remains(entry, Membership(entry.nodes), Generations(max_steps=entry.job.max_steps))
-        elif isinstance(entry, JobEnded) or remains is None:
+            replayed = ReplayedRun(entry, Membership(entry.nodes), Generations(max_steps=entry.job.max_steps))
+        elif isinstance(entry, JobEnded) or replayed is None:
             return None
         else:
-            _apply(remains, entry)
-        remains.last_s = entry.t_s
-    if remains is None or not remains.profile_json or not remains.generations.plans:
+            _apply(replayed, entry)
+        replayed.last_s = entry.t_s
+    if replayed is None or not replayed.profile_json or not replayed.generations.plans:
         return None
-    _interrupt_joining(remains)
-    return remains
+    _interrupt_joining(replayed)
+    return replayed
 
 
-def _interrupt_joining(remains: Remains) -> None:
+def _interrupt_joining(replayed: ReplayedRun) -> None:
     """Nobody goes on with the nodes that the master which died was taking in; the next one begins with them anew."""
     joining = [
-        *remains.members.in_state(NodeState.CONNECTING),
-        *(member for member in remains.members.in_state(NodeState.CONNECTED) if not member.restarts),
+        *replayed.members.in_state(NodeState.CONNECTING),
+        *(member for member in replayed.members.in_state(NodeState.CONNECTED) if not member.restarts),
     ]
     for member in joining:
         member.move_to(NodeState.LOST)
-    remains.interrupted = tuple(member.spec for member in joining)
+    replayed.interrupted = tuple(member.spec for member in joining)
 
 
-def _apply(remains: Remains, entry: JournalEntry) -> None:
+def _apply(replayed: ReplayedRun, entry: JournalEntry) -> None:
     match entry:
         case MasterResumed():
-            _interrupt_joining(remains)
+            _interrupt_joining(replayed)
         case ProfileKnown(profile_json=profile_json):
-            remains.profile_json = profile_json
+            replayed.profile_json = profile_json
         case PlanAdopted():
-            remains.generations.restore(entry)
-            remains.predicted_step_s = entry.predicted_step_s
-            remains.began = remains.began or entry
+            replayed.generations.restore(entry)
+            replayed.predicted_step_s = entry.predicted_step_s
+            replayed.began = replayed.began or entry
             if entry.restored_step is not None:
-                remains.restored = entry
-                remains.origin = remains.origin or entry.restored
-                remains.records.clear()
-                remains.evaluated_step = min(remains.evaluated_step, entry.restored_step)
+                replayed.restored = entry
+                replayed.origin = replayed.origin or entry.restored
+                replayed.records.clear()
+                replayed.evaluated_step = min(replayed.evaluated_step, entry.restored_step)
         case CheckpointSaved():
-            is_final = entry.step >= remains.job.max_steps
-            remains.saved.append(
+            is_final = entry.step >= replayed.job.max_steps
+            replayed.saved.append(
                 KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
             )
         case PaceChanged(node=node, factor=factor) if factor > 1:
-            remains.slow[node] = factor
+            replayed.slow[node] = factor
         case PaceChanged(node=node):
-            remains.slow.pop(node, None)
+            replayed.slow.pop(node, None)
         case ScalingDecided(num_nodes=num_nodes):
-            remains.target = num_nodes
+            replayed.target = num_nodes
         case JournalGap():
-            remains.gap = entry if entry.is_open or entry.num_lost else None
+            replayed.gap = entry if entry.is_open or entry.num_lost else None
         case StepDone(record=record):
-            remains.records.append(record)
-            remains.furthest_step = max(remains.furthest_step, record.step)
+            replayed.records.append(record)
+            replayed.furthest_step = max(replayed.furthest_step, record.step)
         case Evaluated(step=step):
-            remains.evaluated_step = step
+            replayed.evaluated_step = step
         case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
-            remains.shards.note(entry)
+            replayed.shards.note(entry)
         case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
-            remains.generations.current = generation
+            replayed.generations.current = generation
             if cause is Cause.DRAINED:
                 for node in nodes:
-                    remains.members[node].is_draining = True
+                    replayed.members[node].is_draining = True
             if cause is Cause.RETRIED:
                 for node in nodes:
-                    remains.slow.pop(node, None)
+                    replayed.slow.pop(node, None)
         case NodeAdded(node=spec):
-            remains.members.add(spec)
+            replayed.members.add(spec)
         case NodeConnected() | WorkerUp() | WorkerDown() | NodeLost() | NodeLeft():
-            generation, step = remains.generations.current, remains.furthest_step
-            _move(remains.members[entry.node], entry, generation=generation, step=step)
+            generation, step = replayed.generations.current, replayed.furthest_step
+            _move(replayed.members[entry.node], entry, generation=generation, step=step)
             if isinstance(entry, WorkerDown | NodeLost | NodeLeft):
-                remains.slow.pop(entry.node, None)
+                replayed.slow.pop(entry.node, None)
         case _:
             pass
 

@@ -8,15 +8,15 @@ from collections.abc import Collection
 from oobleck.control.checkpoints import Saving
 from oobleck.control.commit import Progress
 from oobleck.control.data import Sharding
-from oobleck.control.events import Outbox, RunOver, StopRequested
+from oobleck.control.events import Effects, RunOver, StopRequested
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import FinishStep
 from oobleck.job import JobSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .reconfiguration import Reconfiguration
 
-__all__ = ["Ending"]
+__all__ = ["Shutdown"]
 
 _LAST_SAVE_S = 300.0
 """How long the end of a run may wait for its last save."""
@@ -25,7 +25,7 @@ _NOT_SAVED = 74
 _LAST_WORDS_S = 2.0
 
 
-class Ending:
+class Shutdown:
     """Mutable: knows who has finished, what was asked, and what workers died of."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Ending:
         saving: Saving,
         reconfiguration: Reconfiguration,
         sharding: Sharding,
-        outbox: Outbox,
+        effects: Effects,
     ) -> None:
         self._job = job
         self._members = members
@@ -44,13 +44,13 @@ class Ending:
         self._saving = saving
         self._reconfiguration = reconfiguration
         self._sharding = sharding
-        self._outbox = outbox
-        self._tracebacks: dict[Place, tuple[int, str]] = {}
+        self._effects = effects
+        self._tracebacks: dict[WorkerId, tuple[int, str]] = {}
         """By worker: the exception that ended it, and the newest step that was committed by then."""
         self._stop: StopRequested | None = None
         self._asked_to_finish = 0
         """The generation whose workers were last asked to."""
-        self._finished: set[tuple[int, Place]] = set()
+        self._finished: set[tuple[int, WorkerId]] = set()
         """(generation, worker) of those that train no further."""
         self._over: RunOver | None = None
         """Training has ended; its last save may still be on the way to the disk."""
@@ -59,9 +59,9 @@ class Ending:
         self._hears_out = False
         self.due_s = math.inf
 
-    def note_traceback(self, place: Place, traceback: str) -> None:
+    def note_traceback(self, worker_id: WorkerId, traceback: str) -> None:
         """An exception ended a worker."""
-        self._tracebacks[place] = (self._progress.last_step, traceback)
+        self._tracebacks[worker_id] = (self._progress.last_step, traceback)
 
     def ask_again(self) -> None:
         """What was asked may be lost."""
@@ -69,14 +69,16 @@ class Ending:
 
     def is_same_error(self, nodes: Collection[str]) -> bool:
         """Whether one exception, by its last line, has ended a worker on each of these nodes since the newest step."""
-        fresh = {place.node: text for place, text in self._fresh.items()}
+        fresh = {worker_id.node: text for worker_id, text in self._fresh.items()}
         errors = {text.strip().rpartition("\n")[2] for node, text in fresh.items() if node in nodes}
         return len(errors) == 1 and fresh.keys() >= set(nodes)
 
     @property
-    def _fresh(self) -> dict[Place, str]:
+    def _fresh(self) -> dict[WorkerId, str]:
         """By worker: the exceptions since the newest committed step."""
-        return {place: text for place, (step, text) in self._tracebacks.items() if step == self._progress.last_step}
+        return {
+            worker_id: text for worker_id, (step, text) in self._tracebacks.items() if step == self._progress.last_step
+        }
 
     def stop(self, event: StopRequested) -> None:
         """Have training end with the step in flight."""
@@ -84,11 +86,11 @@ class Ending:
         self._sharding.stop()
         self._asked_to_finish = 0
 
-    def worker_finished(self, place: Place) -> None:
+    def worker_finished(self, worker_id: WorkerId) -> None:
         """A worker trains no further. What was said before a fence is said again after it."""
         generations = self._reconfiguration.generations
-        self._finished.add((generations.current, place))
-        if not self._finished.issuperset((generations.current, each) for each in generations.plan.places):
+        self._finished.add((generations.current, worker_id))
+        if not self._finished.issuperset((generations.current, each) for each in generations.plan.worker_ids):
             return
         steps = f"{self._progress.last_step} steps are committed"
         by_data = self._sharding.outcome(steps, can_resume=self._saving.is_enabled)
@@ -102,7 +104,7 @@ class Ending:
             self._over = RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
         self._over_step = self._progress.last_step
         self._progress.expect_none()
-        self.due_s = min(self.due_s, self._outbox.now_s + _LAST_SAVE_S)
+        self.due_s = min(self.due_s, self._effects.now_s + _LAST_SAVE_S)
 
     def follow_up(self) -> None:
         """Ask every new plan's workers to finish once a stop is wanted. Raises RunOver once nothing is waited for."""
@@ -110,21 +112,21 @@ class Ending:
             self._over, self._over_step, self.due_s = None, 0, math.inf
         # While no worker is left, nobody can tell what is saved.
         is_settled = bool(self._members.ready) and self._saving.is_settled
-        if self._over is not None and (is_settled or self._outbox.now_s >= self.due_s):
+        if self._over is not None and (is_settled or self._effects.now_s >= self.due_s):
             self._end(self._over)
         generations = self._reconfiguration.generations
         if self._stop is not None and self._asked_to_finish != generations.newest:
             self._asked_to_finish = generations.newest
-            for place in generations.plan.places:
-                if self._members[place.node].is_ready:
-                    self._outbox.send(place.node, FinishStep(device=place.device))
+            for worker_id in generations.plan.worker_ids:
+                if self._members[worker_id.node].is_ready:
+                    self._effects.send(worker_id.node, FinishStep(device=worker_id.device))
 
     def _end(self, over: RunOver) -> None:
         """Raise RunOver, but where the last save has failed only after all had a moment to say what memory has."""
         if self._saving.lacking is not None and self._saving.may_be_in_memory and not self._hears_out:
             self._hears_out = True
-            self.due_s = min(self.due_s, self._outbox.now_s + _LAST_WORDS_S)
-        if not self._hears_out or not self._saving.may_be_in_memory or self._outbox.now_s >= self.due_s:
+            self.due_s = min(self.due_s, self._effects.now_s + _LAST_WORDS_S)
+        if not self._hears_out or not self._saving.may_be_in_memory or self._effects.now_s >= self.due_s:
             raise self._settled(over)
 
     def _settled(self, over: RunOver) -> RunOver:
@@ -139,5 +141,5 @@ class Ending:
         fresh = self._fresh
         if not fresh or over.exit_code != _FAILED:
             return over.reason
-        place, text = next(iter(fresh.items()))
-        return f"an error ended the workers; {place} said:\n{text}"
+        worker_id, text = next(iter(fresh.items()))
+        return f"an error ended the workers; {worker_id} said:\n{text}"

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 from oobleck.control.checkpoints import Candidate, Restoring, Saving
 from oobleck.control.data import Sharding
-from oobleck.control.events import Outbox, RunOver
+from oobleck.control.events import Effects, RunOver
 from oobleck.control.journal import Notice, ProfileKnown
 from oobleck.control.membership import Membership, StartupFailures
 from oobleck.errors import PlanningError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Place, profile_to_json
+from oobleck.planner import WorkerId, profile_to_json
 
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
 
-__all__ = ["Beginning", "finished_text"]
+__all__ = ["Startup", "finished_text"]
 
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
@@ -39,7 +39,7 @@ def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
     )
 
 
-class Beginning:
+class Startup:
     """Mutable: leads to the first plan, or to the end of a run that cannot begin."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Beginning:
         restoring: Restoring,
         reconfiguration: Reconfiguration,
         sharding: Sharding,
-        outbox: Outbox,
+        effects: Effects,
         *,
         resume: str,
     ) -> None:
@@ -65,7 +65,7 @@ class Beginning:
         self._restoring = restoring
         self._reconfiguration = reconfiguration
         self._sharding = sharding
-        self._outbox = outbox
+        self._effects = effects
         self._resume = resume
         self._failures = StartupFailures(len(nodes))
         self.is_over = False
@@ -74,16 +74,16 @@ class Beginning:
 
     def expect_all(self) -> None:
         """Give all nodes the time that the job has for its start."""
-        self.deadline_s = self._outbox.now_s + self._job.control.start_timeout_s
+        self.deadline_s = self._effects.now_s + self._job.control.start_timeout_s
 
     def node_failed(self, node: str, evidence: str, *, is_user_error: bool) -> None:
         """A node cannot start; others may be about to say the same."""
         self._failures.note(node, evidence, is_user_error=is_user_error)
-        self.deadline_s = min(self.deadline_s, self._outbox.now_s + _SETTLE_S)
+        self.deadline_s = min(self.deadline_s, self._effects.now_s + _SETTLE_S)
 
-    def worker_lost(self, place: Place) -> None:
+    def worker_lost(self, worker_id: WorkerId) -> None:
         """A worker has ended, and is started again: what it was asked, another one is, or it itself."""
-        self._outbox.command(*self._preparation.worker_lost(place))
+        self._effects.command(*self._preparation.worker_lost(worker_id))
         self._restoring.forget()
 
     def handle_deadline(self) -> None:
@@ -95,7 +95,7 @@ class Beginning:
 
     def _silence(self) -> str:
         """Who has fallen silent, for an error message; during a start nobody is lost by it."""
-        since_s = self._outbox.now_s - self._job.control.lease_s
+        since_s = self._effects.now_s - self._job.control.lease_s
         silent = [member.spec.name for member in self._members.living if member.last_heard_s < since_s]
         return f"; nothing is heard of {', '.join(silent)}" if silent else ""
 
@@ -106,12 +106,12 @@ class Beginning:
         profile = self._preparation.profile
         assert profile is not None
         self._check_devices()
-        places = [place for member in self._members.ready for place in member.places]
-        if self._saving.is_enabled and not self._restoring.is_answered(places):
-            if not self._restoring.is_asked(places):
-                self._restoring.ask(places)
+        worker_ids = [worker_id for member in self._members.ready for worker_id in member.worker_ids]
+        if self._saving.is_enabled and not self._restoring.is_answered(worker_ids):
+            if not self._restoring.is_asked(worker_ids):
+                self._restoring.ask(worker_ids)
             return
-        self._outbox.record(ProfileKnown(t_s=self._outbox.now_s, profile_json=profile_to_json(profile)))
+        self._effects.record(ProfileKnown(t_s=self._effects.now_s, profile_json=profile_to_json(profile)))
         self._saving.begin([layer.name for layer in profile.layers])
         try:
             self._reconfiguration.begin_training(profile, self._candidate(len(profile.layers)))
@@ -171,4 +171,4 @@ class Beginning:
             self._notice("info", f"{text} to {others[-1]}; remove by hand what you do not need")
 
     def _notice(self, level: str, text: str) -> None:
-        self._outbox.record(Notice(t_s=self._outbox.now_s, level=level, text=text))
+        self._effects.record(Notice(t_s=self._effects.now_s, level=level, text=text))

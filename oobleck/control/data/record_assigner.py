@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from oobleck.control.protocol import DataPosition, Found, LeftShard, OpenShard, RecordRun, Want, visit_at
+from oobleck.control.protocol import DataPosition, LeftShard, OpenShard, RecordRun, ScanRange, ScanResult, visit_at
 
-__all__ = ["MAX_LEFT", "MAX_OPEN", "Dealer", "Taken"]
+__all__ = ["MAX_LEFT", "MAX_OPEN", "RecordAssigner", "Taken"]
 
 MAX_OPEN = 64
 """Shards that are open at once; the position, which is stored with every state, names them all."""
@@ -77,7 +77,7 @@ class _Draft:
         self.num_items += num_items
 
 
-class Dealer:
+class RecordAssigner:
     """Mutable: the position after all that was taken, and what is known of the records that come next."""
 
     def __init__(
@@ -143,21 +143,21 @@ class Dealer:
 
     # --- what lies in shards -----------------------------------------------------------------------------------
 
-    def wants(self, num_records: int) -> tuple[Want, ...]:
+    def wants(self, num_records: int) -> tuple[ScanRange, ...]:
         """Ask for what is needed to know of `num_records` records beyond those taken; empty where that is known."""
         self._settle()
         missing = num_records - self._draft.num_records - sum(known.num_records for known in self._known.values())
         if missing <= 0:
             return ()
-        wants: dict[int, Want] = {}
+        wants: dict[int, ScanRange] = {}
         for visit, start in self._next_visits():
             known = self._known.setdefault(visit, _Known([start]))
             shard = visit % self._num_shards
             if not known.is_ended and shard not in wants:
-                wants[shard] = Want(shard=shard, start=known.bounds[-1], limit=min(missing, _SURVEY_LIMIT))
+                wants[shard] = ScanRange(shard=shard, start=known.bounds[-1], limit=min(missing, _SURVEY_LIMIT))
         return tuple(wants.values())
 
-    def found(self, found: Found) -> bool:
+    def found(self, found: ScanResult) -> bool:
         """Take an answer in; False for one that does not continue what is known."""
         for visit, known in self._known.items():
             is_its = visit % self._num_shards == found.shard

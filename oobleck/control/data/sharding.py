@@ -16,24 +16,24 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from oobleck.control.commit import Progress
-from oobleck.control.events import Outbox, RunOver
+from oobleck.control.events import Effects, RunOver
 from oobleck.control.journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.protocol import (
     DataPosition,
-    Found,
     Order,
     RecordsFailed,
     RecordsOver,
+    ScanAnswer,
+    ScanRequest,
+    ScanResult,
     StepRecords,
-    Survey,
-    Surveyed,
     digest_of_shards,
 )
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
-from .record_assigner import MAX_LEFT, MAX_OPEN, Dealer
+from .record_assigner import MAX_LEFT, MAX_OPEN, RecordAssigner
 
 __all__ = ["ShardRemains", "Sharding"]
 
@@ -78,16 +78,16 @@ class Sharding:
     """Mutable: the dealer, what it has dealt to steps that are not committed, and the failures of shards."""
 
     def __init__(
-        self, job: JobSpec, progress: Progress, outbox: Outbox, *, places: Callable[[], Iterable[Place]]
+        self, job: JobSpec, progress: Progress, effects: Effects, *, worker_ids: Callable[[], Iterable[WorkerId]]
     ) -> None:
         """`places` are the workers of the newest plan that can be spoken to."""
         self._job = job
         self._progress = progress
-        self._outbox = outbox
-        self._places = places
+        self._effects = effects
+        self._worker_ids = worker_ids
         self._names: tuple[str, ...] = ()
-        self._dealer: Dealer | None = None
-        self._edition = 0
+        self._assigner: RecordAssigner | None = None
+        self._assignment_version = 0
         self._placed_generation = 0
         """Steps of older generations' plans follow records that were taken back since."""
         self._base = (0, DataPosition())
@@ -102,7 +102,7 @@ class Sharding:
         self._over_told: tuple[int, int] | None = None
         """(generation, step) for which it was said that there are no more."""
         self._request = 0
-        self._asked: Place | None = None
+        self._asked: WorkerId | None = None
         self._answer_due_s = math.inf
         self._asks_from_s = 0.0
         self._regroups_s = math.inf
@@ -120,7 +120,7 @@ class Sharding:
     def know(self, names: tuple[str, ...]) -> None:
         """A worker is ready, and names the shards; they are the same on all nodes."""
         if self.is_on and not self._names:
-            self._outbox.record(ShardsKnown(t_s=self._outbox.now_s, names=names))
+            self._effects.record(ShardsKnown(t_s=self._effects.now_s, names=names))
             self._take_names(names)
 
     def misfit(self, position: DataPosition | None) -> str | None:
@@ -135,24 +135,24 @@ class Sharding:
             return False
         return position.opened == self._job.data.epochs * len(self._names)
 
-    def restore(self, remains: ShardRemains) -> None:
+    def restore(self, replayed: ShardRemains) -> None:
         """Go on from what a journal knows."""
-        if not self.is_on or remains.placed is None:
+        if not self.is_on or replayed.placed is None:
             return
-        self._take_names(remains.names)
-        assert self._dealer is not None
-        placed = remains.placed
-        self._edition, self._placed_generation = placed.edition, placed.generation
+        self._take_names(replayed.names)
+        assert self._assigner is not None
+        placed = replayed.placed
+        self._assignment_version, self._placed_generation = placed.assignment_version, placed.generation
         self._base = (placed.step, placed.position)
-        self._dealt = {records.step: records for records in remains.dealt}
-        self._dealer.go_back(remains.dealt[-1].after if remains.dealt else placed.position)
-        for entry in remains.barred:
-            self._dealer.bar(self._names.index(entry.shard), entry.problem)
+        self._dealt = {records.step: records for records in replayed.dealt}
+        self._assigner.go_back(replayed.dealt[-1].after if replayed.dealt else placed.position)
+        for entry in replayed.barred:
+            self._assigner.bar(self._names.index(entry.shard), entry.problem)
 
     def _take_names(self, names: tuple[str, ...]) -> None:
         data = self._job.data
         self._names = names
-        self._dealer = Dealer(
+        self._assigner = RecordAssigner(
             len(names),
             seed=self._job.seed,
             batch=self._job.global_batch_size,
@@ -179,37 +179,37 @@ class Sharding:
         """
         if not self.is_on:
             return 0
-        if goes_back or order.restore is not None or not self._edition:
+        if goes_back or order.restore is not None or not self._assignment_version:
             start = position or DataPosition(shards=digest_of_shards(self._names))
-            self._place(order, start.with_another_try())
+            self._worker_id(order, start.with_another_try())
         elif self._must_deal_anew:
-            self._place(order, self._position_after(order.boundary))
+            self._worker_id(order, self._position_after(order.boundary))
         self._must_deal_anew = False
         self._regroups_s = math.inf
         self._asked = None
         self._over_told = None
-        return self._edition
+        return self._assignment_version
 
-    def tell(self, places: Iterable[Place]) -> None:
+    def tell(self, worker_ids: Iterable[WorkerId]) -> None:
         """Tell workers again what the steps to come take."""
-        hearers = tuple(places)
+        hearers = tuple(worker_ids)
         for step, records in sorted(self._dealt.items()):
             if step > self._progress.last_step:
-                self._outbox.send_all(hearers, records)
+                self._effects.send_all(hearers, records)
 
-    def _place(self, order: Order, position: DataPosition) -> None:
-        assert self._dealer is not None
-        self._edition += 1
+    def _worker_id(self, order: Order, position: DataPosition) -> None:
+        assert self._assigner is not None
+        self._assignment_version += 1
         self._placed_generation = order.generation
         self._base = (order.boundary, position)
         self._dealt.clear()
         self._failures.clear()
-        self._dealer.go_back(position)
-        self._outbox.record(
+        self._assigner.go_back(position)
+        self._effects.record(
             DataPlaced(
-                t_s=self._outbox.now_s,
+                t_s=self._effects.now_s,
                 generation=order.generation,
-                edition=self._edition,
+                assignment_version=self._assignment_version,
                 step=order.boundary,
                 position=position,
             )
@@ -221,19 +221,19 @@ class Sharding:
 
     # --- what workers say --------------------------------------------------------------------------------------
 
-    def surveyed(self, place: Place, message: Surveyed) -> None:
+    def surveyed(self, worker_id: WorkerId, message: ScanAnswer) -> None:
         """Take in what lies in shards; an answer to an older question is counted, and nothing else."""
         self._check(message)
-        if message.request != self._request or place != self._asked:
+        if message.request != self._request or worker_id != self._asked:
             self._note_late()
             return
         self._asked = None
         has_news = False
         for found in message.found:
             has_news |= self._take_found(found)
-        self._asks_from_s = self._outbox.now_s if has_news else self._outbox.now_s + _POLL_S
+        self._asks_from_s = self._effects.now_s if has_news else self._effects.now_s + _POLL_S
 
-    def _check(self, message: Surveyed) -> None:
+    def _check(self, message: ScanAnswer) -> None:
         for found in message.found:
             is_in_order = all(before < after for before, after in pairwise(found.bounds))
             if found.shard not in range(len(self._names)) or not found.bounds or not is_in_order:
@@ -241,12 +241,12 @@ class Sharding:
             if found.items and len(found.items) != len(found.bounds) - 1:
                 raise PeerError(f"tells of {len(found.items)} sizes of {len(found.bounds) - 1} records")
 
-    def _take_found(self, found: Found) -> bool:
-        assert self._dealer is not None
+    def _take_found(self, found: ScanResult) -> bool:
+        assert self._assigner is not None
         if found.problem is not None:
             self._note_failure(found.shard, found.bounds[0], found.problem)
             return False
-        return self._dealer.found(found) and (len(found.bounds) > 1 or found.is_end)
+        return self._assigner.found(found) and (len(found.bounds) > 1 or found.is_end)
 
     def failed(self, generation: int, message: RecordsFailed) -> None:
         """A worker cannot read a record of the step in flight: the step is begun again, without the shard at last."""
@@ -258,28 +258,28 @@ class Sharding:
         count = self._note_failure(message.shard, message.position, message.problem)
         if count >= _ATTEMPTS:
             self._must_deal_anew = True
-        self._regroups_s = self._outbox.now_s + (0.0 if count >= _ATTEMPTS else count * _RETRY_S)
+        self._regroups_s = self._effects.now_s + (0.0 if count >= _ATTEMPTS else count * _RETRY_S)
 
     def _note_failure(self, shard: int, position: int, problem: str) -> int:
-        assert self._dealer is not None
-        if shard in self._dealer.barred:
+        assert self._assigner is not None
+        if shard in self._assigner.barred:
             return _ATTEMPTS
         self._failures[shard] = count = self._failures.get(shard, 0) + 1
         name = self._names[shard]
         if count < _ATTEMPTS:
             text = f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}"
-            self._outbox.notice("warning", text)
+            self._effects.notice("warning", text)
             return count
-        if len(self._dealer.barred) == MAX_LEFT:
+        if len(self._assigner.barred) == MAX_LEFT:
             raise RunOver(1, f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}")
-        self._dealer.bar(shard, problem)
-        self._outbox.record(ShardQuarantined(t_s=self._outbox.now_s, shard=name, position=position, problem=problem))
+        self._assigner.bar(shard, problem)
+        self._effects.record(ShardQuarantined(t_s=self._effects.now_s, shard=name, position=position, problem=problem))
         return count
 
     def _note_late(self) -> None:
         self.num_late += 1
         text = f"a report on the data came too late to count ({self.num_late} in all)"
-        self._outbox.notice("info", text)
+        self._effects.notice("info", text)
 
     def lost(self, node: str) -> None:
         """A node is gone: what it was asked, another one is."""
@@ -302,7 +302,7 @@ class Sharding:
 
     def takes_regrouping(self) -> bool:
         """Whether all are to begin the step in flight anew now."""
-        if self._outbox.now_s < self._regroups_s:
+        if self._effects.now_s < self._regroups_s:
             return False
         self._regroups_s = math.inf
         return True
@@ -312,27 +312,27 @@ class Sharding:
 
         `save`: the newest state is not saved, and is to be if no step comes after it.
         """
-        if not self._edition or self._dealer is None:
+        if not self._assignment_version or self._assigner is None:
             return
         last = max([*self._dealt, self._base[0]])
         if not self._is_stopped:
-            last = self._deal(self._dealer, last)
+            last = self._deal(self._assigner, last)
         is_dry = last <= self._progress.last_step < self._job.max_steps
-        if is_dry and (self._is_stopped or self._dealer.is_over):
+        if is_dry and (self._is_stopped or self._assigner.is_over):
             self._say_over(generation, save=save)
         else:
             self._expect(is_dry=is_dry)
-        self._survey(self._dealer, last)
+        self._survey(self._assigner, last)
 
-    def _deal(self, dealer: Dealer, last: int) -> int:
+    def _deal(self, assigner: RecordAssigner, last: int) -> int:
         while last < min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps):
-            taken = dealer.take()
+            taken = assigner.take()
             if taken is None:
                 break
             last += 1
             records = StepRecords(
                 device=0,
-                edition=self._edition,
+                assignment_version=self._assignment_version,
                 step=last,
                 runs=taken.runs,
                 num_items=taken.num_items,
@@ -340,8 +340,8 @@ class Sharding:
                 is_last=taken.is_last,
             )
             self._dealt[last] = records
-            self._outbox.record(RecordsDealt(t_s=self._outbox.now_s, records=records))
-            self._outbox.send_all(tuple(self._places()), records)
+            self._effects.record(RecordsDealt(t_s=self._effects.now_s, records=records))
+            self._effects.send_all(tuple(self._worker_ids()), records)
         return last
 
     def _expect(self, *, is_dry: bool) -> None:
@@ -360,30 +360,32 @@ class Sharding:
         self._progress.expect(self._job.control.start_timeout_s)  # all are to say that they have finished
         over = RecordsOver(
             device=0,
-            edition=self._edition,
+            assignment_version=self._assignment_version,
             step=step,
             generation=generation,
             position=self._position_after(step),
             save=save,
         )
-        self._outbox.send_all(tuple(self._places()), over)
+        self._effects.send_all(tuple(self._worker_ids()), over)
 
-    def _survey(self, dealer: Dealer, last: int) -> None:
+    def _survey(self, assigner: RecordAssigner, last: int) -> None:
         """Have one worker look into shards, if not enough is known."""
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         if self._asked is not None and now_s >= self._answer_due_s:
             self._asked = None
             if self._is_dry:
                 self._regroups_s = now_s  # nobody would notice that it is stuck: a fence tells
         if self._asked is None:
             left = min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps) - last
-            wants = dealer.wants(left * self._job.global_batch_size) if left > 0 and not self._is_stopped else ()
-            places = tuple(self._places())
-            if wants and places and now_s >= self._asks_from_s:
+            wants = assigner.wants(left * self._job.global_batch_size) if left > 0 and not self._is_stopped else ()
+            worker_ids = tuple(self._worker_ids())
+            if wants and worker_ids and now_s >= self._asks_from_s:
                 self._request += 1
-                self._asked = place = places[self._request % len(places)]
+                self._asked = worker_id = worker_ids[self._request % len(worker_ids)]
                 self._answer_due_s = now_s + _ANSWER_S
-                self._outbox.send(place.node, Survey(device=place.device, request=self._request, wants=wants))
+                self._effects.send(
+                    worker_id.node, ScanRequest(device=worker_id.device, request=self._request, wants=wants)
+                )
             self.due_s = self._asks_from_s if wants and self._asked is None else math.inf
         if self._asked is not None:
             self.due_s = self._answer_due_s
@@ -393,13 +395,13 @@ class Sharding:
 
     def outcome(self, steps: str, *, can_resume: bool) -> RunOver | None:
         """How a run of so many steps ends, as far as its data says; None where that says nothing."""
-        if not self.is_on or self._dealer is None:
+        if not self.is_on or self._assigner is None:
             return None
-        if self._dealer.barred:
-            names = ", ".join(self._names[shard] for shard in self._dealer.barred)
+        if self._assigner.barred:
+            names = ", ".join(self._names[shard] for shard in self._assigner.barred)
             text = f"{steps}, but not of all data: {names} cannot be read"
             return RunOver(75, f"{text}; `oobleck up` tries again from there") if can_resume else RunOver(1, text)
         is_committed = max([*self._dealt, self._base[0]]) <= self._progress.last_step  # not only dealt
-        if is_committed and self._progress.last_step < self._job.max_steps and self._dealer.is_over:
+        if is_committed and self._progress.last_step < self._job.max_steps and self._assigner.is_over:
             return RunOver(0, f"all data is read; {steps}")
         return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .effects import Outbox, RunOver
+from .effects import Effects, RunOver
 from .inputs import (
     AddRequested,
-    AllSaid,
+    BatchReceived,
     Command,
     Connect,
     Disconnect,
@@ -14,13 +14,13 @@ from .inputs import (
     Event,
     KillRequested,
     LookUpProfile,
+    MessageReceived,
     NodeFailed,
     NodeUp,
     PassOn,
     ProfileFound,
     Record,
     Remark,
-    Said,
     Send,
     SendAll,
     StopRequested,
@@ -30,25 +30,25 @@ from .key_gathering import KeyGathering
 
 __all__ = [
     "AddRequested",
-    "AllSaid",
+    "BatchReceived",
     "Command",
     "Connect",
     "Disconnect",
     "DrainRequested",
+    "Effects",
     "End",
     "Event",
     "KeyGathering",
     "KillRequested",
     "LookUpProfile",
+    "MessageReceived",
     "NodeFailed",
     "NodeUp",
-    "Outbox",
     "PassOn",
     "ProfileFound",
     "Record",
     "Remark",
     "RunOver",
-    "Said",
     "Send",
     "SendAll",
     "StopRequested",

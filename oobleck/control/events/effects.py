@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from oobleck.control.journal import JournalEntry, Notice
 from oobleck.control.protocol import Fence, MasterMessage, Order, RecordsOver, StepRecords
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .inputs import Command, PassOn, Record, Send, SendAll
 
-__all__ = ["Outbox", "RunOver"]
+__all__ = ["Effects", "RunOver"]
 
 
 class RunOver(Exception):
@@ -20,7 +20,7 @@ class RunOver(Exception):
         self.reason = reason
 
 
-class Outbox:
+class Effects:
     """Mutable: the commands so far, and the time of the event that they follow from."""
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class Outbox:
     def send(self, node: str, message: MasterMessage) -> None:
         self._commands.append(Send(node=node, message=message))
 
-    def send_all(self, places: tuple[Place, ...], message: Fence | Order | StepRecords | RecordsOver) -> None:
+    def send_all(self, worker_ids: tuple[WorkerId, ...], message: Fence | Order | StepRecords | RecordsOver) -> None:
         """Send a message to many workers, to each for its own device."""
-        self._commands.append(SendAll(places=places, message=message))
+        self._commands.append(SendAll(worker_ids=worker_ids, message=message))
 
     def pass_on(self, nodes: tuple[str, ...], key: str, value: bytes) -> None:
         """Send a rendezvous key to nodes."""

@@ -23,11 +23,11 @@ from oobleck.control.protocol import (
     StepRecords,
 )
 from oobleck.job import NodeSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 __all__ = [
     "AddRequested",
-    "AllSaid",
+    "BatchReceived",
     "Command",
     "Connect",
     "Disconnect",
@@ -36,12 +36,12 @@ __all__ = [
     "Event",
     "KillRequested",
     "LookUpProfile",
+    "MessageReceived",
     "NodeFailed",
     "NodeUp",
     "ProfileFound",
     "Record",
     "Remark",
-    "Said",
     "Send",
     "SendAll",
     "StopRequested",
@@ -68,7 +68,7 @@ class NodeFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class MessageReceived:
     """A node's agent, or a worker through it, said something."""
 
     node: str
@@ -76,10 +76,10 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllSaid:
+class BatchReceived:
     """Many workers said the same at once, each of its own device. So thousands of them are one event."""
 
-    places: tuple[Place, ...]
+    worker_ids: tuple[WorkerId, ...]
     message: Status | Resumed | Pace
 
 
@@ -131,14 +131,14 @@ class Remark:
 
 Event = (
     AddRequested
-    | AllSaid
+    | BatchReceived
     | DrainRequested
     | KillRequested
     | NodeFailed
     | NodeUp
     | ProfileFound
     | Remark
-    | Said
+    | MessageReceived
     | StopRequested
 )
 
@@ -162,13 +162,13 @@ class Send:
 class SendAll:
     """Send the same to many workers, to each for its own device."""
 
-    places: tuple[Place, ...]
+    worker_ids: tuple[WorkerId, ...]
     message: Fence | Order | StepRecords | RecordsOver
 
     def each(self) -> Iterator[Send]:
         """What is sent to each of them."""
-        for place in self.places:
-            yield Send(node=place.node, message=replace(self.message, device=place.device))
+        for worker_id in self.worker_ids:
+            yield Send(node=worker_id.node, message=replace(self.message, device=worker_id.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -418,9 +418,9 @@ class Diagnosis:
         for node in entry.cut_off:
             self._find(entry.t_s, Failure.CUT_OFF, node, entry.describe())
         stacks = dict(entry.stacks)
-        for place in entry.stuck:
-            evidence = f"all wait for {place}, and it waits for nobody\n{stacks.get(place, '')}".strip()
-            self._find(entry.t_s, Failure.STUCK, place.node, evidence)
+        for worker_id in entry.stuck:
+            evidence = f"all wait for {worker_id}, and it waits for nobody\n{stacks.get(worker_id, '')}".strip()
+            self._find(entry.t_s, Failure.STUCK, worker_id.node, evidence)
 
     def _adopt(self, entry: PlanAdopted) -> None:
         self._has_planned = True

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from oobleck.control.protocol import NOTHING, Banked, CommitRecord, DataPosition, Doorbell, Segment, StepRecords
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
 __all__ = [
@@ -323,9 +323,9 @@ class HangExplained:
     generation: int
     cut_off: tuple[str, ...]
     """Nodes that their peers do not reach."""
-    stuck: tuple[Place, ...]
+    stuck: tuple[WorkerId, ...]
     """Workers that others wait for, and that wait for nobody."""
-    stacks: tuple[tuple[Place, str], ...]
+    stacks: tuple[tuple[WorkerId, str], ...]
     """Where each worker's training thread was."""
 
     def describe(self) -> str:
@@ -541,7 +541,7 @@ class DataPlaced:
     t_s: float
     generation: int
     """Whose plan is the first to follow it."""
-    edition: int
+    assignment_version: int
     step: int
     """The last step that is committed by then."""
     position: DataPosition

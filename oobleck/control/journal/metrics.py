@@ -80,8 +80,10 @@ class Metrics:
                 self._profile = profile_from_json(entry.profile_json)
             case PlanAdopted():
                 self._nodes, self._pipelines = len(entry.plan.nodes), len(entry.plan.pipelines)
-                places = {place for one in entry.plan.pipelines for stage in one.stages for place in stage.places}
-                self._devices, self._generation = len(places), entry.generation
+                worker_ids = {
+                    worker_id for one in entry.plan.pipelines for stage in one.stages for worker_id in stage.worker_ids
+                }
+                self._devices, self._generation = len(worker_ids), entry.generation
             case StepDone():
                 self._record, self._step_tokens = entry.record, entry.tokens
                 self._tokens += entry.tokens

@@ -276,8 +276,8 @@ def _plan(plan: ExecutionPlan) -> PlanSummary:
                 num_microbatches=pipeline.num_microbatches,
                 stages=tuple(
                     StageSummary(
-                        node=stage.places[0].node,
-                        devices=tuple(place.device for place in stage.places),
+                        node=stage.worker_ids[0].node,
+                        devices=tuple(worker_id.device for worker_id in stage.worker_ids),
                         first_layer=stage.first_layer,
                         stop_layer=stage.stop_layer,
                     )

@@ -223,7 +223,7 @@ class RunView:
                         node=_node(stage),
                         first_layer=stage.first_layer,
                         stop_layer=stage.stop_layer,
-                        num_devices=len(stage.places),
+                        num_devices=len(stage.worker_ids),
                         state=self._work_state(stage, broken),
                     )
                     for stage in pipeline.stages
@@ -274,7 +274,7 @@ def level_of(entry: JournalEntry) -> str:
 
 
 def _node(stage: Stage) -> str:
-    return stage.places[0].node
+    return stage.worker_ids[0].node
 
 
 def _key(stage: Stage) -> StageKey:

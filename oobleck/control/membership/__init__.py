@@ -5,7 +5,7 @@ from __future__ import annotations
 from .leases import Leases, are_most, patience_s
 from .membership import Member, Membership, NodeState
 from .message_checks import check_device, is_of_training, is_of_worker_that_ends
-from .node_retry import QUARANTINE_LOSSES, Rejoining
+from .node_retry import QUARANTINE_LOSSES, NodeRetry
 from .startup_failures import StartupFailures
 
 __all__ = [
@@ -13,8 +13,8 @@ __all__ = [
     "Leases",
     "Member",
     "Membership",
+    "NodeRetry",
     "NodeState",
-    "Rejoining",
     "StartupFailures",
     "are_most",
     "check_device",

@@ -15,7 +15,7 @@ from oobleck.control.journal import WorkerUp
 from oobleck.control.protocol import Hello
 from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 __all__ = ["Member", "Membership", "NodeState"]
 
@@ -72,11 +72,11 @@ class Member:
 
     A new master is told again of all of them.
     """
-    ending: set[int] = field(default_factory=set)
+    shutdown: set[int] = field(default_factory=set)
     """Devices whose worker was told to end, to be started again once it has."""
     is_banned: bool = False
     """The user wants it gone: nobody tries to get it back."""
-    places: tuple[Place, ...] = field(init=False)
+    worker_ids: tuple[WorkerId, ...] = field(init=False)
     """Its workers."""
     when_moved: Callable[[], None] = field(default=lambda: None, repr=False)
     """Called after each change of the state."""
@@ -86,7 +86,7 @@ class Member:
         return self.state is NodeState.READY
 
     def __post_init__(self) -> None:
-        self.places = tuple(Place(node=self.spec.name, device=device) for device in range(self.spec.num_devices))
+        self.worker_ids = tuple(WorkerId(node=self.spec.name, device=device) for device in range(self.spec.num_devices))
 
     def meet(self, hello: Hello, *, address: str, now_s: float) -> None:
         """Note who speaks for the node; `address` is where SSH reached it."""
@@ -125,11 +125,11 @@ class Member:
         """
         self.restarts = (*self.restarts, (now_s, step))[-_RESTARTS_KEPT:]
         self.ready.pop(device, None)
-        self.ending.discard(device)
+        self.shutdown.discard(device)
         self._note_gone(device, pid)
         for other in also:
             self._note_gone(other, self.ready.pop(other).pid)
-            self.ending.add(other)
+            self.shutdown.add(other)
         if self.is_ready:
             self.move_to(NodeState.CONNECTED)
 
@@ -220,17 +220,17 @@ class Membership:
             self._without_part[generation] = known
         return known
 
-    def hear(self, places: Iterable[Place], now_s: float) -> list[Place]:
+    def hear(self, worker_ids: Iterable[WorkerId], now_s: float) -> list[WorkerId]:
         """Note that workers spoke; return those of them whose node was not given up."""
         members = self._members
         living = (NodeState.READY, NodeState.CONNECTED)
         heard = []
-        for place in places:
-            member = members[place.node]
+        for worker_id in worker_ids:
+            member = members[worker_id.node]
             if member.state in living:
                 if member.last_heard_s < now_s:
                     member.last_heard_s = now_s
-                heard.append(place)
+                heard.append(worker_id)
         return heard
 
     @property

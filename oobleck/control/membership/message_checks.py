@@ -18,11 +18,11 @@ from oobleck.control.protocol import (
     ReplicaDigests,
     RestoreFailed,
     Resumed,
+    ScanAnswer,
     StateNotSaved,
     StateSaved,
     Status,
     StepCommitted,
-    Surveyed,
     WorkerExited,
     WorkerReady,
     WorkerStarted,
@@ -50,7 +50,7 @@ def is_of_training(message: AgentMessage) -> bool:
         | ReplicaDigests
         | RestoreFailed
         | RecordsFailed
-        | Surveyed
+        | ScanAnswer
         | StateSaved
         | LayersPersisted
         | CheckpointCommitted,
@@ -74,7 +74,7 @@ def is_of_worker_that_ends(member: Member, message: AgentMessage) -> bool:
             | RestoreFailed(device=device)
             | WorkerReady(device=device)
         ):
-            return device in member.ending
+            return device in member.shutdown
         case _:
             return False
 
@@ -102,7 +102,7 @@ def check_device(member: Member, message: AgentMessage) -> None:
             | CheckpointsFound(device=device)
             | RestoreFailed(device=device)
             | ReplicaDigests(device=device)
-            | Surveyed(device=device)
+            | ScanAnswer(device=device)
             | RecordsFailed(device=device)
         ) if device not in range(member.spec.num_devices):
             raise PeerError(f"speaks for device {device}; it has {member.spec.num_devices}")

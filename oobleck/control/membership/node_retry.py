@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from oobleck.job import NodeSpec
 
-__all__ = ["QUARANTINE_LOSSES", "Rejoining"]
+__all__ = ["QUARANTINE_LOSSES", "NodeRetry"]
 
 _LONGEST_WAIT_S = 600.0
 QUARANTINE_LOSSES = 3
@@ -28,7 +28,7 @@ class _Lost:
     """Infinite while a try is under way."""
 
 
-class Rejoining:
+class NodeRetry:
     """Mutable: the nodes to try again, each after twice the time of the try before."""
 
     def __init__(self, *, first_wait_s: float) -> None:

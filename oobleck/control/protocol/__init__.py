@@ -64,7 +64,16 @@ from .messages import (
     WorkerReady,
     WorkerStarted,
 )
-from .shard_messages import Found, RecordRun, RecordsFailed, RecordsOver, StepRecords, Survey, Surveyed, Want
+from .shard_messages import (
+    RecordRun,
+    RecordsFailed,
+    RecordsOver,
+    ScanAnswer,
+    ScanRange,
+    ScanRequest,
+    ScanResult,
+    StepRecords,
+)
 
 __all__ = [
     "MANIFEST_VERSION",
@@ -89,7 +98,6 @@ __all__ = [
     "FinishStep",
     "Finished",
     "ForkServerEnded",
-    "Found",
     "FoundState",
     "Greeting",
     "Heartbeat",
@@ -118,6 +126,10 @@ __all__ = [
     "Resumed",
     "SaveState",
     "SavedState",
+    "ScanAnswer",
+    "ScanRange",
+    "ScanRequest",
+    "ScanResult",
     "Segment",
     "SetUpWorker",
     "Shard",
@@ -131,9 +143,6 @@ __all__ = [
     "StoragePaths",
     "StoreKeys",
     "StorePut",
-    "Survey",
-    "Surveyed",
-    "Want",
     "WorkerBound",
     "WorkerExited",
     "WorkerFailed",

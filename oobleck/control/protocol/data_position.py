@@ -68,8 +68,8 @@ class DataPosition:
 
 def visit_at(at: int, num_shards: int, *, seed: int) -> int:
     """Return the visit that is opened as number `at`: in each epoch, the shards come in an order of its own."""
-    epoch, place = divmod(at, num_shards)
-    return epoch * num_shards + _order(num_shards, seed, epoch)[place]
+    epoch, worker_id = divmod(at, num_shards)
+    return epoch * num_shards + _order(num_shards, seed, epoch)[worker_id]
 
 
 @lru_cache(maxsize=4)

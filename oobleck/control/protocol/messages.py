@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, LayerTransfer, Place
+from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
 from oobleck.schedule import ScheduleKind
 
 from .checkpoint_messages import (
@@ -31,14 +31,14 @@ from .checkpoint_messages import (
     StoragePaths,
 )
 from .shard_messages import (
-    Found,
     RecordRun,
     RecordsFailed,
     RecordsOver,
+    ScanAnswer,
+    ScanRange,
+    ScanRequest,
+    ScanResult,
     StepRecords,
-    Survey,
-    Surveyed,
-    Want,
 )
 
 __all__ = [
@@ -62,7 +62,6 @@ __all__ = [
     "FinishStep",
     "Finished",
     "ForkServerEnded",
-    "Found",
     "FoundState",
     "Greeting",
     "Heartbeat",
@@ -87,6 +86,10 @@ __all__ = [
     "RestoreFailed",
     "Resumed",
     "SaveState",
+    "ScanAnswer",
+    "ScanRange",
+    "ScanRequest",
+    "ScanResult",
     "Segment",
     "SetUpWorker",
     "StartWorker",
@@ -99,9 +102,6 @@ __all__ = [
     "StoragePaths",
     "StoreKeys",
     "StorePut",
-    "Survey",
-    "Surveyed",
-    "Want",
     "WorkerBound",
     "WorkerExited",
     "WorkerFailed",
@@ -323,9 +323,9 @@ class Status:
     """The newest section of the step in flight that it has banked under the plan that it has adopted."""
     bank_reduced: int | None = None
     """The number of the section after, if this worker holds its fully reduced gradients and has not banked them."""
-    waits_for: tuple[Place, ...] = ()
+    waits_for: tuple[WorkerId, ...] = ()
     """The workers whose part it waits for; none while it computes. This and what follows only on request."""
-    unreachable: tuple[Place, ...] = ()
+    unreachable: tuple[WorkerId, ...] = ()
     """The workers whose doorbell does not answer."""
     stack: str = ""
     """Where its training thread is."""
@@ -470,7 +470,7 @@ class ProfileRequest:
 class Doorbell:
     """Where a worker can be rung at: it listens there, and says nothing."""
 
-    place: Place
+    worker_id: WorkerId
     host: str
     port: int
 
@@ -563,7 +563,7 @@ class Order:
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
     """Everybody's, in one order: their messages are numbered by it."""
-    edition: int = 0
+    assignment_version: int = 0
     """Of the records that steps take once the plan is in force: see `StepRecords`."""
 
 
@@ -600,7 +600,7 @@ class SetUpWorker:
     """The first frame a worker receives: everything it needs before its first order."""
 
     job: JobSpec
-    place: Place
+    worker_id: WorkerId
     address: str
     """Where this node's peers reach it: process groups listen at this address, host name or network interface."""
     torch_threads: int
@@ -641,7 +641,7 @@ AgentMessage = (
     | CheckpointsFound
     | RestoreFailed
     | ReplicaDigests
-    | Surveyed
+    | ScanAnswer
     | RecordsFailed
 )
 """What an agent says to the master, its workers' words included."""
@@ -663,7 +663,7 @@ MasterMessage = (
     | CommitCheckpoint
     | PersistState
     | RemoveUnfinished
-    | Survey
+    | ScanRequest
     | StepRecords
     | RecordsOver
 )
@@ -688,7 +688,7 @@ WorkerMessage = (
     | CheckpointsFound
     | RestoreFailed
     | ReplicaDigests
-    | Surveyed
+    | ScanAnswer
     | RecordsFailed
 )
 """What a worker says to its agent."""
@@ -702,7 +702,7 @@ WorkerBound = (
     | FinishStep
     | SaveState
     | FindCheckpoints
-    | Survey
+    | ScanRequest
     | StepRecords
     | RecordsOver
 )

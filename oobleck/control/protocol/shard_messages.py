@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from .data_position import DataPosition
 
 __all__ = [
-    "Found",
     "RecordRun",
     "RecordsFailed",
     "RecordsOver",
+    "ScanAnswer",
+    "ScanRange",
+    "ScanRequest",
+    "ScanResult",
     "StepRecords",
-    "Survey",
-    "Surveyed",
-    "Want",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class ScanRange:
     """A question about a shard."""
 
     shard: int
@@ -37,16 +37,16 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class ScanRequest:
     """Find records. Repeating the request's number, the answer is told from late ones."""
 
     device: int
     request: int
-    wants: tuple[Want, ...]
+    wants: tuple[ScanRange, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ScanResult:
     """What lies in a shard from `bounds[0]` on: record i lies in [bounds[i], bounds[i + 1])."""
 
     shard: int
@@ -60,12 +60,12 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surveyed:
+class ScanAnswer:
     """The answer to Survey."""
 
     device: int
     request: int
-    found: tuple[Found, ...]
+    found: tuple[ScanResult, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class StepRecords:
     """The records that a step takes, in the order in which its microbatches do."""
 
     device: int
-    edition: int
+    assignment_version: int
     """Raised when records that were told are taken back; an order says which edition its plan follows."""
     step: int
     runs: tuple[RecordRun, ...]
@@ -106,7 +106,7 @@ class RecordsOver:
     """No step comes after this one: it was only found out when its records had been told already."""
 
     device: int
-    edition: int
+    assignment_version: int
     step: int
     generation: int
     """Of the plan that training ends with."""

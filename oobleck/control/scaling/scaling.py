@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from oobleck.control.commit import Progress
-from oobleck.control.events import Outbox
+from oobleck.control.events import Effects
 from oobleck.control.journal import RecoveryDone, ScalingDecided
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import CommitRecord
@@ -47,12 +47,12 @@ _STEPS_NEEDED = 5
 class Scaling:
     """Mutable: the target, what the policy has wanted since when, and what steps and changes were measured to take."""
 
-    def __init__(self, job: JobSpec, members: Membership, progress: Progress, outbox: Outbox) -> None:
+    def __init__(self, job: JobSpec, members: Membership, progress: Progress, effects: Effects) -> None:
         self._job = job
         self._spec = job.scaling
         self._members = members
         self._progress = progress
-        self._outbox = outbox
+        self._effects = effects
         self._target: int | None = None
         """None: all."""
         self._since: tuple[bool, float] | None = None
@@ -116,13 +116,13 @@ class Scaling:
     def look_soon(self) -> None:
         """Something has changed that the decision may depend on."""
         if self._spec.policy != "all":
-            self.due_s = self._outbox.now_s
+            self.due_s = self._effects.now_s
 
     def look_later(self) -> None:
         """Nothing can be decided now, or everything is."""
         if self._spec.policy != "all":
             often_s, seldom_s = _LOOKS_EVERY_S
-            self.due_s = self._outbox.now_s + max(often_s, min(seldom_s, self._spec.hysteresis_s))
+            self.due_s = self._effects.now_s + max(often_s, min(seldom_s, self._spec.hysteresis_s))
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Scaling:
         That takes a decision which has not changed its direction for `hysteresis_s`. While nodes leave, nothing is
         decided: those who stay may be too few, and the next plan will tell.
         """
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         self.look_later()
         available = self._num_available
         if available < len(self._members.ready):
@@ -192,7 +192,7 @@ class Scaling:
 
     def _state(self, planner: Planner, available: int) -> ScalingState:
         changes_s = self._planned_s or self._forced_s
-        now_s = self._outbox.now_s
+        now_s = self._effects.now_s
         return ScalingState(
             spec=self._spec,
             num_available=available,
@@ -212,9 +212,9 @@ class Scaling:
 
     def _set(self, target: ScalingTarget, available: int) -> None:
         self._target, self._since = target.num_nodes, None
-        self._outbox.record(
+        self._effects.record(
             ScalingDecided(
-                t_s=self._outbox.now_s,
+                t_s=self._effects.now_s,
                 policy=self._spec.policy,
                 num_nodes=target.num_nodes,
                 num_available=available,
@@ -225,7 +225,7 @@ class Scaling:
     def _tell_if_late(self, wanted: ScalingTarget) -> None:
         if wanted.is_late and not self._is_late:
             text = f"the deadline cannot be met on any number of these nodes: {wanted.reason}"
-            self._outbox.notice("warning", text)
+            self._effects.notice("warning", text)
         self._is_late = wanted.is_late
 
 

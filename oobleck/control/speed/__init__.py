@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .pace_meter import PaceMeter
-from .slow_node_retry import Probation
-from .speed_tracker import REPORTS_NEEDED, Paces, found_out_s, microbatch_s
+from .slow_node_retry import SlowNodeRetry
+from .speed_tracker import REPORTS_NEEDED, SpeedTracker, found_out_s, microbatch_s
 
-__all__ = ["REPORTS_NEEDED", "PaceMeter", "Paces", "Probation", "found_out_s", "microbatch_s"]
+__all__ = ["REPORTS_NEEDED", "PaceMeter", "SlowNodeRetry", "SpeedTracker", "found_out_s", "microbatch_s"]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-__all__ = ["Probation"]
+__all__ = ["SlowNodeRetry"]
 
 _FIRST_WAIT = 20
 """A first try comes after so many times the time in which a slow node is found out."""
@@ -26,7 +26,7 @@ class _Waiting:
     is_tried: bool = False
 
 
-class Probation:
+class SlowNodeRetry:
     """Mutable: the nodes that rest for being slow, and those that were tried again."""
 
     def __init__(self) -> None:

@@ -15,11 +15,11 @@ from statistics import median
 from typing import NamedTuple
 
 from oobleck.control.protocol import Pace
-from oobleck.planner import ExecutionPlan, Place, Profile, Stage
+from oobleck.planner import ExecutionPlan, Profile, Stage, WorkerId
 
 from .pace_meter import INTERVAL_S
 
-__all__ = ["REPORTS_NEEDED", "Paces", "found_out_s", "microbatch_s"]
+__all__ = ["REPORTS_NEEDED", "SpeedTracker", "found_out_s", "microbatch_s"]
 
 REPORTS_NEEDED = 5
 """Reports that have to agree."""
@@ -35,33 +35,33 @@ _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
 """Of what makes a node slow: less is normal again; a slow node that changed by more is planned for anew."""
 
 
-class Paces:
+class SpeedTracker:
     """Mutable: the latest reports of each worker in the plan."""
 
     def __init__(self) -> None:
-        self._ratios: dict[Place, deque[float]] = {}
+        self._ratios: dict[WorkerId, deque[float]] = {}
         """Measured over expected seconds for a microbatch, by worker."""
         self.slow: Mapping[str, float] = {}
         """The slow nodes, as planned for: 2.0 takes twice as long as normal."""
-        self._heard: set[Place] = set()
+        self._heard: set[WorkerId] = set()
         """Who has reported in this round."""
         self._is_round_over = False
 
-    def note(self, place: Place, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
+    def note(self, worker_id: WorkerId, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
         """Take in what a worker's latest microbatches took, where the profile expects something of it."""
-        located = plan.locate(place)
+        located = plan.locate(worker_id)
         if located is None or not pace.microbatches or not 0 < pace.compute_s < math.inf:
             return
         stage = plan.pipelines[located[0]].stages[located[1]]
-        ratios = self._ratios.setdefault(place, deque(maxlen=REPORTS_NEEDED))
+        ratios = self._ratios.setdefault(worker_id, deque(maxlen=REPORTS_NEEDED))
         ratios.append(pace.compute_s / pace.microbatches / microbatch_s(profile, stage))
-        self._is_round_over |= place in self._heard
-        self._heard.add(place)
-        self._is_round_over |= len(self._heard) >= len(plan.places)
+        self._is_round_over |= worker_id in self._heard
+        self._heard.add(worker_id)
+        self._is_round_over |= len(self._heard) >= len(plan.worker_ids)
 
     def forget(self, node: str) -> None:
         """A node is lost, or its worker starts anew: it is taken for normal."""
-        self._ratios = {place: ratios for place, ratios in self._ratios.items() if place.node != node}
+        self._ratios = {worker_id: ratios for worker_id, ratios in self._ratios.items() if worker_id.node != node}
         self.slow = {name: factor for name, factor in self.slow.items() if name != node}
 
     def take_change(self, plan: ExecutionPlan) -> bool:
@@ -72,9 +72,13 @@ class Paces:
             return False
         self._is_round_over = False
         self._heard.clear()
-        places = plan.places
-        known = {place: ratios for place in places if len(ratios := self._ratios.get(place, ())) == REPORTS_NEEDED}
-        if len(known) < len(places) or len(known) < _FEWEST:
+        worker_ids = plan.worker_ids
+        known = {
+            worker_id: ratios
+            for worker_id in worker_ids
+            if len(ratios := self._ratios.get(worker_id, ())) == REPORTS_NEEDED
+        }
+        if len(known) < len(worker_ids) or len(known) < _FEWEST:
             return False  # without all of them nobody knows what is normal
         slow = self._judge(_compare(known, plan))
         if slow == self.slow:
@@ -111,26 +115,28 @@ class _Seen(NamedTuple):
         return 1 + share * (self.limit - 1)
 
 
-def _compare(known: Mapping[Place, Sequence[float]], plan: ExecutionPlan) -> dict[str, _Seen]:
+def _compare(known: Mapping[WorkerId, Sequence[float]], plan: ExecutionPlan) -> dict[str, _Seen]:
     """Compare each worker with those of the same layers, or with all; return the slowest of each node."""
     noise = median(max(ratios) / min(ratios) - 1 for ratios in known.values())
     clear = min(_SLOW, max(_SLOWER_THAN_PEERS, 1 + _NOISES * noise))
-    middles = {place: median(ratios) for place, ratios in known.items()}
+    middles = {worker_id: median(ratios) for worker_id, ratios in known.items()}
     peers: dict[tuple[int, int], list[float]] = defaultdict(list)
-    stages = [(stage, place) for pipeline in plan.pipelines for stage in pipeline.stages for place in stage.places]
-    for stage, place in stages:
-        peers[stage.first_layer, stage.stop_layer].append(middles[place])
+    stages = [
+        (stage, worker_id) for pipeline in plan.pipelines for stage in pipeline.stages for worker_id in stage.worker_ids
+    ]
+    for stage, worker_id in stages:
+        peers[stage.first_layer, stage.stop_layer].append(middles[worker_id])
     usual = {layers: median(ratios) for layers, ratios in peers.items() if len(ratios) >= _FEWEST}
     usual_of_all = median(middles.values())
     seen: dict[str, _Seen] = {}
-    for stage, place in stages:
+    for stage, worker_id in stages:
         layers = stage.first_layer, stage.stop_layer
         against = usual.get(layers, usual_of_all)
-        ratios = known[place]
-        middle = middles[place] / against
+        ratios = known[worker_id]
+        middle = middles[worker_id] / against
         mine = middle, min(ratios) / against, max(ratios) / against, clear if layers in usual else _SLOW
-        before = seen.get(place.node)
-        seen[place.node] = _Seen(*mine) if before is None else _Seen(*map(max, mine, before))
+        before = seen.get(worker_id.node)
+        seen[worker_id.node] = _Seen(*mine) if before is None else _Seen(*map(max, mine, before))
     return seen
 
 
@@ -142,6 +148,6 @@ def found_out_s(step_s: float) -> float:
 
 def microbatch_s(profile: Profile, stage: Stage) -> float:
     """Seconds in which a stage's devices compute a microbatch, forward and backward, as the profile says."""
-    devices = len(stage.places)
+    devices = len(stage.worker_ids)
     layers = profile.layers[stage.first_layer : stage.stop_layer]
     return math.fsum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)

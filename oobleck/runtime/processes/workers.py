@@ -227,7 +227,7 @@ class ForkingWorkerHost:
         Raises WorkersUnavailable when it has ended so often that there is no next one.
         """
         worker = await self._fork()
-        self._directory.note_process(f"worker{setup.place.device}", worker.pid)
+        self._directory.note_process(f"worker{setup.worker_id.device}", worker.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await worker.send([setup])
         return worker

@@ -347,7 +347,7 @@ class VirtualCluster:
         agent = self._machines[name].agent
         if agent is not None and agent.host is not None:
             for process in agent.host.processes:
-                if process.place.device == device:
+                if process.worker_id.device == device:
                     process.kill()
 
     def crash_fork_server(self, name: str) -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 
 from oobleck.control.commit import GroupKey
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 __all__ = ["Contribution", "Fabric", "Violation", "Wait", "label"]
 
@@ -67,21 +67,21 @@ class Fabric:
     def __init__(self) -> None:
         self.newest = 0
         """The newest generation of which anything was heard."""
-        self._ended: dict[Place, int] = {}
+        self._ended: dict[WorkerId, int] = {}
         """The newest generation in which an ended worker of a place may have been in a group."""
         self._newest_end = 0
         """The greatest of these: most groups are newer."""
-        self._mail: defaultdict[tuple[GroupKey, Place, Place, int], deque[object]] = defaultdict(deque)
-        self._reductions: defaultdict[tuple[GroupKey, int], dict[Place, Contribution]] = defaultdict(dict)
+        self._mail: defaultdict[tuple[GroupKey, WorkerId, WorkerId, int], deque[object]] = defaultdict(deque)
+        self._reductions: defaultdict[tuple[GroupKey, int], dict[WorkerId, Contribution]] = defaultdict(dict)
         self._totals: dict[GroupKey, tuple[int, tuple[int, ...]]] = {}
         """The newest (sequence, sum) of each group: all its members ask for the same."""
         self._islands: dict[str, int] = {}
         """Nodes that are cut off from the others; those with the same number reach one another."""
-        self._watchers: dict[Place, Callable[[], None]] = {}
+        self._watchers: dict[WorkerId, Callable[[], None]] = {}
 
-    def watch(self, place: Place, announce: Callable[[], None]) -> None:
+    def watch(self, worker_id: WorkerId, announce: Callable[[], None]) -> None:
         """Have `announce` called whenever something changes that the worker of a place may wait for."""
-        self._watchers[place] = announce
+        self._watchers[worker_id] = announce
 
     def forget(self) -> None:
         """Everybody is gone: what comes next counts generations from the beginning."""
@@ -102,41 +102,41 @@ class Fabric:
         self._islands.clear()
         self._tell(self._watchers)
 
-    def is_whole(self, places: Iterable[Place]) -> bool:
+    def is_whole(self, worker_ids: Iterable[WorkerId]) -> bool:
         """Tell whether all of them reach one another."""
-        return not self._islands or len({self._islands.get(place.node, 0) for place in places}) <= 1
+        return not self._islands or len({self._islands.get(worker_id.node, 0) for worker_id in worker_ids}) <= 1
 
     def lacks_a_member(self, key: GroupKey) -> bool:
         if self._newest_end < key.generation:
             return False
         return any(self._ended.get(member, 0) >= key.generation for member in key.members)
 
-    def end(self, place: Place, generation: int) -> None:
+    def end(self, worker_id: WorkerId, generation: int) -> None:
         """The worker of a place is no more; one that comes after it is in groups of newer generations."""
-        self._ended[place] = generation
+        self._ended[worker_id] = generation
         self._newest_end = max(self._newest_end, generation)
-        self._watchers.pop(place, None)
+        self._watchers.pop(worker_id, None)
         self._tell(self._watchers)
 
-    def send(self, key: GroupKey, source: Place, target: Place, tag: int, value: object) -> None:
+    def send(self, key: GroupKey, source: WorkerId, target: WorkerId, tag: int, value: object) -> None:
         self._mail[key, source, target, tag].append(value)
         self._note(key, (target,))
 
-    def has_mail(self, key: GroupKey, source: Place, target: Place, tag: int) -> bool:
+    def has_mail(self, key: GroupKey, source: WorkerId, target: WorkerId, tag: int) -> bool:
         return bool(self._mail.get((key, source, target, tag))) and self.is_whole((source, target))
 
-    def receive(self, key: GroupKey, source: Place, target: Place, tag: int) -> object:
+    def receive(self, key: GroupKey, source: WorkerId, target: WorkerId, tag: int) -> object:
         value = self._mail[key, source, target, tag].popleft()
         if not self._mail[key, source, target, tag]:
             del self._mail[key, source, target, tag]
         return value
 
-    def post(self, key: GroupKey, sequence: int, place: Place, value: Contribution) -> None:
+    def post(self, key: GroupKey, sequence: int, worker_id: WorkerId, value: Contribution) -> None:
         """Contribute to the group's all-reduce number `sequence`."""
         contributions = self._reductions[key, sequence]
-        if place in contributions:
-            raise Violation(f"{place} posts all-reduce {sequence} of {label(key)} twice")
-        contributions[place] = value
+        if worker_id in contributions:
+            raise Violation(f"{worker_id} posts all-reduce {sequence} of {label(key)} twice")
+        contributions[worker_id] = value
         # Whoever posts a reduction has completed the one two before it, so nobody asks for that any more.
         self._reductions.pop((key, sequence - 3), None)
         if len(contributions) == len(key.members):
@@ -156,11 +156,11 @@ class Fabric:
             self._totals[key] = sequence, numbers
         return self._totals[key][1]
 
-    def _note(self, key: GroupKey, concerned: Iterable[Place]) -> None:
+    def _note(self, key: GroupKey, concerned: Iterable[WorkerId]) -> None:
         self.newest = max(self.newest, key.generation)
         self._tell(concerned)
 
-    def _tell(self, places: Iterable[Place]) -> None:
-        for place in sorted(places):
-            if place in self._watchers:
-                self._watchers[place]()
+    def _tell(self, worker_ids: Iterable[WorkerId]) -> None:
+        for worker_id in sorted(worker_ids):
+            if worker_id in self._watchers:
+                self._watchers[worker_id]()

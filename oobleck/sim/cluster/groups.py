@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 
-from oobleck.control.commit import GroupKey, Standing
+from oobleck.control.commit import CommitState, GroupKey
 from oobleck.control.protocol import StorePut
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .fabric import Contribution, Fabric, Violation, Wait, label
 from .moves import Moves
@@ -20,17 +20,17 @@ class GroupTable:
 
     def __init__(
         self,
-        place: Place,
+        worker_id: WorkerId,
         fabric: Fabric,
-        standing: Standing,
+        commit_state: CommitState,
         *,
         put: Callable[[StorePut], None],
         form_group_s: float,
     ) -> None:
         """`put` writes to the boards of others; forming takes `form_group_s` once all are there."""
-        self._place = place
+        self._worker_id = worker_id
         self._fabric = fabric
-        self._standing = standing
+        self._commit_state = commit_state
         self._put = put
         self._form_group_s = form_group_s
         self._board: set[str] = set()
@@ -48,17 +48,17 @@ class GroupTable:
             return
         awaited: list[str] = []
         for key in missing:
-            name = f"{label(key)}/{self._place}"
+            name = f"{label(key)}/{self._worker_id}"
             if name in self._board:
-                raise Violation(f"{self._place} forms {label(key)} twice")
+                raise Violation(f"{self._worker_id} forms {label(key)} twice")
             self._board.add(name)
-            nodes = tuple(sorted({place.node for place in key.members}))
+            nodes = tuple(sorted({worker_id.node for worker_id in key.members}))
             self._put(StorePut(key=name, value=b"", nodes=nodes))
             awaited += [f"{label(key)}/{member}" for member in key.members]
         yield Wait(
             f"the groups {', '.join(label(key) for key in missing)}",
             lambda: self._board.issuperset(awaited) and all(self._fabric.is_whole(key.members) for key in missing),
-            self._standing.is_fenced,
+            self._commit_state.is_fenced,
             lambda: any(map(self._fabric.lacks_a_member, missing)),
             touches_network=True,
             takes_s=self._form_group_s,
@@ -72,10 +72,10 @@ class GroupTable:
     def post(self, key: GroupKey, value: Contribution) -> int:
         """Take part in a group's next all-reduce; returns its number."""
         if len(key.members) > 1 and key not in self._formed:
-            raise Violation(f"{self._place} has not formed {label(key)}")
+            raise Violation(f"{self._worker_id} has not formed {label(key)}")
         sequence = self._posted[key]
         self._posted[key] += 1
-        self._fabric.post(key, sequence, self._place, value)
+        self._fabric.post(key, sequence, self._worker_id, value)
         return sequence
 
     def sum(
@@ -85,7 +85,7 @@ class GroupTable:
         yield Wait(
             f"all-reduce {sequence} of {label(key)} in step {step}",
             lambda: self._fabric.is_complete(key, sequence),
-            self._standing.is_fenced,
+            self._commit_state.is_fenced,
             lambda: self._fabric.lacks_a_member(key),
             touches_network=len(key.members) > 1,
             takes_s=takes_s,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.control.protocol import BankRecord, CommitRecord
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .fabric import Violation
 
@@ -44,11 +44,11 @@ INITIAL = Version(0, 0, 0)
 class HeldLayers:
     """Mutable: the layers of one worker, and those of the plan before that it keeps until all have adopted."""
 
-    def __init__(self, place: Place, *, num_microbatches: int) -> None:
+    def __init__(self, worker_id: WorkerId, *, num_microbatches: int) -> None:
         """`num_microbatches` make a whole step."""
         self.held: dict[int, Version] = {}
         self.kept: dict[int, Version] = {}
-        self._place = place
+        self._worker_id = worker_id
         self._whole = tuple(range(num_microbatches))
 
     def digests(self, layers: Sequence[int]) -> tuple[int, ...]:
@@ -78,12 +78,12 @@ class HeldLayers:
     def _check_sum(self, step: int, layer: int, banked: tuple[int, ...], summed: tuple[int, ...]) -> None:
         if summed != self._whole and tuple(sorted((*banked, *summed))) != self._whole:
             what = f"{summed} beside {banked}" if banked else f"{summed}"
-            raise Violation(f"step {step}: layer {layer} on {self._place} sums microbatches {what}")
+            raise Violation(f"step {step}: layer {layer} on {self._worker_id} sums microbatches {what}")
 
     def state(self, layer: int) -> Version:
         """What is sent of a layer to whoever is to hold it."""
         if layer not in self.held and layer not in self.kept:
-            raise Violation(f"{self._place} is to send layer {layer}, which it does not hold")
+            raise Violation(f"{self._worker_id} is to send layer {layer}, which it does not hold")
         return self.kept[layer] if layer in self.kept else self.held[layer]
 
     def states(self, layers: Iterable[int]) -> dict[int, Version]:
@@ -100,6 +100,6 @@ class HeldLayers:
             before = self.held | self.kept | received
             missing = [layer for layer in wanted if layer not in before]
             if missing:
-                raise Violation(f"{self._place} adopts layers {missing}, which nobody sent")
+                raise Violation(f"{self._worker_id} adopts layers {missing}, which nobody sent")
             self.held = {layer: before[layer] for layer in wanted}
         self.kept = keeping

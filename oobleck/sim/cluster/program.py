@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from oobleck.control.commit import Bank, Compute, Effects, GroupKey, Interrupted, PeerLost, PlaceInPlan, Standing
+from oobleck.control.commit import Bank, CommitState, Compute, Effects, GroupKey, Interrupted, PeerLost, PlaceInPlan
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.schedule import section_stops
 
 from .fabric import Fabric, Violation, Wait, label
@@ -46,9 +46,9 @@ class Programs:
 
     def __init__(
         self,
-        place: Place,
+        worker_id: WorkerId,
         fabric: Fabric,
-        standing: Standing,
+        commit_state: CommitState,
         bank: Bank,
         *,
         tempo: Tempo,
@@ -56,9 +56,9 @@ class Programs:
         carry_out: Callable[[Effects], Moves],
     ) -> None:
         """`bank` is looked after while a program runs; `carry_out` carries its effects out."""
-        self.place = place
+        self.worker_id = worker_id
         self.fabric = fabric
-        self.standing = standing
+        self.commit_state = commit_state
         self.bank = bank
         self.carry_out = carry_out
         self.spoiled: set[GroupKey] = set()
@@ -68,7 +68,7 @@ class Programs:
         self._running: _Running | None = None
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
-        self._pace = PaceMeter(place.device, clock())
+        self._pace = PaceMeter(worker_id.device, clock())
 
     def execute(self, work: Work, seat: PlaceInPlan, program: Compute) -> Moves:
         """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
@@ -77,7 +77,9 @@ class Programs:
         """
         microbatches = program.microbatches
         if seat.lane_key in self.spoiled:
-            raise Violation(f"{self.place} computes over {label(seat.lane_key)}, which was given up half-way before")
+            raise Violation(
+                f"{self.worker_id} computes over {label(seat.lane_key)}, which was given up half-way before"
+            )
         times = self._tempo.program(seat.pipeline, seat.stage, len(microbatches), seat.schedule)
         compute_s = self._tempo.compute_s(seat.pipeline, seat.stage, len(microbatches))
         self._running = running = _Running(self._clock(), times)
@@ -101,7 +103,7 @@ class Programs:
 
     def _run_section(self, work: Work, seat: PlaceInPlan, takes_s: float) -> Moves:
         """Compute for a while; with a section on its way, look after it now and then."""
-        stopped = self.standing.is_pipeline_stopped
+        stopped = self.commit_state.is_pipeline_stopped
         parts = 3 if self.bank.section is not None and self.bank.section.failure is None else 1
         for part in range(parts):
             yield Wait(
@@ -109,7 +111,7 @@ class Programs:
                 lambda: not stopped(),
                 stopped,
                 lambda: self.fabric.lacks_a_member(seat.lane_key),
-                touches_network=len(seat.pipeline.places) > 1,
+                touches_network=len(seat.pipeline.worker_ids) > 1,
                 takes_s=takes_s / parts,
             )
             if part < parts - 1:
@@ -125,7 +127,7 @@ class Programs:
         if running is None:
             return
         done = bisect_right(running.times.backward_ends_s, self._clock() - running.began_s)
-        self.standing.note_microbatch(done - running.noted)
+        self.commit_state.note_microbatch(done - running.noted)
         running.noted = done
 
     @property

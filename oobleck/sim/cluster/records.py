@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.protocol import Found, RecordRun, RecordsOver, StepRecords, Want
+from oobleck.control.protocol import RecordRun, RecordsOver, ScanRange, ScanResult, StepRecords
 from oobleck.errors import ShardUnreadable
 
 from .fabric import Violation
@@ -16,7 +16,7 @@ class Records:
 
     def __init__(self, shards: VirtualShards, *, items: int) -> None:
         """Each record predicts `items` tokens."""
-        self.edition = 0
+        self.assignment_version = 0
         """The one that steps follow."""
         self._shards = shards
         self._items = items
@@ -27,34 +27,34 @@ class Records:
     def are_needed(self) -> bool:
         return bool(self._shards.names)
 
-    def survey(self, wants: tuple[Want, ...]) -> tuple[Found, ...]:
+    def survey(self, wants: tuple[ScanRange, ...]) -> tuple[ScanResult, ...]:
         """Tell what lies in shards from some positions on."""
         return tuple(self._shards.survey(want, items=self._items) for want in wants)
 
     def tell(self, message: StepRecords) -> None:
         """Note what a step takes."""
-        edition, step = message.edition, message.step
-        if self._told.setdefault((edition, step), message) != message:
-            raise Violation(f"step {step} of edition {edition} is told to take other records")
+        assignment_version, step = message.assignment_version, message.step
+        if self._told.setdefault((assignment_version, step), message) != message:
+            raise Violation(f"step {step} of edition {assignment_version} is told to take other records")
 
     def end(self, message: RecordsOver) -> None:
         """Note that no more come."""
-        self._over[message.edition] = message
+        self._over[message.assignment_version] = message
 
     def is_told(self, step: int) -> bool:
-        return (self.edition, step) in self._told
+        return (self.assignment_version, step) in self._told
 
     def over_after(self, step: int) -> RecordsOver | None:
         """What was said, if it was that no step comes after this one."""
-        over = self._over.get(self.edition)
+        over = self._over.get(self.assignment_version)
         return over if over is not None and over.step == step else None
 
     def runs_of(self, step: int) -> tuple[RecordRun, ...]:
-        return self._told[self.edition, step].runs if self.are_needed else ()
+        return self._told[self.assignment_version, step].runs if self.are_needed else ()
 
     def is_last(self, step: int) -> bool:
         """Whether a step is told to be the last one."""
-        return bool(self.runs_of(step)) and self._told[self.edition, step].is_last
+        return bool(self.runs_of(step)) and self._told[self.assignment_version, step].is_last
 
     def read(self, step: int) -> None:
         """Read the records of a step. Raises ShardUnreadable."""

@@ -9,7 +9,7 @@ from functools import partial
 
 import trio
 
-from oobleck.control.coordinator import Coordinator, read_remains
+from oobleck.control.coordinator import Coordinator, replay_run
 from oobleck.control.events import Command, End, Event, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.job import JobSpec, NodeSpec
@@ -195,10 +195,10 @@ class _Simulation:
 
     def _make_master(self, cluster: VirtualCluster) -> Master:
         """A master that takes over what is left of the run, or starts it where nothing is."""
-        remains = read_remains(self.journal.entries)
-        if remains is not None and not any(map(cluster.is_alive, remains.nodes)):
-            remains = None
-        if remains is None:
+        replayed = replay_run(self.journal.entries)
+        if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
+            replayed = None
+        if replayed is None:
             cluster.end_all()
             self.journal.entries.clear()
         coordinator = _RecordingCoordinator(
@@ -206,7 +206,7 @@ class _Simulation:
             tuple(map(self._spec, self._trace.start)),
             started_at=_STARTED_AT,
             python_version=PYTHON_VERSION,
-            remains=remains,
+            replayed=replayed,
         )
         coordinator.unread = deque()
         self._coordinator = coordinator

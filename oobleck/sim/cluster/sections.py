@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from oobleck.control.commit import GroupKey, Standing, Totals
+from oobleck.control.commit import CommitState, GroupKey, Totals
 from oobleck.control.protocol import BankRecord
 
 from .buckets import Bucket
@@ -36,9 +36,9 @@ class _Posted:
 class SectionSums:
     """Mutable: the all-reduces of the section on its way, if there is one."""
 
-    def __init__(self, standing: Standing, fabric: Fabric, groups: GroupTable, layers: HeldLayers) -> None:
+    def __init__(self, commit_state: CommitState, fabric: Fabric, groups: GroupTable, layers: HeldLayers) -> None:
         """`layers` get the sums of what is banked."""
-        self._standing = standing
+        self._commit_state = commit_state
         self._fabric = fabric
         self._groups = groups
         self._layers = layers
@@ -110,7 +110,7 @@ class SectionSums:
         return Wait(
             f"section {posted.number} of step {posted.step}",
             lambda: all(self._fabric.is_complete(key, at) for key, at in awaited),
-            self._standing.is_fenced,
+            self._commit_state.is_fenced,
             lambda: any(self._fabric.lacks_a_member(key) for key, _ in awaited),
             touches_network=any(len(key.members) > 1 for key, _ in awaited),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oobleck.control.protocol import Found, RecordRun, Want
+from oobleck.control.protocol import RecordRun, ScanRange, ScanResult
 from oobleck.job import JobSpec
 
 __all__ = ["VirtualShards"]
@@ -28,12 +28,12 @@ class VirtualShards:
         """The shards of a job, of which a simulation knows nothing but the names: endless."""
         return cls(job.data.shards, [None] * len(job.data.shards))
 
-    def survey(self, want: Want, *, items: int) -> Found:
+    def survey(self, want: ScanRange, *, items: int) -> ScanResult:
         """Tell which records begin at a position; each predicts so many tokens."""
         length = self.lengths[want.shard]
         stop = want.start + want.limit if length is None else min(want.start + want.limit, length)
         bounds = tuple(range(want.start, stop + 1))
-        return Found(
+        return ScanResult(
             shard=want.shard,
             bounds=bounds,
             items=(items,) * (len(bounds) - 1),

@@ -66,7 +66,7 @@ class Tempo:
 
     def program(self, pipeline: Pipeline, stage: int, num_microbatches: int, kind: ScheduleKind) -> ProgramTimes:
         """What one stage does of a program that all stages of its pipeline begin together."""
-        factors = tuple(self._factors[place.node] for place in pipeline.places)
+        factors = tuple(self._factors[worker_id.node] for worker_id in pipeline.worker_ids)
         key = pipeline.template, factors, num_microbatches, kind
         if key not in self._programs:
             self._programs[key] = self._evaluate(*key)
@@ -75,7 +75,7 @@ class Tempo:
     def compute_s(self, pipeline: Pipeline, stage: int, num_microbatches: int) -> float:
         """Seconds in which a stage computes so many microbatches, those in which it waits left out."""
         mine = pipeline.stages[stage]
-        return num_microbatches * microbatch_s(self._profile, mine) * self._factors[mine.places[0].node]
+        return num_microbatches * microbatch_s(self._profile, mine) * self._factors[mine.worker_ids[0].node]
 
     def _evaluate(
         self, template: PipelineTemplate, factors: tuple[float, ...], num_microbatches: int, kind: ScheduleKind

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from oobleck.control.commit import GroupKey, Standing
+from oobleck.control.commit import CommitState, GroupKey
 from oobleck.control.protocol import Order
-from oobleck.planner import LayerTransfer, Place
+from oobleck.planner import LayerTransfer, WorkerId
 
 from .fabric import Fabric, Violation, Wait
 from .layers import HeldLayers, Version
@@ -20,14 +20,20 @@ class Transfers:
     """Mutable: what one worker exchanged for the plan in force."""
 
     def __init__(
-        self, place: Place, fabric: Fabric, standing: Standing, *, tempo: Tempo, clock: Callable[[], float]
+        self,
+        worker_id: WorkerId,
+        fabric: Fabric,
+        commit_state: CommitState,
+        *,
+        tempo: Tempo,
+        clock: Callable[[], float],
     ) -> None:
         self.took_s = 0.0
         """How long the latest exchange took."""
         self.received_bytes = 0
-        self._place = place
+        self._worker_id = worker_id
         self._fabric = fabric
-        self._standing = standing
+        self._commit_state = commit_state
         self._tempo = tempo
         self._clock = clock
 
@@ -36,29 +42,29 @@ class Transfers:
     ) -> Generator[Wait, None, dict[int, Version]]:
         """Send what an order has this worker send; return the layers that it receives. None: it does neither."""
         for tag, item in enumerate(order.transfers):
-            if key is not None and item.source == self._place:
-                self._fabric.send(key, self._place, item.target, tag, layers.state(item.layer))
+            if key is not None and item.source == self._worker_id:
+                self._fabric.send(key, self._worker_id, item.target, tag, layers.state(item.layer))
         yield from pause("sent layers")
         began_s, self.received_bytes = self._clock(), 0
         received: dict[int, Version] = {}
         for tag, item in enumerate(order.transfers):
-            if key is not None and item.target == self._place:
+            if key is not None and item.target == self._worker_id:
                 state = yield from self._receive(key, tag, item)
                 if received.setdefault(item.layer, state) != state:
-                    raise Violation(f"{self._place} receives layer {item.layer} in parts of different versions")
+                    raise Violation(f"{self._worker_id} receives layer {item.layer} in parts of different versions")
         self.took_s = self._clock() - began_s
         return received
 
     def _receive(self, key: GroupKey, tag: int, item: LayerTransfer) -> Generator[Wait, None, Version]:
         yield Wait(
             f"layer {item.layer} from {item.source}",
-            lambda: self._fabric.has_mail(key, item.source, self._place, tag),
-            self._standing.is_fenced,
+            lambda: self._fabric.has_mail(key, item.source, self._worker_id, tag),
+            self._commit_state.is_fenced,
             lambda: self._fabric.lacks_a_member(key),
             touches_network=True,
             takes_s=self._tempo.transfer_s(item),
         )
         self.received_bytes += self._tempo.part_bytes(item)
-        state = self._fabric.receive(key, item.source, self._place, tag)
+        state = self._fabric.receive(key, item.source, self._worker_id, tag)
         assert isinstance(state, Version)
         return state

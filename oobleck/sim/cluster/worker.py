@@ -1,4 +1,4 @@
-"""Virtual workers: drivers of the follower and its `Standing`, like `training.step.step.engine`, in virtual time.
+"""Virtual workers: drivers of the follower and its `CommitState`, like `training.step.step.engine`, in virtual time.
 
 What is done, and in which order, is `control.commit.follower`'s. Here each effect becomes moves: the training thread is a
 generator that yields wherever the real one may be preempted or has to wait, so that whoever steps it chooses the
@@ -22,6 +22,7 @@ from oobleck.control.commit import (
     AwaitSection,
     BankEffect,
     BeginStep,
+    CommitState,
     Committee,
     CompareReplicas,
     Compute,
@@ -52,7 +53,6 @@ from oobleck.control.commit import (
     SaveEnd,
     Say,
     ShareLossScale,
-    Standing,
     TakeSums,
     TakeTotals,
 )
@@ -67,15 +67,15 @@ from oobleck.control.protocol import (
     RecordsFailed,
     RecordsOver,
     Resumed,
+    ScanAnswer,
+    ScanRequest,
     StepRecords,
     StoreKeys,
-    Survey,
-    Surveyed,
     WorkerBound,
     WorkerMessage,
 )
 from oobleck.job import JobSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .buckets import Bucket, buckets_of
 from .fabric import Contribution, Fabric, Violation, Wait
@@ -103,7 +103,7 @@ class VirtualWorker:
 
     def __init__(
         self,
-        place: Place,
+        worker_id: WorkerId,
         job: JobSpec,
         fabric: Fabric,
         say: Callable[[WorkerMessage], None],
@@ -117,8 +117,8 @@ class VirtualWorker:
 
         `shards` are those of the job where others than endless ones are wanted.
         """
-        self.place = place
-        self.standing = Standing(place, announce, lock=nullcontext())
+        self.worker_id = worker_id
+        self.commit_state = CommitState(worker_id, announce, lock=nullcontext())
         self.is_stuck = False
         """The process is stopped: neither of its threads does anything, and nobody notices by its connection."""
         self.taken: dict[int, tuple[RecordRun, ...]] = {}
@@ -129,15 +129,25 @@ class VirtualWorker:
         self._clock = clock
         self._announce = announce
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
-        self._layers = HeldLayers(place, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(place, fabric, self.standing, put=say, form_group_s=tempo.form_group_s)
-        self._transfers = Transfers(place, fabric, self.standing, tempo=tempo, clock=clock)
+        self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
+        self._groups = GroupTable(worker_id, fabric, self.commit_state, put=say, form_group_s=tempo.form_group_s)
+        self._transfers = Transfers(worker_id, fabric, self.commit_state, tempo=tempo, clock=clock)
         self._follower = Follower(
-            job, place, self.standing, records=self._records if self._records.are_needed else None, evaluates=True
+            job,
+            worker_id,
+            self.commit_state,
+            records=self._records if self._records.are_needed else None,
+            evaluates=True,
         )
-        self._sections = SectionSums(self.standing, fabric, self._groups, self._layers)
+        self._sections = SectionSums(self.commit_state, fabric, self._groups, self._layers)
         self._programs = self.programs(
-            place, fabric, self.standing, self._follower.bank, tempo=tempo, clock=clock, carry_out=self._carry_out
+            worker_id,
+            fabric,
+            self.commit_state,
+            self._follower.bank,
+            tempo=tempo,
+            clock=clock,
+            carry_out=self._carry_out,
         )
         self._seat: PlaceInPlan | None = None
         """In the plan in force; None for a spare."""
@@ -165,14 +175,14 @@ class VirtualWorker:
                 self._announce()
             case Fence():
                 self._programs.note_microbatches()
-                self._say(self.standing.answer(message))
+                self._say(self.commit_state.answer(message))
             case Order():
-                self.standing.give_order(message)
+                self.commit_state.give_order(message)
             case FinishStep():
-                self.standing.want_stop()
-            case Survey(request=request, wants=wants):
+                self.commit_state.want_stop()
+            case ScanRequest(request=request, wants=wants):
                 found = self._records.survey(wants)
-                self._say(Surveyed(device=self.place.device, request=request, found=found))
+                self._say(ScanAnswer(device=self.worker_id.device, request=request, found=found))
             case StepRecords():
                 self._records.tell(message)
                 self._announce()
@@ -180,7 +190,7 @@ class VirtualWorker:
                 self._records.end(message)
                 self._announce()
             case _:
-                raise Violation(f"{self.place} was told {message}")
+                raise Violation(f"{self.worker_id} was told {message}")
 
     @property
     def layers(self) -> dict[int, Version]:
@@ -255,14 +265,14 @@ class VirtualWorker:
             case ReportResumed(generation=generation):
                 self._report_resumed(generation)
             case ReportFinished():
-                self._say(Finished(device=self.place.device, applied=self.standing.applied))
+                self._say(Finished(device=self.worker_id.device, applied=self.commit_state.applied))
             case AwaitOrder():
                 return (yield from self._await_order())
             case AwaitRecords(step=step):
                 yield Wait(
                     f"the records of step {step}",
                     lambda: self._records.is_told(step) or self._records.over_after(step - 1) is not None,
-                    self.standing.is_fenced,
+                    self.commit_state.is_fenced,
                 )
             case Evaluate():
                 return (yield from self._evaluate(effect))
@@ -276,7 +286,7 @@ class VirtualWorker:
             case Adopt():
                 yield from self._adopt(effect)
             case ReadCheckpoint():
-                raise Violation(f"{self.place} has nothing to restore from: nothing is saved on virtual nodes")
+                raise Violation(f"{self.worker_id} has nothing to restore from: nothing is saved on virtual nodes")
             case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
                 return (yield from self._bank(effect))
             case _:
@@ -284,8 +294,8 @@ class VirtualWorker:
         return None
 
     def _await_order(self) -> Generator[Wait, None, Order]:
-        yield Wait("an order", lambda: self.standing.has_order)
-        order = self.standing.take_order()
+        yield Wait("an order", lambda: self.commit_state.has_order)
+        order = self.commit_state.take_order()
         assert order is not None
         yield from pause("took an order")
         return order
@@ -293,7 +303,7 @@ class VirtualWorker:
     def _report_resumed(self, generation: int) -> None:
         self._say(
             Resumed(
-                device=self.place.device,
+                device=self.worker_id.device,
                 generation=generation,
                 transfer_s=self._transfers.took_s,
                 received_bytes=self._transfers.received_bytes,
@@ -309,7 +319,7 @@ class VirtualWorker:
             yield Wait(
                 f"the records of step {step}, to finish it",
                 lambda: self._records.is_told(step),
-                self.standing.is_pipeline_stopped,
+                self.commit_state.is_pipeline_stopped,
             )
         self._work = Work(step)
 
@@ -378,7 +388,7 @@ class VirtualWorker:
     def _evaluate(self, effect: Evaluate) -> Generator[Wait, None, Evaluation]:
         """All sum their losses, which takes no time here."""
         if any(version.banked for version in self.layers.values()):
-            raise Violation(f"{self.place} evaluates in the middle of step {effect.step + 1}")
+            raise Violation(f"{self.worker_id} evaluates in the middle of step {effect.step + 1}")
         key = effect.committee.key
         sequence = self._groups.post(key, Contribution(effect.step, ()))
         yield from self._groups.sum(key, sequence, effect.step)
@@ -417,7 +427,7 @@ class VirtualWorker:
 
     def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
         if self._buckets is None or self._buckets[0] is not committee:
-            self._buckets = committee, buckets_of(committee, self.place)
+            self._buckets = committee, buckets_of(committee, self.worker_id)
         return self._buckets[1]
 
     def _adopt(self, effect: Adopt) -> Moves:
@@ -425,13 +435,15 @@ class VirtualWorker:
         order, wanted = effect.order, tuple(effect.layers)
         keeping = self._layers.states(effect.keep)
         self._layers.adopt(wanted, self._received, keeping, initial=order.initial)
-        self._records.edition = order.edition
+        self._records.assignment_version = order.assignment_version
         if self._seat is None:
             self._step_ended_s = self._clock()  # it has rested until now
-        self._seat, self._received = effect.place, {}
+        self._seat, self._received = effect.worker_id, {}
         self._reduce_s = self._tempo.reduce_s(order.plan)
         if effect.committee is not None:
             self._sections.adopt(self._buckets_of(effect.committee), effect.committee.key, tells=self._tells)
         for layer, version in self.layers.items():
             if version.banked != order.banked.microbatches:
-                raise Violation(f"{self.place} adopts layer {layer} with {version.banked} banked, not {order.banked}")
+                raise Violation(
+                    f"{self.worker_id} adopts layer {layer} with {version.banked} banked, not {order.banked}"
+                )

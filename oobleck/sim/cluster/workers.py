@@ -27,7 +27,7 @@ class WorkerProcess:
     def __init__(self, setup: SetUpWorker, pid: int, world: World, gate: Gate, clock: Callable[[], float]) -> None:
         """`gate` is the node's: a frozen node's processes are frozen."""
         self.pid = pid
-        self.place = setup.place
+        self.worker_id = setup.worker_id
         self._setup = setup
         self._world = world
         self._gate = gate
@@ -76,7 +76,7 @@ class WorkerProcess:
         self._scope.cancel()
         self._say.close()
         if self._worker is not None:
-            self._world.fabric.end(self.place, self._world.fabric.newest)
+            self._world.fabric.end(self.worker_id, self._world.fabric.newest)
 
     def wake(self) -> None:
         """Have it look again at what it waits for, and at what it was told while it was frozen."""
@@ -92,7 +92,7 @@ class WorkerProcess:
         with self._scope:
             await self._work(self._world.delays.set_up_worker_s)
             worker = self._worker = VirtualWorker(
-                self.place,
+                self.worker_id,
                 self._setup.job,
                 self._world.fabric,
                 self._say.send_nowait,
@@ -100,7 +100,7 @@ class WorkerProcess:
                 clock=self._clock,
                 announce=self._unpark,
             )
-            self._world.fabric.watch(self.place, self._unpark)
+            self._world.fabric.watch(self.worker_id, self._unpark)
             self._say.send_nowait(self._ready())
             self._listen()
             async with trio.open_nursery() as nursery:
@@ -110,7 +110,7 @@ class WorkerProcess:
     def _ready(self) -> WorkerReady:
         profile = self._world.profile
         return WorkerReady(
-            device=self.place.device,
+            device=self.worker_id.device,
             pid=self.pid,
             data_digest="virtual",
             num_samples=1 << 20,
@@ -136,7 +136,7 @@ class WorkerProcess:
         await self._profiling.wait()
         await self._work(self._world.delays.profile_s)
         profile_json = profile_to_json(self._world.profile)
-        self._say.send_nowait(Profiled(device=self.place.device, profile_json=profile_json))
+        self._say.send_nowait(Profiled(device=self.worker_id.device, profile_json=profile_json))
 
     async def _work(self, seconds: float) -> None:
         """Work for so long; a frozen process makes no progress."""

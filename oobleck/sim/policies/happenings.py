@@ -22,11 +22,11 @@ from oobleck.sim.trace import (
     WorkerCrashed,
 )
 
-__all__ = ["Happening", "happenings"]
+__all__ = ["MembershipChange", "happenings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
+class MembershipChange:
     """Everything that happens at one moment."""
 
     t_s: float
@@ -37,7 +37,7 @@ class Happening:
     """The greatest factor of a node that is there: in synchronous training all wait for it."""
 
 
-def happenings(trace: Trace) -> Iterator[Happening]:
+def happenings(trace: Trace) -> Iterator[MembershipChange]:
     """Read a trace; O(events).
 
     What is frozen or cut off is not there. Notices are nothing, and so is what happens to masters, or to agents that
@@ -95,7 +95,7 @@ class _View:
             case MasterCrashed() | MasterFrozen() | AgentFrozen() | Noticed():
                 pass
 
-    def happening(self, t_s: float) -> Happening | None:
+    def happening(self, t_s: float) -> MembershipChange | None:
         well = self._here - self._frozen - self._cut
         lost = (self._well - well) | (self._crashed & self._well)
         joined = (well - self._well) | (self._crashed & self._well & well)
@@ -104,4 +104,4 @@ class _View:
         self._well, self._slowest = well, slowest
         if not changed:
             return None
-        return Happening(t_s=t_s, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)), slowest=slowest)
+        return MembershipChange(t_s=t_s, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)), slowest=slowest)

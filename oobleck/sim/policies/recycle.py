@@ -19,7 +19,7 @@ from math import floor
 from oobleck.sim.costs import Activity, Outcome
 from oobleck.sim.trace import Trace
 
-from .happenings import Happening, happenings
+from .happenings import MembershipChange, happenings
 from .ledger import Ledger
 from .throughput import Grids
 
@@ -124,7 +124,7 @@ class _Run:
                 self._done = min(self._done, since_s / step_s)
             self.ledger.train(t_s, steps=length_s / step_s, step_s=step_s, checkpoint_s=0.0, wasted_s=0.0)
 
-    def happen(self, happening: Happening) -> None:
+    def happen(self, happening: MembershipChange) -> None:
         trained = self._step_s is not None
         self._slowest = happening.slowest
         for node in happening.lost:
@@ -158,7 +158,7 @@ class _Run:
         self._pause(t_s, self._reroute_s)
         self.ledger.recovered(began_s=t_s, nodes=lost, action="reinstantiate", stall_s=self._reroute_s)
 
-    def _restart(self, happening: Happening, *, trained: bool) -> None:
+    def _restart(self, happening: MembershipChange, *, trained: bool) -> None:
         if trained:
             self.ledger.lose(self._done)
             self._done = 0.0

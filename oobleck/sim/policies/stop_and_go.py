@@ -14,7 +14,7 @@ from math import floor, inf
 from oobleck.sim.costs import Activity, Outcome
 from oobleck.sim.trace import Trace
 
-from .happenings import Happening, happenings
+from .happenings import MembershipChange, happenings
 from .ledger import Ledger
 from .throughput import Throughput
 
@@ -29,8 +29,8 @@ def adjacent_in_grid(depth: int) -> Callable[[Collection[str], Sequence[str]], b
     """Say whether two neighbours of one pipeline are lost at once, when so many nodes in turn form a pipeline."""
 
     def are_adjacent(lost: Collection[str], used: Sequence[str]) -> bool:
-        places = sorted(index for index, node in enumerate(used) if node in lost)
-        return any(b - a == 1 and a // depth == b // depth for a, b in pairwise(places))
+        worker_ids = sorted(index for index, node in enumerate(used) if node in lost)
+        return any(b - a == 1 and a // depth == b // depth for a, b in pairwise(worker_ids))
 
     return are_adjacent
 
@@ -129,7 +129,7 @@ class _Run:
 
     # --- happenings -----------------------------------------------------------------------------------------------
 
-    def happen(self, happening: Happening) -> None:
+    def happen(self, happening: MembershipChange) -> None:
         for node in happening.lost:
             self._here.pop(node, None)
         for node in happening.joined:
@@ -167,7 +167,7 @@ class _Run:
         self._ledger.lose(forgotten)
         self._pos_s = 0.0 if rolls_back else (done - forgotten) * self._step_s
 
-    def _join(self, happening: Happening) -> None:
+    def _join(self, happening: MembershipChange) -> None:
         pause_s = self._rules.join_pause_s if self._step_s is not None else self._rules.pause_s
         done = self._steps_in(self._pos_s) if self._step_s is not None else 0.0
         self._begin(happening.t_s, pause_s)

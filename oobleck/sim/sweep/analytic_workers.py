@@ -22,11 +22,11 @@ from math import inf
 
 from oobleck.control.commit import num_sections_of, shares_of
 from oobleck.control.protocol import NOTHING, Banked, BankRecord, CommitRecord, Order, Resumed, Status
-from oobleck.planner import ExecutionPlan, Pipeline, Place, Profile
+from oobleck.planner import ExecutionPlan, Pipeline, Profile, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.sim.costs import Pace, RecoveryCosts
 
-__all__ = ["Crew", "Stretch"]
+__all__ = ["AnalyticWorkers", "Stretch"]
 
 _NEARLY = 1e-9
 """A step that lacks less than this share of itself is complete: times are sums of floats."""
@@ -55,7 +55,7 @@ class _Pending:
     transfer_s: float
 
 
-class Crew:
+class AnalyticWorkers:
     """Mutable: all that the sweep gear knows of workers. Times only go forward."""
 
     def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: RecoveryCosts) -> None:
@@ -68,7 +68,7 @@ class Crew:
         self._plan: ExecutionPlan | None = None
         self._schedules: tuple[ScheduleKind, ...] = ()
         """Of the pipelines of the plan in force."""
-        self._teams: Mapping[tuple[tuple[int, ...], int], tuple[Place, ...]] = {}
+        self._teams: Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]] = {}
         """The workers of the plan in force, by what they hold and the microbatches that they take."""
         self._adopted = 0
         self._applied = 0
@@ -150,9 +150,17 @@ class Crew:
         """All steps are committed, and the plan in force has nothing more to do."""
         return self._plan is not None and self._pending is None and self._applied >= self.max_steps
 
-    def speaker(self, absent: Container[str]) -> Place | None:
+    def speaker(self, absent: Container[str]) -> WorkerId | None:
         """A worker of the plan in force that can tell of commits: its node is none of these."""
-        return next((place for places in self._teams.values() for place in places if place.node not in absent), None)
+        return next(
+            (
+                worker_id
+                for worker_ids in self._teams.values()
+                for worker_id in worker_ids
+                if worker_id.node not in absent
+            ),
+            None,
+        )
 
     # --- time ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +225,7 @@ class Crew:
 
     # --- what the coordinator asks and orders ---------------------------------------------------------------------
 
-    def answers(self, generation: int, now_s: float, silent: Collection[str], idle: Collection[Place]) -> _Answers:
+    def answers(self, generation: int, now_s: float, silent: Collection[str], idle: Collection[WorkerId]) -> _Answers:
         """Return what workers answer to a fence: (workers, status), alike ones together.
 
         `silent` are nodes that answer nothing, `idle` workers that have no part in the plan in force.
@@ -229,11 +237,13 @@ class Crew:
             if self._applied == self._pending.order.boundary:
                 self._began_s = now_s  # nothing of the next step was computed while layers were exchanged
             self._pending = None
-        answers: list[tuple[tuple[Place, ...], Status]] = []
+        answers: list[tuple[tuple[WorkerId, ...], Status]] = []
         done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self._plan is not None else 0.0
         banked = self._bank_record()
-        for (layers, num_microbatches), places in self._teams.items():
-            heard = tuple(place for place in places if place.node not in silent) if silent else places
+        for (layers, num_microbatches), worker_ids in self._teams.items():
+            heard = (
+                tuple(worker_id for worker_id in worker_ids if worker_id.node not in silent) if silent else worker_ids
+            )
             if heard:
                 answers.append((heard, self._status(generation, layers, int(done * num_microbatches), banked)))
         if idle:
@@ -357,17 +367,17 @@ class Crew:
         self._banked, self._number = NOTHING, 0
 
 
-_Answers = list[tuple[tuple[Place, ...], Status]]
+_Answers = list[tuple[tuple[WorkerId, ...], Status]]
 
 
-def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[Place, ...]]:
+def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]]:
     """All workers of a plan, by what they hold and the microbatches that they take; O(workers)."""
-    teams: dict[tuple[tuple[int, ...], int], list[Place]] = defaultdict(list)
+    teams: dict[tuple[tuple[int, ...], int], list[WorkerId]] = defaultdict(list)
     keys: dict[int, list[tuple[int, ...]]] = {}
     for pipeline in plan.pipelines:
         template = pipeline.template
         if id(template) not in keys:
             keys[id(template)] = [tuple(stage.layers) for stage in template.stages]
         for layers, stage in zip(keys[id(template)], pipeline.stages, strict=True):
-            teams[layers, pipeline.num_microbatches].extend(stage.places)
-    return {key: tuple(places) for key, places in teams.items()}
+            teams[layers, pipeline.num_microbatches].extend(stage.worker_ids)
+    return {key: tuple(worker_ids) for key, worker_ids in teams.items()}

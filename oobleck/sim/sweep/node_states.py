@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-__all__ = ["Presence"]
+__all__ = ["NodeStates"]
 
 
-class Presence:
+class NodeStates:
     """Mutable: what the trace has done to nodes, and what the coordinator knows of it."""
 
     def __init__(self, nodes: Iterable[str], start: Iterable[str]) -> None:

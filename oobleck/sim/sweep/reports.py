@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import REPORTS_NEEDED, microbatch_s
-from oobleck.planner import ExecutionPlan, Place, Profile, StageTemplate
+from oobleck.planner import ExecutionPlan, Profile, StageTemplate, WorkerId
 
 __all__ = ["Reports"]
 
@@ -21,40 +21,42 @@ class Reports:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._told: dict[Place, float] = {}
+        self._told: dict[WorkerId, float] = {}
 
     def forget(self, node: str) -> None:
         """A node's worker starts anew: the master takes it for normal, and is told again."""
-        self._told = {place: factor for place, factor in self._told.items() if place.node != node}
+        self._told = {worker_id: factor for worker_id, factor in self._told.items() if worker_id.node != node}
 
     def clear(self) -> None:
         """Another master has been told nothing."""
         self._told.clear()
 
-    def untold(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> list[Place]:
+    def untold(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> list[WorkerId]:
         """The workers of a plan whose pace the master does not know; O(workers). Those that rest will tell again."""
-        self._told = {place: factor for place, factor in self._told.items() if place in plan.layers_at}
-        return [place for place in plan.places if self._told.get(place) != factors.get(place.node, 1.0)]
+        self._told = {worker_id: factor for worker_id, factor in self._told.items() if worker_id in plan.layers_at}
+        return [
+            worker_id for worker_id in plan.worker_ids if self._told.get(worker_id) != factors.get(worker_id.node, 1.0)
+        ]
 
-    def tell(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[Place, ...], Pace]]:
+    def tell(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[WorkerId, ...], Pace]]:
         """Tell what is untold: yields (workers, what each of them says), round by round.
 
         Who stops listening, for a plan is made anew, has heard only those that have said it often enough.
         """
         untold = frozenset(self.untold(plan, factors))
-        groups: dict[tuple[StageTemplate, float], list[Place]] = defaultdict(list)
+        groups: dict[tuple[StageTemplate, float], list[WorkerId]] = defaultdict(list)
         paces: dict[tuple[StageTemplate, float], Pace] = {}
         for pipeline in plan.pipelines:
             for template, stage in zip(pipeline.template.stages, pipeline.stages, strict=True):
-                for place in untold.intersection(stage.places):
-                    factor = factors.get(place.node, 1.0)
+                for worker_id in untold.intersection(stage.worker_ids):
+                    factor = factors.get(worker_id.node, 1.0)
                     key = template, factor
-                    groups[key].append(place)
+                    groups[key].append(worker_id)
                     if key not in paces:
                         compute_s = factor * microbatch_s(self._profile, stage)
                         paces[key] = Pace(device=0, compute_s=compute_s, microbatches=1)
         for number in range(REPORTS_NEEDED + 1):
-            for key, places in groups.items():
-                yield tuple(places), paces[key]
+            for key, worker_ids in groups.items():
+                yield tuple(worker_ids), paces[key]
                 if number == REPORTS_NEEDED - 1:
-                    self._told.update(dict.fromkeys(places, key[1]))
+                    self._told.update(dict.fromkeys(worker_ids, key[1]))

@@ -19,17 +19,17 @@ from oobleck import __version__
 from oobleck.control.coordinator import Coordinator, Phase
 from oobleck.control.events import (
     AddRequested,
-    AllSaid,
+    BatchReceived,
     Command,
     Disconnect,
     DrainRequested,
     End,
     Event,
+    MessageReceived,
     NodeFailed,
     NodeUp,
     ProfileFound,
     Record,
-    Said,
     Send,
     SendAll,
 )
@@ -53,7 +53,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.control.speed import found_out_s
 from oobleck.job import ControlSpec, NodeSpec
-from oobleck.planner import Place, profile_to_json
+from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 from oobleck.sim.trace import (
     AgentCrashed,
@@ -75,8 +75,8 @@ from oobleck.sim.trace import (
 )
 
 from .agenda import Agenda
-from .analytic_workers import Crew, Stretch
-from .node_states import Presence
+from .analytic_workers import AnalyticWorkers, Stretch
+from .node_states import NodeStates
 from .reports import Reports
 from .run_log import RunLog
 from .settings import SweepSettings, most_steps
@@ -117,16 +117,16 @@ class _Sweep:
         self._job = settings.job(most_steps(trace, settings))
         self._fewest = min(settings.planner().templates(max(count for _, count in trace.counts)))
         self._profile_json = profile_to_json(settings.profile)
-        self._crew = Crew(
+        self._crew = AnalyticWorkers(
             settings.profile,
             num_samples=settings.global_batch_size,
             most_steps=settings.max_steps or _NO_LIMIT,
             costs=settings.costs,
         )
         self._agenda = Agenda()
-        self._nodes = Presence(trace.nodes, trace.start)
+        self._nodes = NodeStates(trace.nodes, trace.start)
         self._coordinator: Coordinator | None = None
-        self._crashed: set[Place] = set()
+        self._crashed: set[WorkerId] = set()
         """Workers that have ended, and may be started again."""
         self._order: Order | None = None
         self._fence = 0
@@ -176,8 +176,8 @@ class _Sweep:
         if self._agenda.is_blind:
             self._agenda.at(self._agenda.blind_until_s, lambda: None)  # it is asked again then
         elif all(map(self._nodes.is_well, plan.nodes)):
-            for place in plan.places:
-                self._say(place, Finished(device=place.device, applied=self._crew.max_steps))
+            for worker_id in plan.worker_ids:
+                self._say(worker_id, Finished(device=worker_id.device, applied=self._crew.max_steps))
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -194,19 +194,19 @@ class _Sweep:
 
     def _committed(self, stretch: Stretch) -> None:
         record = self._crew.last_record
-        place = self._crew.speaker(self._nodes.absent)
+        worker_id = self._crew.speaker(self._nodes.absent)
         assert record is not None
         first_step = self._untold_step or stretch.first_step
         if self._coordinator is None:
             self.log.save(stretch)
-        elif place is None:
+        elif worker_id is None:
             self._untold_step = first_step
         else:
             self._untold_step = 0
             self.log.save(stretch)
             self._agenda.now_s = max(self._agenda.now_s, stretch.end_s)
-            message = StepCommitted(device=place.device, record=record)
-            self._feed(Said(node=place.node, message=message), from_step=first_step)
+            message = StepCommitted(device=worker_id.device, record=record)
+            self._feed(MessageReceived(node=worker_id.node, message=message), from_step=first_step)
 
     # --- the coordinator's side ---------------------------------------------------------------------------------
 
@@ -214,8 +214,8 @@ class _Sweep:
         if self._coordinator is not None:
             self._carry_out(self._coordinator.handle(self._agenda.now_s, event), from_step=from_step)
 
-    def _say(self, place: Place, message: AgentMessage) -> None:
-        self._feed(Said(node=place.node, message=message))
+    def _say(self, worker_id: WorkerId, message: AgentMessage) -> None:
+        self._feed(MessageReceived(node=worker_id.node, message=message))
 
     def _carry_out(self, commands: Sequence[Command], *, from_step: int = 0) -> None:
         fence = 0
@@ -235,13 +235,13 @@ class _Sweep:
                     ordered = order  # the same for all, but for the device
                 case Disconnect(node=node):
                     self._nodes.members.pop(node, None)
-                case Send(node=node, message=StartWorker(device=device)) if Place(node, device) in self._crashed:
-                    self._crashed.discard(Place(node, device))
-                    self._worker_restarts(Place(node, device))
+                case Send(node=node, message=StartWorker(device=device)) if WorkerId(node, device) in self._crashed:
+                    self._crashed.discard(WorkerId(node, device))
+                    self._worker_restarts(WorkerId(node, device))
                 case Send(node=node, message=KillWorker(device=device)):
-                    self._end_worker(Place(node, device))
+                    self._end_worker(WorkerId(node, device))
                 case Send(node=node, message=StopAgent(reason="drained")):
-                    self._say(Place(node=node, device=0), AgentStopped(reason="drained"))
+                    self._say(WorkerId(node=node, device=0), AgentStopped(reason="drained"))
                 case End(exit_code=0):
                     self._is_over = True
                     return
@@ -271,14 +271,16 @@ class _Sweep:
         at_work = frozenset(plan.nodes) if plan is not None else frozenset()
         well = self._nodes.well
         idle = [
-            Place(node=node, device=device)
+            WorkerId(node=node, device=device)
             for node in sorted(well - at_work)
             for device in range(self._settings.devices_per_node)
         ]
         answers = self._crew.answers(generation, self._agenda.now_s, at_work - well, idle)
-        for places, status in answers:
-            speakers = places if only is None else tuple(place for place in places if place.node in only)
-            self._feed(AllSaid(places=speakers, message=status))
+        for worker_ids, status in answers:
+            speakers = (
+                worker_ids if only is None else tuple(worker_id for worker_id in worker_ids if worker_id.node in only)
+            )
+            self._feed(BatchReceived(worker_ids=speakers, message=status))
         self._tick_later()
 
     def _tick_later(self) -> None:
@@ -328,8 +330,8 @@ class _Sweep:
             if not is_listening():
                 self._report_later()
                 return
-            for places, pace in reports.tell(plan, self._crew.factors):
-                self._feed(AllSaid(places=places, message=pace))
+            for worker_ids, pace in reports.tell(plan, self._crew.factors):
+                self._feed(BatchReceived(worker_ids=worker_ids, message=pace))
                 if not is_listening():
                     break
 
@@ -340,11 +342,11 @@ class _Sweep:
         resumed = self._crew.resumed
         num_bytes = moved_bytes(self._settings.profile, order.transfers)
         well = self._nodes.well
-        everybody = (place for pipeline in order.plan.pipelines for place in pipeline.places)
-        places = tuple(place for place in everybody if place.node in well)
+        everybody = (worker_id for pipeline in order.plan.pipelines for worker_id in pipeline.worker_ids)
+        worker_ids = tuple(worker_id for worker_id in everybody if worker_id.node in well)
         # The account sums up what each worker received: one of them says all of it.
-        self._feed(AllSaid(places=places[:1], message=replace(resumed, received_bytes=num_bytes)))
-        self._feed(AllSaid(places=places[1:], message=resumed))
+        self._feed(BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
+        self._feed(BatchReceived(worker_ids=worker_ids[1:], message=resumed))
         if any(map(self._crew.is_training, self._nodes.silent)):
             self._crew.stop(self._agenda.now_s)
         self._report_later()
@@ -388,7 +390,7 @@ class _Sweep:
             return
         self._feed(NodeUp(node=node, hello=_hello(node, self._agenda.now_s), address=node))
         for device in range(self._settings.devices_per_node):
-            self._say(Place(node=node, device=device), _ready(device))
+            self._say(WorkerId(node=node, device=device), _ready(device))
 
     def _await_others(self, node: str) -> None:
         """Note that a node is there while no coordinator is: too few are, by now."""
@@ -454,7 +456,7 @@ class _Sweep:
     def _go_silent(self, node: str, notice_s: float, cause: Cause, evidence: str) -> None:
         """A node stops; whoever waits for it stops with it; the coordinator notices after a while."""
         if node in self._nodes.members and not self._agenda.is_blind:
-            self._feed(Said(node=node, message=Heartbeat(sequence=0)))  # its last
+            self._feed(MessageReceived(node=node, message=Heartbeat(sequence=0)))  # its last
         number = self._nodes.silent[node] = self._agenda.number()
         if self._crew.is_training(node):
             self._crew.stop(self._agenda.now_s)
@@ -566,21 +568,21 @@ class _Sweep:
         if self._nodes.is_well(node) and self.log.is_planned and device < self._settings.devices_per_node:
             if self._crew.is_training(node):
                 self._crew.stop(self._agenda.now_s)
-            self._end_worker(Place(node, device))
+            self._end_worker(WorkerId(node, device))
             if node not in self._nodes.members:
                 self._join(node)  # given up; whoever runs the job takes it back
 
-    def _end_worker(self, place: Place) -> None:
-        self._crashed.add(place)
-        self._forget_pace(place.node)
-        self._say(place, WorkerExited(device=place.device, pid=1, signal=9))
+    def _end_worker(self, worker_id: WorkerId) -> None:
+        self._crashed.add(worker_id)
+        self._forget_pace(worker_id.node)
+        self._say(worker_id, WorkerExited(device=worker_id.device, pid=1, signal=9))
 
-    def _worker_restarts(self, place: Place) -> None:
-        life = self._nodes.lives[place.node]
+    def _worker_restarts(self, worker_id: WorkerId) -> None:
+        life = self._nodes.lives[worker_id.node]
 
         def ready() -> None:
-            if self._nodes.members.get(place.node) == life and self._nodes.is_well(place.node):
-                self._say(place, _ready(place.device))
+            if self._nodes.members.get(worker_id.node) == life and self._nodes.is_well(worker_id.node):
+                self._say(worker_id, _ready(worker_id.device))
 
         self._agenda.when_seen(self._agenda.now_s + self._costs.worker_start_s, ready)
 

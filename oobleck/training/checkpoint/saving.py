@@ -26,7 +26,7 @@ from oobleck.checkpoint import (
 from oobleck.control.checkpoints import shares_of
 from oobleck.control.protocol import DataPosition
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.model import Share
 from oobleck.user_path import expand_user
 from oobleck.wire import (
@@ -65,17 +65,17 @@ class _Share:
 class Saving:
     """One worker's. `want` and `find` are the control thread's to call, all else the training thread's."""
 
-    def __init__(self, place: Place, paths: StoragePaths, share: Share, report: Report, *, tag: str) -> None:
+    def __init__(self, worker_id: WorkerId, paths: StoragePaths, share: Share, report: Report, *, tag: str) -> None:
         """`tag` is the job's: a directory of checkpoints may be shared with other jobs, whose states are not ours."""
         structure = share.structure
         self._tag = tag
         self._part = share
-        self._place = place
+        self._worker_id = worker_id
         self._run = paths.run
         self._structure = structure
         self._report = report
         self._memory = Path(paths.memory)
-        self._stem = f"device{place.device}"
+        self._stem = f"device{worker_id.device}"
         self._checkpoints = CheckpointDirectory(Path(paths.checkpoints))
         config = structure.config.to_json_string(use_diff=False)
         self._saver = FlashSaver(
@@ -155,14 +155,14 @@ class Saving:
         if share is None or share.plan is not plan or share.lost != frozenset(lost):
             part = self._part
             dealt = shares_of(plan, self._sizes, lost=lost, rank=part.rank, degree=part.degree)
-            layers = dealt.get(self._place, ())
+            layers = dealt.get(self._worker_id, ())
             self._share = share = _Share(plan=plan, lost=frozenset(lost), layers=layers)
         return share.layers
 
     # --- other threads -------------------------------------------------------------------------------------
 
     def _saved(self, saved: SavedLayers) -> None:
-        device = self._place.device
+        device = self._worker_id.device
         if saved.problem is not None:
             self._report(
                 StateNotSaved(device=device, name=saved.state.name, step=saved.state.step, reason=saved.problem)
@@ -201,7 +201,7 @@ class Saving:
         unfinished = tuple(name for name in self._checkpoints.names() if self._checkpoints.is_unfinished(name))
         self._report(
             CheckpointsFound(
-                device=self._place.device,
+                device=self._worker_id.device,
                 request=message.request,
                 found=tuple(found),
                 problems=tuple(problems),

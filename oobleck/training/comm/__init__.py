@@ -6,14 +6,12 @@ from .devices import choose_device, device_memory_bytes, synchronize, use_device
 from .groups import Group, GroupKey, GroupTable, Reduction, open_device
 from .inbox import Inbox
 from .reachability_probe import hang_doorbell, ring_all
-from .rendezvous import Board, BoardStore
+from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import HostCopy, Pending
 from .transfer import LayerState, exchange_layers, fill_state
-from .waiter import Signals
+from .waiter import Waiter
 
 __all__ = [
-    "Board",
-    "BoardStore",
     "Group",
     "GroupKey",
     "GroupTable",
@@ -22,7 +20,9 @@ __all__ = [
     "LayerState",
     "Pending",
     "Reduction",
-    "Signals",
+    "RendezvousStore",
+    "RendezvousTable",
+    "Waiter",
     "choose_device",
     "device_memory_bytes",
     "exchange_layers",

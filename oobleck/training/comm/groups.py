@@ -26,15 +26,15 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 
 from oobleck.control.commit import GroupKey, Interrupted, PeerLost
 from oobleck.errors import ConfigError
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .devices import Carrier, carrier_of, device_identity, prepare_nccl
 from .inbox import Inbox
 from .network import Network, open_device
-from .rendezvous import Board, BoardStore
+from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import Courier, HostCopy, Pending, Posting, StagedReceive
 from .sums import GlooSum, NcclSum, StagedSum, Sum
-from .waiter import Signals
+from .waiter import Waiter
 
 __all__ = ["Group", "GroupKey", "GroupTable", "Reduction", "open_device"]
 
@@ -52,11 +52,11 @@ class Group:
     """A formed group, seen from one of its members."""
 
     def __init__(
-        self, key: GroupKey, place: Place, process_group: ProcessGroupGloo, store: Store, *, stages: bool = False
+        self, key: GroupKey, worker_id: WorkerId, process_group: ProcessGroupGloo, store: Store, *, stages: bool = False
     ) -> None:
         """With `stages`, tensors of any device go through the host's memory, whether they need it or not."""
         self.key = key
-        self.rank = key.members.index(place)
+        self.rank = key.members.index(worker_id)
         self._process_group: Any = process_group  # torch's stubs leave out what a backend inherits
         self._inboxes: dict[int, Inbox] = {}
         self._store = store  # torch keeps no reference to a store that is written in Python
@@ -69,12 +69,12 @@ class Group:
         """Sums that a GPU may still write to."""
 
     @property
-    def others(self) -> tuple[Place, ...]:
+    def others(self) -> tuple[WorkerId, ...]:
         """All members but this worker."""
-        return tuple(place for rank, place in enumerate(self.key.members) if rank != self.rank)
+        return tuple(worker_id for rank, worker_id in enumerate(self.key.members) if rank != self.rank)
 
-    def rank_of(self, place: Place) -> int:
-        return self.key.members.index(place)
+    def rank_of(self, worker_id: WorkerId) -> int:
+        return self.key.members.index(worker_id)
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Post a send of a contiguous tensor; one in the host's memory must not change until the receiver has it."""
@@ -106,10 +106,10 @@ class Group:
         except RuntimeError as error:
             raise PeerLost(f"receive from {self.key.members[source]}: {error}") from error
 
-    def inbox(self, source: int, signals: Signals) -> Inbox:
+    def inbox(self, source: int, waiter: Waiter) -> Inbox:
         """Return the one inbox for what `source` sends."""
         if source not in self._inboxes:
-            self._inboxes[source] = Inbox(self.key.members[source], signals)
+            self._inboxes[source] = Inbox(self.key.members[source], waiter)
         return self._inboxes[source]
 
     def close(self) -> None:
@@ -120,10 +120,10 @@ class Group:
             self._courier.close()
         self.abort()
 
-    def all_reduce(self, tensor: torch.Tensor, signals: Signals) -> Reduction:
+    def all_reduce(self, tensor: torch.Tensor, waiter: Waiter) -> Reduction:
         """Post a sum over the members, in place."""
         try:
-            return Reduction(self, self._sum(tensor, signals.announce), signals)
+            return Reduction(self, self._sum(tensor, waiter.announce), waiter)
         except RuntimeError as error:
             raise PeerLost(f"all-reduce in {self.key.name}: {error}") from error
 
@@ -183,13 +183,13 @@ class Group:
 class Reduction:
     """An all-reduce under way. The waiting is interruptible: a frozen peer never answers."""
 
-    def __init__(self, group: Group, under_way: Sum, signals: Signals) -> None:
+    def __init__(self, group: Group, under_way: Sum, waiter: Waiter) -> None:
         self._group = group
-        self._signals = signals
+        self._waiter = waiter
         self._sum = under_way
 
     @property
-    def others(self) -> tuple[Place, ...]:
+    def others(self) -> tuple[WorkerId, ...]:
         """The members whose part it waits for."""
         return self._group.others
 
@@ -209,7 +209,7 @@ class Reduction:
     def wait(self, interrupted: Callable[[], bool]) -> None:
         """Wait for the sum. Raises Interrupted, or PeerLost when a member failed."""
         try:
-            self._signals.wait(self._sum.is_done, interrupted, self._group.others, poll_s=self._sum.poll_s)
+            self._waiter.wait(self._sum.is_done, interrupted, self._group.others, poll_s=self._sum.poll_s)
             self._sum.conclude()
         except Interrupted:
             self._group.give_up(self._sum)
@@ -224,10 +224,10 @@ class GroupTable:
 
     def __init__(
         self,
-        place: Place,
+        worker_id: WorkerId,
         address: str,
-        board: Board,
-        signals: Signals,
+        board: RendezvousTable,
+        waiter: Waiter,
         *,
         device: torch.device | None = None,
         stages: bool = False,
@@ -237,10 +237,10 @@ class GroupTable:
         Raises ConfigError for a useless address.
         """
         self._stages = stages
-        self._place = place
+        self._worker_id = worker_id
         self._computes_on = device or torch.device("cpu")
         self._board = board
-        self._signals = signals
+        self._waiter = waiter
         self._address = address
         self._groups: dict[GroupKey, Group] = {}
         self._networks: dict[tuple[int, bool], Network] = {}
@@ -274,8 +274,8 @@ class GroupTable:
                 self._open_nccl(group)
 
         try:
-            others = {place for key in missing for place in key.members} - {self._place}
-            self._signals.call(form_all, interrupted, sorted(others))
+            others = {worker_id for key in missing for worker_id in key.members} - {self._worker_id}
+            self._waiter.call(form_all, interrupted, sorted(others))
         except Interrupted:
             self._give_up(formed)
             raise
@@ -315,9 +315,9 @@ class GroupTable:
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
         prefixed = PrefixStore(key.name, store)
         with network.forming():
-            process_group = ProcessGroupGloo(prefixed, key.members.index(self._place), len(key.members), options)
+            process_group = ProcessGroupGloo(prefixed, key.members.index(self._worker_id), len(key.members), options)
             process_group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
-            group = Group(key, self._place, process_group, store, stages=self._stages)
+            group = Group(key, self._worker_id, process_group, store, stages=self._stages)
             network.keep(group)
         return group
 
@@ -337,9 +337,9 @@ class GroupTable:
             nccl = kind(prefixed, group.rank, len(group.key.members), options)
             group.use_nccl(nccl, store, torch.zeros(1, device=self._computes_on), _FORMING_TIMEOUT_S)
 
-    def _store_of(self, key: GroupKey, network: Network) -> BoardStore:
-        nodes = tuple(sorted({place.node for place in key.members}))
-        return BoardStore(self._board, nodes, _FORMING_TIMEOUT_S, lambda: network.is_over)
+    def _store_of(self, key: GroupKey, network: Network) -> RendezvousStore:
+        nodes = tuple(sorted({worker_id.node for worker_id in key.members}))
+        return RendezvousStore(self._board, nodes, _FORMING_TIMEOUT_S, lambda: network.is_over)
 
 
 def _abort_nccl(held: list[Any]) -> None:

@@ -15,10 +15,10 @@ from queue import SimpleQueue
 import torch
 
 from oobleck.control.commit import PeerLost
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 from .staging import Pending
-from .waiter import Signals
+from .waiter import Waiter
 
 __all__ = ["RECEIVES_AHEAD", "Inbox"]
 
@@ -32,9 +32,9 @@ Post = Callable[[int], tuple[Pending, torch.Tensor]]
 class Inbox:
     """Messages of one peer. After an interrupted `take` the peer's group is not used any more, nor is this."""
 
-    def __init__(self, source: Place, signals: Signals) -> None:
+    def __init__(self, source: WorkerId, waiter: Waiter) -> None:
         self.source = source
-        self._signals = signals
+        self._waiter = waiter
         self._expected: SimpleQueue[tuple[int, Post] | None] = SimpleQueue()
         self._ready: deque[torch.Tensor] = deque()
         self._failure: str | None = None  # an error would hold on to what it was raised by
@@ -52,7 +52,7 @@ class Inbox:
     def take(self, interrupted: Callable[[], bool]) -> torch.Tensor:
         """Wait for the next message. Raises Interrupted or PeerLost."""
         if not self._ready:
-            self._signals.wait(self.has_arrived, interrupted, [self.source])
+            self._waiter.wait(self.has_arrived, interrupted, [self.source])
         if not self._ready:
             assert self._failure is not None
             raise PeerLost(self._failure)
@@ -72,10 +72,10 @@ class Inbox:
                 work, tensor = posted.popleft()
                 _wait(work)
                 self._ready.append(tensor)
-                self._signals.announce()
+                self._waiter.announce()
         except PeerLost as error:
             self._failure = str(error)
-            self._signals.announce()
+            self._waiter.announce()
 
     def _post_ahead(self, posted: deque[tuple[Pending, torch.Tensor]]) -> bool:
         """Post as many receives as there is room for, at least one; False when no more are expected."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from oobleck.errors import ConfigError
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.wire import Doorbell
 
 __all__ = ["hang_doorbell", "no_place_to_listen", "ring_all"]
@@ -26,7 +26,7 @@ _REST_S = 0.1
 _SIOCGIFADDR = 0x8915
 
 
-def hang_doorbell(place: Place, address: str) -> Doorbell:
+def hang_doorbell(worker_id: WorkerId, address: str) -> Doorbell:
     """Listen at an address, host name or network interface of this machine, for as long as the process lives.
 
     Raises ConfigError where nobody can listen there.
@@ -45,7 +45,7 @@ def hang_doorbell(place: Place, address: str) -> Doorbell:
                 time.sleep(_REST_S)
 
     threading.Thread(target=answer, daemon=True, name="doorbell").start()
-    return Doorbell(place=place, host=host, port=port)
+    return Doorbell(worker_id=worker_id, host=host, port=port)
 
 
 def no_place_to_listen(address: str) -> ConfigError:
@@ -56,13 +56,13 @@ def no_place_to_listen(address: str) -> ConfigError:
     )
 
 
-def ring_all(doorbells: Sequence[Doorbell]) -> tuple[Place, ...]:
+def ring_all(doorbells: Sequence[Doorbell]) -> tuple[WorkerId, ...]:
     """Ring at all of them; returns those that do not answer. Takes half a second at most for 32 of them."""
     if not doorbells:
         return ()
     with ThreadPoolExecutor(min(len(doorbells), _MAX_PARALLEL)) as pool:
         answers = pool.map(_answers, doorbells)
-        return tuple(bell.place for bell, answers_ in zip(doorbells, answers, strict=True) if not answers_)
+        return tuple(bell.worker_id for bell, answers_ in zip(doorbells, answers, strict=True) if not answers_)
 
 
 def _answers(doorbell: Doorbell) -> bool:

@@ -13,12 +13,12 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["Board", "BoardStore"]
+__all__ = ["RendezvousStore", "RendezvousTable"]
 
 Publish = Callable[[str, bytes, tuple[str, ...]], None]
 
 
-class Board:
+class RendezvousTable:
     """All rendezvous keys that this worker was told, and its own."""
 
     def __init__(self, publish: Publish) -> None:
@@ -89,11 +89,15 @@ def _group_of(key: str) -> str:
     return "/".join(key.split("/", 3)[:3])
 
 
-class BoardStore(Store):
+class RendezvousStore(Store):
     """What a process group of `nodes` sees of the board: the store's interface, as far as Gloo uses it."""
 
     def __init__(
-        self, board: Board, nodes: tuple[str, ...], timeout_s: float, is_over: Callable[[], bool] = lambda: False
+        self,
+        board: RendezvousTable,
+        nodes: tuple[str, ...],
+        timeout_s: float,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """Waits end once `is_over`, when the board is woken."""
         super().__init__()

@@ -20,11 +20,11 @@ from itertools import accumulate
 import torch
 
 from oobleck.control.commit import PeerLost
-from oobleck.planner import LayerTransfer, Place
+from oobleck.planner import LayerTransfer, WorkerId
 
 from .groups import Group
 from .staging import Pending
-from .waiter import Signals
+from .waiter import Waiter
 
 __all__ = [
     "CHUNK_BYTES",
@@ -59,14 +59,14 @@ class Chunk:
 def exchange_layers(
     transfers: Sequence[LayerTransfer],
     *,
-    place: Place,
+    worker_id: WorkerId,
     group: Group | None,
     state_of: Callable[[int], LayerState],
     empty_state: Callable[[int], LayerState],
     size_of: Callable[[int], int],
     element_bytes: int,
     on_progress: Callable[[int, int], None],
-    signals: Signals,
+    waiter: Waiter,
     interrupted: Callable[[], bool],
     chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[int, LayerState]:
@@ -77,15 +77,15 @@ def exchange_layers(
     by a helper thread. Raises Interrupted or PeerLost, with nothing of the own layers touched.
     """
     chunks = cut_into_chunks(transfers, size_of, chunk_bytes // element_bytes)
-    outgoing = [chunk for chunk in chunks if chunk.transfer.source == place]
-    incoming = [chunk for chunk in chunks if chunk.transfer.target == place]
+    outgoing = [chunk for chunk in chunks if chunk.transfer.source == worker_id]
+    incoming = [chunk for chunk in chunks if chunk.transfer.target == worker_id]
     if not outgoing and not incoming:
         return {}
     assert group is not None
     held = {layer: _Row(state_of(layer)) for layer in _layers_of(outgoing)}
     received = {layer: empty_state(layer) for layer in _layers_of(incoming)}
     rows = {layer: _Row(state) for layer, state in received.items()}
-    signals.call_all(
+    waiter.call_all(
         [
             lambda: _send(group, outgoing, held),
             lambda: _receive(group, incoming, rows, _Progress(incoming, element_bytes, on_progress)),

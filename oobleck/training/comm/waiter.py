@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from oobleck.control.commit import Interrupted
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
-__all__ = ["Signals"]
+__all__ = ["Waiter"]
 
 T = TypeVar("T")
 
 
-class Signals:
+class Waiter:
     """One condition that everything the training thread can wait for is announced on."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self.waits_for: tuple[Place, ...] = ()
+        self.waits_for: tuple[WorkerId, ...] = ()
         """Whose part the training thread waits for; none while it computes."""
         self.waited_s = 0.0
         """How long it has waited so far."""
@@ -39,7 +39,7 @@ class Signals:
         self,
         ready: Callable[[], bool],
         interrupted: Callable[[], bool],
-        waits_for: Iterable[Place] = (),
+        waits_for: Iterable[WorkerId] = (),
         *,
         poll_s: float | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class Signals:
             if not ready():
                 raise Interrupted
 
-    def call(self, blocking: Callable[[], T], interrupted: Callable[[], bool], waits_for: Iterable[Place] = ()) -> T:
+    def call(self, blocking: Callable[[], T], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId] = ()) -> T:
         """Call `blocking` on a thread of its own and return what it returns, or raise what it raises.
 
         Raises Interrupted once `interrupted`; the thread is left behind. `waits_for` as in `wait`.
@@ -67,7 +67,7 @@ class Signals:
         return outcome
 
     def call_all(
-        self, blocking: Sequence[Callable[[], T]], interrupted: Callable[[], bool], waits_for: Iterable[Place] = ()
+        self, blocking: Sequence[Callable[[], T]], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId] = ()
     ) -> list[T]:
         """Call all at once, each on a thread of its own; return what they return, or raise what one raises first.
 

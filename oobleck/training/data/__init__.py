@@ -7,7 +7,7 @@ from .data import Dataset, open_source, prepare_dataset
 from .records import NO_SAMPLE
 from .sampling import samples_of_step
 from .script_data import ScriptSamples
-from .shard_scanner import Surveyor
+from .shard_scanner import ShardScanner
 
 __all__ = [
     "IGNORED_LABEL",
@@ -15,7 +15,7 @@ __all__ = [
     "Batch",
     "Dataset",
     "ScriptSamples",
-    "Surveyor",
+    "ShardScanner",
     "open_source",
     "prepare_dataset",
     "samples_of_step",

@@ -34,7 +34,7 @@ class Records:
         """By (edition, step)."""
         self._over: dict[int, RecordsOver] = {}
         """By edition."""
-        self._edition = 0
+        self._assignment_version = 0
         self._located: dict[int, Record] = {}
         """The records of the step that was asked for last, by number."""
         self.position: DataPosition | None = None
@@ -49,51 +49,51 @@ class Records:
 
     def put(self, records: StepRecords) -> None:
         """Note what a step takes."""
-        self._told[records.edition, records.step] = records
+        self._told[records.assignment_version, records.step] = records
         self._announce()
 
     def end(self, over: RecordsOver) -> None:
         """Note that no step comes after one."""
-        self._over[over.edition] = over
+        self._over[over.assignment_version] = over
         self._announce()
 
     # --- training thread -----------------------------------------------------------------------------------
 
-    def follow(self, edition: int, *, step: int) -> None:
+    def follow(self, assignment_version: int, *, step: int) -> None:
         """From here on steps are those of an edition; all up to `step` are done."""
-        self._edition = edition
-        for key in [key for key in self._told if key[0] < edition or key[1] < step]:
+        self._assignment_version = assignment_version
+        for key in [key for key in self._told if key[0] < assignment_version or key[1] < step]:
             self._told.pop(key, None)
 
     def is_told(self, step: int) -> bool:
         """Whether it is known what a step takes."""
-        return (self._edition, step) in self._told
+        return (self._assignment_version, step) in self._told
 
     def over_after(self, step: int) -> RecordsOver | None:
         """What was said, if it was that no step comes after this one."""
-        over = self._over.get(self._edition)
+        over = self._over.get(self._assignment_version)
         return over if over is not None and over.step == step else None
 
     def is_last(self, step: int) -> bool:
         """Whether no step comes after one that was told."""
-        return self._told[self._edition, step].is_last
+        return self._told[self._assignment_version, step].is_last
 
     def numbers_of(self, step: int, batch: int) -> tuple[tuple[int, ...], int]:
         """Return the numbers of a step's records, `batch` with what stands for none, and the tokens they predict.
 
         `locate` knows them from then on, and those of no other step. O(batch).
         """
-        records = self._told[self._edition, step]
-        self._told.pop((self._edition, step - 2), None)
+        records = self._told[self._assignment_version, step]
+        self._told.pop((self._assignment_version, step - 2), None)
         self.position = records.after
-        places = [
+        worker_ids = [
             Record(run.shard, run.bounds[at], run.bounds[at + 1])
             for run in records.runs
             for at in range(run.num_records)
         ]
-        first = records.after.records - len(places)
-        self._located = dict(enumerate(places, first))
-        return (*self._located, *[NO_SAMPLE] * (batch - len(places))), records.num_items
+        first = records.after.records - len(worker_ids)
+        self._located = dict(enumerate(worker_ids, first))
+        return (*self._located, *[NO_SAMPLE] * (batch - len(worker_ids))), records.num_items
 
     def locate(self, number: int) -> Record:
         """Return where a record of the step lies."""

@@ -11,28 +11,28 @@ from collections.abc import Callable, Sequence
 
 from oobleck.errors import ShardUnreadable
 from oobleck.job import DataSpec
-from oobleck.wire import Found, Survey, Surveyed, Want
+from oobleck.wire import ScanAnswer, ScanRange, ScanRequest, ScanResult
 
 from .shard_readers import ShardSet
 
-__all__ = ["Surveyor"]
+__all__ = ["ShardScanner"]
 
 
-class Surveyor:
+class ShardScanner:
     """One worker's. `ask` is the control thread's to call, and returns at once."""
 
-    def __init__(self, data: DataSpec, device: int, report: Callable[[Surveyed], None]) -> None:
+    def __init__(self, data: DataSpec, device: int, report: Callable[[ScanAnswer], None]) -> None:
         self._shards = ShardSet(data)
         self._device = device
         self._report = report
-        self._questions: queue.SimpleQueue[Survey] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[ScanRequest] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="survey").start()
 
     @property
     def names(self) -> tuple[str, ...]:
         return self._shards.names
 
-    def ask(self, survey: Survey) -> None:
+    def ask(self, survey: ScanRequest) -> None:
         """Have a question answered."""
         self._questions.put(survey)
 
@@ -40,18 +40,18 @@ class Surveyor:
         while True:
             asked = self._questions.get()
             found = _survey(self._shards, asked.wants)
-            self._report(Surveyed(device=self._device, request=asked.request, found=found))
+            self._report(ScanAnswer(device=self._device, request=asked.request, found=found))
 
 
-def _survey(shards: ShardSet, wants: Sequence[Want]) -> tuple[Found, ...]:
+def _survey(shards: ShardSet, wants: Sequence[ScanRange]) -> tuple[ScanResult, ...]:
     """Look into shards. What cannot be read is told, not raised."""
-    found: list[Found] = []
+    found: list[ScanResult] = []
     for want in wants:
         try:
             extent = shards.survey(want.shard, want.start, want.limit)
         except ShardUnreadable as error:
             problem = error.problem
-            found.append(Found(shard=want.shard, bounds=(want.start,), items=(), is_end=False, problem=problem))
+            found.append(ScanResult(shard=want.shard, bounds=(want.start,), items=(), is_end=False, problem=problem))
         else:
-            found.append(Found(shard=want.shard, bounds=extent.bounds, items=extent.items, is_end=extent.is_end))
+            found.append(ScanResult(shard=want.shard, bounds=extent.bounds, items=extent.items, is_end=extent.is_end))
     return tuple(found)

@@ -38,7 +38,7 @@ from oobleck.control.node_check import (
     SoloDone,
 )
 from oobleck.control.protocol import StorePut
-from oobleck.training.comm import Board, BoardStore, open_device
+from oobleck.training.comm import RendezvousStore, RendezvousTable, open_device
 from oobleck.wire import FrameDecoder, encode_frame
 
 __all__ = ["main"]
@@ -76,7 +76,9 @@ class _Probe:
         self._directory = directory
         self._output = output
         self._writing = threading.Lock()
-        self._board = Board(lambda key, value, nodes: self.answer(StorePut(key=key, value=value, nodes=nodes)))
+        self._board = RendezvousTable(
+            lambda key, value, nodes: self.answer(StorePut(key=key, value=value, nodes=nodes))
+        )
 
     def run(self) -> None:
         """Tell of the node, then answer requests until the input ends."""
@@ -140,7 +142,7 @@ class _Probe:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._devices = [open_device(request.address)]
         options._timeout = timeout
-        store = BoardStore(self._board, request.nodes, request.timeout_s)
+        store = RendezvousStore(self._board, request.nodes, request.timeout_s)
         rank = request.nodes.index(self._node)
         group: Any = ProcessGroupGloo(PrefixStore(request.key, store), rank, 2, options)
         return _gather_s(group, 1), _gather_s(group, _EXCHANGE_BYTES)

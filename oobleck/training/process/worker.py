@@ -18,22 +18,22 @@ from typing import NoReturn
 
 import torch
 
-from oobleck.control.commit import Standing
+from oobleck.control.commit import CommitState
 from oobleck.errors import UserError
 from oobleck.planner import profile_to_json
 from oobleck.streams import shield_scripts
 from oobleck.training.checkpoint import Saving
 from oobleck.training.comm import (
-    Board,
     GroupTable,
-    Signals,
+    RendezvousTable,
+    Waiter,
     choose_device,
     device_memory_bytes,
     hang_doorbell,
     ring_all,
     use_device,
 )
-from oobleck.training.data import Surveyor
+from oobleck.training.data import ShardScanner
 from oobleck.training.model import require_compiler, share_of
 from oobleck.training.step import Engine
 from oobleck.wire import (
@@ -45,11 +45,11 @@ from oobleck.wire import (
     ProfileRequest,
     RecordsOver,
     SaveState,
+    ScanRequest,
     SetUpWorker,
     StepRecords,
     StoreKeys,
     StorePut,
-    Survey,
     WorkerBound,
     WorkerFailed,
     WorkerReady,
@@ -99,48 +99,48 @@ class _Worker:
         job = setup.job
         self._link = link
         self._job = job
-        self._place = setup.place
-        self._device = setup.place.device
+        self._worker_id = setup.worker_id
+        self._device = setup.worker_id.device
         self._training_thread = threading.get_ident()
-        self._doorbell = hang_doorbell(setup.place, setup.address)
+        self._doorbell = hang_doorbell(setup.worker_id, setup.address)
         self._computes_on = choose_device(job.device, setup.local_device)
         use_device(self._computes_on)
         if job.compile:
             require_compiler(self._computes_on)
         of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
         self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
-        self._signals = Signals()
-        self._standing = Standing(setup.place, self._signals.announce, lock=threading.Lock())
-        self._board = Board(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
+        self._waiter = Waiter()
+        self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
+        self._board = RendezvousTable(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
         self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
         self._structure = assembly.structure
         self._optimizer = assembly.optimizer
-        self._surveyor: Surveyor | None = None
+        self._scanner: ShardScanner | None = None
         self._shards: tuple[str, ...] = ()
         self._records = self._dataset.records
         if self._records is not None:
-            self._records.on_news(self._signals.announce)
-            self._surveyor = Surveyor(job.text, self._device, link.send)
-            self._shards = self._surveyor.names
+            self._records.on_news(self._waiter.announce)
+            self._scanner = ShardScanner(job.text, self._device, link.send)
+            self._shards = self._scanner.names
         self._saving: Saving | None = None
         degree = job.tensor_parallel
         share = share_of(self._structure, rank=self._device % degree, degree=degree)
         if setup.storage is not None and job.checkpoint.enabled:
-            self._saving = Saving(setup.place, setup.storage, share, link.send, tag=setup.job.tag)
+            self._saving = Saving(setup.worker_id, setup.storage, share, link.send, tag=setup.job.tag)
         self._engine = Engine(
             job,
-            setup.place,
+            setup.worker_id,
             device=self._computes_on,
             dataset=self._dataset,
             validation=assembly.validation,
             structure=self._structure,
             share=share,
             optimizer=assembly.optimizer,
-            groups=GroupTable(setup.place, setup.address, self._board, self._signals, device=self._computes_on),
-            signals=self._signals,
-            standing=self._standing,
+            groups=GroupTable(setup.worker_id, setup.address, self._board, self._waiter, device=self._computes_on),
+            waiter=self._waiter,
+            commit_state=self._commit_state,
             saving=self._saving,
             next_order=self._next_order,
             report=link.send,
@@ -176,11 +176,11 @@ class _Worker:
             case Fence() if message.doorbells:
                 self._explain(message)
             case Fence():
-                self._link.send(self._standing.answer(message))
+                self._link.send(self._commit_state.answer(message))
             case Order():
-                self._standing.give_order(message)
+                self._commit_state.give_order(message)
             case FinishStep():
-                self._standing.want_stop()
+                self._commit_state.want_stop()
             case SaveState():
                 if self._saving is not None:
                     self._saving.want(message)
@@ -189,10 +189,10 @@ class _Worker:
                     self._saving.find(message)
             case ProfileRequest():
                 self._profile_requests.put(message)
-                self._signals.announce()
-            case Survey():
-                if self._surveyor is not None:
-                    self._surveyor.ask(message)
+                self._waiter.announce()
+            case ScanRequest():
+                if self._scanner is not None:
+                    self._scanner.ask(message)
             case StepRecords():
                 if self._records is not None:
                     self._records.put(message)
@@ -204,22 +204,22 @@ class _Worker:
 
     def _explain(self, fence: Fence) -> None:
         """Answer a fence that asks why nothing goes on; ringing takes its time, so on a thread of its own."""
-        waits_for, stack = self._signals.waits_for, _stack_of(self._training_thread)
-        status = self._standing.answer(fence)
+        waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
+        status = self._commit_state.answer(fence)
 
         def tell() -> None:
-            others = [bell for bell in fence.doorbells if bell.place != self._place]
+            others = [bell for bell in fence.doorbells if bell.worker_id != self._worker_id]
             self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=ring_all(others)))
 
         threading.Thread(target=tell, daemon=True, name="explain").start()
 
     def _next_order(self) -> Order:
         while True:
-            self._signals.wait(lambda: self._standing.has_order or not self._profile_requests.empty(), lambda: False)
+            self._waiter.wait(lambda: self._commit_state.has_order or not self._profile_requests.empty(), lambda: False)
             if not self._profile_requests.empty():
                 self._profile_requests.get()
                 self._profile()
-            if (order := self._standing.take_order()) is not None:
+            if (order := self._commit_state.take_order()) is not None:
                 return order
 
     def _profile(self) -> None:

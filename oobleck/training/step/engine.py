@@ -26,6 +26,7 @@ from oobleck.control.commit import (
     AwaitRecords,
     AwaitSection,
     BeginStep,
+    CommitState,
     Committee,
     CompareReplicas,
     Compute,
@@ -54,15 +55,14 @@ from oobleck.control.commit import (
     SaveEnd,
     Say,
     ShareLossScale,
-    Standing,
     TakeSums,
     TakeTotals,
     drive,
 )
 from oobleck.job import JobSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.training.checkpoint import Saving, digest_of
-from oobleck.training.comm import Group, GroupTable, LayerState, Signals, exchange_layers
+from oobleck.training.comm import Group, GroupTable, LayerState, Waiter, exchange_layers
 from oobleck.training.data import Dataset
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, install
 from oobleck.training.optim import Optimizer
@@ -83,12 +83,12 @@ from oobleck.wire import (
 )
 
 from .evaluation import Evaluator
-from .executor import Lane
-from .layer_store import Holdings
+from .executor import PipelineRank
+from .layer_store import LayerStore
 from .reduction import Bucket, GradientReducer, commit, make_buckets, squared_norm
 from .sections import SectionGroups, SectionSums
 from .step import StepInFlight
-from .step_timer import Timesheet
+from .step_timer import StepTimer
 
 __all__ = ["Engine"]
 
@@ -113,7 +113,7 @@ class Engine:
     def __init__(
         self,
         job: JobSpec,
-        place: Place,
+        worker_id: WorkerId,
         *,
         device: torch.device,
         dataset: Dataset,
@@ -122,23 +122,23 @@ class Engine:
         share: Share,
         optimizer: Optimizer,
         groups: GroupTable,
-        signals: Signals,
-        standing: Standing,
+        waiter: Waiter,
+        commit_state: CommitState,
         saving: Saving | None,
         next_order: Callable[[], Order],
         report: Callable[[Report], None],
     ) -> None:
         """`next_order` waits for an order and takes it; `report` tells the master."""
         self._job = job
-        self._place = place
+        self._worker_id = worker_id
         self._share = share
         self._stage_sums: Group | None = None
         """Where the devices that share the stage sum."""
-        self._stage_stops = standing.is_pipeline_stopped
+        self._stage_stops = commit_state.is_pipeline_stopped
         """What ends their waiting for each other."""
         self._groups = groups
-        self._signals = signals
-        self._standing = standing
+        self._waiter = waiter
+        self._commit_state = commit_state
         self._saving = saving
         self._next_order = next_order
         self._report = report
@@ -155,37 +155,45 @@ class Engine:
         install(self._model, self._share, self._sum_in_stage)
         self._optimizer = optimizer
         self._evaluator = (
-            Evaluator(job, validation, signals=signals, on_progress=self._say_evaluating)
+            Evaluator(job, validation, waiter=waiter, on_progress=self._say_evaluating)
             if validation is not None and job.eval_steps
             else None
         )
-        self._follower = Follower(job, place, standing, records=dataset.records, evaluates=self._evaluator is not None)
+        self._follower = Follower(
+            job, worker_id, commit_state, records=dataset.records, evaluates=self._evaluator is not None
+        )
         self._sections = SectionSums(
             self._follower.bank,
-            standing,
+            commit_state,
             groups,
-            signals,
+            waiter,
             num_microbatches=job.num_microbatches,
             tells=self._share.rank == 0,
             work=lambda: self._step.work,
             carry_out=self._drive,
-            on_folded=lambda: self._holdings.let_go_of_kept(),
+            on_folded=lambda: self._layer_store.let_go_of_kept(),
         )
-        self._holdings = Holdings(
-            job, place, whole=structure, share=share, model=self._model, optimizer=optimizer, sections=self._sections
+        self._layer_store = LayerStore(
+            job,
+            worker_id,
+            whole=structure,
+            share=share,
+            model=self._model,
+            optimizer=optimizer,
+            sections=self._sections,
         )
-        self._timesheet = Timesheet(place.device)
+        self._step_timer = StepTimer(worker_id.device)
         self._step = StepInFlight(
             job,
             dataset,
             self._model,
             bank=self._follower.bank,
             sections=self._sections,
-            standing=standing,
-            signals=signals,
-            timesheet=self._timesheet,
+            commit_state=commit_state,
+            waiter=waiter,
+            step_timer=self._step_timer,
         )
-        self._lane: Lane | None = None
+        self._pipeline_rank: PipelineRank | None = None
         self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
         """Those of the newest committee."""
         self._reducer: tuple[Committee, GradientReducer] | None = None
@@ -220,12 +228,12 @@ class Engine:
             case ForgetStep():
                 self._step.forget()
             case BeginStep(step=step):
-                self._step.begin(step, scale=self._holdings.scale)
+                self._step.begin(step, scale=self._layer_store.scale)
             case Save(record=record, committee=committee):
                 self._save(record, committee)
             case PrepareToSave(committee=committee):
                 if self._saving is not None:
-                    self._saving.prepare(committee.plan, self._holdings.named_state)
+                    self._saving.prepare(committee.plan, self._layer_store.named_state)
             case SaveEnd():
                 self._save_end(effect)
             case CompareReplicas(record=record):
@@ -243,19 +251,19 @@ class Engine:
             case AwaitOrder():
                 return self._next_order()
             case FormGroups(keys=keys, committee=committee):
-                self._groups.form([*keys, *self._bucket_keys(committee)], self._standing.is_fenced)
+                self._groups.form([*keys, *self._bucket_keys(committee)], self._commit_state.is_fenced)
                 self._formed_s = time.monotonic()
             case KeepGroups(keys=keys, committee=committee, generation=generation):
                 self._groups.keep_only([*keys, *self._bucket_keys(committee)], generation=generation)
             case ReadCheckpoint(order=order, layers=layers):
                 assert order.restore is not None
                 assert self._saving is not None
-                self._holdings.read(order.restore, layers, order.transfers, self._saving)
+                self._layer_store.read(order.restore, layers, order.transfers, self._saving)
             case Exchange():
                 self._exchange(effect)
             case ShareLossScale(committee=committee, is_current=is_current):
                 sum_up = None if committee is None else partial(self._sum_over, committee)
-                self._holdings.agree_on_loss_scale(sum_up, is_current=is_current)
+                self._layer_store.agree_on_loss_scale(sum_up, is_current=is_current)
             case Adopt():
                 self._adopt(effect)
             case _:
@@ -266,34 +274,34 @@ class Engine:
 
     def _report_resumed(self, generation: int) -> None:
         resumed = Resumed(
-            device=self._place.device,
+            device=self._worker_id.device,
             generation=generation,
             transfer_s=self._transfer_s,
             received_bytes=self._received_bytes,
             resumed_s=time.monotonic(),
-            busy_s=self._timesheet.busy_s,
+            busy_s=self._step_timer.busy_s,
         )
         self._report(resumed)
 
     def _report_finished(self) -> None:
-        computed_s, waited_s = self._timesheet.spent()
+        computed_s, waited_s = self._step_timer.spent()
         finished = Finished(
-            device=self._place.device,
-            applied=self._standing.applied,
+            device=self._worker_id.device,
+            applied=self._commit_state.applied,
             computed_s=computed_s,
             waited_s=waited_s,
         )
         self._report(finished)
 
     def _say_evaluating(self, step: int) -> None:
-        self._report(Evaluating(device=self._place.device, step=step))
+        self._report(Evaluating(device=self._worker_id.device, step=step))
 
     def _tell_digests(self, record: CommitRecord) -> None:
         layers = tuple(self._model.layers)
-        digests = tuple(digest_of(self._holdings.named_state(layer).values()) for layer in layers)
+        digests = tuple(digest_of(self._layer_store.named_state(layer).values()) for layer in layers)
         self._report(
             ReplicaDigests(
-                device=self._place.device,
+                device=self._worker_id.device,
                 step=record.step,
                 generation=record.generation,
                 layers=layers,
@@ -306,20 +314,20 @@ class Engine:
     def _await_records(self, step: int) -> None:
         records = self._records
         assert records is not None
-        self._signals.wait(
-            lambda: records.is_told(step) or records.over_after(step - 1) is not None, self._standing.is_fenced
+        self._waiter.wait(
+            lambda: records.is_told(step) or records.over_after(step - 1) is not None, self._commit_state.is_fenced
         )
-        self._timesheet.begin_step()
+        self._step_timer.begin_step()
 
     def _compute(self, program: Compute) -> None:
-        assert self._lane is not None
+        assert self._pipeline_rank is not None
         assert self._reducer is not None
-        self._step.execute(self._lane, program, self._reducer[1])
+        self._step.execute(self._pipeline_rank, program, self._reducer[1])
 
     def _sum_in_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the devices that share the stage, in place. Raises Interrupted or PeerLost."""
         assert self._stage_sums is not None
-        self._stage_sums.all_reduce(tensor, self._signals).wait(self._stage_stops)
+        self._stage_sums.all_reduce(tensor, self._waiter).wait(self._stage_stops)
         return tensor
 
     def _reduce(self, committee: Committee) -> None:
@@ -328,7 +336,7 @@ class Engine:
         in_force, reducer = self._reducer
         if committee is not in_force:
             reducer = self._new_reducer(committee)
-        self._step.reduced = reducer.finish(self._standing.is_fenced, plus=self._sections.sums)
+        self._step.reduced = reducer.finish(self._commit_state.is_fenced, plus=self._sections.sums)
 
     def _agree(self, effect: Agree) -> Agreed:
         """Take part in the commit's all-reduce. Raises Interrupted or PeerLost."""
@@ -338,33 +346,33 @@ class Engine:
             committee.key,
             # The other devices of the stage have the same to tell.
             loss=work.loss if self._share.rank == 0 else 0.0,
-            squared_grad_norm=squared_norm(self._buckets_of(committee), self._step.reduced, self._place),
+            squared_grad_norm=squared_norm(self._buckets_of(committee), self._step.reduced, self._worker_id),
             stop=effect.stop,
             save=self._saving is not None and self._saving.is_wanted(effect.step),
             counts=work.counts if self._share.rank == 0 else {},
             num_microbatches=self._job.num_microbatches,
             groups=self._groups,
-            signals=self._signals,
-            interrupted=self._standing.is_fenced,
+            waiter=self._waiter,
+            interrupted=self._commit_state.is_fenced,
         )
         record = CommitRecord(
             step=effect.step,
             generation=committee.generation,
             loss=self._follower.bank.loss + outcome.loss,
-            grad_norm=outcome.grad_norm / self._holdings.scale,
-            loss_scale=self._holdings.scale,
+            grad_norm=outcome.grad_norm / self._layer_store.scale,
+            loss_scale=self._layer_store.scale,
             is_skipped=self._precision.scales_loss and not math.isfinite(outcome.grad_norm),
             learning_rate=self._optimizer.learning_rate(effect.step),
             num_samples=work.num_samples,
             samples_repeated=0,
             samples_missing=0,
-            duration_s=self._timesheet.step_s,
+            duration_s=self._step_timer.step_s,
         )
         return Agreed(record, outcome.counted, stop=outcome.stop, save=outcome.save)
 
     def _apply(self, record: CommitRecord) -> None:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
-        scale = self._holdings.loss_scale
+        scale = self._layer_store.loss_scale
         assert scale is not None
         self._settle()
         if not record.is_skipped:
@@ -373,11 +381,11 @@ class Engine:
             self._optimizer.step(
                 record.step, self._step.reduced, clip / record.loss_scale, num_skipped=scale.num_skipped
             )
-        self._holdings.loss_scale = scale.after(is_skipped=record.is_skipped)
-        self._timesheet.end_step()
-        self._holdings.let_go_of_kept()
+        self._layer_store.loss_scale = scale.after(is_skipped=record.is_skipped)
+        self._step_timer.end_step()
+        self._layer_store.let_go_of_kept()
         self._sections.end_step()
-        if (pace := self._timesheet.take_pace()) is not None:
+        if (pace := self._step_timer.take_pace()) is not None:
             self._report(pace)
 
     def _save(self, record: CommitRecord, committee: Committee) -> None:
@@ -388,14 +396,16 @@ class Engine:
                 committee.lost,
                 record.step,
                 record.generation,
-                self._holdings.named_state,
+                self._layer_store.named_state,
                 position=position,
             )
 
     def _save_end(self, effect: SaveEnd) -> None:
         if self._saving is not None:
             plan, over = effect.committee.plan, effect.over
-            self._saving.save(plan, (), over.step, over.generation, self._holdings.named_state, position=over.position)
+            self._saving.save(
+                plan, (), over.step, over.generation, self._layer_store.named_state, position=over.position
+            )
             self._settle()
 
     def _settle(self) -> None:
@@ -405,22 +415,24 @@ class Engine:
 
     def _evaluate(self, effect: Evaluate) -> Evaluation:
         """Evaluate the model. Raises Interrupted or PeerLost."""
-        committee, interrupted = effect.committee, self._standing.is_fenced
-        located = committee.plan.locate(self._place)
+        committee, interrupted = effect.committee, self._commit_state.is_fenced
+        located = committee.plan.locate(self._worker_id)
         assert located is not None
-        assert self._lane is not None
+        assert self._pipeline_rank is not None
         assert self._evaluator is not None
-        lane = self._lane
+        pipeline_rank = self._pipeline_rank
         with self._evaluation_sums(effect, interrupted):
             outcome = self._evaluator.run(
                 effect.step,
                 model=self._model,
-                lane=replace(lane, group=None if lane.group is None else self._groups[effect.lane_key]),
+                pipeline_rank=replace(
+                    pipeline_rank, group=None if pipeline_rank.group is None else self._groups[effect.lane_key]
+                ),
                 share=(located[0], len(committee.plan.pipelines)),
                 everyone=self._groups[committee.key] if len(committee.key.members) > 1 else None,
                 interrupted=interrupted,
             )
-        self._timesheet.begin_step()
+        self._step_timer.begin_step()
         return outcome
 
     @contextmanager
@@ -446,22 +458,22 @@ class Engine:
         self._received = {}
         self._received = exchange_layers(
             order.transfers,
-            place=self._place,
+            worker_id=self._worker_id,
             group=None if effect.key is None else self._groups[effect.key],
-            state_of=partial(self._holdings.state_of, has_bank=has_bank),
-            empty_state=partial(self._holdings.empty_state, has_bank=has_bank),
-            size_of=partial(self._holdings.state_size, has_bank=has_bank),
+            state_of=partial(self._layer_store.state_of, has_bank=has_bank),
+            empty_state=partial(self._layer_store.empty_state, has_bank=has_bank),
+            size_of=partial(self._layer_store.state_size, has_bank=has_bank),
             element_bytes=self._precision.parameters.itemsize,
             on_progress=lambda received, whole: self._report(
                 LayersMoving(
-                    device=self._place.device,
+                    device=self._worker_id.device,
                     generation=order.generation,
                     received_bytes=received,
                     all_bytes=whole,
                 )
             ),
-            signals=self._signals,
-            interrupted=self._standing.is_fenced,
+            waiter=self._waiter,
+            interrupted=self._commit_state.is_fenced,
         )
         self._transfer_s = time.monotonic() - self._formed_s
         self._received_bytes = sum(tensor.nbytes for state in self._received.values() for tensor in state)
@@ -469,18 +481,18 @@ class Engine:
     def _sum_over(self, committee: Committee, vector: torch.Tensor) -> None:
         """Add a vector up over all who commit together, in place. Raises Interrupted or PeerLost."""
         if len(committee.key.members) > 1:
-            self._groups[committee.key].all_reduce(vector, self._signals).wait(self._standing.is_fenced)
+            self._groups[committee.key].all_reduce(vector, self._waiter).wait(self._commit_state.is_fenced)
 
     def _adopt(self, effect: Adopt) -> None:
         """Hold the layers of a plan. Nothing can interrupt this: the plan is in force."""
-        order, place, committee = effect.order, effect.place, effect.committee
+        order, worker_id, committee = effect.order, effect.worker_id, effect.committee
         if self._records is not None:
-            self._records.follow(order.edition, step=order.boundary)
-        if self._lane is None:
-            self._timesheet.begin_step()  # it has rested until now
-        self._lane = None
+            self._records.follow(order.assignment_version, step=order.boundary)
+        if self._pipeline_rank is None:
+            self._step_timer.begin_step()  # it has rested until now
+        self._pipeline_rank = None
         self._settle()
-        sums = self._holdings.take(effect.layers, self._received, keep=effect.keep, order=order)
+        sums = self._layer_store.take(effect.layers, self._received, keep=effect.keep, order=order)
         self._received = {}
         self._reducer, groups = None, None
         if committee is not None:
@@ -488,25 +500,25 @@ class Engine:
             self._reducer = committee, reducer
             groups = SectionGroups(parameters=self._model.parameters, reducer=reducer, everyone=committee.key)
         self._sections.adopt(groups, sums)
-        if place is not None:
-            self._lane = self._lane_of(place)
-            self._stage_sums = self._groups[place.stage_key] if self._share.degree > 1 else None
+        if worker_id is not None:
+            self._pipeline_rank = self._lane_of(worker_id)
+            self._stage_sums = self._groups[worker_id.stage_key] if self._share.degree > 1 else None
 
-    def _lane_of(self, place: PlaceInPlan) -> Lane:
-        return Lane(
-            stage=place.stage,
-            num_stages=place.num_stages,
-            group=self._groups[place.lane_key] if len(place.lane_key.members) > 1 else None,
+    def _lane_of(self, worker_id: PlaceInPlan) -> PipelineRank:
+        return PipelineRank(
+            stage=worker_id.stage,
+            num_stages=worker_id.num_stages,
+            group=self._groups[worker_id.lane_key] if len(worker_id.lane_key.members) > 1 else None,
             rank=self._share.rank,
             degree=self._share.degree,
-            schedule=place.schedule,
+            schedule=worker_id.schedule,
         )
 
     def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
         """What this worker's gradients are summed in with the others of a committee."""
         if self._buckets is None or self._buckets[0] is not committee:
             buckets = make_buckets(
-                committee.plan, self._place, self._share, generation=committee.generation, lost=committee.lost
+                committee.plan, self._worker_id, self._share, generation=committee.generation, lost=committee.lost
             )
             self._buckets = committee, buckets
         return self._buckets[1]
@@ -516,4 +528,4 @@ class Engine:
 
     def _new_reducer(self, committee: Committee) -> GradientReducer:
         """What sums the gradients of the layers that are held now."""
-        return GradientReducer(self._buckets_of(committee), self._model.parameters, self._groups, self._signals)
+        return GradientReducer(self._buckets_of(committee), self._model.parameters, self._groups, self._waiter)

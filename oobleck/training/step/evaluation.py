@@ -17,11 +17,11 @@ import torch
 from oobleck.control.commit import Evaluation, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
-from oobleck.training.comm import Group, Pending, Signals
+from oobleck.training.comm import Group, Pending, Waiter
 from oobleck.training.data import Dataset
 from oobleck.training.model import MicrobatchKey, StageModel
 
-from .executor import Lane
+from .executor import PipelineRank
 
 __all__ = ["Evaluator"]
 
@@ -36,14 +36,14 @@ _Send = tuple[Pending, torch.Tensor]
 class Evaluator:
     """Evaluates a job's model on the samples that are kept for it."""
 
-    def __init__(self, job: JobSpec, dataset: Dataset, *, signals: Signals, on_progress: Callable[[int], None]) -> None:
+    def __init__(self, job: JobSpec, dataset: Dataset, *, waiter: Waiter, on_progress: Callable[[int], None]) -> None:
         """`on_progress` is called with the step every second or so, for whoever waits for another step.
 
         Raises ConfigError where there are fewer samples than one microbatch has.
         """
         self._job = job
         self._dataset = dataset
-        self._signals = signals
+        self._waiter = waiter
         self._on_progress = on_progress
         num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
         self._num_microbatches = num_samples // job.microbatch_size
@@ -58,7 +58,7 @@ class Evaluator:
         step: int,
         *,
         model: StageModel,
-        lane: Lane,
+        pipeline_rank: PipelineRank,
         share: tuple[int, int],
         everyone: Group | None,
         interrupted: Callable[[], bool],
@@ -71,9 +71,9 @@ class Evaluator:
         """
         began_s = time.monotonic()
         sends: deque[_Send] = deque()  # until all have what they need: one that is let go holds up those after it
-        total = self._sum_losses(step, model, lane, share, sends, interrupted)
+        total = self._sum_losses(step, model, pipeline_rank, share, sends, interrupted)
         if everyone is not None:
-            everyone.all_reduce(total, self._signals).wait(interrupted)
+            everyone.all_reduce(total, self._waiter).wait(interrupted)
         return Evaluation(
             loss=float(total),
             num_samples=self._num_microbatches * self._job.microbatch_size,
@@ -84,7 +84,7 @@ class Evaluator:
         self,
         step: int,
         model: StageModel,
-        lane: Lane,
+        pipeline_rank: PipelineRank,
         share: tuple[int, int],
         sends: deque[_Send],
         interrupted: Callable[[], bool],
@@ -97,28 +97,30 @@ class Evaluator:
                 if time.monotonic() - told_s >= _PROGRESS_INTERVAL_S:
                     told_s = time.monotonic()
                     self._on_progress(step)
-                hidden = self._received(model, lane, microbatch, interrupted)
+                hidden = self._received(model, pipeline_rank, microbatch, interrupted)
                 output = self._forward(model, hidden, step, microbatch)
-                if not lane.is_last:
+                if not pipeline_rank.is_last:
                     if len(sends) == _SENDS_AHEAD:
-                        self._signals.call(partial(_wait_sent, sends[0][0]), interrupted)
+                        self._waiter.call(partial(_wait_sent, sends[0][0]), interrupted)
                         sends.popleft()
-                    sends.append(_send(output.contiguous(), lane, microbatch))
-                elif lane.rank == 0:  # the other devices of the stage have the same to tell
+                    sends.append(_send(output.contiguous(), pipeline_rank, microbatch))
+                elif pipeline_rank.rank == 0:  # the other devices of the stage have the same to tell
                     total += float(output)
         return total
 
     def _received(
-        self, model: StageModel, lane: Lane, tag: int, interrupted: Callable[[], bool]
+        self, model: StageModel, pipeline_rank: PipelineRank, tag: int, interrupted: Callable[[], bool]
     ) -> torch.Tensor | None:
-        self._signals.wait(lambda: not interrupted(), interrupted)
-        if lane.is_first:
+        self._waiter.wait(lambda: not interrupted(), interrupted)
+        if pipeline_rank.is_first:
             return None
-        structure, group = model.structure, lane.group
+        structure, group = model.structure, pipeline_rank.group
         assert group is not None
         shape = (self._job.microbatch_size, structure.sequence_length, structure.hidden_size)
         hidden = torch.empty(shape, dtype=model.hidden_dtype, device=model.device)
-        self._signals.call(lambda: group.receive(hidden, lane.member(lane.stage - 1), tag), interrupted)
+        self._waiter.call(
+            lambda: group.receive(hidden, pipeline_rank.member(pipeline_rank.stage - 1), tag), interrupted
+        )
         return hidden
 
     def _forward(self, model: StageModel, hidden: torch.Tensor | None, step: int, microbatch: int) -> torch.Tensor:
@@ -129,9 +131,9 @@ class Evaluator:
         return model.forward(batch, hidden, num_items=num_items, key=key)
 
 
-def _send(output: torch.Tensor, lane: Lane, tag: int) -> _Send:
-    assert lane.group is not None
-    return lane.group.send(output, lane.member(lane.stage + 1), tag), output
+def _send(output: torch.Tensor, pipeline_rank: PipelineRank, tag: int) -> _Send:
+    assert pipeline_rank.group is not None
+    return pipeline_rank.group.send(output, pipeline_rank.member(pipeline_rank.stage + 1), tag), output
 
 
 def _wait_sent(work: Pending) -> None:

@@ -15,19 +15,19 @@ from typing import Protocol
 import torch
 
 from oobleck.control.commit import Interrupted
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.schedule import Instruction, Op, Program, ScheduleKind
-from oobleck.training.comm import Group, Inbox, Pending, Signals
+from oobleck.training.comm import Group, Inbox, Pending, Waiter
 from oobleck.training.data import NO_SAMPLE, Batch, Dataset
 from oobleck.training.model import MicrobatchKey, StageModel, WeightGradients
 
-__all__ = ["Banker", "Lane", "StepWork", "execute"]
+__all__ = ["Banker", "PipelineRank", "StepWork", "execute"]
 
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class PipelineRank:
     """The pipeline as one of its stages sees it: who comes before and after, and the group that links them."""
 
     stage: int
@@ -96,7 +96,7 @@ class Banker(Protocol):
         """Move on with what was taken. Never blocks, raises nothing."""
 
     def look_until(
-        self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[Place]
+        self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId]
     ) -> None:
         """Move on while waiting for something else, as long as there is reason to. Raises Interrupted."""
 
@@ -108,12 +108,12 @@ def execute(
     work: StepWork,
     model: StageModel,
     dataset: Dataset,
-    lane: Lane,
+    pipeline_rank: PipelineRank,
     on_backward: Callable[[], None],
     around_last: AbstractContextManager[object],
     put_off: WeightGradients | None,
     bank: Banker | None,
-    signals: Signals,
+    waiter: Waiter,
     interrupted: Callable[[], bool],
 ) -> None:
     """Run a stage's program for the given microbatches, adding to `work` and to the gradients.
@@ -126,7 +126,7 @@ def execute(
     Raises Interrupted once `interrupted()`, PeerLost when a neighbour is gone; gradients are then partial.
     """
     execution = _Execution(
-        program, microbatches, work, model, dataset, lane, on_backward, put_off, bank, signals, interrupted
+        program, microbatches, work, model, dataset, pipeline_rank, on_backward, put_off, bank, waiter, interrupted
     )
     execution.run(around_last)
 
@@ -139,11 +139,11 @@ class _Execution:
         work: StepWork,
         model: StageModel,
         dataset: Dataset,
-        lane: Lane,
+        pipeline_rank: PipelineRank,
         on_backward: Callable[[], None],
         put_off: WeightGradients | None,
         bank: Banker | None,
-        signals: Signals,
+        waiter: Waiter,
         interrupted: Callable[[], bool],
     ) -> None:
         self._program = program
@@ -151,7 +151,7 @@ class _Execution:
         self._work = work
         self._model = model
         self._dataset = dataset
-        self._lane = lane
+        self._pipeline_rank = pipeline_rank
         self._on_backward = on_backward
         self._put_off = put_off
         self._bank = bank
@@ -160,8 +160,8 @@ class _Execution:
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._output_gradients: dict[int, torch.Tensor] = {}
-        self._forwards = self._expect(Op.RECV_F, lane.member(lane.stage - 1), signals)
-        self._backwards = self._expect(Op.RECV_B, lane.member(lane.stage + 1), signals)
+        self._forwards = self._expect(Op.RECV_F, pipeline_rank.member(pipeline_rank.stage - 1), waiter)
+        self._backwards = self._expect(Op.RECV_B, pipeline_rank.member(pipeline_rank.stage + 1), waiter)
         self._steps: dict[Op, Callable[[int], None]] = {
             Op.LOAD: self._load,
             Op.RECV_F: self._receive_forward,
@@ -186,20 +186,20 @@ class _Execution:
             if self._bank is not None:
                 self._bank.look()
 
-    def _expect(self, op: Op, source: int, signals: Signals) -> Inbox | None:
+    def _expect(self, op: Op, source: int, waiter: Waiter) -> Inbox | None:
         """Have all messages of one direction received, in the program's order."""
         positions = [_position(instruction) for instruction in self._program if instruction.op is op]
         if not positions:
             return None
-        assert self._lane.group is not None
-        inbox = self._lane.group.inbox(source, signals)
+        assert self._pipeline_rank.group is not None
+        inbox = self._pipeline_rank.group.inbox(source, waiter)
         post = self._receive_from(source)
         for position in positions:
             inbox.expect(self._tag(op, position), post)
         return inbox
 
     def _receive_from(self, source: int) -> Callable[[int], tuple[Pending, torch.Tensor]]:
-        group, structure = self._lane.group, self._model.structure
+        group, structure = self._pipeline_rank.group, self._model.structure
         assert group is not None
         shape = (self._work.microbatch_size, structure.sequence_length, structure.hidden_size)
         dtype, device = self._model.hidden_dtype, self._model.device
@@ -241,7 +241,7 @@ class _Execution:
         )
 
     def _send_forward(self, position: int) -> None:
-        self._send(Op.SEND_F, position, self._outputs[position].detach(), self._lane.stage + 1)
+        self._send(Op.SEND_F, position, self._outputs[position].detach(), self._pipeline_rank.stage + 1)
 
     def _receive_backward(self, position: int) -> None:
         self._output_gradients[position] = self._take(self._backwards)
@@ -256,7 +256,7 @@ class _Execution:
         if self._put_off is not None:
             self._put_off.begin(position)
         output = self._outputs.pop(position)
-        if self._lane.is_last:
+        if self._pipeline_rank.is_last:
             self._work.losses.append(output.detach())
             output.backward()  # type: ignore[no-untyped-call]
         else:
@@ -266,24 +266,27 @@ class _Execution:
         if self._put_off is not None:
             self._put_off.finish(position)
         self._on_backward()
-        if self._lane.is_first:
+        if self._pipeline_rank.is_first:
             microbatch = self._microbatches[position]
             self._work.counts[microbatch] = self._work.counts.get(microbatch, 0) + 1
 
     def _send_backward(self, position: int) -> None:
         gradient = self._inputs.pop(position).grad
         assert gradient is not None
-        self._send(Op.SEND_B, position, gradient, self._lane.stage - 1)
+        self._send(Op.SEND_B, position, gradient, self._pipeline_rank.stage - 1)
 
     def _begin_bank(self, _position: int) -> None:
         assert self._bank is not None, "a program with sections needs a bank"
         self._bank.begin(self._work)
 
     def _send(self, op: Op, position: int, tensor: torch.Tensor, target: int) -> None:
-        assert self._lane.group is not None
+        assert self._pipeline_rank.group is not None
         tensor = tensor.contiguous()
         self._work.sends.append(
-            (self._lane.group.send(tensor, self._lane.member(target), self._tag(op, position)), tensor)
+            (
+                self._pipeline_rank.group.send(tensor, self._pipeline_rank.member(target), self._tag(op, position)),
+                tensor,
+            )
         )
 
 

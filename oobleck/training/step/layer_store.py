@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from oobleck.job import JobSpec
-from oobleck.planner import LayerTransfer, Place
+from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.checkpoint import Saving
 from oobleck.training.comm import LayerState, fill_state
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
@@ -20,19 +20,19 @@ from oobleck.wire import Order, Restore
 
 from .sections import SectionSums
 
-__all__ = ["Holdings"]
+__all__ = ["LayerStore"]
 
 _LOSS_SCALE = "training.loss_scale"
 """What layers' files call the numbers of `LossScale`."""
 
 
-class Holdings:
+class LayerStore:
     """Mutable: changes with every plan, and every step that is applied."""
 
     def __init__(
         self,
         job: JobSpec,
-        place: Place,
+        worker_id: WorkerId,
         *,
         whole: ModelStructure,
         share: Share,
@@ -42,7 +42,7 @@ class Holdings:
     ) -> None:
         """`whole` is the structure of which `share` is this device's."""
         self._job = job
-        self._place = place
+        self._worker_id = worker_id
         self._whole = whole
         self._share = share
         self._structure = share.structure
@@ -96,8 +96,8 @@ class Holdings:
 
         Raises CorruptCheckpoint.
         """
-        received = {item.layer for item in transfers if item.target == self._place}
-        sent = {item.layer for item in transfers if item.source == self._place}
+        received = {item.layer for item in transfers if item.target == self._worker_id}
+        sent = {item.layer for item in transfers if item.source == self._worker_id}
         restored: dict[int, LayerState] = {}
         if self._precision.scales_loss:
             self.loss_scale = None

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from oobleck.control.commit import PeerLost
-from oobleck.planner import ExecutionPlan, Place
-from oobleck.training.comm import GroupKey, GroupTable, Reduction, Signals
+from oobleck.planner import ExecutionPlan, WorkerId
+from oobleck.training.comm import GroupKey, GroupTable, Reduction, Waiter
 from oobleck.training.model import ModelStructure, Share
 
 __all__ = [
@@ -42,9 +42,9 @@ class Bucket:
     is_counted: bool = True
     """Whether its owners count it in the global gradient norm; other devices of their stages may have the same."""
 
-    def is_counted_by(self, place: Place) -> bool:
+    def is_counted_by(self, worker_id: WorkerId) -> bool:
         """Tell whether `place` counts these parameters in the global gradient norm: one owner does."""
-        return self.is_counted and self.key.members[0] == place
+        return self.is_counted and self.key.members[0] == worker_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Commit:
 
 def make_buckets(
     plan: ExecutionPlan,
-    place: Place,
+    worker_id: WorkerId,
     share: Share,
     *,
     generation: int,
@@ -76,12 +76,12 @@ def make_buckets(
     same buckets, and any two workers have the buckets that they share in the same order. None is larger than
     `max_elements`, unless a single parameter is.
     """
-    located = plan.locate(place)
+    located = plan.locate(worker_id)
     assert located is not None
     pipeline, stage = located
     structure = share.structure
     owners = {layer: plan.owners_of(layer) for layer in range(plan.num_layers)}
-    by_owners: dict[tuple[tuple[Place, ...], bool], list[str]] = {}
+    by_owners: dict[tuple[tuple[WorkerId, ...], bool], list[str]] = {}
     names = {
         name for layer in plan.pipelines[pipeline].stages[stage].layers for name in structure.layer_parameters(layer)
     }
@@ -136,12 +136,12 @@ class GradientReducer:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], groups: GroupTable, signals: Signals
+        self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], groups: GroupTable, waiter: Waiter
     ) -> None:
         self.buckets = tuple(buckets)
         self._parameters = parameters
         self._groups = groups
-        self._signals = signals
+        self._waiter = waiter
         self._flats: dict[int, torch.Tensor] = {}
         self._pending: list[Reduction] = []
         self._num_posted = 0
@@ -164,9 +164,9 @@ class GradientReducer:
         return min((each.poll_s for each in self._pending if each.poll_s is not None), default=None)
 
     @property
-    def awaited(self) -> tuple[Place, ...]:
+    def awaited(self) -> tuple[WorkerId, ...]:
         """The workers whose part is waited for."""
-        return tuple(sorted({place for each in self._pending if not each.is_done() for place in each.others}))
+        return tuple(sorted({worker_id for each in self._pending if not each.is_done() for worker_id in each.others}))
 
     def abandon(self) -> None:
         """Give up what is under way."""
@@ -239,7 +239,7 @@ class GradientReducer:
                 continue
             flat = self._flats[index] = self._flatten(bucket, self._flats.get(index))
             try:
-                self._pending.append(self._groups[bucket.key].all_reduce(flat, self._signals))
+                self._pending.append(self._groups[bucket.key].all_reduce(flat, self._waiter))
             except PeerLost as error:
                 self._failure = error
 
@@ -268,9 +268,9 @@ class GradientReducer:
             yield name, sums.add_(plus[name]) if name in plus else sums
 
 
-def squared_norm(buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], place: Place) -> float:
+def squared_norm(buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], worker_id: WorkerId) -> float:
     """The part of the squared global gradient norm that `place` counts."""
-    counted = [reduced[name] for bucket in buckets if bucket.is_counted_by(place) for name in bucket.parameters]
+    counted = [reduced[name] for bucket in buckets if bucket.is_counted_by(worker_id) for name in bucket.parameters]
     if not counted:
         return 0.0
     norms = torch.stack(torch._foreach_norm(counted)).double()
@@ -287,7 +287,7 @@ def commit(
     counts: Mapping[int, int],
     num_microbatches: int,
     groups: GroupTable,
-    signals: Signals,
+    waiter: Waiter,
     interrupted: Callable[[], bool],
 ) -> Commit:
     """Take part in the commit. Whoever returns from it knows that all have reduced all their gradients.
@@ -299,7 +299,7 @@ def commit(
     for microbatch, count in counts.items():
         vector[4 + microbatch] = count
     if len(key.members) > 1:
-        groups[key].all_reduce(vector, signals).wait(interrupted)
+        groups[key].all_reduce(vector, waiter).wait(interrupted)
     values = vector.tolist()
     return Commit(
         loss=values[0],

@@ -17,6 +17,7 @@ from oobleck.control.commit import (
     AwaitSection,
     Bank,
     BankEffect,
+    CommitState,
     Effects,
     Fold,
     GiveBack,
@@ -24,13 +25,12 @@ from oobleck.control.commit import (
     Outcome,
     PostSection,
     PostTotals,
-    Standing,
     TakeSums,
     TakeTotals,
     Totals,
 )
-from oobleck.planner import Place
-from oobleck.training.comm import GroupTable, HostCopy, Reduction, Signals
+from oobleck.planner import WorkerId
+from oobleck.training.comm import GroupTable, HostCopy, Reduction, Waiter
 
 from .executor import StepWork
 from .reduction import GradientReducer, counted_in
@@ -70,9 +70,9 @@ class SectionSums:
     def __init__(
         self,
         bank: Bank,
-        standing: Standing,
+        commit_state: CommitState,
         groups: GroupTable,
-        signals: Signals,
+        waiter: Waiter,
         *,
         num_microbatches: int,
         tells: bool,
@@ -86,8 +86,8 @@ class SectionSums:
         called whenever another section is banked.
         """
         self._bank = bank
-        self._standing = standing
-        self._signals = signals
+        self._commit_state = commit_state
+        self._waiter = waiter
         self._groups = groups
         self._num_microbatches = num_microbatches
         self._tells = tells
@@ -123,7 +123,7 @@ class SectionSums:
             self._carry_out(self._bank.look())
 
     def look_until(
-        self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[Place]
+        self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId]
     ) -> None:
         """Look after the section while waiting for something else: others could wait for our part in it.
 
@@ -131,7 +131,7 @@ class SectionSums:
         """
         waits_for = tuple(waits_for)
         while self._bank.is_busy and not ready():
-            self._signals.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
+            self._waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
             self.look()
 
     # --- effects -------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class SectionSums:
             case Fold():
                 self._fold()
             case AwaitSection():
-                self._signals.wait(self._can_move, self._standing.is_fenced, self._awaited(), poll_s=self._poll_s)
+                self._waiter.wait(self._can_move, self._commit_state.is_fenced, self._awaited(), poll_s=self._poll_s)
             case GiveBack():
                 self._give_back()
             case _:
@@ -175,14 +175,14 @@ class SectionSums:
         reducer = self._groups_in_force.reducer
         if not reducer.is_done():
             return False
-        self._section.sums = reducer.finish(self._standing.is_fenced)
+        self._section.sums = reducer.finish(self._commit_state.is_fenced)
         return True
 
     def _post_totals(self) -> None:
         section, everyone = self._section, self._groups_in_force.everyone
         section.vector = self._contribution(section)
         if len(everyone.members) > 1:
-            section.agreement = self._groups[everyone].all_reduce(section.vector, self._signals)
+            section.agreement = self._groups[everyone].all_reduce(section.vector, self._waiter)
 
     def _contribution(self, section: _Posted) -> torch.Tensor:
         vector = torch.zeros(1 + self._num_microbatches, dtype=torch.float64)
@@ -197,7 +197,7 @@ class SectionSums:
         if section.agreement is not None:
             if not section.agreement.is_done():
                 return None
-            section.agreement.wait(self._standing.is_fenced)
+            section.agreement.wait(self._commit_state.is_fenced)
         loss, *counts = section.vector.tolist()
         return Totals(loss, counted_in(counts))
 
@@ -245,7 +245,7 @@ class SectionSums:
             return self._groups_in_force.reducer.is_done()
         return section.agreement is None or section.agreement.is_done()
 
-    def _awaited(self) -> tuple[Place, ...]:
+    def _awaited(self) -> tuple[WorkerId, ...]:
         section = self._section
         if section.sums is None:
             return self._groups_in_force.reducer.awaited

@@ -8,17 +8,17 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from oobleck.control.commit import Bank, Compute, Standing
+from oobleck.control.commit import Bank, CommitState, Compute
 from oobleck.job import JobSpec
 from oobleck.schedule import ScheduleKind, compile_schedule
-from oobleck.training.comm import Signals, synchronize
+from oobleck.training.comm import Waiter, synchronize
 from oobleck.training.data import Dataset, samples_of_step
 from oobleck.training.model import StageModel, WeightGradients
 
-from .executor import Lane, StepWork, execute
+from .executor import PipelineRank, StepWork, execute
 from .reduction import GradientReducer
 from .sections import SectionSums
-from .step_timer import Timesheet
+from .step_timer import StepTimer
 
 __all__ = ["StepInFlight"]
 
@@ -34,18 +34,18 @@ class StepInFlight:
         *,
         bank: Bank,
         sections: SectionSums,
-        standing: Standing,
-        signals: Signals,
-        timesheet: Timesheet,
+        commit_state: CommitState,
+        waiter: Waiter,
+        step_timer: StepTimer,
     ) -> None:
         self._job = job
         self._dataset = dataset
         self._model = model
         self._bank = bank
         self._sections = sections
-        self._standing = standing
-        self._signals = signals
-        self._timesheet = timesheet
+        self._commit_state = commit_state
+        self._waiter = waiter
+        self._step_timer = step_timer
         self._put_off = self._put_off_weights() if job.may_split_backward else None
         self.work: StepWork | None = None
         self.reduced: dict[str, torch.Tensor] = {}
@@ -76,7 +76,7 @@ class StepInFlight:
             parameter.grad = None
         self.work = None
         self.reduced = {}
-        self._timesheet.forget_step()
+        self._step_timer.forget_step()
 
     def _samples_of(self, step: int) -> tuple[Sequence[int], int]:
         """Return the samples of a step, and the tokens they predict; of shards, once they are told."""
@@ -84,13 +84,13 @@ class StepInFlight:
         if records is None:
             samples = samples_of_step(self._job.seed, step, batch, self._dataset.num_samples)
             return samples, len(samples) * self._dataset.items_per_sample
-        self._signals.wait(lambda: records.is_told(step), self._standing.is_pipeline_stopped)
+        self._waiter.wait(lambda: records.is_told(step), self._commit_state.is_pipeline_stopped)
         numbers, num_items = records.numbers_of(step, batch)
         return numbers, max(1, num_items)
 
     # --- computing -----------------------------------------------------------------------------------------
 
-    def execute(self, lane: Lane, program: Compute, reducer: GradientReducer) -> None:
+    def execute(self, pipeline_rank: PipelineRank, program: Compute, reducer: GradientReducer) -> None:
         """Run this stage's program for some microbatches; where it posts sums, with this reducer.
 
         Raises Interrupted, PeerLost or ShardUnreadable.
@@ -98,47 +98,47 @@ class StepInFlight:
         work = self.work
         assert work is not None
         schedule = compile_schedule(
-            lane.schedule,
-            num_stages=lane.num_stages,
+            pipeline_rank.schedule,
+            num_stages=pipeline_rank.num_stages,
             num_microbatches=len(program.microbatches),
             num_sections=program.num_sections,
             commits=program.posts_sums,
         )
         if self._put_off is not None:
-            self._put_off.engage(is_on=_splits_backward(lane))
-        began_s, waited_s = time.monotonic(), self._signals.waited_s
+            self._put_off.engage(is_on=_splits_backward(pipeline_rank))
+        began_s, waited_s = time.monotonic(), self._waiter.waited_s
         execute(
-            schedule.programs[lane.stage],
+            schedule.programs[pipeline_rank.stage],
             program.microbatches,
             work=work,
             model=self._model,
             dataset=self._dataset,
-            lane=lane,
-            on_backward=self._standing.note_microbatch,
-            around_last=self._overlapping(reducer, lane) if program.posts_sums else nullcontext(),
-            put_off=self._put_off if _splits_backward(lane) else None,
+            pipeline_rank=pipeline_rank,
+            on_backward=self._commit_state.note_microbatch,
+            around_last=self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext(),
+            put_off=self._put_off if _splits_backward(pipeline_rank) else None,
             bank=self._sections if program.num_sections > 1 else None,
-            signals=self._signals,
-            interrupted=self._standing.is_pipeline_stopped,
+            waiter=self._waiter,
+            interrupted=self._commit_state.is_pipeline_stopped,
         )
         synchronize(self._model.device)  # what was launched is not computed yet, and times are of what is
-        self._timesheet.add(
+        self._step_timer.add(
             began_s,
             time.monotonic(),
-            waited_s=self._signals.waited_s - waited_s,
+            waited_s=self._waiter.waited_s - waited_s,
             num_microbatches=len(program.microbatches),
         )
 
     @contextmanager
-    def _overlapping(self, reducer: GradientReducer, lane: Lane) -> Iterator[None]:
+    def _overlapping(self, reducer: GradientReducer, pipeline_rank: PipelineRank) -> Iterator[None]:
         """Around the last backward pass: post what is final meanwhile, unless a section is still to be banked."""
         self._sections.look()
         # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-        overlaps = not _splits_backward(lane) and self._bank.may_post_step
+        overlaps = not _splits_backward(pipeline_rank) and self._bank.may_post_step
         with reducer.overlapping() if overlaps else nullcontext():
             yield
 
 
-def _splits_backward(lane: Lane) -> bool:
+def _splits_backward(pipeline_rank: PipelineRank) -> bool:
     """Whether a stage takes its backward passes in two parts: the first of a pipeline never does."""
-    return lane.schedule is ScheduleKind.ZERO_BUBBLE and not lane.is_first
+    return pipeline_rank.schedule is ScheduleKind.ZERO_BUBBLE and not pipeline_rank.is_first

@@ -8,7 +8,7 @@ from collections import deque
 from oobleck.control.speed import PaceMeter
 from oobleck.wire import Pace
 
-__all__ = ["Timesheet"]
+__all__ = ["StepTimer"]
 
 _STEPS_TIMED = 16
 """Over how many steps it is told what was computed and what waited for."""
@@ -16,7 +16,7 @@ _BUSY_TIMES = 16
 """How many stretches of computation are remembered, to tell how long a recovery kept everybody waiting."""
 
 
-class Timesheet:
+class StepTimer:
     """Mutable: grows with each stretch of computation, and is ruled off after each step."""
 
     def __init__(self, device: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from oobleck.control.checkpoints.restoring import Restoring
-from oobleck.control.events.effects import Outbox
+from oobleck.control.events.effects import Effects
 from oobleck.control.protocol.messages import CheckpointsFound, FindCheckpoints, FoundState
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
-A, B = Place(node="a", device=0), Place(node="b", device=0)
+A, B = WorkerId(node="a", device=0), WorkerId(node="b", device=0)
 RUN = "0000000a"
 
 
@@ -24,7 +24,7 @@ def state(step: int, layers: tuple[int, ...], *, run: str = RUN, at: int | None 
 
 
 def asked(a: list[FoundState], b: list[FoundState], *, directory: str | None = None, **more) -> Restoring:
-    restoring = Restoring(Outbox(), run=RUN, directory=directory)
+    restoring = Restoring(Effects(), run=RUN, directory=directory)
     answer(restoring, a, b, **more)
     return restoring
 
@@ -32,9 +32,9 @@ def asked(a: list[FoundState], b: list[FoundState], *, directory: str | None = N
 def answer(restoring: Restoring, a: list[FoundState], b: list[FoundState], **more) -> None:
     restoring.ask([A, B])
     fields = {"problems": (), "unfinished": ()} | more
-    for place, found in ((A, a), (B, b)):
+    for worker_id, found in ((A, a), (B, b)):
         message = CheckpointsFound(device=0, request=restoring._request, found=tuple(found), **fields)
-        restoring.found(place, message)
+        restoring.found(worker_id, message)
 
 
 def test_the_newest_that_is_whole_is_taken() -> None:
@@ -86,7 +86,7 @@ def test_where_the_user_says_a_place_nothing_else_counts() -> None:
 
 
 def test_all_who_matter_must_have_answered_the_newest_question() -> None:
-    restoring = Restoring(Outbox(), run=RUN, directory=None)
+    restoring = Restoring(Effects(), run=RUN, directory=None)
     assert not restoring.is_answered([A, B])
     restoring.ask([A, B])
     late = CheckpointsFound(device=0, request=1, found=(), problems=(), unfinished=())
@@ -100,9 +100,9 @@ def test_all_who_matter_must_have_answered_the_newest_question() -> None:
 
 
 def test_each_worker_is_asked() -> None:
-    outbox = Outbox()
-    Restoring(outbox, run=RUN, directory="/there").ask([B, A])
-    sent = [(command.node, command.message) for command in outbox.take()]
+    effects = Effects()
+    Restoring(effects, run=RUN, directory="/there").ask([B, A])
+    sent = [(command.node, command.message) for command in effects.take()]
     assert sent == [(node, FindCheckpoints(device=0, request=1, directory="/there")) for node in ("a", "b")]
 
 

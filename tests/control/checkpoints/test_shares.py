@@ -39,8 +39,8 @@ def test_every_layer_that_lives_is_saved_once_by_a_living_holder(plan: Execution
     dealt = [layer for layers in shares.values() for layer in layers]
     assert len(dealt) == len(set(dealt))
     for layer in range(plan.num_layers):
-        holders = [place for place in plan.owners_of(layer) if place.node not in lost]
-        savers = [place for place, layers in shares.items() if layer in layers]
+        holders = [worker_id for worker_id in plan.owners_of(layer) if worker_id.node not in lost]
+        savers = [worker_id for worker_id, layers in shares.items() if layer in layers]
         assert len(savers) == bool(holders)
         assert set(savers) <= set(holders)
 
@@ -52,8 +52,8 @@ def test_all_parts_of_a_layer_are_saved_on_one_node(plan: ExecutionPlan, data: s
     lost = data.draw(st.sets(st.sampled_from(plan.nodes)))
     shared = expand_plan(plan, 2)
     first, second = (shares_of(shared, sizes, lost=lost, rank=rank, degree=2) for rank in range(2))
-    assert {place.device % 2 for place in first} <= {0}
-    assert {place._replace(device=place.device + 1): layers for place, layers in first.items()} == second
+    assert {worker_id.device % 2 for worker_id in first} <= {0}
+    assert {worker_id._replace(device=worker_id.device + 1): layers for worker_id, layers in first.items()} == second
     assert first == shares_of(plan, sizes, lost=lost), "they are dealt as among devices with stages of their own"
 
 
@@ -62,5 +62,5 @@ def test_where_all_hold_everything_nobody_saves_much_more_than_another(plan: Exe
     if any(len(pipeline.stages) > 1 for pipeline in plan.pipelines):
         return
     shares = shares_of(plan, [1] * plan.num_layers)
-    counts = [len(shares.get(place, ())) for place in plan.places]
+    counts = [len(shares.get(worker_id, ())) for worker_id in plan.worker_ids]
     assert max(counts) - min(counts) <= 1

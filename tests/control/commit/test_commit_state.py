@@ -6,13 +6,13 @@ from contextlib import nullcontext
 
 import pytest
 
-from oobleck.control.commit.commit_state import Interrupted, Standing
+from oobleck.control.commit.commit_state import CommitState, Interrupted
 from oobleck.control.protocol.messages import BankRecord, CommitRecord, Fence, Order, Status
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 from tests.control.journals import plan
 
-PLACE = Place(node="a", device=0)
+PLACE = WorkerId(node="a", device=0)
 PLAN = plan(("a", "b"), ("c", "d"))
 
 
@@ -46,23 +46,23 @@ class Worker:
 
     def __init__(self) -> None:
         self.announced = 0
-        self.standing = Standing(PLACE, self._announce, lock=nullcontext())
+        self.commit_state = CommitState(PLACE, self._announce, lock=nullcontext())
 
     def _announce(self) -> None:
         self.announced += 1
 
     def fence(self, generation: int, lost: tuple[str, ...] = ()) -> Status:
-        return self.standing.answer(Fence(device=0, generation=generation, lost=lost))
+        return self.commit_state.answer(Fence(device=0, generation=generation, lost=lost))
 
     def adopt(self, generation: int, *, boundary: int = 0, kept: tuple[int, ...] = ()) -> None:
         given = order(generation, boundary=boundary)
-        self.standing.give_order(given)
-        assert self.standing.take_order() is given
-        self.standing.adopt(given, (0, 1), kept)
+        self.commit_state.give_order(given)
+        assert self.commit_state.take_order() is given
+        self.commit_state.adopt(given, (0, 1), kept)
 
     def reduce_and_apply(self, step: int) -> None:
-        self.standing.note_reduced(step)
-        self.standing.begin_apply(record(step))
+        self.commit_state.note_reduced(step)
+        self.commit_state.begin_apply(record(step))
 
 
 @pytest.fixture
@@ -84,67 +84,67 @@ def test_a_step_is_applied_before_the_fence_or_not_at_all(worker: Worker):
     assert worker.fence(2).applied == 1
     late = Worker()
     late.adopt(1)
-    late.standing.note_reduced(1)
+    late.commit_state.note_reduced(1)
     status = late.fence(2)
     assert (status.applied, status.reduced) == (0, 1)
     with pytest.raises(Interrupted):
-        late.standing.begin_apply(record(1))
-    assert late.standing.applied == 0
+        late.commit_state.begin_apply(record(1))
+    assert late.commit_state.applied == 0
 
 
 def test_a_commit_is_joined_before_the_fence_or_not_at_all(worker: Worker):
     assert worker.fence(2).reduced is None
     with pytest.raises(Interrupted):
-        worker.standing.note_reduced(1)
+        worker.commit_state.note_reduced(1)
     assert worker.fence(3).reduced is None
 
 
 def test_a_plan_is_adopted_before_the_fence_or_not_at_all(worker: Worker):
     given = order(2)
-    worker.standing.give_order(given)
-    assert worker.standing.take_order() is given
+    worker.commit_state.give_order(given)
+    assert worker.commit_state.take_order() is given
     assert worker.fence(3).adopted == 1
     with pytest.raises(Interrupted):
-        worker.standing.adopt(given, (5,))
+        worker.commit_state.adopt(given, (5,))
     assert worker.fence(4).layers == (0, 1)
 
 
 def test_an_order_not_taken_before_a_fence_is_not_taken_after_it(worker: Worker):
-    worker.standing.give_order(order(2))
+    worker.commit_state.give_order(order(2))
     worker.fence(3)
-    assert not worker.standing.has_order
-    assert worker.standing.take_order() is None
+    assert not worker.commit_state.has_order
+    assert worker.commit_state.take_order() is None
 
 
 def test_an_order_that_a_fence_overtook_is_dropped(worker: Worker):
     worker.fence(3)
-    worker.standing.give_order(order(2))
-    assert not worker.standing.has_order
-    worker.standing.give_order(order(3))
-    assert worker.standing.has_order
+    worker.commit_state.give_order(order(2))
+    assert not worker.commit_state.has_order
+    worker.commit_state.give_order(order(3))
+    assert worker.commit_state.has_order
 
 
 def test_an_old_fence_does_not_lower_a_newer_one(worker: Worker):
     worker.fence(3)
     assert worker.fence(2).generation == 2
-    worker.standing.give_order(order(2))
-    assert not worker.standing.has_order
+    worker.commit_state.give_order(order(2))
+    assert not worker.commit_state.has_order
 
 
 def test_gradients_are_reduced_before_the_fence_or_not_at_all(worker: Worker):
     """Else a commit would be joined by a worker of which the coordinator was told that it cannot apply the step."""
     assert worker.fence(2).reduced is None
     with pytest.raises(Interrupted):
-        worker.standing.note_reduced(1)
+        worker.commit_state.note_reduced(1)
     assert worker.fence(3).reduced is None
 
 
 def test_catching_up_takes_the_reduced_gradients_of_that_very_step(worker: Worker):
-    assert not worker.standing.catch_up(record(1)), "it took no part"
-    worker.standing.note_reduced(1)
+    assert not worker.commit_state.catch_up(record(1)), "it took no part"
+    worker.commit_state.note_reduced(1)
     worker.fence(2)
-    assert worker.standing.catch_up(record(1)), "a fence does not keep a committed step from being applied"
-    assert not worker.standing.catch_up(record(1)), "it is applied once"
+    assert worker.commit_state.catch_up(record(1)), "a fence does not keep a committed step from being applied"
+    assert not worker.commit_state.catch_up(record(1)), "it is applied once"
     status = worker.fence(3)
     assert (status.applied, status.reduced, status.last_record) == (1, None, record(1))
 
@@ -153,57 +153,57 @@ def test_what_is_kept_for_others_is_held_until_the_next_step():
     worker = Worker()
     worker.adopt(1, boundary=4, kept=(7, 1))
     assert worker.fence(1).layers == (0, 1, 7)
-    worker.standing.note_reduced(5)
+    worker.commit_state.note_reduced(5)
     assert worker.fence(1).layers == (0, 1, 7), "peers may not have come so far"
-    worker.standing.begin_apply(record(5))
+    worker.commit_state.begin_apply(record(5))
     assert worker.fence(1).layers == (0, 1)
 
 
 def test_a_pipeline_with_a_lost_node_stops_at_the_fence_and_a_whole_one_goes_on(worker: Worker):
-    assert not worker.standing.is_pipeline_stopped()
+    assert not worker.commit_state.is_pipeline_stopped()
     worker.fence(2, lost=("c",))
-    assert not worker.standing.is_pipeline_stopped()
-    assert worker.standing.is_fenced()
+    assert not worker.commit_state.is_pipeline_stopped()
+    assert worker.commit_state.is_fenced()
     worker.fence(3, lost=("b", "c"))
-    assert worker.standing.is_pipeline_stopped()
+    assert worker.commit_state.is_pipeline_stopped()
     worker.fence(4, lost=("c",))
-    assert worker.standing.is_pipeline_stopped(), "a node that came again is another one"
+    assert worker.commit_state.is_pipeline_stopped(), "a node that came again is another one"
 
 
 def test_a_new_plan_clears_what_the_old_one_lost(worker: Worker):
     worker.fence(2, lost=("b",))
     worker.adopt(2)
-    assert not worker.standing.is_pipeline_stopped()
-    assert not worker.standing.is_fenced()
+    assert not worker.commit_state.is_pipeline_stopped()
+    assert not worker.commit_state.is_fenced()
     worker.fence(3)
-    assert not worker.standing.is_pipeline_stopped()
+    assert not worker.commit_state.is_pipeline_stopped()
 
 
 def test_an_order_to_forget_the_step_stops_the_pipeline(worker: Worker):
     worker.fence(2)
-    worker.standing.give_order(order(2, finish=1))
-    assert not worker.standing.is_pipeline_stopped()
-    worker.standing.give_order(order(3, finish=None))
-    assert worker.standing.is_pipeline_stopped()
+    worker.commit_state.give_order(order(2, finish=1))
+    assert not worker.commit_state.is_pipeline_stopped()
+    worker.commit_state.give_order(order(3, finish=None))
+    assert worker.commit_state.is_pipeline_stopped()
 
 
 def test_progress_of_a_step_is_told_and_forgotten_with_it(worker: Worker):
-    worker.standing.note_microbatch()
-    worker.standing.note_microbatch()
-    worker.standing.note_broken()
-    assert worker.standing.is_broken
+    worker.commit_state.note_microbatch()
+    worker.commit_state.note_microbatch()
+    worker.commit_state.note_broken()
+    assert worker.commit_state.is_broken
     status = worker.fence(2)
     assert (status.microbatches_done, status.broken) == (2, True)
-    worker.standing.begin_step()
+    worker.commit_state.begin_step()
     status = worker.fence(3)
     assert (status.microbatches_done, status.broken) == (0, False)
 
 
 def test_a_committed_step_leaves_no_progress_behind(worker: Worker):
-    worker.standing.begin_step()
-    worker.standing.note_microbatch(3)
-    worker.standing.note_reduced(1)
-    worker.standing.begin_apply(record(1))
+    worker.commit_state.begin_step()
+    worker.commit_state.note_microbatch(3)
+    worker.commit_state.note_reduced(1)
+    worker.commit_state.begin_apply(record(1))
     status = worker.fence(2)
     assert (status.applied, status.microbatches_done) == (1, 0)
 
@@ -211,22 +211,22 @@ def test_a_committed_step_leaves_no_progress_behind(worker: Worker):
 def test_a_spare_has_no_pipeline_to_lose():
     worker = Worker()
     given = order(1, plan(("c", "d")))
-    worker.standing.give_order(given)
-    worker.standing.take_order()
-    worker.standing.adopt(given, ())
+    worker.commit_state.give_order(given)
+    worker.commit_state.take_order()
+    worker.commit_state.adopt(given, ())
     worker.fence(2, lost=("c",))
-    assert not worker.standing.is_pipeline_stopped()
-    assert worker.standing.adopted == 1
+    assert not worker.commit_state.is_pipeline_stopped()
+    assert worker.commit_state.adopted == 1
 
 
 def test_waits_hear_of_fences_and_orders_and_a_stop_is_remembered(worker: Worker):
     before = worker.announced
     worker.fence(2)
-    worker.standing.give_order(order(2))
+    worker.commit_state.give_order(order(2))
     assert worker.announced == before + 2
-    assert not worker.standing.is_stop_wanted
-    worker.standing.want_stop()
-    assert worker.standing.is_stop_wanted
+    assert not worker.commit_state.is_stop_wanted
+    worker.commit_state.want_stop()
+    assert worker.commit_state.is_stop_wanted
 
 
 def bank_record(number: int, *, step: int = 1, generation: int = 1) -> BankRecord:
@@ -234,61 +234,61 @@ def bank_record(number: int, *, step: int = 1, generation: int = 1) -> BankRecor
 
 
 def test_a_section_is_banked_before_the_fence_or_not_at_all(worker: Worker):
-    worker.standing.note_bank_reduced(1)
-    worker.standing.bank(bank_record(1))
+    worker.commit_state.note_bank_reduced(1)
+    worker.commit_state.bank(bank_record(1))
     assert worker.fence(2).banked == bank_record(1)
     late = Worker()
     late.adopt(1)
-    late.standing.note_bank_reduced(1)
+    late.commit_state.note_bank_reduced(1)
     status = late.fence(2)
     assert (status.banked, status.bank_reduced) == (None, 1)
     with pytest.raises(Interrupted):
-        late.standing.bank(bank_record(1))
+        late.commit_state.bank(bank_record(1))
 
 
 def test_sums_of_a_section_that_come_after_the_fence_are_not_here(worker: Worker):
     assert worker.fence(2).bank_reduced is None
     with pytest.raises(Interrupted):
-        worker.standing.note_bank_reduced(1)
+        worker.commit_state.note_bank_reduced(1)
 
 
 def test_a_section_that_a_peer_has_banked_is_banked_by_order_once(worker: Worker):
-    worker.standing.note_bank_reduced(1)
+    worker.commit_state.note_bank_reduced(1)
     worker.fence(2)
-    assert worker.standing.catch_up_bank(bank_record(1))
-    assert not worker.standing.catch_up_bank(bank_record(1))
+    assert worker.commit_state.catch_up_bank(bank_record(1))
+    assert not worker.commit_state.catch_up_bank(bank_record(1))
     assert worker.fence(3).banked == bank_record(1)
 
 
 def test_the_sums_of_a_section_that_is_given_back_are_not_here(worker: Worker):
-    worker.standing.note_bank_reduced(1)
+    worker.commit_state.note_bank_reduced(1)
     worker.fence(2)
-    worker.standing.give_back_section()
+    worker.commit_state.give_back_section()
     assert worker.fence(3).bank_reduced is None
-    assert not worker.standing.catch_up_bank(bank_record(1))
+    assert not worker.commit_state.catch_up_bank(bank_record(1))
 
 
 def test_a_section_of_another_plan_is_not_the_one_that_is_reduced_here(worker: Worker):
-    worker.standing.note_bank_reduced(1)
+    worker.commit_state.note_bank_reduced(1)
     worker.fence(2)
-    assert not worker.standing.catch_up_bank(bank_record(1, generation=3))
-    assert not worker.standing.catch_up_bank(bank_record(2))
+    assert not worker.commit_state.catch_up_bank(bank_record(1, generation=3))
+    assert not worker.commit_state.catch_up_bank(bank_record(2))
 
 
 def test_layers_kept_for_others_are_behind_once_a_section_is_banked():
     worker = Worker()
     worker.adopt(1, kept=(5,))
-    worker.standing.note_bank_reduced(1)
+    worker.commit_state.note_bank_reduced(1)
     assert worker.fence(1).layers == (0, 1, 5)
-    worker.standing.bank(bank_record(1))
+    worker.commit_state.bank(bank_record(1))
     assert worker.fence(1).layers == (0, 1)
 
 
 @pytest.mark.parametrize("ends", ["apply", "adopt"])
 def test_a_step_or_a_plan_begins_with_nothing_banked_under_it(worker: Worker, ends: str):
-    worker.standing.note_bank_reduced(1)
-    worker.standing.bank(bank_record(1))
-    worker.standing.note_bank_reduced(2)
+    worker.commit_state.note_bank_reduced(1)
+    worker.commit_state.bank(bank_record(1))
+    worker.commit_state.note_bank_reduced(2)
     if ends == "apply":
         worker.reduce_and_apply(1)
     else:
@@ -298,9 +298,9 @@ def test_a_step_or_a_plan_begins_with_nothing_banked_under_it(worker: Worker, en
 
 
 def test_what_is_forgotten_of_a_step_is_not_what_is_banked_of_it(worker: Worker):
-    worker.standing.note_bank_reduced(1)
-    worker.standing.bank(bank_record(1))
-    worker.standing.note_bank_reduced(2)
-    worker.standing.begin_step()
+    worker.commit_state.note_bank_reduced(1)
+    worker.commit_state.bank(bank_record(1))
+    worker.commit_state.note_bank_reduced(2)
+    worker.commit_state.begin_step()
     status = worker.fence(2)
     assert (status.banked, status.bank_reduced) == (bank_record(1), None)

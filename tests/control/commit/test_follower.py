@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.commit.commit_state import Interrupted, PeerLost, Standing
+from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
 from oobleck.control.commit.follower import Follower
 from oobleck.control.commit.sections import banked_after, shares_of
 from oobleck.control.commit.worker_effects import (
@@ -66,12 +66,12 @@ from oobleck.control.protocol.messages import (
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from oobleck.job import CheckpointSpec, JobSpec
-from oobleck.planner import ExecutionPlan, LayerTransfer, Place
+from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from tests.control.journals import plan
 from tests.examples import examples
 
-A, B, C, D = (Place(node=node, device=0) for node in "abcd")
+A, B, C, D = (WorkerId(node=node, device=0) for node in "abcd")
 MICROBATCHES = 8
 PAIRS = plan(("a", "b"), ("c", "d"))
 ROW = plan(("a", "b", "c", "d"))
@@ -112,7 +112,7 @@ def record(step: int, generation: int = 1) -> CommitRecord:
     )
 
 
-class Board:
+class RendezvousTable:
     """What is told of records: the first `told` steps' are."""
 
     def __init__(self, told: int, *, over: RecordsOver | None = None, last: int | None = None) -> None:
@@ -137,13 +137,13 @@ class Driver:
     `upset` sees each effect before it is carried out. What it raises is thrown in, if the effect can fail so.
     """
 
-    place: Place = A
+    worker_id: WorkerId = A
     job: JobSpec = field(default_factory=job)
-    records: Board | None = None
+    records: RendezvousTable | None = None
     evaluates: bool = False
     upset: Callable[[Effect], None] = lambda _effect: None
     log: list[Effect] = field(default_factory=list)
-    standing: Standing = field(init=False)
+    commit_state: CommitState = field(init=False)
     follower: Follower = field(init=False)
     orders: list[Order] = field(default_factory=list)
     """The one in force is the last that was adopted."""
@@ -173,21 +173,23 @@ class Driver:
     _effects: Effects | None = None
 
     def __post_init__(self) -> None:
-        self.standing = Standing(self.place, lambda: None, lock=nullcontext())
-        self.follower = Follower(self.job, self.place, self.standing, records=self.records, evaluates=self.evaluates)
+        self.commit_state = CommitState(self.worker_id, lambda: None, lock=nullcontext())
+        self.follower = Follower(
+            self.job, self.worker_id, self.commit_state, records=self.records, evaluates=self.evaluates
+        )
 
     def follow(self, *orders: Order) -> list[Effect]:
         """Give orders, one after the other; returns all that was asked for up to the wait for another."""
         before = len(self.log)
         for each in orders:
             self.orders.append(each)
-            self.standing.give_order(each)
+            self.commit_state.give_order(each)
             with suppress(_Rest):
                 drive(self._run(), self._carry_out)
         return self.log[before:]
 
     def fence(self, generation: int, lost: tuple[str, ...] = ()) -> Status:
-        return self.standing.answer(Fence(device=0, generation=generation, lost=lost))
+        return self.commit_state.answer(Fence(device=0, generation=generation, lost=lost))
 
     def _run(self) -> Effects:
         """The follower's effects, from where it waits for an order."""
@@ -195,7 +197,7 @@ class Driver:
             self._effects = self.follower.run()
             assert isinstance(next(self._effects), AwaitOrder)
         effects = self._effects
-        given = self.standing.take_order()
+        given = self.commit_state.take_order()
         assert given is not None
         return _resumed(effects, given)
 
@@ -215,7 +217,7 @@ class Driver:
         except PeerLost:
             if isinstance(effect, MAY_FAIL):
                 raise
-        if isinstance(effect, BeginStep | Compute) and self.standing.is_pipeline_stopped():
+        if isinstance(effect, BeginStep | Compute) and self.commit_state.is_pipeline_stopped():
             raise Interrupted
 
     def _do(self, effect: Effect) -> Outcome:
@@ -255,7 +257,7 @@ class Driver:
         done = 0
         for stop in stops:
             self.done += program.microbatches[done:stop]
-            self.standing.note_microbatch(stop - done)
+            self.commit_state.note_microbatch(stop - done)
             done = stop
             if stop != len(program.microbatches):
                 drive(self.follower.bank.begin(program.step), self._carry_out)
@@ -323,7 +325,7 @@ class Driver:
         """Hold a reduction to what this worker owes it: a microbatch that is done twice is summed twice."""
         assert self.adopted is not None
         assert self.done is not None
-        seat, committee = self.adopted.place, effect.committee
+        seat, committee = self.adopted.worker_id, effect.committee
         assert seat is not None
         owed: list[int] = []
         if not set(committee.lost).intersection(seat.pipeline.nodes):
@@ -410,7 +412,7 @@ def test_a_first_order_is_adopted_and_all_steps_are_run():
 
 
 def test_a_spare_adopts_and_waits():
-    driver = Driver(place=Place(node="s", device=0))
+    driver = Driver(worker_id=WorkerId(node="s", device=0))
     assert names(driver.follow(order(1))) == ["ForgetStep", *ADOPT]
     # A later plan finishes a step without it, and then takes it in.
     asked = driver.follow(order(2, finish=1, boundary=1, lost=("d",)))
@@ -418,13 +420,13 @@ def test_a_spare_adopts_and_waits():
 
 
 def test_a_worker_in_the_middle_of_a_pipeline_says_nothing_of_commits():
-    driver = Driver(place=B)
+    driver = Driver(worker_id=B)
     assert not [effect for effect in driver.follow(order(1, ROW)) if isinstance(effect, Say)]
 
 
 def test_the_wish_to_stop_goes_into_the_commit_and_ends_training():
     driver = Driver()
-    driver.standing.want_stop()
+    driver.commit_state.want_stop()
     asked = driver.follow(order(1))
     assert names(asked)[-2:] == ["Save", "ReportFinished"]
     assert driver.applied == 1
@@ -510,7 +512,7 @@ def test_a_microbatch_that_is_counted_twice_or_never_stops_the_worker(counted: t
     driver = Driver(counted=counted)
     with pytest.raises(AssertionError, match="step 1: microbatches counted"):
         driver.follow(order(1))
-    assert (driver.applied, driver.standing.applied) == (0, 0)
+    assert (driver.applied, driver.commit_state.applied) == (0, 0)
 
 
 # --- evaluations, records, checkpoints -----------------------------------------------------------------------
@@ -523,12 +525,12 @@ def test_the_model_is_evaluated_when_it_is_due_and_not_once_training_is_stopped(
     said = [effect.message for effect in asked if isinstance(effect, Say)]
     assert EvaluationDone(device=0, step=2, loss=0.5, num_samples=4, duration_s=0.1) in said
     stopped = Driver(job=job(eval_steps=1), evaluates=True)
-    stopped.standing.want_stop()
+    stopped.commit_state.want_stop()
     assert "Evaluate" not in names(stopped.follow(order(1)))
 
 
 def test_a_plan_begins_with_the_evaluation_that_is_due_before_its_first_step():
-    driver = Driver(place=B, job=job(eval_steps=1), evaluates=True)
+    driver = Driver(worker_id=B, job=job(eval_steps=1), evaluates=True)
     fenced(driver, Evaluate)
     driver.follow(order(1, ROW))
     driver.upset = lambda _effect: None
@@ -538,7 +540,7 @@ def test_a_plan_begins_with_the_evaluation_that_is_due_before_its_first_step():
 
 
 def test_records_that_are_not_told_are_waited_for_and_training_ends_where_none_come():
-    board = Board(1)
+    board = RendezvousTable(1)
     driver = Driver(records=board)
 
     def tell(effect: Effect) -> None:
@@ -554,27 +556,27 @@ def test_records_that_are_not_told_are_waited_for_and_training_ends_where_none_c
 
 
 def over(step: int, *, save: bool) -> RecordsOver:
-    return RecordsOver(device=0, edition=0, step=step, generation=1, position=DataPosition(), save=save)
+    return RecordsOver(device=0, assignment_version=0, step=step, generation=1, position=DataPosition(), save=save)
 
 
 def test_what_is_saved_already_is_not_saved_at_the_end_of_the_data():
-    driver = Driver(records=Board(2, over=over(2, save=False)))
+    driver = Driver(records=RendezvousTable(2, over=over(2, save=False)))
     assert names(driver.follow(order(1)))[-3:] == ["PrepareToSave", "AwaitRecords", "ReportFinished"]
 
 
 def test_a_step_that_is_told_to_be_the_last_ends_training():
-    driver = Driver(records=Board(3, last=2))
+    driver = Driver(records=RendezvousTable(3, last=2))
     assert names(driver.follow(order(1)))[-2:] == ["Save", "ReportFinished"]
     assert driver.applied == 2
 
 
 def test_a_plan_waits_for_records_before_it_is_said_to_compute_only_where_they_are_not_told():
-    driver = Driver(records=Board(0, over=over(0, save=False)))
+    driver = Driver(records=RendezvousTable(0, over=over(0, save=False)))
     assert names(driver.follow(order(1)))[-3:] == ["ReportResumed", "AwaitRecords", "ReportFinished"]
 
 
 def test_a_shard_that_cannot_be_read_is_told_of():
-    driver = Driver(records=Board(3))
+    driver = Driver(records=RendezvousTable(3))
     driver.upset = failing(Compute, ShardUnreadable("gone", shard=2, position=7))
     (said,) = [effect for effect in driver.follow(order(1)) if isinstance(effect, Say)]
     assert said.message == RecordsFailed(device=0, generation=1, shard=2, position=7, problem="gone")
@@ -611,7 +613,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_of():
 # --- layers --------------------------------------------------------------------------------------------------
 
 
-def moved(*layers: int, source: Place = A, target: Place = C) -> tuple[LayerTransfer, ...]:
+def moved(*layers: int, source: WorkerId = A, target: WorkerId = C) -> tuple[LayerTransfer, ...]:
     return tuple(LayerTransfer(layer=layer, source=source, target=target) for layer in layers)
 
 
@@ -637,7 +639,7 @@ def test_a_worker_that_missed_a_step_keeps_nothing():
 
 
 def test_only_those_who_send_or_receive_are_in_the_group_that_moves_layers():
-    driver = Driver(place=D)
+    driver = Driver(worker_id=D)
     asked = driver.follow(order(1, transfers=moved(1, source=A, target=B)))
     assert next(effect.key for effect in asked if isinstance(effect, Exchange)) is None
 
@@ -698,7 +700,7 @@ def test_a_section_that_others_have_banked_is_banked_by_order_once():
 def test_a_plan_in_the_middle_of_a_step_is_not_evaluated_before_it():
     driver = Driver(job=job(eval_steps=1), evaluates=True)
     after = Banked(microbatches=(0, 1, 4, 5), loss=0.25, generation=1, number=1)
-    driver.standing.give_order(order(2, boundary=1, banked=after, num_sections=2))
+    driver.commit_state.give_order(order(2, boundary=1, banked=after, num_sections=2))
     asked = driver.follow(order(2, boundary=1, banked=after, num_sections=2))
     assert names(asked).index("Compute") < names(asked).index("Evaluate")
 
@@ -765,7 +767,7 @@ def test_nothing_is_done_for_a_section_that_is_not_there():
 
 
 def test_a_spare_has_nothing_banked():
-    driver = Driver(place=Place(node="s", device=0))
+    driver = Driver(worker_id=WorkerId(node="s", device=0))
     driver.follow(order(1))
     bank = driver.follower.bank
     assert (bank.num_sections, bank.microbatches, bank.is_at(NOTHING)) == (1, (), True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from oobleck.control.commit.groups import Committee, GroupKey, transfer_key
-from oobleck.planner import LayerTransfer, Place
+from oobleck.planner import LayerTransfer, WorkerId
 from tests.control.journals import plan
 
-A, B, C, D = (Place(node=node, device=0) for node in "abcd")
+A, B, C, D = (WorkerId(node=node, device=0) for node in "abcd")
 
 
 def test_who_agrees_on_purpose_generation_and_members_has_the_same_group():

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.hangs import cut_off_nodes, stuck_workers
 from oobleck.control.protocol.messages import Status
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 
-def place(index: int) -> Place:
-    return Place(node=f"n{index}", device=0)
+def worker_id(index: int) -> WorkerId:
+    return WorkerId(node=f"n{index}", device=0)
 
 
 def status(*, waits_for: tuple[int, ...] = (), unreachable: tuple[int, ...] = ()) -> Status:
@@ -25,44 +25,44 @@ def status(*, waits_for: tuple[int, ...] = (), unreachable: tuple[int, ...] = ()
         layers=(),
         microbatches_done=0,
         broken=False,
-        waits_for=tuple(map(place, waits_for)),
-        unreachable=tuple(map(place, unreachable)),
+        waits_for=tuple(map(worker_id, waits_for)),
+        unreachable=tuple(map(worker_id, unreachable)),
     )
 
 
 def test_the_one_that_all_wait_for_is_stuck():
-    statuses = {place(0): status(waits_for=(1,)), place(1): status(), place(2): status(waits_for=(0, 1, 3))}
-    statuses[place(3)] = status(waits_for=(0, 1, 2))
-    assert stuck_workers(statuses) == (place(1),)
+    statuses = {worker_id(0): status(waits_for=(1,)), worker_id(1): status(), worker_id(2): status(waits_for=(0, 1, 3))}
+    statuses[worker_id(3)] = status(waits_for=(0, 1, 2))
+    assert stuck_workers(statuses) == (worker_id(1),)
 
 
 def test_who_computes_and_is_not_waited_for_is_not_stuck():
-    assert stuck_workers({place(0): status(), place(1): status()}) == ()
+    assert stuck_workers({worker_id(0): status(), worker_id(1): status()}) == ()
 
 
 def test_nobody_is_stuck_when_all_wait():
-    assert stuck_workers({place(0): status(waits_for=(1,)), place(1): status(waits_for=(0,))}) == ()
+    assert stuck_workers({worker_id(0): status(waits_for=(1,)), worker_id(1): status(waits_for=(0,))}) == ()
 
 
 def test_of_two_that_do_not_reach_each_other_one_goes():
-    statuses = {place(0): status(), place(1): status(unreachable=(2,)), place(2): status(unreachable=(1,))}
+    statuses = {worker_id(0): status(), worker_id(1): status(unreachable=(2,)), worker_id(2): status(unreachable=(1,))}
     assert cut_off_nodes(statuses) == ("n2",)
 
 
 def test_the_node_that_nobody_reaches_goes():
-    statuses = {place(index): status(unreachable=(0,)) for index in (1, 2, 3)} | {place(0): status()}
+    statuses = {worker_id(index): status(unreachable=(0,)) for index in (1, 2, 3)} | {worker_id(0): status()}
     assert cut_off_nodes(statuses) == ("n0",)
 
 
 def test_who_did_not_answer_accuses_nobody_and_is_not_accused():
-    assert cut_off_nodes({place(0): status(unreachable=(7,)), place(1): status()}) == ()
+    assert cut_off_nodes({worker_id(0): status(unreachable=(7,)), worker_id(1): status()}) == ()
 
 
 @given(st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7))))
 def test_those_that_are_left_all_reach_each_other(pairs: set[tuple[int, int]]):
     cut = {(one, other) for one, other in pairs if one != other}
     statuses = {
-        place(index): status(unreachable=tuple(sorted(other for one, other in cut if one == index)))
+        worker_id(index): status(unreachable=tuple(sorted(other for one, other in cut if one == index)))
         for index in range(8)
     }
     gone = cut_off_nodes(statuses)

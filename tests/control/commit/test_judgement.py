@@ -16,14 +16,14 @@ from oobleck.control.commit.judgement import (
     uncovered,
 )
 from oobleck.control.protocol.messages import BankRecord, CommitRecord, Segment, Status
-from oobleck.planner import ExecutionPlan, Place
+from oobleck.planner import ExecutionPlan, WorkerId
 from tests.control.journals import plan
 
 PLAN = plan(("a", "b"), ("c", "d"), ("e", "f"), microbatches=12, spares=("s",))
 
 
-def at(node: str) -> Place:
-    return Place(node=node, device=0)
+def at(node: str) -> WorkerId:
+    return WorkerId(node=node, device=0)
 
 
 def record(step: int, generation: int = 1, *, duration_s: float = 1.0) -> CommitRecord:
@@ -253,7 +253,7 @@ def test_what_is_left_is_what_was_given_without_what_is_done(done, lost, microba
         pipeline = layout.pipelines[index]
         assert 0 <= own <= pipeline.num_microbatches
         given_to_it = sum(len(each.microbatches) for each in segments or () if each.pipeline == index)
-        slowest = min(statuses[place].microbatches_done for place in pipeline.places)
+        slowest = min(statuses[worker_id].microbatches_done for worker_id in pipeline.worker_ids)
         assert own + others == max(0, pipeline.num_microbatches + given_to_it - slowest)
         assert not own or others == given_to_it, "segments come after all others"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.coordinator.coordinator import Coordinator, Phase
-from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import (
     AddRequested,
     Command,
@@ -60,7 +60,7 @@ from oobleck.control.protocol.messages import (
     WorkerStarted,
 )
 from oobleck.job import ControlSpec, NodeSpec
-from oobleck.planner import Place, profile_to_json
+from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import Bench, hello, ready, sends
 from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
@@ -82,7 +82,7 @@ def training(shape: Shape = SINGLES) -> Bench:
 def held(bench: Bench, node: str, generation: int | None = None) -> tuple[int, ...]:
     """The layers that a plan gives a node."""
     order = next(order for order in bench.orders if generation in (None, order.generation))
-    located = order.plan.locate(Place(node=node, device=0))
+    located = order.plan.locate(WorkerId(node=node, device=0))
     return tuple(order.plan.pipelines[located[0]].stages[located[1]].layers) if located else ()
 
 
@@ -548,7 +548,7 @@ def test_a_worker_that_comes_back_takes_part_again():
     bench.say("n2", ready())
     assert bench.journal(RecoveryStarted)[-1].cause is Cause.JOINED
     layers = bench.orders[-1].plan.owners_of(0)
-    assert Place(node="n2", device=0) not in layers
+    assert WorkerId(node="n2", device=0) not in layers
     for node in ("n0", "n1"):
         bench.answer(node, adopted=2, layers=(0, 1, 2, 3), applied=2, last_record=record(2))
     bench.answer("n2")
@@ -844,7 +844,7 @@ def test_a_hang_asks_all_whom_they_wait_for_and_reach():
     bench = training()
     fences = hang(bench)
     assert len(fences) == 3
-    assert [bell.place.node for bell in fences[0].doorbells] == ["n0", "n1", "n2"]
+    assert [bell.worker_id.node for bell in fences[0].doorbells] == ["n0", "n1", "n2"]
 
 
 def test_a_worker_that_all_wait_for_is_ended_and_comes_back():
@@ -852,11 +852,11 @@ def test_a_worker_that_all_wait_for_is_ended_and_comes_back():
     hang(bench)
     for node in ("n0", "n2"):
         bench.answer(
-            node, adopted=1, layers=held(bench, node, 1), waits_for=(Place(node="n1", device=0),), stack="here"
+            node, adopted=1, layers=held(bench, node, 1), waits_for=(WorkerId(node="n1", device=0),), stack="here"
         )
     assert Send(node="n1", message=KillWorker(device=0)) in told(bench, "n1")
     (explained,) = bench.journal(HangExplained)
-    assert explained.stuck == (Place(node="n1", device=0),)
+    assert explained.stuck == (WorkerId(node="n1", device=0),)
     assert [stack for _, stack in explained.stacks] == ["here", "here"]
     assert Send(node="n1", message=StartWorker(device=0)) in bench.say("n1", CRASH)
     told(bench, "n0", "n2")
@@ -867,7 +867,7 @@ def test_a_stuck_worker_that_cannot_be_ended_does_not_stop_the_others_for_ever()
     bench = training()
     hang(bench)
     for node in ("n0", "n2"):
-        told(bench, node, waits_for=(Place(node="n1", device=0),))
+        told(bench, node, waits_for=(WorkerId(node="n1", device=0),))
     told(bench, "n1")
     assert bench.coordinator.phase is Phase.FENCING
     bench.beat_until(bench.now_s + 3.1, *(spec.name for spec in bench.nodes))
@@ -878,7 +878,7 @@ def test_a_node_that_its_peers_do_not_reach_is_left_out_for_good():
     bench = training()
     hang(bench)
     for node in ("n0", "n1"):
-        told(bench, node, unreachable=(Place(node="n2", device=0),))
+        told(bench, node, unreachable=(WorkerId(node="n2", device=0),))
     told(bench, "n2")
     (lost,) = bench.journal(NodeLost)
     assert (lost.node, lost.cause) == ("n2", Cause.CUT_OFF)
@@ -1100,11 +1100,11 @@ def test_orders_that_may_be_lost_on_the_way_are_given_anew():
 def succeed(bench: Bench, *nodes: str, pid: int = 7, generation: int = 1) -> Coordinator:
     """A new coordinator made from the journal, with these nodes' agents attached."""
     bench.entries_before += [command.entry for command in bench.commands if isinstance(command, Record)]
-    remains = read_remains(bench.entries_before)
-    assert remains is not None
+    replayed = replay_run(bench.entries_before)
+    assert replayed is not None
     bench.commands.clear()
     bench.coordinator = Coordinator(
-        bench.job, bench.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", remains=remains
+        bench.job, bench.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", replayed=replayed
     )
     bench.commands += bench.coordinator.start(bench.now_s)
     for node in nodes:
@@ -1190,9 +1190,9 @@ def test_a_new_master_knows_the_slow_nodes_of_the_one_before():
     for factor in (3.0, 1.0, 2.0):
         bench.commands.append(Record(entry=PaceChanged(t_s=bench.now_s, node="n2", factor=factor)))
     succeed(bench, "n0", "n1", "n2")
-    remains = read_remains(bench.entries_before)
-    assert remains is not None
-    assert remains.slow == {"n2": 2.0}
+    replayed = replay_run(bench.entries_before)
+    assert replayed is not None
+    assert replayed.slow == {"n2": 2.0}
     ends = [
         NodeLost(t_s=9.0, node="n2", cause=Cause.CONNECTION_LOST, evidence=""),
         WorkerDown(t_s=9.0, node="n2", device=0, pid=8, reason=""),
@@ -1200,7 +1200,7 @@ def test_a_new_master_knows_the_slow_nodes_of_the_one_before():
         PaceChanged(t_s=9.0, node="n2", factor=1.0),
     ]
     for end in ends:
-        after = read_remains([*bench.entries_before, end])
+        after = replay_run([*bench.entries_before, end])
         assert after is not None
         assert after.slow == {}
 
@@ -1266,11 +1266,11 @@ def test_a_run_that_never_trained_or_has_ended_leaves_nothing_to_take_over():
     bench = Bench(SINGLES)
     bench.up("n0")
     entries = [command.entry for command in bench.commands if isinstance(command, Record)]
-    assert read_remains(entries) is None
-    assert read_remains([]) is None
+    assert replay_run(entries) is None
+    assert replay_run([]) is None
     bench = training()
     bench.feed(stop(now=True))
-    assert read_remains([command.entry for command in bench.commands if isinstance(command, Record)]) is None
+    assert replay_run([command.entry for command in bench.commands if isinstance(command, Record)]) is None
 
 
 def test_long_transfers_of_the_newest_plan_are_told_of():

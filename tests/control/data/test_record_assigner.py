@@ -7,16 +7,16 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.data.record_assigner import Dealer, Taken
+from oobleck.control.data.record_assigner import RecordAssigner, Taken
 from oobleck.control.protocol.data_position import DataPosition, OpenShard, digest_of_shards, merged, visit_at
-from oobleck.control.protocol.messages import Found, RecordRun, Want
+from oobleck.control.protocol.messages import RecordRun, ScanRange, ScanResult
 from tests.examples import examples
 
 
-def dealer(
+def assigner(
     num_shards: int, *, batch: int = 4, chunk: int = 2, at_once: int = 1, epochs: int = 1, follows: bool = False
 ):
-    return Dealer(
+    return RecordAssigner(
         num_shards,
         seed=3,
         batch=batch,
@@ -28,9 +28,9 @@ def dealer(
     )
 
 
-def answer(want: Want, lengths: list[int], *, is_complete: bool = True) -> Found:
+def answer(want: ScanRange, lengths: list[int], *, is_complete: bool = True) -> ScanResult:
     stop = min(want.start + want.limit, lengths[want.shard])
-    return Found(
+    return ScanResult(
         shard=want.shard,
         bounds=tuple(range(want.start, stop + 1)),
         items=(),
@@ -38,7 +38,7 @@ def answer(want: Want, lengths: list[int], *, is_complete: bool = True) -> Found
     )
 
 
-def tell(subject: Dealer, lengths: list[int], count: int = 100) -> None:
+def tell(subject: RecordAssigner, lengths: list[int], count: int = 100) -> None:
     """Answer all that it asks until it knows enough, or there is no more."""
     for _ in range(200):
         wants = subject.wants(count)
@@ -49,7 +49,7 @@ def tell(subject: Dealer, lengths: list[int], count: int = 100) -> None:
     raise AssertionError("it asks for ever")
 
 
-def take_all(subject: Dealer, lengths: list[int]) -> list[Taken]:
+def take_all(subject: RecordAssigner, lengths: list[int]) -> list[Taken]:
     taken = []
     while not subject.is_over:
         tell(subject, lengths)
@@ -73,7 +73,7 @@ def records(steps: list[Taken]) -> list[tuple[int, int]]:
     follows=st.booleans(),
 )
 def test_each_record_is_taken_once_an_epoch(lengths, at_once, epochs, batch, chunk, follows):
-    subject = dealer(len(lengths), batch=batch, chunk=chunk, at_once=at_once, epochs=epochs, follows=follows)
+    subject = assigner(len(lengths), batch=batch, chunk=chunk, at_once=at_once, epochs=epochs, follows=follows)
     steps = take_all(subject, lengths)
     everything = [(shard, at) for shard, length in enumerate(lengths) for at in range(length)]
     assert Counter(records(steps)) == Counter(everything * epochs)
@@ -91,30 +91,30 @@ def test_each_record_is_taken_once_an_epoch(lengths, at_once, epochs, batch, chu
     again=st.integers(1, 3),
 )
 def test_going_back_takes_the_same_records_again(lengths, at_once, back_to, again):
-    subject = dealer(len(lengths), at_once=at_once, epochs=2)
+    subject = assigner(len(lengths), at_once=at_once, epochs=2)
     steps = take_all(subject, lengths)
     position = steps[min(back_to, len(steps)) - 1].after if back_to and steps else DataPosition()
     for _ in range(again):
-        other = dealer(len(lengths), at_once=at_once, epochs=2)  # it knows nothing but the position
+        other = assigner(len(lengths), at_once=at_once, epochs=2)  # it knows nothing but the position
         other.go_back(position)
         assert take_all(other, lengths) == steps[min(back_to, len(steps)) :]
 
 
 def test_shards_that_do_not_grow_are_waited_for_in_their_turn():
-    subject = dealer(2, at_once=2)
+    subject = assigner(2, at_once=2)
     first, second = (want.shard for want in subject.wants(8))
-    assert subject.found(Found(shard=second, bounds=tuple(range(9)), items=(), is_end=False))
+    assert subject.found(ScanResult(shard=second, bounds=tuple(range(9)), items=(), is_end=False))
     assert subject.take() is None, "it is the first one's turn"
-    assert subject.found(Found(shard=first, bounds=(0, 1, 2), items=(), is_end=False))
+    assert subject.found(ScanResult(shard=first, bounds=(0, 1, 2), items=(), is_end=False))
     taken = subject.take()
     assert taken is not None
     assert taken.runs == (RecordRun(shard=first, bounds=(0, 1, 2)), RecordRun(shard=second, bounds=(0, 1, 2)))
 
 
 def test_shards_that_grow_are_passed_by_while_they_have_nothing():
-    subject = dealer(2, at_once=2, follows=True)
+    subject = assigner(2, at_once=2, follows=True)
     _, second = (want.shard for want in subject.wants(8))
-    assert subject.found(Found(shard=second, bounds=tuple(range(5)), items=(), is_end=False))
+    assert subject.found(ScanResult(shard=second, bounds=tuple(range(5)), items=(), is_end=False))
     taken = subject.take()
     assert taken is not None
     assert taken.runs == (RecordRun(shard=second, bounds=(0, 1, 2, 3, 4)),)
@@ -122,9 +122,9 @@ def test_shards_that_grow_are_passed_by_while_they_have_nothing():
 
 
 def test_positions_need_not_be_records_numbers():
-    subject = dealer(1, batch=2)
+    subject = assigner(1, batch=2)
     subject.wants(2)
-    assert subject.found(Found(shard=0, bounds=(0, 70, 75, 300), items=(3, 1, 9), is_end=True))
+    assert subject.found(ScanResult(shard=0, bounds=(0, 70, 75, 300), items=(3, 1, 9), is_end=True))
     taken = subject.take()
     assert taken is not None
     assert taken.runs == (RecordRun(shard=0, bounds=(0, 70, 75)),)
@@ -136,17 +136,17 @@ def test_positions_need_not_be_records_numbers():
 
 
 def test_an_answer_that_does_not_continue_what_is_known_is_not_taken_in():
-    subject = dealer(1)
+    subject = assigner(1)
     subject.wants(4)
-    assert subject.found(Found(shard=0, bounds=(0, 1, 2), items=(), is_end=False))
-    assert not subject.found(Found(shard=0, bounds=(0, 1, 2), items=(), is_end=False))
-    assert not subject.found(Found(shard=0, bounds=(5, 6), items=(), is_end=False))
+    assert subject.found(ScanResult(shard=0, bounds=(0, 1, 2), items=(), is_end=False))
+    assert not subject.found(ScanResult(shard=0, bounds=(0, 1, 2), items=(), is_end=False))
+    assert not subject.found(ScanResult(shard=0, bounds=(5, 6), items=(), is_end=False))
     assert [want.start for want in subject.wants(4)] == [2]
 
 
 def test_a_shard_in_quarantine_is_left_and_another_try_goes_on_there():
     lengths = [6, 6]
-    subject = dealer(2)
+    subject = assigner(2)
     tell(subject, lengths)
     first = subject.take()
     assert first is not None
@@ -155,7 +155,7 @@ def test_a_shard_in_quarantine_is_left_and_another_try_goes_on_there():
     subject.bar(shard, "broken")
     rest = take_all(subject, lengths)
     assert [left.next for left in subject.left] == [4]
-    again = dealer(2)
+    again = assigner(2)
     again.go_back(subject.left and rest[-1].after.with_another_try())
     more = take_all(again, lengths)
     assert Counter(records([first, *rest, *more])) == Counter((shard, at) for shard in (0, 1) for at in range(6))
@@ -170,7 +170,7 @@ def test_each_epoch_has_an_order_of_its_own():
 
 def test_done_visits_are_told_as_merged_intervals():
     assert merged([(5, 6), (1, 2), (2, 4), (3, 5), (8, 9)]) == ((1, 6), (8, 9))
-    subject = dealer(3)
+    subject = assigner(3)
     steps = take_all(subject, [4, 4, 4])
     assert steps[-1].after.done(3, seed=3) == ((0, 3),)
     open_visit = steps[1].after.open or steps[0].after.open

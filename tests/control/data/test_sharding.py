@@ -83,4 +83,4 @@ def test_what_steps_take_does_not_depend_on_what_goes_wrong():
     faults = (Fault(after=90, kind="kill", target=1), Fault(after=60, kind="master", target=0))
     rough = play(Scenario(shape, faults=faults, seed=7, calm=100))
     assert rough.taken == calm.taken
-    assert len({entry.records.edition for entry in rough.journal if isinstance(entry, RecordsDealt)}) == 1
+    assert len({entry.records.assignment_version for entry in rough.journal if isinstance(entry, RecordsDealt)}) == 1

@@ -31,7 +31,7 @@ from oobleck.control.journal.entries import (
     WorkerDown,
 )
 from oobleck.control.protocol.messages import UNSEEN_WORDS
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from tests.control.journals import adopted, committed, plan, recovered, run_with_a_loss
 
 START = adopted(4.0, 1, plan(("a", "b"), ("c", "d")))
@@ -167,7 +167,7 @@ def test_a_hang_and_a_failed_collective_without_a_culprit_are_told():
 
 
 def test_the_worker_that_all_wait_for_is_the_root_of_a_hang():
-    stuck = Place(node="b", device=0)
+    stuck = WorkerId(node="b", device=0)
     explained = HangExplained(t_s=20.6, generation=2, cut_off=(), stuck=(stuck,), stacks=((stuck, "model.py: sleep"),))
     hung = recovering(20.0, 2, cause=Cause.HANG)
     incident = only(hung, explained, lost(20.7, "b", Cause.HANG, "all wait for it"), recovered(21.0, 2, "b"))

@@ -7,7 +7,7 @@ import pytest
 from oobleck.control.membership.membership import Membership, NodeState
 from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 
 A, B, C = (
     NodeSpec(name="a", host="one", devices=(0, 1)),
@@ -28,7 +28,7 @@ def test_nodes_keep_the_order_of_the_hostfile(members: Membership):
 
 
 def test_a_node_has_a_place_for_each_device(members: Membership):
-    assert members["a"].places == (Place(node="a", device=0), Place(node="a", device=1))
+    assert members["a"].worker_ids == (WorkerId(node="a", device=0), WorkerId(node="a", device=1))
 
 
 def test_workers_that_share_a_machine_share_it_over_all_its_nodes(members: Membership):

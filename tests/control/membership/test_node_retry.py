@@ -4,58 +4,58 @@ from __future__ import annotations
 
 import math
 
-from oobleck.control.membership.node_retry import Rejoining
+from oobleck.control.membership.node_retry import NodeRetry
 from oobleck.job import NodeSpec
 
 SPEC = NodeSpec(name="n1", host="n1")
 
 
 def test_each_try_comes_after_twice_the_time():
-    rejoining = Rejoining(first_wait_s=10.0)
-    rejoining.note_lost(SPEC, 100.0)
-    assert rejoining.due_s == 110.0
-    assert rejoining.take_due(109.9) == ()
-    assert rejoining.take_due(110.0) == (SPEC,)
-    assert rejoining.due_s == math.inf, "a try is under way"
-    rejoining.note_failed("n1", 111.0)
-    assert rejoining.due_s == 131.0
+    node_retry = NodeRetry(first_wait_s=10.0)
+    node_retry.note_lost(SPEC, 100.0)
+    assert node_retry.due_s == 110.0
+    assert node_retry.take_due(109.9) == ()
+    assert node_retry.take_due(110.0) == (SPEC,)
+    assert node_retry.due_s == math.inf, "a try is under way"
+    node_retry.note_failed("n1", 111.0)
+    assert node_retry.due_s == 131.0
 
 
 def test_the_wait_does_not_grow_for_ever():
-    rejoining = Rejoining(first_wait_s=10.0)
-    rejoining.note_lost(SPEC, 0.0)
+    node_retry = NodeRetry(first_wait_s=10.0)
+    node_retry.note_lost(SPEC, 0.0)
     for _ in range(20):
-        rejoining.note_failed("n1", 0.0)
-    assert rejoining.due_s == 600.0
+        node_retry.note_failed("n1", 0.0)
+    assert node_retry.due_s == 600.0
 
 
 def test_who_is_forgotten_is_not_tried():
-    rejoining = Rejoining(first_wait_s=10.0)
-    rejoining.note_lost(SPEC, 0.0)
-    assert "n1" in rejoining
-    assert rejoining.forget("n1") == SPEC
-    assert rejoining.forget("n1") is None
-    assert rejoining.due_s == math.inf
+    node_retry = NodeRetry(first_wait_s=10.0)
+    node_retry.note_lost(SPEC, 0.0)
+    assert "n1" in node_retry
+    assert node_retry.forget("n1") == SPEC
+    assert node_retry.forget("n1") is None
+    assert node_retry.due_s == math.inf
 
 
 def test_the_third_loss_within_ten_minutes_is_the_last_until_it_is_forgiven():
-    rejoining = Rejoining(first_wait_s=10.0)
-    assert rejoining.note_lost(SPEC, 0.0)
-    assert rejoining.forget("n1") == SPEC
-    assert rejoining.note_lost(SPEC, 300.0)
-    assert rejoining.forget("n1") == SPEC
-    assert not rejoining.note_lost(SPEC, 599.0)
-    assert "n1" not in rejoining
-    rejoining.forgive("n1")
-    assert rejoining.note_lost(SPEC, 600.0)
+    node_retry = NodeRetry(first_wait_s=10.0)
+    assert node_retry.note_lost(SPEC, 0.0)
+    assert node_retry.forget("n1") == SPEC
+    assert node_retry.note_lost(SPEC, 300.0)
+    assert node_retry.forget("n1") == SPEC
+    assert not node_retry.note_lost(SPEC, 599.0)
+    assert "n1" not in node_retry
+    node_retry.forgive("n1")
+    assert node_retry.note_lost(SPEC, 600.0)
 
 
 def test_losses_long_ago_do_not_count():
-    rejoining = Rejoining(first_wait_s=10.0)
-    assert all(rejoining.note_lost(SPEC, 301.0 * number) for number in range(20))
+    node_retry = NodeRetry(first_wait_s=10.0)
+    assert all(node_retry.note_lost(SPEC, 301.0 * number) for number in range(20))
 
 
 def test_nobody_is_tried_where_the_user_wants_none():
-    rejoining = Rejoining(first_wait_s=0.0)
-    rejoining.note_lost(SPEC, 0.0)
-    assert "n1" not in rejoining
+    node_retry = NodeRetry(first_wait_s=0.0)
+    node_retry.note_lost(SPEC, 0.0)
+    assert "n1" not in node_retry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from oobleck.control.coordinator.coordinator import Phase
-from oobleck.control.coordinator.replayed_run import read_remains
+from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import AddRequested, DrainRequested
 from oobleck.control.journal.entries import (
     Cause,
@@ -56,7 +56,7 @@ def everybody(bench: Bench) -> tuple[str, ...]:
 
 def answer_all(bench: Bench, *nodes: str) -> None:
     """All of these hold what the newest plan gives them; then what belongs together has come together."""
-    layers = {place.node: tuple(sorted(held)) for place, held in plan(bench).layers_at.items()}
+    layers = {worker_id.node: tuple(sorted(held)) for worker_id, held in plan(bench).layers_at.items()}
     newest = bench.journal(PlanAdopted)[-1].generation
     done = [entry.record for entry in bench.journal(StepDone)]
     applied = done[-1].step if done else 0
@@ -230,9 +230,9 @@ def test_a_new_master_and_a_view_know_the_number_of_nodes() -> None:
     bench = training()
     bench.commit("n0", 1, generation=1)
     entries = bench.entries(bench.commands)
-    remains = read_remains(entries)
-    assert remains is not None
-    assert remains.target == 4
+    replayed = replay_run(entries)
+    assert replayed is not None
+    assert replayed.target == 4
     view = RunView()
     for entry in entries:
         view.apply(entry)

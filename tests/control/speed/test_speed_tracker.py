@@ -7,8 +7,8 @@ import math
 import pytest
 
 from oobleck.control.protocol.messages import Pace
-from oobleck.control.speed.speed_tracker import Paces, found_out_s
-from oobleck.planner import Place, Planner, PlannerSettings
+from oobleck.control.speed.speed_tracker import SpeedTracker, found_out_s
+from oobleck.planner import Planner, PlannerSettings, WorkerId
 from tests.control.model import Shape
 
 SHAPE = Shape(layers_per_device=2)
@@ -33,7 +33,7 @@ def plan_of(shape: Shape):
 
 
 def report(
-    paces: Paces, plan, factors: dict[object, float], *, times: int = 5, noise: float = 0.0, shape: Shape = SHAPE
+    paces: SpeedTracker, plan, factors: dict[object, float], *, times: int = 5, noise: float = 0.0, shape: Shape = SHAPE
 ) -> list[bool]:
     """Have all workers report; returns after each round whether there is something new.
 
@@ -41,33 +41,35 @@ def report(
     """
     changes = []
     for number in range(times):
-        for place in plan.places:
-            factor = factors.get(place, factors.get(place.node, 1.0)) * (1 + noise * (-1) ** number)
-            paces.note(place, Pace(device=0, compute_s=3 * factor * EXPECTED_S, microbatches=3), plan, SHAPE.profile)
+        for worker_id in plan.worker_ids:
+            factor = factors.get(worker_id, factors.get(worker_id.node, 1.0)) * (1 + noise * (-1) ** number)
+            paces.note(
+                worker_id, Pace(device=0, compute_s=3 * factor * EXPECTED_S, microbatches=3), plan, SHAPE.profile
+            )
         changes.append(paces.take_change(plan))
     return changes
 
 
 def test_a_node_is_slow_once_all_its_latest_reports_say_so(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     assert report(paces, plan, {"n1": 2.0}) == [False, False, False, False, True]
     assert paces.slow == {"n1": 2.0}
     assert report(paces, plan, {"n1": 2.0}) == [False] * 5
 
 
 def test_one_slow_report_makes_nobody_slow(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     report(paces, plan, {"n1": 9.0}, times=1)
     assert True not in report(paces, plan, {}, times=9)
 
 
 def test_what_slows_all_of_them_is_no_reason(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     assert True not in report(paces, plan, {f"n{index}": 3.0 for index in range(4)})
 
 
 def test_a_node_between_slow_and_normal_stays_what_it_was(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     assert True not in report(paces, plan, {"n1": 1.4})
     report(paces, plan, {"n1": 2.0})
     assert True in report(paces, plan, {"n1": 1.4})
@@ -76,7 +78,7 @@ def test_a_node_between_slow_and_normal_stays_what_it_was(plan):
 
 
 def test_a_node_whose_pace_changes_is_what_it_was_until_its_reports_agree(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     report(paces, plan, {"n1": 4.0})
     assert report(paces, plan, {"n1": 2.0}) == [False, False, False, False, True]
 
@@ -88,14 +90,14 @@ PEERS = Shape(num_nodes=6, layers_per_device=2, num_pipelines=3)
 @pytest.mark.parametrize(("noise", "is_found"), [(0.0, True), (0.02, True), (0.1, False)])
 def test_among_peers_that_hardly_vary_a_little_slower_is_slow(noise: float, is_found: bool):
     plan = plan_of(PEERS)
-    paces = Paces()
+    paces = SpeedTracker()
     report(paces, plan, {"n1": 1.35}, noise=noise)
     assert set(paces.slow) == ({"n1"} if is_found else set())
 
 
 def test_what_slows_all_workers_of_the_same_layers_is_the_profiles_fault():
     plan = plan_of(PEERS)
-    paces = Paces()
+    paces = SpeedTracker()
     assert True not in report(paces, plan, {pipeline.nodes[0]: 3.0 for pipeline in plan.pipelines})
 
 
@@ -103,21 +105,23 @@ def test_what_slows_all_workers_of_the_same_layers_is_the_profiles_fault():
 def test_one_slow_device_makes_a_node_slow(device: int):
     shape = Shape(num_nodes=4, devices=2, layers_per_device=1)
     plan = plan_of(shape)
-    paces = Paces()
-    assert report(paces, plan, {Place(node="n1", device=device): 2.0})[-1]
+    paces = SpeedTracker()
+    assert report(paces, plan, {WorkerId(node="n1", device=device): 2.0})[-1]
     assert paces.slow == {"n1": 2.0}
     assert report(paces, plan, {})[-1]
     assert paces.slow == {}
 
 
 def test_workers_that_report_at_different_times_are_heard_too(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     changes = []
     for number in range(8):
-        for place in plan.places:
-            if number % 2 == 0 or place.node != "n0":
-                factor = 2.0 if place.node == "n1" else 1.0
-                paces.note(place, Pace(device=0, compute_s=factor * EXPECTED_S, microbatches=1), plan, SHAPE.profile)
+        for worker_id in plan.worker_ids:
+            if number % 2 == 0 or worker_id.node != "n0":
+                factor = 2.0 if worker_id.node == "n1" else 1.0
+                paces.note(
+                    worker_id, Pace(device=0, compute_s=factor * EXPECTED_S, microbatches=1), plan, SHAPE.profile
+                )
                 changes.append(paces.take_change(plan))
     assert True not in changes  # n0 has said too little
     assert True in report(paces, plan, {"n1": 2.0}, times=2)
@@ -131,19 +135,19 @@ def test_a_slow_node_is_found_out_by_its_sixth_report(step_s: float, found_s: fl
 def test_a_round_of_reports_costs_one_look(plan, monkeypatch: pytest.MonkeyPatch):
     looks = []
     monkeypatch.setattr("oobleck.control.speed.speed_tracker._compare", lambda known, plan: looks.append(known) or {})
-    report(Paces(), plan, {}, times=9)
+    report(SpeedTracker(), plan, {}, times=9)
     assert len(looks) == 5
 
 
 def test_a_node_gets_well_again(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     report(paces, plan, {"n1": 2.0})
     assert report(paces, plan, {})[-1]
     assert paces.slow == {}
 
 
 def test_a_slow_node_that_gets_slower_is_looked_at_again(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     report(paces, plan, {"n1": 2.0})
     assert True in report(paces, plan, {"n1": 4.0})
     assert paces.slow == {"n1": 4.0}
@@ -152,16 +156,16 @@ def test_a_slow_node_that_gets_slower_is_looked_at_again(plan):
 
 
 def test_a_node_that_was_lost_is_taken_for_normal(plan):
-    paces = Paces()
+    paces = SpeedTracker()
     report(paces, plan, {"n1": 2.0})
     paces.forget("n1")
     assert paces.slow == {}
 
 
 def test_reports_of_spares_of_no_work_and_of_no_time_are_left_out(plan):
-    paces = Paces()
-    paces.note(Place(node="n9", device=0), Pace(device=0, compute_s=9.0, microbatches=1), plan, SHAPE.profile)
+    paces = SpeedTracker()
+    paces.note(WorkerId(node="n9", device=0), Pace(device=0, compute_s=9.0, microbatches=1), plan, SHAPE.profile)
     for compute_s, microbatches in ((9.0, 0), (0.0, 1), (math.nan, 1), (math.inf, 1), (-1.0, 1)):
         said = Pace(device=0, compute_s=compute_s, microbatches=microbatches)
-        paces.note(plan.places[0], said, plan, SHAPE.profile)
+        paces.note(plan.worker_ids[0], said, plan, SHAPE.profile)
     assert report(paces, plan, {"n1": 2.0})[-1]

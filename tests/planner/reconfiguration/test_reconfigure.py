@@ -9,22 +9,22 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, ExecutionPlan, Place, Planner, PlannerSettings, Profile
+from oobleck.planner import Decision, ExecutionPlan, Planner, PlannerSettings, Profile, WorkerId
 from oobleck.planner.costs import Timing
 from oobleck.planner.instantiation.sizes import SizeOption, sizing_of
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, profiles, uniform_profile
 
-Held = Mapping[Place, frozenset[int]]
+Held = Mapping[WorkerId, frozenset[int]]
 
 
-def held_by(plan: ExecutionPlan, without: Collection[str] = ()) -> dict[Place, frozenset[int]]:
+def held_by(plan: ExecutionPlan, without: Collection[str] = ()) -> dict[WorkerId, frozenset[int]]:
     return {
-        place: frozenset(stage.layers)
+        worker_id: frozenset(stage.layers)
         for pipeline in plan.pipelines
         for stage in pipeline.stages
-        for place in stage.places
-        if place.node not in without
+        for worker_id in stage.worker_ids
+        if worker_id.node not in without
     }
 
 
@@ -37,7 +37,7 @@ def check(decision: Decision, living: Collection[str], held: Held, planner: Plan
     for pipeline in plan.pipelines:
         layers = [layer for stage in pipeline.stages for layer in stage.layers]
         assert layers == list(range(planner.profile.num_layers)), "every layer is in every pipeline, in order"
-    parts: dict[tuple[Place, int], list[int]] = defaultdict(list)
+    parts: dict[tuple[WorkerId, int], list[int]] = defaultdict(list)
     for transfer in decision.transfers:
         assert transfer.source.node in living
         assert transfer.layer in held[transfer.source]
@@ -46,9 +46,9 @@ def check(decision: Decision, living: Collection[str], held: Held, planner: Plan
         assert transfer.num_parts >= 1
     numbers = {(t.target, t.layer): t.num_parts for t in decision.transfers}
     assert all(sorted(found) == list(range(numbers[key])) for key, found in parts.items())
-    for place, layers_needed in held_by(plan).items():
-        missing = layers_needed - held.get(place, frozenset())
-        assert missing == {layer for target, layer in parts if target == place}, "what is missing comes, no more"
+    for worker_id, layers_needed in held_by(plan).items():
+        missing = layers_needed - held.get(worker_id, frozenset())
+        assert missing == {layer for target, layer in parts if target == worker_id}, "what is missing comes, no more"
     assert decision.redundant == (len(plan.pipelines) > asked.fault_threshold)
     assert decision.reason
     assert decision.predicted_step_s > 0
@@ -217,7 +217,7 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     assert plan.spares == ("node2",)
     with pytest.raises(Unrecoverable):
         planner.reconfigure(plan, lost=["node0"])
-    everything = held_by(plan) | {Place(node="node2", device=0): frozenset({0, 1})}
+    everything = held_by(plan) | {WorkerId(node="node2", device=0): frozenset({0, 1})}
     decision = planner.reconfigure(plan, lost=["node0"], held=everything)
     assert decision.plan.pipelines[0].nodes == ("node2", "node1")
     assert decision.transfers == ()
@@ -314,7 +314,7 @@ def test_a_transition_has_to_repay_itself() -> None:
 def test_the_state_may_be_elsewhere_than_the_plan_says() -> None:
     planner = Planner(uniform_profile(4), PlannerSettings(num_microbatches=4, num_pipelines=2))
     plan = planner.initial_plan(nodes(3)).plan
-    held = {Place(node="node1", device=0): frozenset(range(4)), Place(node="node2", device=3): frozenset({0})}
+    held = {WorkerId(node="node1", device=0): frozenset(range(4)), WorkerId(node="node2", device=3): frozenset({0})}
     decision = planner.reconfigure(plan, held=held)
     check(decision, nodes(3), held, planner)
 
@@ -322,7 +322,7 @@ def test_the_state_may_be_elsewhere_than_the_plan_says() -> None:
 def test_too_few_nodes_for_the_model_is_a_planning_error() -> None:
     planner = two_node_planner(8, fault_threshold=0)
     plan = planner.initial_plan(nodes(2)).plan
-    held = {Place(node="node0", device=0): frozenset(range(8))}
+    held = {WorkerId(node="node0", device=0): frozenset(range(8))}
     with pytest.raises(PlanningError, match="needs at least 2 nodes"):
         planner.reconfigure(plan, lost=["node1"], held=held)
 

@@ -15,7 +15,7 @@ import trio
 from oobleck.control.protocol.messages import SetUpWorker
 from oobleck.errors import WorkersUnavailable
 from oobleck.job import JobSpec
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.roles.ports import WorkerEnd
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.processes.workers import ForkingWorkerHost, Worker
@@ -26,7 +26,7 @@ SERVER = (sys.executable, str(Path(__file__).with_name("forking.py")))
 def setup(node: str = "node0", device: int = 0) -> SetUpWorker:
     return SetUpWorker(
         job=JobSpec(),
-        place=Place(node=node, device=device),
+        worker_id=WorkerId(node=node, device=device),
         address="127.0.0.1",
         torch_threads=1,
         cache_dir="/nowhere",

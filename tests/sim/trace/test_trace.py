@@ -175,8 +175,8 @@ def test_any_text_is_a_trace_or_an_error_of_ours(text: str) -> None:
 @given(data=st.data(), trace=traces(max_events=4))
 def test_a_damaged_file_is_a_trace_or_an_error_of_ours(data: st.DataObject, trace: Trace) -> None:
     document = json.loads(trace_to_json(trace))
-    place = data.draw(st.sampled_from([document, *document["events"]]))
-    key = data.draw(st.sampled_from(_KEYS) | st.sampled_from(sorted(place)))
-    place[key] = data.draw(_VALUES | st.sampled_from(["node_lost", "node_joined", "heal", "partition"]))
+    worker_id = data.draw(st.sampled_from([document, *document["events"]]))
+    key = data.draw(st.sampled_from(_KEYS) | st.sampled_from(sorted(worker_id)))
+    worker_id[key] = data.draw(_VALUES | st.sampled_from(["node_lost", "node_joined", "heal", "partition"]))
     read = read_or_refuse(json.dumps(document))
     assert read is None or trace_from_json(trace_to_json(read)) == read

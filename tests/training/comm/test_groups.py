@@ -24,10 +24,10 @@ import torch
 
 from oobleck.control.commit.commit_state import Interrupted, PeerLost
 from oobleck.errors import ConfigError
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.training.comm.groups import GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import Board
-from oobleck.training.comm.waiter import Signals
+from oobleck.training.comm.rendezvous import RendezvousTable
+from oobleck.training.comm.waiter import Waiter
 from tests.training.freezing_peer import A, B, C, keys_of
 
 PATIENCE_S = 60.0
@@ -40,14 +40,16 @@ def never() -> bool:
 class Member:
     """One member of groups, in this process."""
 
-    def __init__(self, place: Place, publish: Callable[[str, bytes], None]) -> None:
-        self.place = place
-        self.signals = Signals()
-        self.board = Board(lambda key, value, _nodes: publish(key, value))
-        self.table = GroupTable(place, "127.0.0.1", self.board, self.signals)
+    def __init__(self, worker_id: WorkerId, publish: Callable[[str, bytes], None]) -> None:
+        self.worker_id = worker_id
+        self.waiter = Waiter()
+        self.board = RendezvousTable(lambda key, value, _nodes: publish(key, value))
+        self.table = GroupTable(worker_id, "127.0.0.1", self.board, self.waiter)
 
 
-def members(places: Sequence[Place], tell: Callable[[str, bytes], None] = lambda _key, _value: None) -> list[Member]:
+def members(
+    worker_ids: Sequence[WorkerId], tell: Callable[[str, bytes], None] = lambda _key, _value: None
+) -> list[Member]:
     """Members that tell each other, and somebody else, their keys."""
     made: list[Member] = []
 
@@ -56,7 +58,7 @@ def members(places: Sequence[Place], tell: Callable[[str, bytes], None] = lambda
             member.board.put(key, value)
         tell(key, value)
 
-    made += [Member(place, publish) for place in places]
+    made += [Member(worker_id, publish) for worker_id in worker_ids]
     return made
 
 
@@ -65,7 +67,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result(PATIENCE_S) for future in [pool.submit(call) for call in calls]]
 
 
-def holdings() -> tuple[int, int]:
+def layer_store() -> tuple[int, int]:
     """Descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -93,7 +95,7 @@ class Peer:
     """The member c, in a process of its own."""
 
     def __init__(self) -> None:
-        self.boards: list[Board] = []
+        self.boards: list[RendezvousTable] = []
         """Where its keys go."""
         command = [sys.executable, "-m", "tests.training.freezing_peer"]
         self.process = subprocess.Popen(
@@ -111,7 +113,7 @@ class Peer:
             self.process.stdin.write(json.dumps(words) + "\n")
             self.process.stdin.flush()
 
-    def holdings(self) -> tuple[int, int]:
+    def layer_store(self) -> tuple[int, int]:
         self.say(count=True)
         told = self.hear()
         return told["descriptors"], told["threads"]
@@ -163,25 +165,25 @@ def test_nothing_is_left_of_groups_in_which_all_waits_for_a_frozen_peer(peer: Pe
         for member in (one, two):
             member.table.keep_only([], generation=generation + 1)
         if generation > 1:  # some threads are made once
-            here.append(settled(holdings, here[-1] if here else None))
+            here.append(settled(layer_store, here[-1] if here else None))
         assert (len(one.board), len(two.board)) == (0, 0)
         os.kill(peer.process.pid, signal.SIGCONT)
         peer.say(let_go=generation)
         if generation > 1:
-            there.append(settled(peer.holdings, there[-1] if there else None))
+            there.append(settled(peer.layer_store, there[-1] if there else None))
     assert here[0] == here[1]
     assert there[0] == there[1]
 
 
 def wait_in_vain(one: Member, two: Member, keys: dict[str, GroupKey]) -> None:
     """Sum with the frozen peer, send to it, and receive from it, on every kind of thread that does."""
-    lane = one.table[keys["lane"]]
+    pipeline_rank = one.table[keys["lane"]]
     is_over = threading.Event()
-    sums = [member.table[keys["all"]].all_reduce(torch.ones(9), member.signals) for member in (one, two) * 3]
-    inbox = lane.inbox(1, one.signals)
+    sums = [member.table[keys["all"]].all_reduce(torch.ones(9), member.waiter) for member in (one, two) * 3]
+    inbox = pipeline_rank.inbox(1, one.waiter)
     room = torch.empty(4)
-    inbox.expect(1, lambda tag: (lane.post_receive(room, 1, tag), room))
-    sends = [lane.send(torch.ones(1 << 20), 1, tag) for tag in (2, 3)]
+    inbox.expect(1, lambda tag: (pipeline_rank.post_receive(room, 1, tag), room))
+    sends = [pipeline_rank.send(torch.ones(1 << 20), 1, tag) for tag in (2, 3)]
 
     def give_up(wait: Callable[[Callable[[], bool]], object]) -> None:
         with pytest.raises((Interrupted, PeerLost)):
@@ -190,9 +192,9 @@ def wait_in_vain(one: Member, two: Member, keys: dict[str, GroupKey]) -> None:
     waiting = threading.Thread(target=give_up, args=(inbox.take,))
     waiting.start()
     is_over.set()
-    one.signals.announce()
+    one.waiter.announce()
     waiting.join()
-    give_up(lambda interrupted: one.signals.call(sends[0].wait, interrupted))
+    give_up(lambda interrupted: one.waiter.call(sends[0].wait, interrupted))
     give_up(sums[0].wait)
 
 
@@ -218,12 +220,12 @@ def test_variables_that_would_mix_groups_up_have_no_effect() -> None:
 def overlapping_sums() -> list[list[float]]:
     """What three members get who sum in groups of all, and of each two."""
     three = members((A, B, C))
-    keys = [GroupKey("reduce", 1, places) for places in ((A, B, C), (A, B), (A, C), (B, C))]
+    keys = [GroupKey("reduce", 1, worker_ids) for worker_ids in ((A, B, C), (A, B), (A, C), (B, C))]
 
     def sums(member: Member) -> list[float]:
-        own = {key: torch.full((3,), 2.0) for key in keys if member.place in key.members}
+        own = {key: torch.full((3,), 2.0) for key in keys if member.worker_id in key.members}
         member.table.form(own, never)
-        for each in [member.table[key].all_reduce(tensor, member.signals) for key, tensor in own.items()]:
+        for each in [member.table[key].all_reduce(tensor, member.waiter) for key, tensor in own.items()]:
             each.wait(never)
         return [float(tensor[0]) for tensor in own.values()]
 
@@ -239,7 +241,7 @@ def test_forming_that_is_given_up_ends_at_once_and_its_keys_are_not_kept() -> No
     forming.start()
     assert until(lambda: len(alone.board) > 0)
     is_over.set()
-    alone.signals.announce()
+    alone.waiter.announce()
     forming.join()
     assert until(lambda: threading.active_count() <= before)
     alone.table.keep_only([], generation=2)

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.training.comm.reachability_probe import hang_doorbell, ring_all
 from oobleck.wire import Doorbell
 
-PLACE = Place(node="n0", device=0)
+PLACE = WorkerId(node="n0", device=0)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "lo"])
@@ -25,12 +25,12 @@ def test_a_doorbell_answers_as_often_as_it_is_rung(address: str):
 def test_who_does_not_answer_is_named():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    gone = Doorbell(place=Place(node="n1", device=0), host="127.0.0.1", port=port)
-    assert ring_all([hang_doorbell(PLACE, "127.0.0.1"), gone]) == (gone.place,)
+    gone = Doorbell(worker_id=WorkerId(node="n1", device=0), host="127.0.0.1", port=port)
+    assert ring_all([hang_doorbell(PLACE, "127.0.0.1"), gone]) == (gone.worker_id,)
 
 
 def test_a_peer_that_drops_packets_costs_half_a_second():
-    silent = Doorbell(place=PLACE, host="192.0.2.1", port=9)  # RFC 5737: an address of nobody
+    silent = Doorbell(worker_id=PLACE, host="192.0.2.1", port=9)  # RFC 5737: an address of nobody
     began_s = time.monotonic()
     assert ring_all([silent] * 8) == (PLACE,) * 8
     assert time.monotonic() - began_s < 2.0

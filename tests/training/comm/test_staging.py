@@ -10,29 +10,29 @@ import pytest
 import torch
 
 from oobleck.control.commit.commit_state import Interrupted
-from oobleck.planner import Place
+from oobleck.planner import WorkerId
 from oobleck.training.comm.groups import Group, GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import Board
+from oobleck.training.comm.rendezvous import RendezvousTable
 from oobleck.training.comm.staging import Courier, HostCopy, Posting
 from oobleck.training.comm.sums import GlooSum, StagedSum
-from oobleck.training.comm.waiter import Signals
+from oobleck.training.comm.waiter import Waiter
 
-PLACES = tuple(Place(node=node, device=0) for node in "ab")
+PLACES = tuple(WorkerId(node=node, device=0) for node in "ab")
 KEY = GroupKey("pipeline", 1, PLACES)
 
 
 def _groups(*, stages: tuple[bool, bool]) -> tuple[Group, ...]:
     """A group of two members, seen from both of them."""
-    boards: list[Board] = []
+    boards: list[RendezvousTable] = []
 
     def publish(key: str, value: bytes, _nodes: tuple[str, ...]) -> None:
         for board in boards:
             board.put(key, value)
 
-    boards += [Board(publish) for _ in PLACES]
+    boards += [RendezvousTable(publish) for _ in PLACES]
     tables = [
-        GroupTable(place, "127.0.0.1", board, Signals(), stages=staged)
-        for place, board, staged in zip(PLACES, boards, stages, strict=True)
+        GroupTable(worker_id, "127.0.0.1", board, Waiter(), stages=staged)
+        for worker_id, board, staged in zip(PLACES, boards, stages, strict=True)
     ]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda table: table.form([KEY], lambda: False), tables))
@@ -80,9 +80,9 @@ def test_sums_are_posted_in_their_order_and_return_to_their_tensors(stages: tupl
     groups = _groups(stages=stages)
 
     def work(rank: int) -> torch.Tensor:
-        signals = Signals()
+        waiter = Waiter()
         tensors = [torch.full((5,), float(10 * number + rank)) for number in range(6)]
-        sums = [groups[rank].all_reduce(tensor, signals) for tensor in tensors]
+        sums = [groups[rank].all_reduce(tensor, waiter) for tensor in tensors]
         for each in reversed(sums):
             each.wait(lambda: False)
         return torch.stack(tensors)
@@ -93,19 +93,19 @@ def test_sums_are_posted_in_their_order_and_return_to_their_tensors(stages: tupl
 
 def test_a_staged_sum_that_the_other_side_never_joins_can_be_given_up():
     group, other = _groups(stages=(True, True))
-    signals, is_fenced = Signals(), threading.Event()
+    waiter, is_fenced = Waiter(), threading.Event()
     tensor = torch.ones(3)
-    reduction = group.all_reduce(tensor, signals)
+    reduction = group.all_reduce(tensor, waiter)
 
     def fence() -> None:
         is_fenced.set()
-        signals.announce()
+        waiter.announce()
 
     threading.Timer(0.05, fence).start()
     with pytest.raises(Interrupted):
         reduction.wait(is_fenced.is_set)
     assert torch.equal(tensor, torch.ones(3)), "nothing is copied back of a sum that is not there"
-    other.all_reduce(torch.ones(3), signals).wait(lambda: False)  # a group that is stuck cannot be destroyed
+    other.all_reduce(torch.ones(3), waiter).wait(lambda: False)  # a group that is stuck cannot be destroyed
 
 
 def test_failures_to_post_are_told_to_those_who_wait():
@@ -166,10 +166,10 @@ def test_what_nccl_has_under_way_is_aborted_on_another_thread_when_a_sum_is_give
     nccl = _FakeNccl()
     group._nccl = nccl
     with pytest.raises(Interrupted):
-        group.all_reduce(torch.ones(1), Signals()).wait(lambda: True)
+        group.all_reduce(torch.ones(1), Waiter()).wait(lambda: True)
     assert nccl.is_aborted.wait(10)
     assert nccl.aborted_by.startswith("abort ")
-    other.all_reduce(torch.ones(1), Signals()).wait(lambda: False)  # a group that is stuck cannot be destroyed
+    other.all_reduce(torch.ones(1), Waiter()).wait(lambda: False)  # a group that is stuck cannot be destroyed
     group.close()
 
 
@@ -180,7 +180,7 @@ def test_whoever_waits_looks_again_where_nobody_tells():
         looks.append(1)
         return len(looks) > 20
 
-    Signals().wait(is_done, lambda: False, poll_s=1e-4)
+    Waiter().wait(is_done, lambda: False, poll_s=1e-4)
     assert len(looks) > 20
 
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.commit.groups import transfer_key
-from oobleck.planner import LayerTransfer, Place
+from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.comm.groups import GroupTable
-from oobleck.training.comm.rendezvous import Board
+from oobleck.training.comm.rendezvous import RendezvousTable
 from oobleck.training.comm.transfer import LayerState, cut_into_chunks, exchange_layers
-from oobleck.training.comm.waiter import Signals
+from oobleck.training.comm.waiter import Waiter
 
-A, B, C, D = (Place(node=node, device=0) for node in "abcd")
+A, B, C, D = (WorkerId(node=node, device=0) for node in "abcd")
 
 
 @st.composite
@@ -65,13 +65,15 @@ def test_sources_take_turns() -> None:
 class Worker:
     """One of several workers in this process: its groups, and the layers that it holds."""
 
-    def __init__(self, place: Place, layers: Mapping[int, LayerState], publish: Callable[[str, bytes], None]) -> None:
-        self.place = place
+    def __init__(
+        self, worker_id: WorkerId, layers: Mapping[int, LayerState], publish: Callable[[str, bytes], None]
+    ) -> None:
+        self.worker_id = worker_id
         self.layers = layers
         self.told: list[tuple[int, int]] = []
-        self.signals = Signals()
-        self.board = Board(lambda key, value, _nodes: publish(key, value))
-        self.groups = GroupTable(place, "127.0.0.1", self.board, self.signals)
+        self.waiter = Waiter()
+        self.board = RendezvousTable(lambda key, value, _nodes: publish(key, value))
+        self.groups = GroupTable(worker_id, "127.0.0.1", self.board, self.waiter)
 
     def exchange(
         self, transfers: tuple[LayerTransfer, ...], shapes: Mapping[int, LayerState], chunk_bytes: int
@@ -81,33 +83,33 @@ class Worker:
         self.groups.form([key], lambda: False)
         return exchange_layers(
             transfers,
-            place=self.place,
+            worker_id=self.worker_id,
             group=self.groups[key],
             state_of=self.layers.__getitem__,
             empty_state=lambda layer: tuple(torch.empty_like(tensor) for tensor in shapes[layer]),
             size_of=lambda layer: sum(tensor.numel() for tensor in shapes[layer]),
             element_bytes=4,
             on_progress=lambda received, whole: self.told.append((received, whole)),
-            signals=self.signals,
+            waiter=self.waiter,
             interrupted=lambda: False,
             chunk_bytes=chunk_bytes,
         )
 
 
 def exchange_among(
-    held: Mapping[Place, Mapping[int, LayerState]], transfers: tuple[LayerTransfer, ...], chunk_bytes: int
-) -> tuple[dict[Place, dict[int, LayerState]], list[Worker]]:
+    held: Mapping[WorkerId, Mapping[int, LayerState]], transfers: tuple[LayerTransfer, ...], chunk_bytes: int
+) -> tuple[dict[WorkerId, dict[int, LayerState]], list[Worker]]:
     workers: list[Worker] = []
 
     def publish(key: str, value: bytes) -> None:
         for worker in workers:
             worker.board.put(key, value)
 
-    workers += [Worker(place, layers, publish) for place, layers in held.items()]
+    workers += [Worker(worker_id, layers, publish) for worker_id, layers in held.items()]
     shapes = {layer: state for layers in held.values() for layer, state in layers.items()}
     with ThreadPoolExecutor(len(workers)) as pool:
         results = pool.map(lambda worker: worker.exchange(transfers, shapes, chunk_bytes), workers)
-        return {worker.place: result for worker, result in zip(workers, results, strict=True)}, workers
+        return {worker.worker_id: result for worker, result in zip(workers, results, strict=True)}, workers
 
 
 def state_of(layer: int) -> LayerState:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.training.model.models import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.step.reduction import Bucket, make_buckets
@@ -36,8 +36,8 @@ def plans(draw: st.DrawFn, structure: ModelStructure = STRUCTURE) -> ExecutionPl
     return ExecutionPlan(pipelines=tuple(pipelines))
 
 
-def buckets_of(plan: ExecutionPlan, place: Place, max_elements: int) -> tuple[Bucket, ...]:
-    return make_buckets(plan, place, SHARE, generation=1, max_elements=max_elements)
+def buckets_of(plan: ExecutionPlan, worker_id: WorkerId, max_elements: int) -> tuple[Bucket, ...]:
+    return make_buckets(plan, worker_id, SHARE, generation=1, max_elements=max_elements)
 
 
 @given(plan=plans(), max_elements=st.sampled_from([1, 5000, 1 << 30]))
@@ -45,8 +45,8 @@ def buckets_of(plan: ExecutionPlan, place: Place, max_elements: int) -> tuple[Bu
 def test_any_two_workers_agree_on_the_buckets_that_they_share_and_on_their_order(
     plan: ExecutionPlan, max_elements: int
 ) -> None:
-    buckets = {place: buckets_of(plan, place, max_elements) for place in plan.places}
-    for one, other in itertools.combinations(plan.places, 2):
+    buckets = {worker_id: buckets_of(plan, worker_id, max_elements) for worker_id in plan.worker_ids}
+    for one, other in itertools.combinations(plan.worker_ids, 2):
         shared = [bucket for bucket in buckets[one] if other in bucket.key.members]
         assert shared == [bucket for bucket in buckets[other] if one in bucket.key.members]
 
@@ -54,9 +54,9 @@ def test_any_two_workers_agree_on_the_buckets_that_they_share_and_on_their_order
 @given(plan=plans(), max_elements=st.sampled_from([1, 5000, 1 << 30]))
 @examples(60)
 def test_every_parameter_is_in_one_bucket_with_all_of_its_owners(plan: ExecutionPlan, max_elements: int) -> None:
-    for place in plan.places:
-        buckets = buckets_of(plan, place, max_elements)
-        located = plan.locate(place)
+    for worker_id in plan.worker_ids:
+        buckets = buckets_of(plan, worker_id, max_elements)
+        located = plan.locate(worker_id)
         assert located is not None
         layers = plan.pipelines[located[0]].stages[located[1]].layers
         names = [name for bucket in buckets for name in bucket.parameters]
@@ -75,7 +75,7 @@ def test_the_last_layers_come_first() -> None:
     pipelines = tuple(
         Pipeline(template=PipelineTemplate(stages=(stage,)), nodes=(node,), num_microbatches=1) for node in ("a", "b")
     )
-    buckets = buckets_of(ExecutionPlan(pipelines=pipelines), Place(node="a", device=0), 1)
+    buckets = buckets_of(ExecutionPlan(pipelines=pipelines), WorkerId(node="a", device=0), 1)
     first_layers = [STRUCTURE.layers_with(bucket.parameters[0])[0] for bucket in buckets]
     assert first_layers == sorted(first_layers, reverse=True)
     assert buckets[-1].parameters[0].startswith("transformer.wte") or first_layers[-1] == 0

@@ -12,36 +12,36 @@ import pytest
 import torch
 from torch import nn
 
-from oobleck.control.commit.commit_state import Interrupted, PeerLost, Standing
+from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
 from oobleck.control.commit.partial_commit import Bank
 from oobleck.control.commit.sections import shares_of
 from oobleck.control.commit.worker_effects import Effect, Effects, Outcome, Say, drive
 from oobleck.control.protocol.messages import BankRecord, Fence, Order, PeerFailed
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Place, StageTemplate
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.comm.groups import GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import Board
-from oobleck.training.comm.waiter import Signals
+from oobleck.training.comm.rendezvous import RendezvousTable
+from oobleck.training.comm.waiter import Waiter
 from oobleck.training.step.executor import StepWork
 from oobleck.training.step.reduction import Bucket, GradientReducer
 from oobleck.training.step.sections import SectionGroups, SectionSums
 
-A, B, C = (Place(node=node, device=0) for node in "abc")
+A, B, C = (WorkerId(node=node, device=0) for node in "abc")
 MICROBATCHES = 24
 SHAPES = {"both": (7, 5), "all": (3,), "alone": (4, 2), "last": (11,)}
 
 
-def plan_of(places: Sequence[Place]) -> ExecutionPlan:
+def plan_of(worker_ids: Sequence[WorkerId]) -> ExecutionPlan:
     """Pipelines of one node each, with as many microbatches as each other."""
     stage = StageTemplate(first_layer=0, stop_layer=1, node_index=0)
     return ExecutionPlan(
         pipelines=tuple(
             Pipeline(
                 template=PipelineTemplate(stages=(stage,)),
-                nodes=(place.node,),
-                num_microbatches=MICROBATCHES // len(places),
+                nodes=(worker_id.node,),
+                num_microbatches=MICROBATCHES // len(worker_ids),
             )
-            for place in places
+            for worker_id in worker_ids
         )
     )
 
@@ -61,60 +61,60 @@ class Worker:
 
     def __init__(
         self,
-        place: Place,
-        places: Sequence[Place],
+        worker_id: WorkerId,
+        worker_ids: Sequence[WorkerId],
         publish: Callable[[str, bytes], None],
         *,
         num_sections: int,
         whole: bool = False,
         reducer: type[GradientReducer] = GradientReducer,
     ) -> None:
-        self.place = place
-        self.signals = Signals()
-        self.board = Board(lambda key, value, _nodes: publish(key, value))
-        self.groups = GroupTable(place, "127.0.0.1", self.board, self.signals)
-        self.standing = Standing(place, self.signals.announce, lock=threading.Lock())
-        self.plan = plan_of(places)
+        self.worker_id = worker_id
+        self.waiter = Waiter()
+        self.board = RendezvousTable(lambda key, value, _nodes: publish(key, value))
+        self.groups = GroupTable(worker_id, "127.0.0.1", self.board, self.waiter)
+        self.commit_state = CommitState(worker_id, self.waiter.announce, lock=threading.Lock())
+        self.plan = plan_of(worker_ids)
         self.whole = whole
-        everyone = GroupKey("reduce", 1, tuple(places))
-        owners = {"last": everyone, "all": everyone, "alone": GroupKey("reduce", 1, (place,))}
-        if place in places[:2]:
-            owners["both"] = GroupKey("reduce", 1, tuple(places[:2]))
+        everyone = GroupKey("reduce", 1, tuple(worker_ids))
+        owners = {"last": everyone, "all": everyone, "alone": GroupKey("reduce", 1, (worker_id,))}
+        if worker_id in worker_ids[:2]:
+            owners["both"] = GroupKey("reduce", 1, tuple(worker_ids[:2]))
         self.parameters = {
             name: nn.Parameter(torch.zeros(SHAPES[name], dtype=torch.float64)) for name in ("last", *owners)
         }
         self.buckets = tuple(Bucket(key=owners[name], parameters=(name,)) for name in self.parameters)
         self.keys = {everyone, *owners.values()}
-        self.reducer = reducer(self.buckets, self.parameters, self.groups, self.signals)
+        self.reducer = reducer(self.buckets, self.parameters, self.groups, self.waiter)
         self.num_banked = 0
         self.failed: list[PeerFailed] = []
-        self.bank = Bank(self.standing, device=place.device)
+        self.bank = Bank(self.commit_state, device=worker_id.device)
         self.sections = SectionSums(
             self.bank,
-            self.standing,
+            self.commit_state,
             self.groups,
-            self.signals,
+            self.waiter,
             num_microbatches=MICROBATCHES,
             tells=True,
             work=lambda: self.work,
             carry_out=self._drive,
             on_folded=self._note_banked,
         )
-        self.share = shares_of(self.plan)[places.index(place)]
+        self.share = shares_of(self.plan)[worker_ids.index(worker_id)]
         self.stops = section_stops(len(self.share), num_sections)
         self.work = StepWork(step=1, samples=range(MICROBATCHES), seed=0, microbatch_size=1, num_items=MICROBATCHES)
         order = Order(
             device=0,
             generation=1,
             plan=self.plan,
-            pipeline_generations=(1,) * len(places),
-            schedules=(ScheduleKind.ONE_F_ONE_B,) * len(places),
+            pipeline_generations=(1,) * len(worker_ids),
+            schedules=(ScheduleKind.ONE_F_ONE_B,) * len(worker_ids),
             boundary=0,
             num_sections=num_sections,
         )
-        self.standing.give_order(order)
-        self.standing.take_order()
-        self.standing.adopt(order, (0,))
+        self.commit_state.give_order(order)
+        self.commit_state.take_order()
+        self.commit_state.adopt(order, (0,))
         self.bank.adopt(order, is_spare=False)
         groups = SectionGroups(parameters=self.parameters, reducer=self.reducer, everyone=everyone)
         self.sections.adopt(groups, {})
@@ -192,14 +192,16 @@ class Severed(GradientReducer):
         raise PeerLost("connection reset by peer")
 
 
-def workers_of(places: Sequence[Place], *, num_sections: int, whole: bool = False) -> list[Worker]:
+def workers_of(worker_ids: Sequence[WorkerId], *, num_sections: int, whole: bool = False) -> list[Worker]:
     workers: list[Worker] = []
 
     def publish(key: str, value: bytes) -> None:
         for worker in workers:
             worker.board.put(key, value)
 
-    workers += [Worker(place, places, publish, num_sections=num_sections, whole=whole) for place in places]
+    workers += [
+        Worker(worker_id, worker_ids, publish, num_sections=num_sections, whole=whole) for worker_id in worker_ids
+    ]
     with ThreadPoolExecutor(len(workers)) as pool:
         list(pool.map(Worker.form, workers))
     return workers
@@ -222,13 +224,13 @@ def expected_sum(name: str, workers: Sequence[Worker], worker: Worker, *, whole:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("places", "num_sections"), [((A, B), 12), ((A, B, C), 4), ((A, B, C), 2)])
 def test_sections_and_the_rest_sum_to_what_one_reduction_sums(
-    places: tuple[Place, ...], num_sections: int, seed: int
+    worker_ids: tuple[WorkerId, ...], num_sections: int, seed: int
 ) -> None:
     """Whoever is ahead and whoever looks seldom; had two posted their sums in different orders, these would be mixed.
 
     Whole numbers are summed to the last bit.
     """
-    workers = workers_of(places, num_sections=num_sections, whole=True)
+    workers = workers_of(worker_ids, num_sections=num_sections, whole=True)
     for worker, sums in zip(workers, run_all(workers, seed), strict=True):
         assert worker.num_banked == num_sections - 1
         assert sums.keys() == worker.parameters.keys()
@@ -312,12 +314,12 @@ def test_nothing_is_banked_after_a_fence_and_the_program_goes_on() -> None:
     first, other = workers_of((A, B), num_sections=3, whole=True)
     for worker in (first, other):
         worker.compute(worker.share[0])
-    first.standing.answer(Fence(device=0, generation=2, lost=()))
+    first.commit_state.answer(Fence(device=0, generation=2, lost=()))
     first.begin()
     assert first.bank.section is None
     assert first.work.counts == {first.share[0]: 1}
     other.begin()
-    status = other.standing.answer(Fence(device=0, generation=2, lost=()))
+    status = other.commit_state.answer(Fence(device=0, generation=2, lost=()))
     assert (status.banked, status.bank_reduced) == (None, None)
     other.look()
     other.begin()  # does not wait for what will never come
@@ -332,7 +334,7 @@ def test_a_stopped_pipeline_does_not_wait_to_bank() -> None:
     first, other = workers_of((A, B), num_sections=3)
     first.compute(first.share[0])
     first.begin()
-    first.standing.answer(Fence(device=0, generation=2, lost=("a",)))
+    first.commit_state.answer(Fence(device=0, generation=2, lost=("a",)))
     with pytest.raises(Interrupted):
         first.begin()
     other.answer_what_was_posted()
@@ -345,10 +347,10 @@ def test_whoever_holds_the_sums_banks_them_by_order() -> None:
         for microbatch in worker.share[: worker.stops[0]]:
             worker.compute(microbatch)
         worker.begin()
-    wait_for(lambda: (first.look(), first.standing.answer(Fence(device=0, generation=0, lost=())))[1].bank_reduced)
-    first.standing.answer(Fence(device=0, generation=2, lost=()))
+    wait_for(lambda: (first.look(), first.commit_state.answer(Fence(device=0, generation=0, lost=())))[1].bank_reduced)
+    first.commit_state.answer(Fence(device=0, generation=2, lost=()))
     other.settle()
-    banked = other.standing.answer(Fence(device=0, generation=2, lost=())).banked
+    banked = other.commit_state.answer(Fence(device=0, generation=2, lost=())).banked
     assert isinstance(banked, BankRecord)
     first.look()
     assert first.sections.sums == {}

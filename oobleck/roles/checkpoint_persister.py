@@ -25,14 +25,14 @@ from oobleck.errors import CorruptCheckpoint
 
 from .ports import CheckpointStore
 
-__all__ = ["Safekeeping"]
+__all__ = ["CheckpointPersister"]
 
 _TASKS_BUFFERED = 100
 
 _Task = StateSaved | PersistState | CommitCheckpoint | RemoveUnfinished
 
 
-class Safekeeping:
+class CheckpointPersister:
     """Mutable: has what is still to be written. `run` must be running."""
 
     def __init__(self, store: CheckpointStore, say: Callable[[AgentMessage], None]) -> None:

@@ -16,8 +16,8 @@ from oobleck.control.protocol.messages import (
     StateSaved,
 )
 from oobleck.job import CheckpointSpec
+from oobleck.roles.checkpoint_persister import CheckpointPersister
 from oobleck.roles.ports import StoragePaths
-from oobleck.roles.safekeeping import Safekeeping
 
 
 class SlowDisk:
@@ -45,7 +45,7 @@ class SlowDisk:
 
 async def test_what_was_handed_over_is_written_before_anybody_leaves(autojump_clock: trio.testing.MockClock) -> None:
     said: list[AgentMessage] = []
-    keeping = Safekeeping(SlowDisk(), said.append)
+    keeping = CheckpointPersister(SlowDisk(), said.append)
     state = SavedState(name="step-1", step=1, generation=1, saved_at="2026-02-01T00:00:00")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keeping.run)
@@ -61,7 +61,7 @@ async def test_what_was_handed_over_is_written_before_anybody_leaves(autojump_cl
 
 async def test_what_a_run_before_has_left_fails_by_its_name(autojump_clock: trio.testing.MockClock) -> None:
     said: list[AgentMessage] = []
-    keeping = Safekeeping(SlowDisk(), said.append)
+    keeping = CheckpointPersister(SlowDisk(), said.append)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keeping.run)
         keeping.take(PersistState(name="step-1", step=1))

@@ -14,12 +14,12 @@ import trio
 
 from oobleck.control.protocol import AgentMessage, Heartbeat, Pace
 
-__all__ = ["Letters"]
+__all__ = ["ResendQueue"]
 
 _ALIVE = Heartbeat(sequence=None)
 
 
-class Letters:
+class ResendQueue:
     """Mutable: messages in order; the oldest are dropped when a master is away for too long."""
 
     def __init__(self, *, limit: int) -> None:
