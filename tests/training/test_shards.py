@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from oobleck.control.protocol import RecordRun, ScanAnswer, ScanRange, ScanRequest, StepRecords
 from oobleck.control.protocol.data_position import DataPosition
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec, JobSpec, ScriptSpec
@@ -22,7 +23,6 @@ from oobleck.training.data.shard_reader import Extent
 from oobleck.training.data.shard_readers import NO_TOKEN, RecordText, ShardReader, ShardSet, register_stream
 from oobleck.training.data.shard_scanner import ShardScanner
 from oobleck.training.process.assembly import assemble
-from oobleck.wire import RecordRun, ScanAnswer, ScanRange, ScanRequest, StepRecords
 from tests.examples import examples
 
 LENGTH = 4

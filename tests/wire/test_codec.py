@@ -20,16 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.journal.entries import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
-from oobleck.errors import PeerError
-from oobleck.job import JobSpec, ModelSpec, NodeSpec
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
-from oobleck.schedule import ScheduleKind
-from oobleck.wire import (
-    MAX_FRAME_BYTES,
+from oobleck.control.protocol import (
     AgentMessage,
     CommitRecord,
     Configure,
-    FrameDecoder,
     Heartbeat,
     MasterMessage,
     Order,
@@ -40,6 +34,14 @@ from oobleck.wire import (
     WorkerExited,
     WorkerFailed,
     WorkerMessage,
+)
+from oobleck.errors import PeerError
+from oobleck.job import JobSpec, ModelSpec, NodeSpec
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
+from oobleck.schedule import ScheduleKind
+from oobleck.wire import (
+    MAX_FRAME_BYTES,
+    FrameDecoder,
     decode_json,
     encode_frame,
     encode_json,

@@ -14,14 +14,9 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, Profile, WorkerId, profile_from_json
-from oobleck.schedule import ScheduleKind
-from oobleck.training.process import run_worker
-from oobleck.wire import (
+from oobleck.control.protocol import (
     CommitRecord,
     Finished,
-    FrameDecoder,
     Order,
     Profiled,
     ProfileRequest,
@@ -33,8 +28,12 @@ from oobleck.wire import (
     WorkerFailed,
     WorkerMessage,
     WorkerReady,
-    encode_frame,
 )
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan, Profile, WorkerId, profile_from_json
+from oobleck.schedule import ScheduleKind
+from oobleck.training.process import run_worker
+from oobleck.wire import FrameDecoder, encode_frame
 
 __all__ = ["LocalWorkers", "Trained", "fork_context"]
 

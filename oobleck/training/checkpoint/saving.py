@@ -24,13 +24,9 @@ from oobleck.checkpoint import (
     run_of,
 )
 from oobleck.control.checkpoints import shares_of
-from oobleck.control.protocol import DataPosition
-from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.planner import ExecutionPlan, WorkerId
-from oobleck.training.model import Share
-from oobleck.user_path import expand_user
-from oobleck.wire import (
+from oobleck.control.protocol import (
     CheckpointsFound,
+    DataPosition,
     FindCheckpoints,
     FoundState,
     Restore,
@@ -39,6 +35,10 @@ from oobleck.wire import (
     StateSaved,
     StoragePaths,
 )
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.planner import ExecutionPlan, WorkerId
+from oobleck.training.model import Share
+from oobleck.user_path import expand_user
 
 from .parts import cut_state, part_metadata, part_to_save
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from oobleck.control.protocol import Doorbell
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
-from oobleck.wire import Doorbell
 
 __all__ = ["hang_doorbell", "no_place_to_listen", "ring_all"]
 

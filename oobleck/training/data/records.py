@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oobleck.control.protocol import DataPosition
-from oobleck.wire import RecordsOver, StepRecords
+from oobleck.control.protocol import DataPosition, RecordsOver, StepRecords
 
 __all__ = ["NO_SAMPLE", "Record", "Records"]
 

@@ -9,9 +9,9 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from oobleck.control.protocol import ScanAnswer, ScanRange, ScanRequest, ScanResult
 from oobleck.errors import ShardUnreadable
 from oobleck.job import DataSpec
-from oobleck.wire import ScanAnswer, ScanRange, ScanRequest, ScanResult
 
 from .shard_readers import ShardSet
 

@@ -9,8 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from oobleck.control.protocol import WorkerBound, WorkerMessage
 from oobleck.errors import PeerError
-from oobleck.wire import FrameDecoder, WorkerBound, WorkerMessage, encode_frame
+from oobleck.wire import FrameDecoder, encode_frame
 
 __all__ = ["AgentLink"]
 

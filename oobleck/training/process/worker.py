@@ -19,24 +19,7 @@ from typing import NoReturn
 import torch
 
 from oobleck.control.commit import CommitState
-from oobleck.errors import UserError
-from oobleck.planner import profile_to_json
-from oobleck.streams import shield_scripts
-from oobleck.training.checkpoint import Saving
-from oobleck.training.comm import (
-    GroupTable,
-    RendezvousTable,
-    Waiter,
-    choose_device,
-    device_memory_bytes,
-    hang_doorbell,
-    ring_all,
-    use_device,
-)
-from oobleck.training.data import ShardScanner
-from oobleck.training.model import require_compiler, share_of
-from oobleck.training.step import Engine
-from oobleck.wire import (
+from oobleck.control.protocol import (
     Fence,
     FindCheckpoints,
     FinishStep,
@@ -54,6 +37,23 @@ from oobleck.wire import (
     WorkerFailed,
     WorkerReady,
 )
+from oobleck.errors import UserError
+from oobleck.planner import profile_to_json
+from oobleck.streams import shield_scripts
+from oobleck.training.checkpoint import Saving
+from oobleck.training.comm import (
+    GroupTable,
+    RendezvousTable,
+    Waiter,
+    choose_device,
+    device_memory_bytes,
+    hang_doorbell,
+    ring_all,
+    use_device,
+)
+from oobleck.training.data import ShardScanner
+from oobleck.training.model import require_compiler, share_of
+from oobleck.training.step import Engine
 
 from .assembly import assemble
 from .link import AgentLink

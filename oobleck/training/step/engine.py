@@ -59,14 +59,7 @@ from oobleck.control.commit import (
     TakeTotals,
     drive,
 )
-from oobleck.job import JobSpec
-from oobleck.planner import WorkerId
-from oobleck.training.checkpoint import Saving, digest_of
-from oobleck.training.comm import Group, GroupTable, LayerState, Waiter, exchange_layers
-from oobleck.training.data import Dataset
-from oobleck.training.model import ModelStructure, Precision, Share, StageModel, install
-from oobleck.training.optim import Optimizer
-from oobleck.wire import (
+from oobleck.control.protocol import (
     CommitRecord,
     Evaluating,
     EvaluationDone,
@@ -81,6 +74,13 @@ from oobleck.wire import (
     Resumed,
     StepCommitted,
 )
+from oobleck.job import JobSpec
+from oobleck.planner import WorkerId
+from oobleck.training.checkpoint import Saving, digest_of
+from oobleck.training.comm import Group, GroupTable, LayerState, Waiter, exchange_layers
+from oobleck.training.data import Dataset
+from oobleck.training.model import ModelStructure, Precision, Share, StageModel, install
+from oobleck.training.optim import Optimizer
 
 from .evaluation import Evaluator
 from .executor import PipelineRank

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
+from oobleck.control.protocol import Order, Restore
 from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.checkpoint import Saving
 from oobleck.training.comm import LayerState, fill_state
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
 from oobleck.training.optim import LossScale, Optimizer
-from oobleck.wire import Order, Restore
 
 from .sections import SectionSums
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
-from oobleck.wire import Pace
 
 __all__ = ["StepTimer"]
 

@@ -385,5 +385,5 @@ def test_any_override_gives_a_job_or_a_usage_error(text):
 
 
 def test_the_example_spells_the_default_job_out():
-    path = Path(__file__).parents[2] / "examples" / "gpt2.yaml"
+    path = Path(__file__).parents[3] / "examples" / "gpt2.yaml"
     assert load_job(path.read_text(), source=str(path)) == default_job(4)

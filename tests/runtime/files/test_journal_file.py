@@ -107,7 +107,7 @@ def test_a_missing_journal_is_a_config_error(path):
 
 
 def test_entries_told_before_a_kill_are_all_there(path):
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-c", WRITE_UNTIL_KILLED, str(path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(root)}

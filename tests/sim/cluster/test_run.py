@@ -202,7 +202,7 @@ print(Setting(events={EVENTS}).run(seed=5).digest)
 def test_the_same_trace_and_seed_give_the_same_journal_in_another_process():
     def digest(hash_seed: str) -> bytes:
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        root = Path(__file__).parents[2]
+        root = Path(__file__).parents[3]
         return subprocess.run(
             [sys.executable, "-c", DIGEST], env=environment, check=True, capture_output=True, cwd=root
         ).stdout.strip()
@@ -233,7 +233,7 @@ def elsewhere(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
 
 

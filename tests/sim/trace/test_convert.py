@@ -47,7 +47,7 @@ ALL = {
     "infinitehbd": INFINITEHBD,
     "lanl": LANL,
 }
-DATA = Path(__file__).parents[3] / "shared" / "data" / "traces"
+DATA = Path(__file__).parents[4] / "shared" / "data" / "traces"
 
 
 def read(format_name: str, text: str | None = None, **options: int) -> Trace:

@@ -99,7 +99,7 @@ class Peer:
         """Where its keys go."""
         command = [sys.executable, "-m", "tests.training.freezing_peer"]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
         )
         self._writing = threading.Lock()
         self._told: SimpleQueue[dict[str, Any]] = SimpleQueue()
@@ -208,7 +208,7 @@ def test_variables_that_would_mix_groups_up_have_no_effect() -> None:
             "from tests.training.comm.test_groups import overlapping_sums; print(overlapping_sums())",
         ],
         env={**os.environ, **variables},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

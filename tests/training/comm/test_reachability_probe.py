@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from oobleck.control.protocol import Doorbell
 from oobleck.planner import WorkerId
 from oobleck.training.comm.reachability_probe import hang_doorbell, ring_all
-from oobleck.wire import Doorbell
 
 PLACE = WorkerId(node="n0", device=0)
 
