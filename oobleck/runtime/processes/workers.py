@@ -216,7 +216,7 @@ class ForkingWorkerHost:
             return
         fields = json.dumps(asdict(job.text))
         await trio.run_process(
-            [sys.executable, "-m", "oobleck.training.data.data.corpus", str(cache_dir), fields],
+            [sys.executable, "-m", "oobleck.training.data.corpus", str(cache_dir), fields],
             stdin=subprocess.DEVNULL,
             check=False,
         )

@@ -1,4 +1,4 @@
-"""Whose gradients are summed with whose, without parameters: the twin of `training.step.step.reduction`'s buckets."""
+"""Whose gradients are summed with whose, without parameters: the twin of `training.step.reduction`'s buckets."""
 
 from __future__ import annotations
 

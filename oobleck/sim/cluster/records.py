@@ -1,4 +1,4 @@
-"""The records that a virtual worker was told to take in each step: the twin of `training.data.data.records`."""
+"""The records that a virtual worker was told to take in each step: the twin of `training.data.records`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual workers: drivers of the follower and its `CommitState`, like `training.step.step.engine`, in virtual time.
+"""Virtual workers: drivers of the follower and its `CommitState`, like `training.step.engine`, in virtual time.
 
 What is done, and in which order, is `control.commit.follower`'s. Here each effect becomes moves: the training thread is a
 generator that yields wherever the real one may be preempted or has to wait, so that whoever steps it chooses the

@@ -5,7 +5,7 @@ tokens; what is left at the end is dropped. All processes of a machine map the f
 a digest of everything that it is made from, so a change of the text makes a new one.
 
 That torch is not needed lets a machine make the file while its workers are still importing it:
-`python -m oobleck.training.data.data.corpus CACHE_DIR JSON`, with the fields of a `DataSpec` as a JSON object.
+`python -m oobleck.training.data.corpus CACHE_DIR JSON`, with the fields of a `DataSpec` as a JSON object.
 """
 
 from __future__ import annotations

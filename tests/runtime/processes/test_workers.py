@@ -20,7 +20,7 @@ from oobleck.roles.ports import WorkerEnd
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.processes.workers import ForkingWorkerHost, Worker
 
-SERVER = (sys.executable, str(Path(__file__).with_name("forking.py")))
+SERVER = (sys.executable, str(Path(__file__).parents[1] / "forking.py"))
 
 
 def setup(node: str = "node0", device: int = 0) -> SetUpWorker:

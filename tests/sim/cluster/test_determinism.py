@@ -16,7 +16,7 @@ from oobleck.sim.cluster.determinism import Livelock, VirtualTime, run_virtual
 
 SHUFFLED = """
 import trio
-from oobleck.sim.cluster.cluster.determinism import run_virtual
+from oobleck.sim.cluster.determinism import run_virtual
 
 async def main():
     order = []

@@ -106,7 +106,7 @@ def test_whatever_is_drawn_is_a_trace_and_is_drawn_again(
 
 def test_another_process_with_another_hash_seed_draws_the_same() -> None:
     program = (
-        "from oobleck.sim.trace.trace.generate import *; from oobleck.sim.trace.trace import trace_to_json; import sys;"
+        "from oobleck.sim.trace.generate import *; from oobleck.sim.trace.trace import trace_to_json; import sys;"
         "sys.stdout.write(trace_to_json(generate(PRESETS['spot-p3'], num_nodes=20, duration_s=86400, seed=9)))"
     )
     digests = set()

@@ -122,7 +122,7 @@ def test_of_processes_that_start_at_once_one_does_the_work(spec: DataSpec, tmp_p
 def test_a_process_without_torch_can_make_it(spec: DataSpec, tmp_path: Path):
     fields = json.dumps({"paths": spec.paths, "sequence_length": 16, "vocab_size": 400})
     code = (
-        "import runpy, sys; runpy.run_module('oobleck.training.data.data.corpus', run_name='__main__'); "
+        "import runpy, sys; runpy.run_module('oobleck.training.data.corpus', run_name='__main__'); "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "cache"), fields], check=True)
