@@ -40,6 +40,9 @@ MAY_IMPORT = {
     "__init__": {"script"},
 }
 
+MOST_MODULES = 25
+"""Side by side in one folder, its `__init__` counted."""
+
 PURE_FLOORS = ("errors", "job", "json_table", "planner", "schedule", "control")
 
 # The world, as far as the standard library reaches into it.
@@ -122,6 +125,41 @@ def test_imports_go_down_only():
         and name.split(".")[1] not in ({floor, "__version__"} | MAY_IMPORT.get(floor, set()))
     ]
     assert not upward, "\n".join(upward)
+
+
+def rooms() -> set[str]:
+    """The packages below the floors, by their absolute names: each `__init__` gives out what is its room's to give."""
+    return {".".join(("oobleck", *path.parent.relative_to(PACKAGE).parts)) for path in PACKAGE.glob("*/*/__init__.py")}
+
+
+def past_a_door(importer: str, name: str) -> bool:
+    """Whether a module imports a module of somebody else's room."""
+    room = next((room for room in rooms() if name.startswith(f"{room}.")), None)
+    return room is not None and not f"{importer}.".startswith(f"{room}.")
+
+
+def test_nobody_imports_past_a_door():
+    strayed = [
+        f"{place} imports {name}"
+        for _, place, name in imported()
+        if past_a_door(place.split(":")[0].removesuffix(".py").replace("/", "."), name)
+    ]
+    assert not strayed, "\n".join(strayed)
+
+
+def test_every_room_has_a_door_that_says_what_it_is_for_and_gives_things_out():
+    for room in sorted(rooms()):
+        tree = ast.parse((PACKAGE.parent / room.replace(".", "/") / "__init__.py").read_text())
+        assert ast.get_docstring(tree), room
+        given = [
+            node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        assert len(given) == 1, room
+
+
+def test_no_folder_has_more_modules_than_one_can_take_in():
+    sizes = {folder: len(list(folder.glob("*.py"))) for folder in (PACKAGE, *PACKAGE.rglob("*")) if folder.is_dir()}
+    assert not {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES}
 
 
 def test_pure_floors_import_nothing_of_the_world():

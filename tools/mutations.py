@@ -28,7 +28,10 @@ COMMIT = "tests/control/test_commit.py::test_faults_of_all_kinds_break_no_promis
 KILLS = "tests/control/test_commit.py::test_killed_nodes_break_no_promise"
 F_LOSSES = "tests/control/test_commit.py::test_losing_f_nodes_never_ends_a_run"
 RESTARTS = "tests/control/test_commit.py::test_workers_that_end_and_come_back_break_no_promise"
-FORGOTTEN = "tests/control/coordinator/test_coordinator.py::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
+FORGOTTEN = (
+    "tests/control/coordinator/test_coordinator.py"
+    "::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
+)
 ANSWERS = "tests/control/commit/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"

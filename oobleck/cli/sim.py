@@ -176,7 +176,7 @@ def sim(
 
     Policy `oobleck` runs the real decisions; the others are models with their sources. Nothing is started.
     """
-    from oobleck.sim.policies.registry import POLICIES
+    from oobleck.sim.policies import POLICIES
     from oobleck.sim.trace import with_nodes, with_spares
 
     from .pictures import picture_writer, write_file
@@ -281,7 +281,7 @@ def _settings(
 
 
 def _play(name: str, trace: Trace, settings: SweepSettings, *, gear: str, quiet: bool) -> Outcome:
-    from oobleck.sim.policies.registry import POLICIES, PolicySettings
+    from oobleck.sim.policies import POLICIES, PolicySettings
 
     with _progress(name, trace.duration_s, quiet=quiet) as report:
         if name == "oobleck" and gear == "cluster":

@@ -121,7 +121,7 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
         (["--plot", "r.pdf"], 2, "must be .svg or .png"),
         (["--checkpoint-interval", "0"], 2, "--checkpoint-interval is 0"),
         (["--nodes", "1"], 78, "the model needs at least 2 nodes"),
-        (["--summary", "/nowhere/s.json"], 78, "/nowhere/s.json"),
+        (["--summary", "/nowhere/s.json"], 2, "/nowhere/s.json"),
     ],
 )
 def test_bad_usage_says_what_to_change(

@@ -7,13 +7,13 @@
     a step:  compute ──> settle the bank ──> reduce ──> note_reduced ──> agree ──> begin_apply ──> apply ──> save
     a plan:  form groups ──> receive layers ──> Standing.adopt ──> hold the layers ──> drop old groups
 
-Whatever must come before something else is written here, once. The driver knows how, never when: `training/step/engine.py`
-carries effects out with torch and sockets, `sim/cluster/worker.py` with virtual time and a fabric whose faults are chosen. So
-what is proved of the order of things in the simulator holds of workers on real machines.
+Whatever must come before something else is written here, once. The driver knows how, never when:
+`training/step/engine.py` carries effects out with torch and sockets, `sim/cluster/worker.py` with virtual time and a
+fabric whose faults are chosen. So what is proved of the order of things in the simulator holds of workers on real
+machines.
 
-What its answers to fences promise is `CommitState`'s, whose moments this passes. Between a moment and the effect that it
-announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits and nothing may fail.
-"""
+What its answers to fences promise is `CommitState`'s, whose moments this passes. Between a moment and the effect that
+it announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits and nothing may fail."""
 
 from __future__ import annotations
 

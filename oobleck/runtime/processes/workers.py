@@ -1,7 +1,7 @@
 """Worker processes, forked from a warm server that the agents of one job on one machine share.
 
-The first agent to need it starts the server (`oobleck.training.process.fork_server`); it ends with its last client. Where it
-ends before, its workers live on, and the first agent that notices starts another one.
+The first agent to need it starts the server (`oobleck.training.process.fork_server`); it ends with its last client.
+Where it ends before, its workers live on, and the first agent that notices starts another one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sections of a step on their way over the virtual fabric: carries out the effects of `control.commit.partial_commit`."""
+"""Sections of a step over the virtual fabric: carries out the effects of `control.commit.partial_commit`."""
 
 from __future__ import annotations
 

@@ -3,3 +3,9 @@
 They know nothing of the coordinator. What all have in common is in `ledger` (accounts) and `happenings` (the trace,
 as a system sees it that only knows nodes that are there, or not); how fast so many nodes are is in `throughput`.
 """
+
+from __future__ import annotations
+
+from .registry import POLICIES, PolicySettings
+
+__all__ = ["POLICIES", "PolicySettings"]

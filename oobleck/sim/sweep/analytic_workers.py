@@ -7,10 +7,10 @@ steps are committed, when the step in flight is finished, when a plan is adopted
        ^                         │ a fence                        │ a fence                     │ a loss, a fence
        └─────────────────────────┴────────────────────────────────┴─────────────────────────────┘
 
-This is a closed form of what `control.commit.follower` does, and no driver of it: that would take every move of every worker.
-What ties the two is a property (`test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear` in
-`tests/sim/test_gears.py`). Who takes which microbatches, and where sections end, `control.commit.sections` says for both.
-"""
+This is a closed form of what `control.commit.follower` does, and no driver of it: that would take every move of every
+worker. What ties the two is a property (`test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear` in
+`tests/sim/test_gears.py`). Who takes which microbatches, and where sections end, `control.commit.sections` says for
+both."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The training thread's work: a driver of the follower, with torch and process groups.
 
-What is done with an order, and what comes first, is `control.commit.follower`'s; the engine carries its effects out and never
-chooses. What was computed of the step in flight (`step.py`) lasts until the step is applied or forgotten, what is
-banked of it (`sections.py`) until it is applied; a plan gives and takes layers (`holdings.py`).
-"""
+What is done with an order, and what comes first, is `control.commit.follower`'s; the engine carries its effects out and
+never chooses. What was computed of the step in flight (`step.py`) lasts until the step is applied or forgotten, what is
+banked of it (`sections.py`) until it is applied; a plan gives and takes layers (`holdings.py`)."""
 
 from __future__ import annotations
 

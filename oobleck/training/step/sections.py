@@ -1,8 +1,8 @@
-"""Sections of a step on their way: carries out the effects of `control.commit.partial_commit` with real sums, while a program runs on.
+"""Sections of a step: carries out the effects of `control.commit.partial_commit` with real sums, while a program runs.
 
 What is done of a step is set aside without a copy; its sums are added to those that are banked. When anything is begun,
-taken or given up is for the bank to say; here is how, and the waiting. `sim/cluster/sections.py` is the same without tensors.
-"""
+taken or given up is for the bank to say; here is how, and the waiting. `sim/cluster/sections.py` is the same without
+tensors."""
 
 from __future__ import annotations
 
