@@ -1,29 +1,35 @@
 # `make demo` trains the default job on four local nodes and kills one; `make test` runs the checks and tests.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
-# JOBS says how many tests run side by side: those of real runs (tests/e2e) take turns on one worker, the rest runs
-# beside them; those that compare times have the machine to themselves.
+# The tests of real runs (tests/e2e) take turns, and all others run beside them; those that compare times have the
+# machine to themselves.
 PYTHON ?= python3
-JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOCK_VENV := .venv-lock
+SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
-BESIDE := -n $(JOBS) --dist loadgroup
+BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo test test-all lint types format lock clean
+.PHONY: demo test test-all test-runs test-others lint types format lock clean
 
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint types
-	$(PYTEST) $(BESIDE) -m "not slow and not alone"
+	$(BESIDE) SELECT="not slow and not alone" test-runs test-others
 	$(PYTEST) -m "not slow and alone"
 
 test-all: $(STAMP) lint types
-	$(PYTEST) $(BESIDE) -m "not alone"
+	$(BESIDE) SELECT="not alone" test-runs test-others
 	$(PYTEST) -m "alone"
+
+test-runs: $(STAMP)
+	$(PYTEST) -m "$(SELECT)" tests/e2e
+
+test-others: $(STAMP)
+	$(PYTEST) -m "$(SELECT)" --ignore tests/e2e
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

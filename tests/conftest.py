@@ -22,16 +22,13 @@ _short = pytest.StashKey[str]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Have files made in a directory with a short name; batch systems' TMPDIR, and xdist's names, are long."""
-    has_long_name = len(tempfile.gettempdir()) > _LONGEST_DIRECTORY
-    is_worker = hasattr(config, "workerinput")  # which has its directory from the process that started it
-    if is_worker or not (has_long_name or getattr(config.option, "numprocesses", None)):
+    """Have files made in a directory with a short name where TMPDIR has a long one, as batch systems' has."""
+    if len(tempfile.gettempdir()) <= _LONGEST_DIRECTORY:
         return
     config.stash[_short] = tempfile.mkdtemp(prefix="ob", dir="/tmp")
     if config.option.basetemp is None:
         config.option.basetemp = os.path.join(config.stash[_short], "t")
-    if has_long_name:
-        os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_short]  # for workers, and for what tests start
+    os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_short]  # for what tests start, too
 
 
 @pytest.hookimpl(trylast=True)

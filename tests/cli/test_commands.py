@@ -60,7 +60,10 @@ ELSEWHERE = (
     (r"pip install .", "`make` does it"),
     (r"python -m oobleck.runtime.processes.agent_process", "what the master runs on a node, in every run"),
     (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),
-    (r"python tools/mutations.py", "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code"),
+    (
+        r"python tools/mutations.py( --end-to-end)?",
+        "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code",
+    ),
     (r"python tools/(paper|recovery_timeline).py .*", "tests/tools has a test of each"),
 )
 """What is not run by this file or on a run of tests/e2e, and why, or who runs it."""
