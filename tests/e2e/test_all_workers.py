@@ -14,8 +14,8 @@ from .elastic import Elastic, nodes_of, recoveries
 from .harness import Runner, incidents, worker_pids
 
 NODES = ["node0", "node1", "node2", "node3"]
-SAVED = ("--set", "checkpoint.enabled=true", "--set", "checkpoint.save_steps=4")
-"""Over the fixture's job, which saves nothing."""
+SAVED = ("--resume", "never", "--set", "checkpoint.enabled=true", "--set", "checkpoint.save_steps=4")
+"""Over the fixture's job, which saves nothing; a run before has saved under the same tag."""
 
 
 def kill_workers(runner: Runner, *nodes: str, apart_s: float = 0.0) -> None:
