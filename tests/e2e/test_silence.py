@@ -124,8 +124,10 @@ class Stalls:
         self.done.append(f"{first} for {seconds:.2f} s")
         with stalled(self._pids(first)):
             time.sleep(seconds / 2)
-            if first == "the fork server" or self.random.random() < 0.3:
-                self._kill(self.random.choice(("a worker", "a worker", "the fork server")))
+            if first == "the fork server":  # which is missed by those alone who want a worker of it
+                self._kill("a worker")
+            elif self.random.random() < 0.3:
+                self._kill(self.random.choice(("a worker", "the fork server")))
             if self.random.random() < 0.3:
                 second, _ = self._draw()
                 self.done[-1] += f", {second} from its middle on"

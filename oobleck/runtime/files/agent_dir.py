@@ -158,9 +158,14 @@ def end_command(run_id: str, node: str) -> str:
 
 
 def clean_command(run_id: str, node: str) -> str:
-    """Like `end_command`; removes the run's directory as well, unless others use it."""
+    """Like `end_command`; removes the run's directory as well, unless others use it.
+
+    The fork server removes its own files when it ends, but for one that was killed.
+    """
     job = shlex.quote(run_id)
-    remove = f'rm -f {job}/fork.lock {job}/fork.pid; rmdir {job}; cd / && rmdir "$base"'
+    has_nodes = "ls | grep -Eqvx 'fork[.](lock|pid|sock)'"
+    left = f'rm -f fork.lock; [ -n "$({_pids("fork")})" ] || rm -f fork.pid fork.sock'
+    remove = f'(cd {job} && {{ {has_nodes} || {{ {left}; }}; }}); rmdir {job}; cd / && rmdir "$base"'
     return _in_shell(f"{_end(run_id, node)}; {_OURS} && {{ {remove}; }}; true")
 
 

@@ -252,6 +252,23 @@ def test_agents_are_found_where_the_named_directory_is_missing(tmp_path: Path, m
     assert not directory.job_path.exists()
 
 
+def test_what_a_killed_fork_server_has_left_goes_with_the_last_node(directory: AgentDir) -> None:
+    AgentDir(RUN, "node2").create()
+    shared = (directory.fork_server_lock, directory.fork_server_pid, directory.fork_server_socket)
+    for server in process(directory, "../fork", BUSY):
+        directory.fork_server_lock.touch()
+        directory.fork_server_socket.touch()
+        assert shell(clean_command(RUN, "node1")) == 0
+        assert not directory.path.exists()
+        assert [path.exists() for path in shared] == [True, True, True], "node2 is there"
+        assert shell(clean_command(RUN, "node2")) == 0
+        assert [path.exists() for path in shared] == [False, True, True], "it lives, and removes its files itself"
+        server.kill()
+        server.wait()
+    assert shell(clean_command(RUN, "node2")) == 0
+    assert not home_of(directory).exists()
+
+
 def test_what_somebody_has_put_in_our_place_is_neither_used_nor_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
