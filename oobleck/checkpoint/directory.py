@@ -30,6 +30,7 @@ __all__ = ["MANIFEST_NAME", "CheckpointDirectory", "FileFault", "FoundManifest",
 
 MANIFEST_NAME = "manifest.json"
 _PREFIX = "step-"
+_REMOVED_PREFIX = ".removed-"
 _READ_BYTES = 4 << 20
 
 
@@ -104,26 +105,29 @@ class CheckpointDirectory:
         return Shard(layer=layer, part=part, file=file, size_bytes=size, sha256=digest)
 
     def commit(self, manifest: Manifest) -> None:
-        """Give a checkpoint its manifest: from here on it is complete. Every node may do so; they write the same."""
+        """Give a checkpoint its manifest: from here on it is complete. Every node may do so; they write the same.
+
+        Raises OSError; FileNotFoundError where nothing of it is here, or where it has just been removed.
+        """
         target = self.path / manifest.name
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = json.dumps(to_builtins(manifest), indent=1).encode() + b"\n"
         write_file(target / MANIFEST_NAME, [memoryview(text)])
         fsync_directory(self.path)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove checkpoints, manifests first, so that none is ever taken for complete when it is not.
+        """Remove checkpoints. Each loses its name first, so that none is ever taken for complete when it is not.
 
-        Others may remove the same ones at the same time. Raises OSError.
+        Others may remove the same ones at the same time, or complete them: they find nothing under the name any more.
+        Raises OSError.
         """
         for name in names:
-            target = self.path / name
             if not name.startswith(_PREFIX) or "/" in name:
                 continue  # not one of ours
             with suppress(FileNotFoundError):
-                (target / MANIFEST_NAME).unlink()
-                fsync_directory(target)
-            shutil.rmtree(target, ignore_errors=True)
+                (self.path / name).rename(self.path / f"{_REMOVED_PREFIX}{name}")
+                fsync_directory(self.path)
+        for nameless in self.path.glob(f"{_REMOVED_PREFIX}*"):  # others', too: they may have been killed over it
+            shutil.rmtree(nameless, ignore_errors=True)
 
     def remove_unfinished(self, names: Iterable[str]) -> None:
         """Remove what is there of saves that were given up; what has a manifest, whole or not, is left alone."""

@@ -183,6 +183,24 @@ def test_removing_leaves_what_is_not_ours(directory: CheckpointDirectory, tmp_pa
     assert (tmp_path / "precious").is_dir()
 
 
+def test_what_was_removed_is_not_completed_by_who_comes_late(directory: CheckpointDirectory) -> None:
+    """Its layers are gone: nothing may say that they were there."""
+    first, second = save(directory, 5), save(directory, 6)
+    directory.remove([first.name])
+    with pytest.raises(FileNotFoundError):
+        directory.commit(first)
+    assert [found.name for found in directory.find()] == [second.name]
+
+
+def test_what_somebody_was_killed_over_while_removing_it_is_removed_by_the_next(directory: CheckpointDirectory) -> None:
+    manifest = save(directory, 5)
+    left = directory.path / ".removed-step-00000004.x.1"
+    left.mkdir()
+    (left / "layer-0000.safetensors").touch()
+    directory.remove([])
+    assert [path.name for path in directory.path.iterdir()] == [manifest.name]
+
+
 def test_a_slot_that_changed_in_memory_is_not_written(directory: CheckpointDirectory, tmp_path: Path) -> None:
     layout = Layout.of({0: [TensorSpec(name="w", dtype="F32", shape=(8,))]}, metadata={})
     memory = FlashMemory.create(tmp_path / "m.1", layout)

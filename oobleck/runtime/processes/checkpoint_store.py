@@ -41,6 +41,8 @@ class NodeCheckpoints:
         self._memory = directory.memory
         self._default_directory = default_directory
         self._checkpoints = CheckpointDirectory(default_directory)
+        self._written: set[str] = set()
+        """Checkpoints that are not complete yet, and that this node has written layers of."""
 
     def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
         """Settle where things lie, and make the directory in memory. Raises ConfigError."""
@@ -62,6 +64,7 @@ class NodeCheckpoints:
 
     async def remove_unfinished(self, names: tuple[str, ...]) -> None:
         """Remove what is on disk of saves that were given up. Raises OSError."""
+        self._written -= set(names)
         await trio.to_thread.run_sync(self._checkpoints.remove_unfinished, names, abandon_on_cancel=True)
 
     async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
@@ -83,12 +86,17 @@ class NodeCheckpoints:
 
     def _persist(self, device: int, name: str) -> tuple[Shard, ...]:
         for slot in self._slots_of(name, f"device{device}"):
-            return self._checkpoints.persist(name, slot)
+            shards = self._checkpoints.persist(name, slot)
+            self._written.add(name)
+            return shards
         raise CorruptCheckpoint(f"{name} is not in the memory of device {device} any more")
 
     def _persist_all(self, name: str) -> tuple[Shard, ...]:
         slots = self._slots_of(name, _ANY_DEVICE)
-        return tuple(shard for slot in slots for shard in self._checkpoints.persist(name, slot))
+        shards = tuple(shard for slot in slots for shard in self._checkpoints.persist(name, slot))
+        if shards:
+            self._written.add(name)
+        return shards
 
     def _slots_of(self, name: str, stem: str) -> list[Slot]:
         needle = f'"{name}"'.encode()
@@ -104,7 +112,13 @@ class NodeCheckpoints:
         return bool(in_memory) and max(in_memory) > max(on_disk, default="")
 
     def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
-        self._checkpoints.commit(manifest)
+        """Where nothing of a checkpoint is, a manifest would say that there were; whoever wrote some must find it."""
+        try:
+            self._checkpoints.commit(manifest)
+        except FileNotFoundError:
+            if manifest.name in self._written:
+                raise
+        self._written.discard(manifest.name)
         self._checkpoints.remove(remove)
 
 

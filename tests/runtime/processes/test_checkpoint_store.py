@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.checkpoint import FlashMemory, Layout, Manifest, SavedState, TensorSpec, checkpoint_name
+from oobleck.checkpoint import FlashMemory, Layout, Manifest, SavedState, Shard, TensorSpec, checkpoint_name
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.files.process_id import ProcessId
@@ -102,6 +102,29 @@ def state_in(memory: Path, saved_at: str) -> str:
     return name
 
 
+def manifest_of(name: str, shards: tuple[Shard, ...]) -> Manifest:
+    return Manifest(
+        version=1, name=name, tag="t", run="0000000a", saved_at="2026-01-02T00:00:00", step=5, generation=1,
+        loss=None, seed=0, global_batch_size=1, samples_seen=5, data_digest="", layer_names=("a",), shards=shards,
+    )  # fmt: skip
+
+
+async def test_a_save_that_was_given_up_on_a_full_disk_is_completed_by_nobody(tmp_path: Path) -> None:
+    """One node finds no room for the manifest, the save is removed, and so there is room for another's manifest."""
+    own = [AgentDir(f"test-{os.getpid()}", f"node{number}") for number in range(3)]
+    failing, writing, resting = (NodeCheckpoints(each, default_directory=tmp_path / "checkpoints") for each in own)
+    try:
+        name = state_in(own[1].memory, "2026-01-02T00:00:00")
+        manifest = manifest_of(name, await writing.persist_all(name))
+        await failing.remove_unfinished((name,))
+        with pytest.raises(FileNotFoundError):
+            await writing.commit(manifest, ())
+        await resting.commit(manifest, ())  # it has nothing to complete
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+    finally:
+        shutil.rmtree(own[1].memory.parent, ignore_errors=True)
+
+
 def test_memory_is_given_back_only_when_the_disk_has_what_it_has(tmp_path: Path) -> None:
     """Whoever left it there: an agent that ends may never have heard of the state."""
     directory = AgentDir(f"test-{os.getpid()}", "node0")
@@ -111,11 +134,7 @@ def test_memory_is_given_back_only_when_the_disk_has_what_it_has(tmp_path: Path)
         checkpoints.discard_memory()
         assert directory.memory.exists()
         shards = checkpoints._persist_all(name)
-        manifest = Manifest(
-            version=1, name=name, tag="t", run="0000000a", saved_at="2026-01-02T00:00:00", step=5, generation=1,
-            loss=None, seed=0, global_batch_size=1, samples_seen=5, data_digest="", layer_names=("a",), shards=shards,
-        )  # fmt: skip
-        checkpoints._commit(manifest, ())
+        checkpoints._commit(manifest_of(name, shards), ())
         checkpoints.discard_memory()
         assert not directory.memory.exists()
     finally:
