@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-import psutil
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.inputs.job_file import load_job
 from tests.disks import fill, small_disk
 
-from .harness import TAG, Outcome, Runner, oobleck
+from .harness import TAG, Outcome, Runner, kill_everything, oobleck
 from .reference import reference_losses
 
 TOLERANCE = 1e-9
@@ -56,30 +54,6 @@ def options(runner: Runner, directory: CheckpointDirectory, *more: str, every: i
     return ("--job", str(runner.job_file()), "--steps", str(STEPS), "--set", checkpoint, *more)
 
 
-def kill_everything(runner: Runner) -> None:
-    """SIGKILL to master, agents and workers, as a power cut would, but for the memory.
-
-    The master comes first, and all are stopped before any is killed: one that sees others die ends by itself, and what
-    the nodes keep in memory is given back.
-    """
-    processes = sorted(runner.processes(), key=_is_no_child)
-    for act in (psutil.Process.suspend, psutil.Process.kill):
-        for process in processes:
-            with suppress(psutil.Error):
-                act(process)
-    deadline_s = time.monotonic() + 20.0
-    while runner.processes():
-        assert time.monotonic() < deadline_s, runner.processes()
-        time.sleep(0.02)
-
-
-def _is_no_child(process: psutil.Process) -> bool:
-    """Whether a process is not the master, which this one started."""
-    with suppress(psutil.Error):
-        return process.ppid() != os.getpid()
-    return True
-
-
 def steps_of(directory: CheckpointDirectory) -> list[int]:
     """The steps of the complete checkpoints, newest first; each is whole."""
     manifests = [found.manifest for found in directory.find() if found.manifest is not None]
@@ -109,7 +83,7 @@ def test_after_a_power_cut_the_same_command_goes_on(
     with runner.up(*options(runner, directory, "--resume", "never")) as up:
         up.wait_for("checkpoint of step 10")
         up.wait_for_steps(2)
-        kill_everything(runner)
+        kill_everything(runner, up)
     saved = steps_of(directory)
     assert saved[0] >= 10
     shutil.rmtree(runner.memory)
@@ -129,7 +103,7 @@ def test_what_only_memory_has_is_gone_on_from(
 ) -> None:
     with runner.up(*options(runner, directory, "--resume", "never")) as up:
         up.wait_for("checkpoint of step 10")
-        kill_everything(runner)
+        kill_everything(runner, up)
     shutil.rmtree(directory.path)
     outcome = runner.run(*options(runner, directory))
     first_step = first_step_of(runner)
@@ -143,7 +117,7 @@ def test_harmed_files_are_named_and_the_checkpoint_before_is_taken(
 ) -> None:
     with runner.up(*options(runner, directory, "--resume", "never")) as up:
         up.wait_for("checkpoint of step 15")
-        kill_everything(runner)
+        kill_everything(runner, up)
     shutil.rmtree(runner.memory)
     newest, before, oldest = [found for found in directory.find() if found.manifest is not None][:3]
     changed = directory.path / newest.name / "layer-0002.safetensors"

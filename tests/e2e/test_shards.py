@@ -13,13 +13,11 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -28,7 +26,7 @@ from oobleck.job import JobSpec
 from oobleck.training.data.redis_shard import position_of
 from tests.redis_server import needs_redis, serve_redis
 
-from .harness import Runner, oobleck
+from .harness import Runner, kill_everything, oobleck
 from .reference import losses_of_rows
 
 TOLERANCE = 1e-9
@@ -152,16 +150,6 @@ def step_when_dry(runner: Runner) -> int:
         time.sleep(0.1)
 
 
-def kill_everything(runner: Runner) -> None:
-    for process in runner.processes():
-        with suppress(psutil.Error):
-            process.kill()
-    deadline_s = time.monotonic() + 20.0
-    while runner.processes():
-        assert time.monotonic() < deadline_s, runner.processes()
-        time.sleep(0.02)
-
-
 def test_each_record_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runner, shards: Shards) -> None:
     options = ("--job", str(shards.job_path))
     with runner.up(*options, "--resume", "never") as first:
@@ -175,7 +163,7 @@ def test_each_record_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runn
         with runner.up(*options) as second:
             second.wait_for("a new master takes over")
             second.wait_for_steps(4)
-            kill_everything(runner)
+            kill_everything(runner, second)
     before = runner.journal()
     outcome = runner.run(*options)
     assert outcome.exit_code == 0, outcome.output

@@ -13,8 +13,8 @@ import pytest
 from oobleck.checkpoint import CheckpointDirectory
 
 from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, assert_losses, each_loss
-from .harness import LLAMA, TAG, Outcome, Runner, Up, oobleck, worker_pids
-from .test_checkpoints import first_step_of, kill_everything, steps_of
+from .harness import LLAMA, TAG, Outcome, Runner, Up, kill_everything, oobleck, worker_pids
+from .test_checkpoints import first_step_of, steps_of
 from .test_losses import KILL_STEP
 
 SHARED = """\
@@ -98,14 +98,14 @@ def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
 
     with runner.up(*options, "--tp", "2", nodes=("--local", "2")) as up:
         up.wait_for("checkpoint of step 5")
-        kill_everything(runner)
+        kill_everything(runner, up)
     take_in(runner.journal())
     with runner.up(*options, "--tp", "2", nodes=("--local", "2")) as up:
         up.wait_for_step(6)
         os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
         up.wait_for("the node's workers are started again")
         up.wait_for("checkpoint of step 30")
-        kill_everything(runner)
+        kill_everything(runner, up)
     take_in(runner.journal())
     assert first_step_of(runner) >= 6, "the second run has gone on"
     recoveries = [entry["action"] for entry in runner.journal() if entry["@type"] == "RecoveryDone"]
