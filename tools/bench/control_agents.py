@@ -153,6 +153,7 @@ class _Node:
             await listener.bind(str(self._socket))
             listener.listen(4)
             listening = trio.SocketListener(listener)
+            warm_s = time.monotonic() + self._world.delays.warm_up_s
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     self._host = _Host(
@@ -161,7 +162,7 @@ class _Node:
                         nursery,
                         pids=self._pids,
                         clock=time.monotonic,
-                        warm_up=lambda: self._world.delays.warm_up_s,
+                        warm_up=lambda: warm_s - time.monotonic(),
                     )
                     agent = Agent(
                         tag=tag,
