@@ -57,7 +57,7 @@ def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
 ) -> None:
     shutil.rmtree(runner.directory / ".oobleck" / TAG, ignore_errors=True)
     with runner.up("--job", str(runner.job_file()), "--kill", "gamma@8", nodes=hosts) as up:
-        up.wait_for("step 1/")
+        up.wait_for_step(1)
         assert listening_addresses(runner) == {node: ADDRESSES.get(node, "127.0.0.1") for node in NODES}
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
@@ -76,7 +76,7 @@ def test_ssh_connections_that_all_end_cost_no_node(
     """The agents live, and their workers train on: the master finds the way to them again."""
     workers: dict[str, int] = {}
     with runner.up("--job", str(runner.job_file()), nodes=hosts) as up:
-        up.wait_for("step 2/")
+        up.wait_for_step(2)
         workers = worker_pids(runner)
         for server in servers:
             server.kill_sessions()
