@@ -543,11 +543,7 @@ class World:
                 raise Violation(f"generation {message.generation} moves a layer with a lost node: {item}")
 
     def _check(self, move: str) -> None:
-        workers = {
-            worker_id: worker
-            for worker_id, worker in self._workers().items()
-            if worker.commit_state.adopted >= self._restored_generation
-        }
+        workers = {worker_id: worker for worker_id, worker in self._workers().items() if self._has_gone_back(worker)}
         copied = {layer for worker in workers.values() for layer in (*worker.kept, *worker.layers)}
         versions: dict[tuple[int, tuple[int, ...]], Version] = {}
         for worker in workers.values():
@@ -567,6 +563,12 @@ class World:
         self._copied = frozenset(copied)
         if move.startswith("work"):
             self._check_claims(workers)
+
+    def _has_gone_back(self, worker: SteppedWorker) -> bool:
+        """Whether what a worker holds is of the past that counts; while it adopts the plan that goes back, it is not."""
+        adopted = worker.commit_state.adopted
+        is_on_its_way = adopted == self._restored_generation > 0 and worker.wait.what == "adopting"
+        return adopted >= self._restored_generation and not is_on_its_way
 
     def _check_claims(self, workers: dict[WorkerId, SteppedWorker]) -> None:
         """Hold workers to what they would answer."""

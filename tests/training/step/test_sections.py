@@ -222,7 +222,7 @@ def expected_sum(name: str, workers: Sequence[Worker], worker: Worker, *, whole:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("places", "num_sections"), [((A, B), 12), ((A, B, C), 4), ((A, B, C), 2)])
+@pytest.mark.parametrize(("worker_ids", "num_sections"), [((A, B), 12), ((A, B, C), 4), ((A, B, C), 2)])
 def test_sections_and_the_rest_sum_to_what_one_reduction_sums(
     worker_ids: tuple[WorkerId, ...], num_sections: int, seed: int
 ) -> None:
