@@ -565,7 +565,7 @@ class World:
             self._check_claims(workers)
 
     def _has_gone_back(self, worker: SteppedWorker) -> bool:
-        """Whether what a worker holds is of the past that counts; while it adopts the plan that goes back, it is not."""
+        """Whether what a worker holds is of the past that counts; not yet while it adopts the plan that goes back."""
         adopted = worker.commit_state.adopted
         is_on_its_way = adopted == self._restored_generation > 0 and worker.wait.what == "adopting"
         return adopted >= self._restored_generation and not is_on_its_way
