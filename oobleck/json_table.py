@@ -110,8 +110,8 @@ class JsonTable:
         return f"{self.where}: {key}" if self.where != "the file" else key
 
 
-def _whole(text: str, worker_id: str) -> str:
+def _whole(text: str, place: str) -> str:
     """Text that can be written anywhere. JSON can spell halves of characters, which no terminal and no file takes."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(f"{worker_id} is {shown(text)}; it must be whole Unicode characters")
+        raise ConfigError(f"{place} is {shown(text)}; it must be whole Unicode characters")
     return text

@@ -119,8 +119,8 @@ def test_every_floor_is_known():
 
 def test_imports_go_down_only():
     upward = [
-        f"{worker_id}: {floor} imports {name}"
-        for floor, worker_id, name in imported()
+        f"{place}: {floor} imports {name}"
+        for floor, place, name in imported()
         if name.startswith("oobleck.")
         and name.split(".")[1] not in ({floor, "__version__"} | MAY_IMPORT.get(floor, set()))
     ]
@@ -164,8 +164,8 @@ def test_no_folder_has_more_modules_than_one_can_take_in():
 
 def test_pure_floors_import_nothing_of_the_world():
     impure = [
-        f"{worker_id}: {floor} imports {name}"
-        for floor, worker_id, name in imported()
+        f"{place}: {floor} imports {name}"
+        for floor, place, name in imported()
         if floor in PURE_FLOORS and name.split(".")[0] in IMPURE
     ]
     assert not impure, "\n".join(impure)
@@ -174,20 +174,16 @@ def test_pure_floors_import_nothing_of_the_world():
 def test_third_party_packages_stay_on_their_floors():
     known = sys.stdlib_module_names | {"oobleck", "__future__"}
     strayed = [
-        f"{worker_id}: {floor} imports {name}"
-        for floor, worker_id, name in imported()
+        f"{place}: {floor} imports {name}"
+        for floor, place, name in imported()
         if (top := name.split(".")[0]) not in known and floor not in FLOORS_OF.get(top, set())
     ]
     assert not strayed, "\n".join(strayed)
 
 
 def test_asyncio_appears_in_one_file_only():
-    worker_ids = {
-        worker_id.split(":")[0]
-        for _, worker_id, name in imported()
-        if name.split(".")[0] in ("asyncio", "trio_asyncio")
-    }
-    assert len(worker_ids) == 1, sorted(worker_ids)
+    places = {place.split(":")[0] for _, place, name in imported() if name.split(".")[0] in ("asyncio", "trio_asyncio")}
+    assert len(places) == 1, sorted(places)
 
 
 def loaded_after(code: str) -> set[str]:

@@ -42,11 +42,11 @@ class Inventory:
     """
 
     def __init__(
-        self, layer_store: Mapping[str, Holding], num_layers: int, *, leaving: Mapping[str, Holding] | None = None
+        self, holdings: Mapping[str, Holding], num_layers: int, *, leaving: Mapping[str, Holding] | None = None
     ) -> None:
-        self.layer_store = layer_store
+        self.holdings = holdings
         self.kinds: dict[Holding, list[str]] = defaultdict(list)
-        for node, holding in {**(leaving or {}), **layer_store}.items():
+        for node, holding in {**(leaving or {}), **holdings}.items():
             self.kinds[holding].append(node)
         counts: Counter[int] = Counter()
         for holding, nodes in self.kinds.items():

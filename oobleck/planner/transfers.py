@@ -34,7 +34,7 @@ def plan_transfers(
     """
     wanted: dict[int, list[WorkerId]] = defaultdict(list)
     for node, needed in arrivals:
-        held = inventory.layer_store[node]
+        held = inventory.holdings[node]
         for device, layers in enumerate(needed):
             for layer in layers - held[device] if device < len(held) else layers:
                 wanted[layer].append(WorkerId(node=node, device=device))

@@ -104,10 +104,10 @@ def _rules_of(schedule: Schedule, stage: int, chunk: int) -> dict[Op, _Rule]:
         Op.BACKWARD_WEIGHT: _Rule(_WEIGHT, _INPUT, _WEIGHT, activations=-1),
     }
     # A microbatch is loaded once for all chunks of its stage, with the first.
-    worker_id = {Op.LOAD: 0} if chunk == 0 else {}
-    worker_id |= {} if is_first else {Op.RECV_F: 0, Op.SEND_B: _INPUT}
-    worker_id |= {} if is_last else {Op.SEND_F: _FORWARD, Op.RECV_B: 0}
-    return rules | {op: _Rule(_BITS[op], needs, _BITS[op]) for op, needs in worker_id.items()}
+    place = {Op.LOAD: 0} if chunk == 0 else {}
+    place |= {} if is_first else {Op.RECV_F: 0, Op.SEND_B: _INPUT}
+    place |= {} if is_last else {Op.SEND_F: _FORWARD, Op.RECV_B: 0}
+    return rules | {op: _Rule(_BITS[op], needs, _BITS[op]) for op, needs in place.items()}
 
 
 def _explain(op: Op, rule: _Rule, done: int) -> str:

@@ -37,7 +37,7 @@ class ScheduleError(UserError):
     def __init__(
         self, reason: str, *, stage: int | None = None, index: int | None = None, instruction: Instruction | None = None
     ) -> None:
-        worker_id = ", ".join(
+        place = ", ".join(
             part
             for part in (
                 f"stage {stage}" if stage is not None else "",
@@ -46,7 +46,7 @@ class ScheduleError(UserError):
             if part
         )
         what = f" ({instruction})" if instruction is not None else ""
-        super().__init__(f"{worker_id}{what}: {reason}" if worker_id else reason)
+        super().__init__(f"{place}{what}: {reason}" if place else reason)
         self.reason = reason
         self.stage = stage
         self.index = index

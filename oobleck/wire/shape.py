@@ -24,15 +24,15 @@ class Mismatch(Exception):
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
         self.problem = problem
-        self.worker_id: tuple[str, ...] = ()
+        self.place: tuple[str, ...] = ()
 
     def within(self, part: str) -> Mismatch:
         """Prepend one part of the path. Built only when something is wrong, so that reading pays nothing for it."""
-        self.worker_id = (part, *self.worker_id)
+        self.place = (part, *self.place)
         return self
 
     def __str__(self) -> str:
-        return f"{''.join(self.worker_id).lstrip('.') or 'message'}: {self.problem}"
+        return f"{''.join(self.place).lstrip('.') or 'message'}: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

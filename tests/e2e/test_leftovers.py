@@ -35,7 +35,7 @@ class LayerStore:
     master_descriptors: int
 
 
-def layer_store(run: Elastic, runner: Runner) -> LayerStore:
+def holdings(run: Elastic, runner: Runner) -> LayerStore:
     """Of node0's worker, which lives all along, of the agents that stay, and of the master."""
     worker = worker_pids(runner)["node0"]
     agents = [pid for node in ("node0", "node1") for pid in runner.pids(node, "agent")]
@@ -52,7 +52,7 @@ def settled(run: Elastic, runner: Runner, expected: LayerStore | None = None) ->
     end_s = time.monotonic() + SETTLING_S
     before: list[LayerStore] = []
     while time.monotonic() < end_s:
-        before.append(layer_store(run, runner))
+        before.append(holdings(run, runner))
         if before[-1] == expected or (expected is None and len(before) > 10 and len(set(before[-10:])) == 1):
             break
         time.sleep(0.1)

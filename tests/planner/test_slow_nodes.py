@@ -150,16 +150,16 @@ def test_gathering_swaps_equal_positions_first() -> None:
     low, high = (frozenset({0}),), (frozenset({1}),)
     needed = [(low, high), (low, high), (low, high)]
     pipelines = [("a0", "a1"), ("b0", "b1"), ("c0", "c1")]
-    layer_store = {node: (low, high)[int(node[1])] for nodes in pipelines for node in nodes}
+    holdings = {node: (low, high)[int(node[1])] for nodes in pipelines for node in nodes}
     # Pipeline a has most slow nodes once b1 comes; a1 goes where b1 was, and nothing moves.
-    gathered = list(gather_slow_nodes(pipelines, needed, {"a0", "b1"}, layer_store, (10, 10)))
+    gathered = list(gather_slow_nodes(pipelines, needed, {"a0", "b1"}, holdings, (10, 10)))
     assert gathered == [[("a0", "b1"), ("b0", "a1"), ("c0", "c1")]]
-    assert not list(gather_slow_nodes(pipelines, needed, {"a0", "a1"}, layer_store, (10, 10)))
+    assert not list(gather_slow_nodes(pipelines, needed, {"a0", "a1"}, holdings, (10, 10)))
 
 
 def test_too_many_slow_nodes_stay_where_they_are() -> None:
     layer = (frozenset({0}),)
     pipelines = [(f"a{number}", f"b{number}") for number in range(100)]
     slow = {nodes[0] for nodes in pipelines}
-    layer_store = {node: layer for nodes in pipelines for node in nodes}
-    assert not list(gather_slow_nodes(pipelines, [(layer, layer)] * 100, slow, layer_store, (1,)))
+    holdings = {node: layer for nodes in pipelines for node in nodes}
+    assert not list(gather_slow_nodes(pipelines, [(layer, layer)] * 100, slow, holdings, (1,)))

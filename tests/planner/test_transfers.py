@@ -24,9 +24,9 @@ def test_a_layer_is_read_in_equal_parts_from_all_its_holders() -> None:
 
 
 def test_more_holders_than_a_reader_takes_are_shared_out_in_turn() -> None:
-    layer_store: dict[str, Holding] = {f"h{index}": (frozenset({0}),) for index in range(8)}
-    layer_store |= {f"t{index}": (NONE,) for index in range(6)}
-    inventory = Inventory(layer_store, 1)
+    holdings: dict[str, Holding] = {f"h{index}": (frozenset({0}),) for index in range(8)}
+    holdings |= {f"t{index}": (NONE,) for index in range(6)}
+    inventory = Inventory(holdings, 1)
     for num_targets, num_parts, most_sent in ((1, 4, 1), (2, 4, 1), (4, 2, 1), (6, 1, 1)):
         arrivals = [(f"t{index}", (frozenset({0}),)) for index in range(num_targets)]
         transfers = plan_transfers(arrivals, inventory, max_sources=4)

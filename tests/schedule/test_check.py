@@ -21,7 +21,7 @@ from tests.schedule.strategies import schedules
 
 
 @st.composite
-def worker_ids(draw: st.DrawFn) -> tuple[Schedule, int, int]:
+def places(draw: st.DrawFn) -> tuple[Schedule, int, int]:
     """A sound schedule and the place of one of its instructions."""
     schedule = draw(schedules(min_microbatches=1))
     stage = draw(st.integers(0, schedule.num_stages - 1))
@@ -42,9 +42,9 @@ def is_accepted(schedule: Schedule) -> bool:
     return True
 
 
-@given(worker_id=worker_ids())
-def test_a_dropped_instruction_is_caught_and_its_stage_named(worker_id):
-    schedule, stage, index = worker_id
+@given(place=places())
+def test_a_dropped_instruction_is_caught_and_its_stage_named(place):
+    schedule, stage, index = place
     program = list(schedule.programs[stage])
     assume(program[index].op is not Op.BANK or schedule.num_stages > 1)  # alone, it is a step with fewer sections
     del program[index]
@@ -55,9 +55,9 @@ def test_a_dropped_instruction_is_caught_and_its_stage_named(worker_id):
     assert caught.value.index is not None
 
 
-@given(worker_id=worker_ids(), data=st.data())
-def test_a_duplicated_instruction_is_caught_and_its_stage_named(worker_id, data):
-    schedule, stage, index = worker_id
+@given(place=places(), data=st.data())
+def test_a_duplicated_instruction_is_caught_and_its_stage_named(place, data):
+    schedule, stage, index = place
     program = list(schedule.programs[stage])
     program.insert(data.draw(st.integers(0, len(program))), program[index])
     with pytest.raises(ScheduleError) as caught:
@@ -65,9 +65,9 @@ def test_a_duplicated_instruction_is_caught_and_its_stage_named(worker_id, data)
     assert caught.value.stage == stage
 
 
-@given(worker_id=worker_ids(), data=st.data())
-def test_an_instruction_of_another_microbatch_is_caught(worker_id, data):
-    schedule, stage, index = worker_id
+@given(place=places(), data=st.data())
+def test_an_instruction_of_another_microbatch_is_caught(place, data):
+    schedule, stage, index = place
     program = list(schedule.programs[stage])
     instruction = program[index]
     assume(instruction.microbatch is not None)
@@ -77,9 +77,9 @@ def test_an_instruction_of_another_microbatch_is_caught(worker_id, data):
     assert not is_accepted(with_program(schedule, stage, program))
 
 
-@given(worker_id=worker_ids(), data=st.data(), seed=st.integers(0, 2**16))
-def test_whatever_is_accepted_after_a_swap_still_computes_the_gradients(worker_id, data, seed):
-    schedule, stage, index = worker_id
+@given(place=places(), data=st.data(), seed=st.integers(0, 2**16))
+def test_whatever_is_accepted_after_a_swap_still_computes_the_gradients(place, data, seed):
+    schedule, stage, index = place
     program = list(schedule.programs[stage])
     other = data.draw(st.integers(0, len(program) - 1))
     program[index], program[other] = program[other], program[index]
@@ -103,9 +103,9 @@ def _breaks_only_form(program: tuple[Instruction, ...], index: int, other: int) 
     return program[index].op.is_tail or program[other].op.is_tail
 
 
-@given(worker_id=worker_ids(), data=st.data())
-def test_a_swap_of_what_depends_on_each_other_is_caught(worker_id, data):
-    schedule, stage, index = worker_id
+@given(place=places(), data=st.data())
+def test_a_swap_of_what_depends_on_each_other_is_caught(place, data):
+    schedule, stage, index = place
     program = list(schedule.programs[stage])
     first = program[index]
     later = [i for i in range(index + 1, len(program)) if program[i].microbatch == first.microbatch]

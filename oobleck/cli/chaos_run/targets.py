@@ -63,8 +63,8 @@ class LocalRun:
 
     def __init__(self, directory: RunDirectory, options: Sequence[str]) -> None:
         """`options` are those of `oobleck up`."""
-        worker_id = ("--tag", directory.tag, "--base-dir", str(directory.base_dir))
-        self._command = [sys.executable, "-m", "oobleck", "up", *options, *worker_id]
+        place = ("--tag", directory.tag, "--base-dir", str(directory.base_dir))
+        self._command = [sys.executable, "-m", "oobleck", "up", *options, *place]
         self._directory = directory
         self._process = self._start(resume="never")
 

@@ -59,7 +59,7 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
             if len(nodes) + len(entry.hosts) > MAX_NODES:
                 raise ConfigError(f"names more than {MAX_NODES} nodes; check the ranges in brackets")
             for host, address in zip(entry.hosts, entry.addresses, strict=True):
-                nodes.append(taken.worker_id(host, entry, address=address, line=number))
+                nodes.append(taken.place(host, entry, address=address, line=number))
         except ConfigError as error:
             raise ConfigError(f"{source}:{number}: {error}") from error
     return tuple(nodes)
@@ -87,7 +87,7 @@ class _Taken:
         """For each machine, the devices that are taken and the lines that took them."""
         self._times_named: dict[str, int] = {}
 
-    def worker_id(self, host: str, entry: _Entry, *, address: str | None, line: int) -> NodeSpec:
+    def place(self, host: str, entry: _Entry, *, address: str | None, line: int) -> NodeSpec:
         """Make a node of one host of a line, and take its devices. Raises ConfigError if one is taken already."""
         # Behind one address, another port is another machine: a container, or a forwarded port. Host names
         # do not tell capital letters from small ones.

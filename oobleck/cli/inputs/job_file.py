@@ -302,13 +302,11 @@ def _line_of(tree: YamlValue, path: tuple[str, ...]) -> int:
 
 
 def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
-    worker_id = f" in {'.'.join(path)}" if path else ""
+    place = f" in {'.'.join(path)}" if path else ""
     own = [field.name for field in fields(cls) if field.name not in _NOT_IN_FILES]
     elsewhere = {known.rpartition(".")[2]: known for known in _all_keys(JobSpec)}
     suggestion = elsewhere.get(key) or nearest(key, own) or elsewhere.get(nearest(key, elsewhere) or "")
-    return f"unknown key {key!r}{worker_id}; " + (
-        f"did you mean {suggestion}?" if suggestion else did_you_mean(key, own)
-    )
+    return f"unknown key {key!r}{place}; " + (f"did you mean {suggestion}?" if suggestion else did_you_mean(key, own))
 
 
 def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:

@@ -19,7 +19,7 @@ def gather_slow_nodes(
     pipelines: Sequence[Sequence[str]],
     needed: Sequence[Sequence[Holding]],
     slow: Collection[str],
-    layer_store: Mapping[str, Holding],
+    holdings: Mapping[str, Holding],
     layer_bytes: Sequence[int],
 ) -> Iterator[list[tuple[str, ...]]]:
     """Yield the pipelines with slow nodes swapped into as few of them as hold all, where they are not already.
@@ -35,7 +35,7 @@ def gather_slow_nodes(
     by_size = sorted(range(len(pipelines)), key=lambda i: (len(pipelines[i]), -numbers[i], i))
     every = [_hosts(order, pipelines, sum(numbers)) for order in (by_number, by_size)]
     for hosts in every if every[0] != every[1] else every[:1]:
-        if (gathered := _gather(hosts, pipelines, needed, slow, layer_store, layer_bytes)) is not None:
+        if (gathered := _gather(hosts, pipelines, needed, slow, holdings, layer_bytes)) is not None:
             yield gathered
 
 
@@ -44,7 +44,7 @@ def _gather(
     pipelines: Sequence[Sequence[str]],
     needed: Sequence[Sequence[Holding]],
     slow: Collection[str],
-    layer_store: Mapping[str, Holding],
+    holdings: Mapping[str, Holding],
     layer_bytes: Sequence[int],
 ) -> list[tuple[str, ...]] | None:
     spots = [(index, position) for index, nodes in enumerate(pipelines) for position in range(len(nodes))]
@@ -55,7 +55,7 @@ def _gather(
     gathered = [list(nodes) for nodes in pipelines]
 
     def swapped_bytes(a: _Spot, b: _Spot) -> int:
-        there, here = layer_store[gathered[b[0]][b[1]]], layer_store[gathered[a[0]][a[1]]]
+        there, here = holdings[gathered[b[0]][b[1]]], holdings[gathered[a[0]][a[1]]]
         return missing_bytes(needed[a[0]][a[1]], there, layer_bytes) + missing_bytes(
             needed[b[0]][b[1]], here, layer_bytes
         )

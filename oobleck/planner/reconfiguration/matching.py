@@ -32,7 +32,7 @@ class Position:
 
 def match_nodes(
     positions: Sequence[Position],
-    layer_store: Mapping[str, Holding],
+    holdings: Mapping[str, Holding],
     origins: Mapping[str, int],
     layer_bytes: Sequence[int],
 ) -> tuple[str, ...]:
@@ -42,12 +42,12 @@ def match_nodes(
     pipelines of those that had one. Of equal choices, nodes stay in their pipelines as far as possible, then the
     order of `holdings` decides. O(p + n) beside the transport of what changes.
     """
-    assert len(layer_store) >= len(positions), "every position gets a node"
-    chosen = _exact_pairs(positions, layer_store, origins)
+    assert len(holdings) >= len(positions), "every position gets a node"
+    chosen = _exact_pairs(positions, holdings, origins)
     taken = set(chosen.values())
     # Dictionaries stand for ordered sets.
     nodes: dict[Holding, dict[str, None]] = defaultdict(dict)
-    for node, holding in layer_store.items():
+    for node, holding in holdings.items():
         if node not in taken:
             nodes[holding][node] = None
     waiting: dict[Holding, dict[int, None]] = defaultdict(dict)
@@ -93,16 +93,16 @@ def _pair(
 
 
 def _exact_pairs(
-    positions: Sequence[Position], layer_store: Mapping[str, Holding], origins: Mapping[str, int]
+    positions: Sequence[Position], holdings: Mapping[str, Holding], origins: Mapping[str, int]
 ) -> dict[int, str]:
     """Return nodes for positions that need exactly what they hold, those in their own pipeline first."""
     chosen: dict[int, str] = {}
     taken: set[str] = set()
     for stay in (True, False):
         waiting: dict[tuple[Holding, int | None], list[str]] = {}
-        for node in reversed(list(layer_store)):
+        for node in reversed(list(holdings)):
             if node not in taken:
-                waiting.setdefault((layer_store[node], origins.get(node) if stay else None), []).append(node)
+                waiting.setdefault((holdings[node], origins.get(node) if stay else None), []).append(node)
         for index, position in enumerate(positions):
             nodes = waiting.get((position.needed, position.origin if stay else None))
             if nodes and index not in chosen:

@@ -196,7 +196,7 @@ def _carry_out(catalog: Catalog, world: World, intact: frozenset[int], proposal:
         nodes,
         [catalog.needed(size) for _, size in proposal.move.pipelines],
         world.slow,
-        world.layer_store,
+        world.holdings,
         catalog.layer_bytes,
     ):
         outcome = _worker_id(catalog, world, proposal, gathered)
@@ -209,7 +209,7 @@ def _worker_id(catalog: Catalog, world: World, proposal: _Proposal, nodes: Seque
     """Weigh a move whose pipelines have the given nodes."""
     move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
-    layer_store, used = world.layer_store, frozenset(chain.from_iterable(nodes))
+    holdings, used = world.holdings, frozenset(chain.from_iterable(nodes))
     unused = (*world.free, *sorted(world.origins.keys() - used), *world.resting)
     idle = tuple(node for node in unused if node not in used)
     plan, step_s = catalog.build_plan(pipelines, idle, world.speeds, before=world.plan)
@@ -217,7 +217,7 @@ def _worker_id(catalog: Catalog, world: World, proposal: _Proposal, nodes: Seque
         (node, needed)
         for size, chosen in pipelines
         for node, needed in zip(chosen, catalog.needed(size), strict=True)
-        if layer_store[node] is not needed and layer_store[node] != needed
+        if holdings[node] is not needed and holdings[node] != needed
     )
     transition_s = _transition_s(catalog, world, arrivals)
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
@@ -231,7 +231,7 @@ def _assign_nodes(catalog: Catalog, world: World, intact: frozenset[int], propos
         old = world.plan.pipelines[origin].nodes if origin is not None and origin in intact else ()
         nodes.append(old if len(old) == size and proposal.set_aside.isdisjoint(old) else None)
     kept = {node for chosen in nodes if chosen is not None for node in chosen} | proposal.set_aside
-    candidates = {node: holding for node, holding in world.layer_store.items() if node not in kept}
+    candidates = {node: holding for node, holding in world.holdings.items() if node not in kept}
     positions = [
         Position(needed=needed, origin=-1 if origin is None else origin)
         for (origin, size), chosen in zip(proposal.move.pipelines, nodes, strict=True)
@@ -247,13 +247,13 @@ def _assign_nodes(catalog: Catalog, world: World, intact: frozenset[int], propos
 
 def _intact(catalog: Catalog, world: World) -> frozenset[int]:
     """Return the old pipelines that are as their template wants them: all alive, and holding what they need."""
-    sizes, origins, layer_store = catalog.options(world.num_nodes), world.origins, world.layer_store
+    sizes, origins, holdings = catalog.options(world.num_nodes), world.origins, world.holdings
     return frozenset(
         index
         for index, pipeline in enumerate(world.plan.pipelines)
         if len(pipeline.nodes) in sizes
         and all(
-            origins.get(node) == index and layer_store[node] == needed
+            origins.get(node) == index and holdings[node] == needed
             for node, needed in zip(pipeline.nodes, catalog.needed(len(pipeline.nodes)), strict=True)
         )
     )
@@ -267,7 +267,7 @@ def _transition_s(catalog: Catalog, world: World, arrivals: Sequence[tuple[str, 
     busiest = 0.0
     sent = [0.0] * len(layer_bytes)
     for node, needed in arrivals:
-        held = world.layer_store[node]
+        held = world.holdings[node]
         busiest = max(busiest, missing_bytes(needed, held, layer_bytes))
         for device, layers in enumerate(needed):
             for layer in layers - held[device]:

@@ -27,18 +27,18 @@ class World:
     """Nodes that get no place although they could take one; they are read from."""
 
     @property
-    def layer_store(self) -> Mapping[str, Holding]:
+    def holdings(self) -> Mapping[str, Holding]:
         """What each living node holds."""
-        return self.inventory.layer_store
+        return self.inventory.holdings
 
     @property
     def slow(self) -> frozenset[str]:
         """The living nodes that are slower than the profile says."""
-        return frozenset(node for node, speed in self.speeds.items() if speed < 1.0 and node in self.layer_store)
+        return frozenset(node for node, speed in self.speeds.items() if speed < 1.0 and node in self.holdings)
 
     @property
     def num_nodes(self) -> int:
-        return len(self.inventory.layer_store)
+        return len(self.inventory.holdings)
 
 
 def look_at(
@@ -62,16 +62,16 @@ def look_at(
     free = (*spares, *arrived)
     expected = _expected(plan, devices_per_node)
     nobody: Holding = (_NOTHING,) * devices_per_node
-    layer_store = {node: expected.get(node, nobody) if node not in gone else nobody for node in (*origins, *free)}
+    holdings = {node: expected.get(node, nobody) if node not in gone else nobody for node in (*origins, *free)}
     departing = {node: expected.get(node, nobody) for node in sorted(leaving - set(lost))}
     if held is not None:
-        layer_store = _told(layer_store, held, gone, devices_per_node)
+        holdings = _told(holdings, held, gone, devices_per_node)
         departing = _told(departing, held, frozenset(lost), devices_per_node)
     return World(
         plan=plan,
         free=free,
         origins=origins,
-        inventory=Inventory(layer_store, plan.num_layers, leaving=departing),
+        inventory=Inventory(holdings, plan.num_layers, leaving=departing),
         speeds=speeds,
         resting=tuple(sorted(set(resting))),
     )
@@ -94,17 +94,17 @@ def _with(holding: Holding, device: int, layers: frozenset[int]) -> Holding:
 
 
 def _told(
-    layer_store: Mapping[str, Holding],
+    holdings: Mapping[str, Holding],
     held: Mapping[WorkerId, frozenset[int]],
     gone: frozenset[str],
     devices_per_node: int,
 ) -> dict[str, Holding]:
     """Return holdings as `held` says; equal ones share their objects with the expected."""
-    if not layer_store:
+    if not holdings:
         return {}
     nobody: Holding = (_NOTHING,) * devices_per_node
-    told = dict.fromkeys(layer_store, nobody)
+    told = dict.fromkeys(holdings, nobody)
     for (node, device), layers in held.items():
         if layers and node in told and node not in gone:
             told[node] = (layers,) if devices_per_node == 1 and not device else _with(told[node], device, layers)
-    return {node: expected if told[node] == expected else told[node] for node, expected in layer_store.items()}
+    return {node: expected if told[node] == expected else told[node] for node, expected in holdings.items()}

@@ -36,21 +36,21 @@ def read_input(path: Path, what: str, *, most_bytes: int = MAX_TEXT_BYTES, patie
     Raises UsageError where there is no such file, and ConfigError where what is there cannot be read as text, or is
     longer than `most_bytes`.
     """
-    worker_id = f"{what} {str(path)!r}" if not str(path).isprintable() else f"{what} {path}"
+    place = f"{what} {str(path)!r}" if not str(path).isprintable() else f"{what} {path}"
     try:
-        content = _read(path, worker_id, most_bytes, patience_s)
+        content = _read(path, place, most_bytes, patience_s)
     except FileNotFoundError as error:
-        raise UsageError(f"{worker_id}: {error.strerror}") from error
+        raise UsageError(f"{place}: {error.strerror}") from error
     except (OSError, ValueError, RuntimeError) as error:  # a name with a null character; the home of no user
-        raise ConfigError(f"{worker_id}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{worker_id}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
+        raise ConfigError(f"{place}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read(path: Path, worker_id: str, most_bytes: int, patience_s: float) -> bytes:
+def _read(path: Path, place: str, most_bytes: int, patience_s: float) -> bytes:
     """All bytes of a file. Without O_NONBLOCK, a pipe that nobody writes to could not even be opened."""
     descriptor = os.open(expand_user(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
@@ -58,20 +58,20 @@ def _read(path: Path, worker_id: str, most_bytes: int, patience_s: float) -> byt
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(0, "it is a directory; name a file")
         if stat.S_ISREG(found.st_mode) and found.st_size > most_bytes:
-            raise _too_long(worker_id, most_bytes)
-        return _read_all(descriptor, worker_id, most_bytes, time.monotonic() + patience_s)
+            raise _too_long(place, most_bytes)
+        return _read_all(descriptor, place, most_bytes, time.monotonic() + patience_s)
     finally:
         os.close(descriptor)
 
 
-def _read_all(descriptor: int, worker_id: str, most_bytes: int, until_s: float) -> bytes:
+def _read_all(descriptor: int, place: str, most_bytes: int, until_s: float) -> bytes:
     content = bytearray()
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while True:
         left_s = until_s - time.monotonic()
         if left_s <= 0 or not poll.poll(left_s * 1e3):
-            raise ConfigError(f"{worker_id}: nothing more came from it in time, and it has not ended")
+            raise ConfigError(f"{place}: nothing more came from it in time, and it has not ended")
         try:
             chunk = os.read(descriptor, _CHUNK_BYTES)
         except BlockingIOError:
@@ -80,8 +80,8 @@ def _read_all(descriptor: int, worker_id: str, most_bytes: int, until_s: float) 
             return bytes(content)
         content += chunk
         if len(content) > most_bytes:
-            raise _too_long(worker_id, most_bytes)
+            raise _too_long(place, most_bytes)
 
 
-def _too_long(worker_id: str, most_bytes: int) -> ConfigError:
-    return ConfigError(f"{worker_id}: longer than {most_bytes >> 20} MiB, the most that is read; is it the right file?")
+def _too_long(place: str, most_bytes: int) -> ConfigError:
+    return ConfigError(f"{place}: longer than {most_bytes >> 20} MiB, the most that is read; is it the right file?")

@@ -85,14 +85,14 @@ class Records:
         records = self._told[self._assignment_version, step]
         self._told.pop((self._assignment_version, step - 2), None)
         self.position = records.after
-        worker_ids = [
+        places = [
             Record(run.shard, run.bounds[at], run.bounds[at + 1])
             for run in records.runs
             for at in range(run.num_records)
         ]
-        first = records.after.records - len(worker_ids)
-        self._located = dict(enumerate(worker_ids, first))
-        return (*self._located, *[NO_SAMPLE] * (batch - len(worker_ids))), records.num_items
+        first = records.after.records - len(places)
+        self._located = dict(enumerate(places, first))
+        return (*self._located, *[NO_SAMPLE] * (batch - len(places))), records.num_items
 
     def locate(self, number: int) -> Record:
         """Return where a record of the step lies."""

@@ -145,7 +145,7 @@ class StageModel:
         for layer in self.layers:
             self._plug(self.structure.sites[layer], held)
         for layer in sorted(set(before) ^ set(self.layers)):
-            self._worker_id(layer)
+            self._place(layer)
 
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
         """Set the parameters of held layers to their initial values.
@@ -288,7 +288,7 @@ class StageModel:
             for module in (self._modules[root], self._stand_ins[root]):
                 module.register_forward_pre_hook(self._before(layer, is_block=is_block), with_kwargs=True)
         for layer in range(self.structure.num_layers):
-            self._worker_id(layer)
+            self._place(layer)
 
     def _before(self, layer: int, *, is_block: bool) -> Callable[..., Any]:
         """Make the hook that runs when the model's code reaches a layer, held or not."""
@@ -319,7 +319,7 @@ class StageModel:
         key = self._key
         seed_device(self.device, derive_seed(key.seed, "forward", key.step, key.microbatch, layer))
 
-    def _worker_id(self, layer: int) -> None:
+    def _place(self, layer: int) -> None:
         modules = self._modules if layer in self.layers else self._stand_ins
         for root in self.structure.layer_roots(layer):
             replace_module(self._model, root, modules[root])

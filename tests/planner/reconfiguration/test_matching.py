@@ -11,7 +11,7 @@ from oobleck.planner.reconfiguration.matching import Position, match_nodes
 LAYER_BYTES = (5, 1, 7, 2)
 
 layer_sets = st.frozensets(st.integers(0, 3))
-layer_store = st.tuples(layer_sets, layer_sets)
+holdings = st.tuples(layer_sets, layer_sets)
 
 
 def moved(positions: list[Position], held: dict[str, Holding], nodes: tuple[str, ...]) -> int:
@@ -21,8 +21,8 @@ def moved(positions: list[Position], held: dict[str, Holding], nodes: tuple[str,
 
 
 @given(
-    needed=st.lists(st.tuples(layer_store, st.integers(-1, 1)), max_size=4),
-    held=st.lists(st.tuples(layer_store, st.integers(0, 2)), min_size=4, max_size=5),
+    needed=st.lists(st.tuples(holdings, st.integers(-1, 1)), max_size=4),
+    held=st.lists(st.tuples(holdings, st.integers(0, 2)), min_size=4, max_size=5),
 )
 def test_no_other_matching_moves_fewer_bytes(
     needed: list[tuple[Holding, int]], held: list[tuple[Holding, int]]

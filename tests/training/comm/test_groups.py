@@ -67,7 +67,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result(PATIENCE_S) for future in [pool.submit(call) for call in calls]]
 
 
-def layer_store() -> tuple[int, int]:
+def holdings() -> tuple[int, int]:
     """Descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -113,7 +113,7 @@ class Peer:
             self.process.stdin.write(json.dumps(words) + "\n")
             self.process.stdin.flush()
 
-    def layer_store(self) -> tuple[int, int]:
+    def holdings(self) -> tuple[int, int]:
         self.say(count=True)
         told = self.hear()
         return told["descriptors"], told["threads"]
@@ -165,12 +165,12 @@ def test_nothing_is_left_of_groups_in_which_all_waits_for_a_frozen_peer(peer: Pe
         for member in (one, two):
             member.table.keep_only([], generation=generation + 1)
         if generation > 1:  # some threads are made once
-            here.append(settled(layer_store, here[-1] if here else None))
+            here.append(settled(holdings, here[-1] if here else None))
         assert (len(one.board), len(two.board)) == (0, 0)
         os.kill(peer.process.pid, signal.SIGCONT)
         peer.say(let_go=generation)
         if generation > 1:
-            there.append(settled(peer.layer_store, there[-1] if there else None))
+            there.append(settled(peer.holdings, there[-1] if there else None))
     assert here[0] == here[1]
     assert there[0] == there[1]
 
