@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from oobleck import Job
-from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, OobleckError, UsageError
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.processes.script_process import describe_script
 from oobleck.script import run_script

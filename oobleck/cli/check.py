@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
+from oobleck.exit_codes import ExitCode
 
-from .exit_codes import ExitCode
 from .inputs import SLOW_FACTOR, BaseDirOption, JsonOption, base_dir_of
 from .up import read_nodes, readable_file
 

@@ -10,10 +10,10 @@ import typer
 
 from oobleck.checkpoint import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
 from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
+from oobleck.exit_codes import ExitCode
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
 from oobleck.wire import to_builtins
 
-from .exit_codes import ExitCode
 from .inputs import BaseDirOption, JsonOption, base_dir_of
 
 __all__ = ["export_checkpoint", "import_checkpoint", "inspect_checkpoint", "list_checkpoints", "verify_checkpoint"]

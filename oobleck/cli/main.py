@@ -18,9 +18,8 @@ import typer
 
 from oobleck import __version__
 from oobleck.errors import ConfigError, OobleckError
+from oobleck.exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
 from oobleck.streams import Output, as_output, open_standard_streams, settle
-
-from .exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
 
 __all__ = ["COMMANDS", "Command", "main"]
 

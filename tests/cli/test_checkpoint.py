@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from oobleck.checkpoint import CheckpointDirectory, Layout, Manifest, Shard, TensorSpec, write_layer_file
-from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.main import main
+from oobleck.exit_codes import ExitCode
 
 
 @pytest.fixture(name="base_dir")

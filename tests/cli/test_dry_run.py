@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.inputs.job_file import default_job
 from oobleck.cli.main import main
+from oobleck.exit_codes import ExitCode
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
 from oobleck.runtime.processes.model_outline import ModelOutline, outline_of
 

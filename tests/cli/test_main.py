@@ -8,7 +8,6 @@ import pytest
 
 from oobleck import __version__
 from oobleck.cli import main as main_module
-from oobleck.cli.exit_codes import ExitCode, exit_code_of
 from oobleck.cli.main import COMMANDS, Command, main
 from oobleck.errors import (
     ConfigError,
@@ -20,6 +19,7 @@ from oobleck.errors import (
     UsageError,
     UserError,
 )
+from oobleck.exit_codes import ExitCode, exit_code_of
 
 ROOT = Path(__file__).parents[2]
 

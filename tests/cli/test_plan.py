@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.main import main
+from oobleck.exit_codes import ExitCode
 from oobleck.planner import Profile, profile_to_json
 from oobleck.planner.profiles.estimate import ASSUMED_SHARE_OF_PEAK
 from tests.planner.simple_profiles import make_profile

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from oobleck.cli.exit_codes import ExitCode
 from oobleck.control.coordinator.coordinator import Phase
 from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import ProfileFound, StopRequested
@@ -38,6 +37,7 @@ from oobleck.control.protocol.messages import (
     StateNotSaved,
     StateSaved,
 )
+from oobleck.exit_codes import ExitCode
 from oobleck.job import CheckpointSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import Bench, ready

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from oobleck.checkpoint import CheckpointDirectory
-from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.inputs.job_file import load_job
+from oobleck.exit_codes import ExitCode
 from tests.disks import fill, small_disk
 
 from .harness import TAG, Outcome, Runner, kill_everything, oobleck

@@ -19,7 +19,6 @@ import trio
 from rich.console import Console
 
 from oobleck.checkpoint import CheckpointDirectory
-from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text, replay_run
 from oobleck.control.events import End, Remark, StopRequested
@@ -33,6 +32,7 @@ from oobleck.control.journal import (
     summarize,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageError
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.cluster import RemotePaths, SSHCluster

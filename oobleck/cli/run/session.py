@@ -9,11 +9,11 @@ from contextlib import suppress
 
 import trio
 
-from oobleck.cli.exit_codes import ExitCode
 from oobleck.cli.inputs import parse_hostfile
 from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
 from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, RunView, StepDone
 from oobleck.errors import NodeUnreachable, UsageError
+from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.roles.master import Master
 from oobleck.runtime.cluster import SSHCluster

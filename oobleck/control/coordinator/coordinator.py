@@ -100,6 +100,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.control.scaling import Scaling
 from oobleck.errors import ConfigError, PeerError
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
@@ -445,7 +446,7 @@ class Coordinator:
             self._lifecycle.fail(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
         except ConfigError as error:
             if not self._startup.is_over:
-                raise RunOver(78, str(error)) from error
+                raise RunOver(ExitCode.CONFIG, str(error)) from error
             # Whoever comes later must fit; those who train are not to suffer.
             self._lifecycle.fail(node, Cause.UNREACHABLE, str(error))
 

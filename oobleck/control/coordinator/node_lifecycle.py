@@ -18,6 +18,7 @@ from oobleck.control.journal import Cause, NodeAdded, NodeConnected, NodeLeft, N
 from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeRetry, NodeState
 from oobleck.control.protocol import AgentStopped, KillWorker, StartWorker, StopAgent, WorkerExited, WorkerReady
 from oobleck.errors import UsageError
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
@@ -93,7 +94,7 @@ class NodeLifecycle:
             self.fail(node, Cause.CONNECTION_LOST, "its agent was lost while there was no master")
         elif event.hello.generation > self._reconfiguration.generations.current:
             raise RunOver(
-                1,
+                ExitCode.FAILED,
                 f"{node} trains in generation {event.hello.generation}, and the journal knows none after "
                 f"{self._reconfiguration.generations.current}: its end is lost; start anew with --resume never",
             )
@@ -325,7 +326,7 @@ class NodeLifecycle:
         self._saving.worker_lost(worker_id.node)
         self._sharding.lost(worker_id.node)
         if not self._members.ready and self._shutdown.is_same_error(self._training_nodes()):
-            raise RunOver(1, "the same error ended all workers")
+            raise RunOver(ExitCode.FAILED, "the same error ended all workers")
         if trained and not self._reconfiguration.can_spare(worker_id.node):
             self._reconfiguration.begin([worker_id.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
 

@@ -34,6 +34,7 @@ from oobleck.control.membership import Membership, are_most, patience_s
 from oobleck.control.protocol import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.errors import PeerError, PlanningError, Unrecoverable
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan, Profile, WorkerId
 from oobleck.schedule import BANKING_KINDS, ScheduleKind
@@ -384,7 +385,7 @@ class Reconfiguration:
         self._regroups = (self._progress.last_step, count)
         self._is_explaining = cause is Cause.HANG or (cause is Cause.PEER_FAILED and count > 1)
         if count > _MAX_REGROUPS:
-            raise RunOver(1, f"no step was committed through {_MAX_REGROUPS} regroupings")
+            raise RunOver(ExitCode.FAILED, f"no step was committed through {_MAX_REGROUPS} regroupings")
 
     def _fence(self) -> None:
         survivors = self._members.ready
@@ -434,7 +435,7 @@ class Reconfiguration:
         if not given_up:
             raise RunOver(self._exit_code, "all nodes are lost")
         words = "; ".join(f"{member.spec.name}: {member.last_words}" for member in given_up)
-        raise RunOver(1, f"all nodes are lost: {words}")
+        raise RunOver(ExitCode.FAILED, f"all nodes are lost: {words}")
 
     def _waits_for_returning(self) -> bool:
         """Wait for workers that are started again, for those who are here cannot go on; False once that is over."""
@@ -571,7 +572,7 @@ class Reconfiguration:
         here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
         if not self._began_from_scratch or not here.issuperset(error.layers):
             nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
-            raise RunOver(1, f"{self._cannot_go_on(error)}{nothing}") from error
+            raise RunOver(ExitCode.FAILED, f"{self._cannot_go_on(error)}{nothing}") from error
         worker_ids = [worker_id for member in self._members.ready for worker_id in member.worker_ids]
         whole = frozenset(range(base.num_layers))
         try:
@@ -625,7 +626,7 @@ class Reconfiguration:
     @property
     def _exit_code(self) -> int:
         """Of a run that has too few nodes left: it can be resumed if there is a checkpoint."""
-        return 75 if self._saving.complete else 1
+        return ExitCode.RESUMABLE if self._saving.complete else ExitCode.FAILED
 
     def _confirm(self, verdict: Verdict, statuses: dict[WorkerId, Status]) -> Verdict:
         """Take a plan for the one in force only if all who are in it, and live, have adopted it."""

@@ -11,6 +11,7 @@ from oobleck.control.data import Sharding
 from oobleck.control.events import Effects, RunOver, StopRequested
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import FinishStep
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
@@ -20,8 +21,6 @@ __all__ = ["Shutdown"]
 
 _LAST_SAVE_S = 300.0
 """How long the end of a run may wait for its last save."""
-_FAILED = 1
-_NOT_SAVED = 74
 _LAST_WORDS_S = 2.0
 
 
@@ -97,9 +96,9 @@ class Shutdown:
         if by_data is not None and self._stop is None:
             self._over = by_data
         elif self._progress.last_step >= self._job.max_steps:
-            self._over = RunOver(0, f"all {steps}")
+            self._over = RunOver(ExitCode.DONE, f"all {steps}")
         elif self._stop is None:  # it was the master before who was asked to stop
-            self._over = RunOver(0, f"stopped; {steps}")
+            self._over = RunOver(ExitCode.DONE, f"stopped; {steps}")
         else:
             self._over = RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
         self._over_step = self._progress.last_step
@@ -132,14 +131,14 @@ class Shutdown:
     def _settled(self, over: RunOver) -> RunOver:
         """What the end is called once the last save has come to an end: without it, none is a success."""
         lacking = self._saving.lacking
-        if lacking is None or over.exit_code == _FAILED:
+        if lacking is None or over.exit_code == ExitCode.FAILED:
             return over
-        return RunOver(_NOT_SAVED, f"{over.reason}, but {lacking}")
+        return RunOver(ExitCode.NOT_SAVED, f"{over.reason}, but {lacking}")
 
     def explain(self, over: RunOver) -> str:
         """The reason to tell: what ended workers, if nothing was committed since, is the one behind the other."""
         fresh = self._fresh
-        if not fresh or over.exit_code != _FAILED:
+        if not fresh or over.exit_code != ExitCode.FAILED:
             return over.reason
         worker_id, text = next(iter(fresh.items()))
         return f"an error ended the workers; {worker_id} said:\n{text}"

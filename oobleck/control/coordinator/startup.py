@@ -15,6 +15,7 @@ from oobleck.control.events import Effects, RunOver
 from oobleck.control.journal import Notice, ProfileKnown
 from oobleck.control.membership import Membership, StartupFailures
 from oobleck.errors import PlanningError
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
 
@@ -25,8 +26,6 @@ __all__ = ["Startup", "finished_text"]
 
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
-_FAILED = 1
-_BAD_CONFIGURATION = 78
 
 
 def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
@@ -91,7 +90,9 @@ class Startup:
         if self._failures:
             raise RunOver(self._failures.exit_code, str(self._failures))
         limit_s = self._job.control.start_timeout_s
-        raise RunOver(_FAILED, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}{self._silence()}")
+        raise RunOver(
+            ExitCode.FAILED, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}{self._silence()}"
+        )
 
     def _silence(self) -> str:
         """Who has fallen silent, for an error message; during a start nobody is lost by it."""
@@ -116,7 +117,7 @@ class Startup:
         try:
             self._reconfiguration.begin_training(profile, self._candidate(len(profile.layers)))
         except PlanningError as error:
-            raise RunOver(_BAD_CONFIGURATION, str(error)) from error
+            raise RunOver(ExitCode.CONFIG, str(error)) from error
         self.is_over = True
         self.deadline_s = math.inf
 
@@ -124,7 +125,7 @@ class Startup:
         if len({spec.num_devices for spec in self._nodes}) > 1:
             counts = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in self._nodes)
             raise RunOver(
-                _BAD_CONFIGURATION,
+                ExitCode.CONFIG,
                 f"all nodes need the same number of devices: {counts}; change slots= or devices=",
             )
 
@@ -137,15 +138,15 @@ class Startup:
             if candidate is None and (misfits := self._restoring.misfits()):
                 text = f"this tag has trained another model: {misfits[0]}"
                 keep = "--resume never trains from the beginning and keeps what is there"
-                raise RunOver(_BAD_CONFIGURATION, f"{text}; choose another --tag, or {keep}")
+                raise RunOver(ExitCode.CONFIG, f"{text}; choose another --tag, or {keep}")
             if candidate is not None:
                 self._end_if_finished(candidate)
         elif self._resume != "never" and candidate is None:
-            raise RunOver(_BAD_CONFIGURATION, f"--resume {self._resume}: there is no checkpoint that can be used")
+            raise RunOver(ExitCode.CONFIG, f"--resume {self._resume}: there is no checkpoint that can be used")
         misfit = None if candidate is None else self._sharding.misfit(candidate.position)
         if candidate is not None and misfit is not None:
             text = f"the checkpoint of step {candidate.step} cannot be gone on from: {misfit}"
-            raise RunOver(_BAD_CONFIGURATION, f"{text}; --resume never starts anew")
+            raise RunOver(ExitCode.CONFIG, f"{text}; --resume never starts anew")
         if candidate is not None and candidate.position is None and self._sharding.is_on:
             text = f"the checkpoint of step {candidate.step} knows no place in the shards"
             self._notice("warning", f"{text}: they are read from their beginning")
@@ -157,7 +158,7 @@ class Startup:
         has_read_all = self._sharding.has_read_all(candidate.position)
         if not candidate.is_on_disk or not (has_read_all or candidate.step >= self._job.max_steps):
             return
-        raise RunOver(0, finished_text(candidate.name, candidate.step, has_read_all=has_read_all))
+        raise RunOver(ExitCode.DONE, finished_text(candidate.name, candidate.step, has_read_all=has_read_all))
 
     def _look_after_others(self, candidate: Candidate | None) -> None:
         """Tell which checkpoints are this run's own to prune; those of other runs stay, and the user hears of it."""

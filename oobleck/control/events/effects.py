@@ -16,7 +16,7 @@ class RunOver(Exception):
 
     def __init__(self, exit_code: int, reason: str) -> None:
         super().__init__(reason)
-        self.exit_code = exit_code
+        self.exit_code = int(exit_code)  # what journals and processes know
         self.reason = reason
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from oobleck.control.protocol import UNSEEN_WORDS
+from oobleck.exit_codes import ExitCode
 
 from .entries import (
     DIFFERS_WORDS,
@@ -509,7 +510,7 @@ class Diagnosis:
             draft.repeated = sum(node == draft.root.node for _, node in self._recent)
 
 
-_NO_FAILURES = frozenset({0, 130, 143})
+_NO_FAILURES = frozenset({ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
 """Exit codes of runs that ended as they were asked to."""
 
 _MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|Cannot allocate memory", re.I)

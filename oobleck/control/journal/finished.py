@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 
 from .entries import CheckpointSaved, JobEnded, JobStarted, JournalEntry, StepDone
@@ -50,6 +51,12 @@ def read_finished(entries: Iterable[JournalEntry]) -> Finished | None:
                 end = entry
             case _:
                 pass
-    if job is None or end is None or end.exit_code != 0 or saved is None or saved.step < max(step, job.max_steps):
+    if (
+        job is None
+        or end is None
+        or end.exit_code != ExitCode.DONE
+        or saved is None
+        or saved.step < max(step, job.max_steps)
+    ):
         return None
     return Finished(job=job, name=saved.name, step=saved.step)

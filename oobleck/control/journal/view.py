@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import assert_never
 
+from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
@@ -53,7 +54,7 @@ __all__ = ["RunView", "level_of"]
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
-_RESUMABLE = frozenset({74, 75, 130, 143})
+_RESUMABLE = frozenset({ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
 
 StageKey = tuple[str, int, int]
 
@@ -179,7 +180,7 @@ class RunView:
 
     def _state(self) -> RunState:
         if self._ended is not None:
-            if self._ended.exit_code == 0:
+            if self._ended.exit_code == ExitCode.DONE:
                 return RunState.DONE
             return RunState.STOPPED if self._ended.exit_code in _RESUMABLE else RunState.FAILED
         if self._generation and not self._plan.pipelines:
@@ -268,7 +269,7 @@ def level_of(entry: JournalEntry) -> str:
         case PlanAdopted():
             return "info" if entry.redundant else "warning"
         case JobEnded():
-            return "info" if entry.exit_code == 0 else "error"
+            return "info" if entry.exit_code == ExitCode.DONE else "error"
         case _:
             return "info"
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from oobleck.exit_codes import ExitCode
+
 __all__ = ["StartupFailures"]
 
 _NAMES_SHOWN = 8
-
-_FAILED = 1
-_BAD_CONFIGURATION = 78
 
 
 @dataclass(slots=True)
@@ -32,7 +31,7 @@ class StartupFailures:
     @property
     def exit_code(self) -> int:
         """That of a bad configuration when nothing else went wrong."""
-        return _BAD_CONFIGURATION if all(self._is_user_error.values()) else _FAILED
+        return ExitCode.CONFIG if all(self._is_user_error.values()) else ExitCode.FAILED
 
     def __str__(self) -> str:
         nodes_of: dict[str, list[str]] = {}

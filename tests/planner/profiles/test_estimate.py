@@ -87,7 +87,7 @@ def test_llamas_kin_are_gated_rotary_and_untied() -> None:
     [
         ({"n_embd": None}, "hidden_size is missing"),
         ({"n_layer": "12"}, "n_layer is '12'; it must be a whole number"),
-        ({"n_head": 0}, "num_heads is 0; it must be above 0"),
+        ({"n_head": 0}, "n_head: 0 is not possible; it must be from 1 to"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_names_the_key(change: dict[str, Any], message: str) -> None:
@@ -178,7 +178,7 @@ def test_a_data_sheet_comes_from_a_file() -> None:
         (json.dumps(SHEET | {"name": 3}), "name is 3; it must be text"),
         (json.dumps(SHEET | {"name": None}), "name is None; it must be text"),
         (json.dumps(SHEET | {"float32_flops": "fast"}), "float32_flops is 'fast'; it must be a number"),
-        (json.dumps(SHEET | {"float32_flops": -1}), "float32_flops is -1; it must be above 0"),
+        (json.dumps(SHEET | {"float32_flops": -1}), "float32_flops is -1; it must be from 1 to"),
         (json.dumps({"name": "x"}), "memory_bytes is missing"),
     ],
 )
