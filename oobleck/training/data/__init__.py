@@ -1,13 +1,21 @@
-"""Data: text, tokens, records and samples, from wherever they lie, as batches."""
+"""Data: text, tokens, records and samples, from wherever they lie, as batches.
+
+What needs torch is loaded when it is first asked for: text is tokenized by a process without it.
+"""
 
 from __future__ import annotations
 
-from .batches import IGNORED_LABEL, Batch
-from .data import Dataset, open_source, prepare_dataset
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .records import NO_SAMPLE
 from .sampling import samples_of_step
 from .script_data import ScriptSamples
 from .shard_scanner import ShardScanner
+
+if TYPE_CHECKING:
+    from .batches import IGNORED_LABEL, Batch
+    from .data import Dataset, open_source, prepare_dataset
 
 __all__ = [
     "IGNORED_LABEL",
@@ -20,3 +28,17 @@ __all__ = [
     "prepare_dataset",
     "samples_of_step",
 ]
+
+_WITH_TORCH = {
+    "Batch": "batches",
+    "Dataset": "data",
+    "IGNORED_LABEL": "batches",
+    "open_source": "data",
+    "prepare_dataset": "data",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _WITH_TORCH:
+        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,7 +36,7 @@ def setup(node: str = "node0", device: int = 0) -> SetUpWorker:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentDir:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     directory = AgentDir("run", "node0")
     directory.create()
     return directory
