@@ -234,7 +234,8 @@ def test_scalars_keep_their_kinds():
 def test_msgpack_without_its_c_extension_reads_the_same():
     code = (
         "import sys, msgpack\n"
-        "from oobleck.wire import FrameDecoder, MasterMessage, encode_frame\n"
+        "from oobleck.control.protocol import MasterMessage\n"
+        "from oobleck.wire import FrameDecoder, encode_frame\n"
         "assert msgpack.Packer.__module__ == 'msgpack.fallback'\n"
         "data = sys.stdin.buffer.read()\n"
         "sys.stdout.buffer.write(b''.join(map(encode_frame, FrameDecoder(MasterMessage).feed(data))))\n"

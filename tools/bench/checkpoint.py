@@ -201,7 +201,7 @@ class _Flash:
             name=self._name,
             tag="bench",
             run=_RUN,
-            saved_at=f"{step:06d}",
+            saved_at=f"2026-01-01T00:{step // 60:02d}:{step % 60:02d}",
             step=step,
             generation=1,
             loss=0.0,

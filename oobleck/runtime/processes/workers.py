@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -233,16 +233,19 @@ class ForkingWorkerHost:
         return worker
 
     async def _fork(self) -> Worker:
-        while True:
+        while self._given_up is None:
             await self._settled.wait()
-            if self._server is None:
-                raise WorkersUnavailable(self._given_up or "there is no fork server")
+            if (server := self._server) is None:
+                continue  # it ended just now
             ours, theirs = trio.socket.socketpair()
-            with theirs:
-                process = await self._server.fork(theirs.fileno())
-            if process is not None:
-                return Worker(process, MessageChannel(trio.SocketStream(ours), FrameDecoder(WorkerMessage)))
-            ours.close()
+            with ExitStack() as unless_forked:
+                unless_forked.callback(ours.close)
+                with theirs:
+                    process = await server.fork(theirs.fileno())
+                if process is not None:
+                    unless_forked.pop_all()
+                    return Worker(process, MessageChannel(trio.SocketStream(ours), FrameDecoder(WorkerMessage)))
+        raise WorkersUnavailable(self._given_up)
 
     async def _connect(self) -> _Server:
         path = str(self._directory.fork_server_socket)
