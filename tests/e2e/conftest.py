@@ -17,6 +17,12 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     runner.close()
 
 
+@pytest.fixture(autouse=True)
+def _no_checkpoints_of_other_tests(runner: Runner) -> None:
+    """All runs have one tag: what another test has saved, often of another model, is not this one's to go on from."""
+    runner.forget_checkpoints()
+
+
 @pytest.fixture(scope="session")
 def undisturbed(runner: Runner) -> Outcome:
     """The GPT-2 job in float64, with no failure: what every other run is compared with."""

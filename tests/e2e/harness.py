@@ -235,6 +235,11 @@ class Runner:
         """Ids of the processes that fork workers."""
         return [server.pid for server in _fork_servers(processes_with(f"TMPDIR={self.temporary}"))]
 
+    def forget_checkpoints(self) -> None:
+        """Remove what runs have saved below the base directory."""
+        for checkpoints in self.base_dir.glob("*/checkpoints"):
+            shutil.rmtree(checkpoints)
+
     def files(self) -> list[str]:
         """What runs have left in memory, and, but for the warm fork server and torch's cache, in files."""
         warm: set[Path] = set()
