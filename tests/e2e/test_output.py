@@ -85,6 +85,7 @@ def test_a_run_does_not_wait_for_a_reader_that_never_reads(runner: Runner) -> No
 
 @pytest.mark.parametrize("options", [(), ("--plain",)])
 def test_a_run_goes_on_when_its_terminal_is_gone(runner: Runner, options: tuple[str, ...]) -> None:
+    (runner.base_dir / TAG / "journal.jsonl").unlink(missing_ok=True)  # that of another test's run
     ours, theirs = pty.openpty()
     leader = (
         "import fcntl, os, subprocess, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
