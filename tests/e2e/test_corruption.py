@@ -15,7 +15,7 @@ from oobleck.training.model.models import ModelStructure, StageModel
 from .harness import Runner, incidents, oobleck, worker_pids
 
 LAYER = 2
-FROZEN = ("--set", "optimizer.learning_rate=1e-300", "--set", "optimizer.weight_decay=0")
+FROZEN = ("--set", "optimizer.learning_rate=1e-30", "--set", "optimizer.weight_decay=0")
 """Weights that stay what they are can be found by what they are."""
 
 
