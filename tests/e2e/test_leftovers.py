@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,12 @@ SETTLING_S = 20.0
 """What is given up ends by itself, some time later."""
 
 
+A_NEIGHBOUR_MORE = 6
+"""Descriptors or threads: the last plan may be of another shape than the one that was counted first."""
+
+
 @dataclass(frozen=True)
-class LayerStore:
+class Held:
     """What the processes of those that stay have open."""
 
     worker_descriptors: int
@@ -35,11 +39,11 @@ class LayerStore:
     master_descriptors: int
 
 
-def holdings(run: Elastic, runner: Runner) -> LayerStore:
+def holdings(run: Elastic, runner: Runner) -> Held:
     """Of node0's worker, which lives all along, of the agents that stay, and of the master."""
     worker = worker_pids(runner)["node0"]
     agents = [pid for node in ("node0", "node1") for pid in runner.pids(node, "agent")]
-    return LayerStore(
+    return Held(
         worker_descriptors=_count(worker, "fd"),
         worker_threads=_count(worker, "task"),
         agents_descriptors=tuple(_count(agent, "fd") for agent in agents),
@@ -47,10 +51,10 @@ def holdings(run: Elastic, runner: Runner) -> LayerStore:
     )
 
 
-def settled(run: Elastic, runner: Runner, expected: LayerStore | None = None) -> LayerStore:
+def settled(run: Elastic, runner: Runner, expected: Held | None = None) -> Held:
     """What is held once it is no more than expected; without an expectation, once it stays for a second."""
     end_s = time.monotonic() + SETTLING_S
-    before: list[LayerStore] = []
+    before: list[Held] = []
     while time.monotonic() < end_s:
         before.append(holdings(run, runner))
         if before[-1] == expected or (expected is None and len(before) > 10 and len(set(before[-10:])) == 1):
@@ -109,7 +113,9 @@ def test_a_survivor_of_many_plans_holds_what_it_held_after_the_first_few(
         for change in (drain_and_add, *EVERY_KIND):
             change(run, runner)
         run.up.wait_for_steps(3)
-        assert settled(run, runner, expected=first) == first
+        later = settled(run, runner, expected=first)
+        more = {name: count - getattr(first, name) for name, count in asdict(later).items()}
+        assert max(more.values()) <= A_NEIGHBOUR_MORE, more  # four changes that leak leave 40
         run.stop()
 
 
