@@ -80,7 +80,8 @@ def test_workers_that_are_killed_one_after_the_other_begin_again_where_nothing_i
     start: Callable[..., Any], runner: Runner
 ) -> None:
     with start(loses_steps=True) as run:
-        kill_workers(runner, *NODES, apart_s=0.2)
+        # Sooner than any of them is back with its layers, which takes a fork and a plan: then nobody holds a layer.
+        kill_workers(runner, *NODES, apart_s=0.02)
         run.up.wait_for("from the model's initial values")
         run.up.wait_for_step(8)
         outcome = run.stop()
