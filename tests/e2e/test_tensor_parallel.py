@@ -108,9 +108,9 @@ def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
         kill_everything(runner, up)
     take_in(runner.journal())
     assert first_step_of(runner) >= 6, "the second run has gone on"
-    recoveries = [entry["action"] for entry in runner.journal() if entry["@type"] == "RecoveryDone"]
-    assert recoveries[-1] == "restart_worker", recoveries
     assert not [entry for entry in runner.journal() if entry["@type"] == "NodeLost"]
+    recoveries = [entry for entry in runner.journal() if entry["@type"] == "RecoveryDone"]
+    assert [entry["action"] for entry in recoveries] == ["reinstantiate", "restart_worker"], recoveries
     newest, *_ = steps_of(directory)
     shutil.rmtree(runner.memory)
     with runner.up(*options, nodes=("--local", "2")) as up:
