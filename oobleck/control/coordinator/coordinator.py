@@ -5,21 +5,15 @@
 It has no clock, no socket and no randomness: the same events at the same times give the same commands, in the
 real master, in the simulator and in a replay.
 
-    PREPARING ── all workers ready, profile known ──> TRAINING <──────────────┐
-        │                                                │ a node is lost     │ all survivors answered:
-        │ a node fails                                   v                    │ orders
-        v                                            FENCING ─────────────────┘
-      ENDED <── all finished, a stop, no way on ─────────┘
-
-Here the run begins and ends, and everybody's words go to the part that they concern: `attendance` knows who comes and
-goes, `preparation` leads to the first plan, `reconfiguration` from one plan to the next, `progress` knows the steps,
-`rejoining` the nodes to try again.
+Here the run begins and ends, and everybody's words go to the part that they concern: `node_lifecycle` knows who comes
+and goes, `startup` leads to the first plan, `reconfiguration` from one plan to the next, `progress` knows the steps,
+`node_retry` the nodes to try again. In which phase a run is follows from the state of `recovery.py`, whose transitions
+are drawn in `docs/architecture.md`.
 """
 
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 from functools import partial
 from typing import assert_never
 
@@ -104,24 +98,20 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
+from .deciding import Decider
+from .going_back import GoingBack, Lineage
 from .node_lifecycle import NodeLifecycle
+from .ordering import Ordering
 from .planning import planner_for
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
+from .recovery import Phase
+from .replanning import Replanning
 from .replayed_run import ReplayedRun
 from .shutdown import Shutdown
 from .startup import Startup
 
 __all__ = ["Coordinator", "Phase"]
-
-
-class Phase(StrEnum):
-    """What the run is doing, as the coordinator sees it."""
-
-    PREPARING = "preparing"
-    TRAINING = "training"
-    FENCING = "fencing"
-    ENDED = "ended"
 
 
 class Coordinator:
@@ -137,7 +127,7 @@ class Coordinator:
         replayed: ReplayedRun | None = None,
         resume: str = "auto",
     ) -> None:
-        """With `remains`, take over a run that goes on without a master: its job is `job`.
+        """With `replayed`, take over a run that goes on without a master: its job is `job`.
 
         `resume` says what a run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
         path, on the nodes, to a checkpoint or a directory of checkpoints.
@@ -156,17 +146,7 @@ class Coordinator:
         self._scaling = Scaling(job, self._members, self._progress, self._effects)
         self._sharding = Sharding(job, self._progress, self._effects, worker_ids=self._training_places)
         self._saving.judge_end(self._sharding.has_read_all)
-        self._reconfiguration = Reconfiguration(
-            job,
-            self._members,
-            self._progress,
-            self._saving,
-            self._restoring,
-            self._scaling,
-            self._sharding,
-            self._effects,
-            make_planner=partial(planner_for, job, devices_per_node=nodes[0].num_devices),
-        )
+        self._reconfiguration = self._make_reconfiguration()
         self._startup = Startup(
             job,
             nodes,
@@ -204,15 +184,19 @@ class Coordinator:
         """When something was heard, or acted on, last."""
         self._unheard_s = 0.0
         """How long nothing was, up to the newest event, where that was longer than a lease."""
-        self._has_ended = False
+
+    def _make_reconfiguration(self) -> Reconfiguration:
+        members, progress, effects = self._members, self._progress, self._effects
+        make_planner = partial(planner_for, self._job, devices_per_node=self._nodes[0].num_devices)
+        replanning = Replanning(members, progress, self._scaling, self._sharding, effects, make_planner=make_planner)
+        going_back = GoingBack(members, progress, self._saving, self._restoring, replanning, effects)
+        decider = Decider(members, progress, replanning, going_back)
+        ordering = Ordering(self._job, progress, self._saving, self._sharding, replanning, effects)
+        return Reconfiguration(self._job, members, progress, replanning, decider, ordering, effects)
 
     @property
     def phase(self) -> Phase:
-        if self._has_ended:
-            return Phase.ENDED
-        if not self._startup.is_over:
-            return Phase.PREPARING
-        return Phase.FENCING if self._reconfiguration.is_fencing else Phase.TRAINING
+        return self._reconfiguration.phase
 
     # --- the machine's interface ---------------------------------------------------------------------------
 
@@ -234,7 +218,7 @@ class Coordinator:
     def handle(self, now_s: float, event: Event) -> list[Command]:
         """Take an event in. Raises nothing: what a peer does wrong costs that peer."""
         self._effects.now_s = now_s
-        if self._has_ended:
+        if self.phase is Phase.ENDED:
             return []
         self._note_call(now_s)
         try:
@@ -248,7 +232,7 @@ class Coordinator:
 
     def next_deadline(self) -> float:
         """When `handle_deadline` wants to be called, at the latest; infinity for never."""
-        if self._has_ended:
+        if self.phase is Phase.ENDED:
             return math.inf
         return min(
             [
@@ -268,12 +252,12 @@ class Coordinator:
     @property
     def reviews_s(self) -> float:
         """When it looks again at which nodes should train: a part of `next_deadline`, for who skips time."""
-        return math.inf if self._has_ended else min(self._scaling.due_s, self._reconfiguration.retries_s)
+        return math.inf if self.phase is Phase.ENDED else min(self._scaling.due_s, self._reconfiguration.retries_s)
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         """Act on what has not happened in time. Early calls do nothing."""
         late_s = now_s - self.next_deadline()
-        if late_s < 0 or self._has_ended:
+        if late_s < 0 or self.phase is Phase.ENDED:
             return []
         self._effects.now_s = now_s
         self._note_call(now_s)
@@ -310,7 +294,7 @@ class Coordinator:
                 self._lifecycle.drain(node)
             case KillRequested(node=node):
                 self._node_retry.forget(node)
-                self._members[node].is_banned = True
+                self._members[node].ban()
             case Remark(level=level, text=text):
                 self._effects.notice(level, text)
             case _:
@@ -325,8 +309,8 @@ class Coordinator:
         """We ourselves were held up: what was said meanwhile waits to be read, and nobody had our answers."""
         self._leases.forgive(now_s)
         soon_s = now_s + self._job.control.heartbeat_interval_s
-        self._startup.deadline_s = max(self._startup.deadline_s + late_s, soon_s)
-        self._reconfiguration.deadline_s = max(self._reconfiguration.deadline_s, soon_s)
+        self._startup.forgive(late_s, soon_s)
+        self._reconfiguration.hold(soon_s)
         self._progress.give_time()
 
     def _judge_silence(self, now_s: float) -> None:
@@ -355,8 +339,8 @@ class Coordinator:
             self._judge_silence(now_s)
         if now_s >= self._startup.deadline_s:
             self._startup.handle_deadline()
-        if now_s >= self._reconfiguration.deadline_s:
-            self._act_on_answers(now_s)
+        silent = self._reconfiguration.handle_deadline(is_suspicious=self._leases.is_suspicious)
+        self._lifecycle.give_up(silent)
         if now_s >= self._progress.hangs_s and self._leases.is_suspicious:
             self._progress.give_time()  # steps may be committed that nobody can tell us of
         elif now_s >= self._progress.hangs_s:
@@ -370,18 +354,6 @@ class Coordinator:
         if self.phase is Phase.TRAINING and self._sharding.takes_regrouping():
             self._reconfiguration.begin([], Cause.DATA_UNREADABLE, detect_s=0.0)
         self._effects.command(*(Connect(node=spec) for spec in self._node_retry.take_due(now_s)))
-
-    def _act_on_answers(self, now_s: float) -> None:
-        """Answers have settled, or are missing."""
-        silent = self._reconfiguration.silent_nodes()
-        if silent and self._reconfiguration.waits_on(silent, is_suspicious=self._leases.is_suspicious):
-            return
-        evidence = f"its worker did not answer for {now_s - self._reconfiguration.fenced_s:.1f} s"
-        for node in silent:
-            self._lifecycle.fail(node, Cause.LEASE_EXPIRED, evidence)
-        if not silent:
-            self._reconfiguration.handle_deadline()
-            self._lifecycle.deal_with_accused()
 
     # --- nodes come and go -----------------------------------------------------------------------------------
 
@@ -403,11 +375,13 @@ class Coordinator:
         self._reconfiguration.restore(
             replayed.profile,
             replayed.generations,
+            Lineage(
+                restored_generation=restored.generation if restored else 0,
+                is_from_scratch=restored is None or restored.restored is None,
+                began_from_scratch=replayed.began is None or replayed.began.restored is None,
+            ),
             step_s=replayed.predicted_step_s,
             slow=replayed.slow,
-            restored_generation=restored.generation if restored else 0,
-            is_from_scratch=restored is None or restored.restored is None,
-            began_from_scratch=replayed.began is None or replayed.began.restored is None,
         )
         self._saving.begin([layer.name for layer in replayed.profile.layers])
         self._saving.know(replayed.saved)
@@ -418,7 +392,6 @@ class Coordinator:
         for known in replayed.saved:
             self._saving.note_on_disk(known.step)
         self._sharding.restore(replayed.shards)
-        self._startup.is_over = True
         self._progress.expect(self._job.control.start_timeout_s)
         for member in self._members.living:
             member.last_heard_s = now_s + self._job.control.connect_timeout_s
@@ -455,7 +428,7 @@ class Coordinator:
         speakers = self._members.hear(event.worker_ids, self._effects.now_s)
         match event.message:
             case Status() as status:
-                self._reconfiguration.status(speakers, status)
+                self._lifecycle.give_up(self._reconfiguration.status(speakers, status))
             case Resumed() as resumed:
                 self._reconfiguration.resumed(speakers, resumed)
             case Pace() as pace:
@@ -476,8 +449,8 @@ class Coordinator:
             case Evaluating() | EvaluationDone():
                 self._evaluating(message)
             case Status():
-                self._reconfiguration.status([WorkerId(node=node, device=message.device)], message)
-                self._lifecycle.deal_with_accused()
+                worker_ids = [WorkerId(node=node, device=message.device)]
+                self._lifecycle.give_up(self._reconfiguration.status(worker_ids, message))
             case Resumed():
                 self._reconfiguration.resumed([WorkerId(node=node, device=message.device)], message)
             case LayersMoving():
@@ -623,4 +596,3 @@ class Coordinator:
         self._reconfiguration.close()
         self._effects.record(JobEnded(t_s=self._effects.now_s, exit_code=over.exit_code, reason=reason))
         self._effects.command(End(exit_code=over.exit_code, reason=reason))
-        self._has_ended = True

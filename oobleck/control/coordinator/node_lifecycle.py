@@ -3,7 +3,7 @@
     connecting ── hello ──> connected ── workers ready ──> ready ── a drain ──> left
         └───────────────────────┴──────────────┴── a loss ──> lost ── a while later ──> connecting
 
-What a change means for the plan is `reconfiguration`'s business, and before the first plan `beginning`'s.
+What a change means for the plan is `reconfiguration`'s business, and before the first plan `startup`'s.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from oobleck.planner import WorkerId
 
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
+from .recovery_states import GiveUp
 from .shutdown import Shutdown
 from .startup import Startup
 
@@ -38,7 +39,7 @@ _MAY_COME_BACK = frozenset({Cause.CONNECTION_LOST, Cause.LEASE_EXPIRED, Cause.UN
 
 
 class NodeLifecycle:
-    """Mutable through its parts alone: who is there is in `members`, who is to be tried again in `rejoining`."""
+    """Mutable through its parts alone: who is there is in `members`, who is to be tried again in `node_retry`."""
 
     def __init__(
         self,
@@ -227,7 +228,7 @@ class NodeLifecycle:
         member.move_to(NodeState.LEFT)
         self._effects.record(NodeLeft(t_s=self._effects.now_s, node=node))
         self._effects.command(Disconnect(node=node))
-        self._reconfiguration.note_left(node)
+        self.give_up(self._reconfiguration.note_left(node))
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -286,13 +287,14 @@ class NodeLifecycle:
         step = self._progress.furthest_step
         return member.num_restarts(self._effects.now_s, within_s=_RESTARTS_WITHIN_S, step=step)
 
-    def deal_with_accused(self) -> None:
-        """Leave out nodes that their peers do not reach; have stuck workers ended, which starts them again."""
-        accused = self._reconfiguration.accused
-        for node in accused.cut_off:
-            self.fail(node, Cause.CUT_OFF, "it reaches the master, and its peers do not reach it")
-        for worker_id in accused.stuck:
-            self._effects.send(worker_id.node, KillWorker(device=worker_id.device))
+    def give_up(self, wanted: Iterable[GiveUp]) -> None:
+        """Give up nodes that hold up a recovery."""
+        for each in wanted:
+            is_cut_off = each.cause is Cause.CUT_OFF
+            silent = f"its worker did not answer for {each.silent_s:.1f} s"
+            evidence = "it reaches the master, and its peers do not reach it" if is_cut_off else silent
+            for node in each.nodes:
+                self.fail(node, each.cause, evidence)
 
     def _restart_worker(self, member: Member, worker_id: WorkerId, message: WorkerExited) -> None:
         """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import assert_never
 
 from oobleck.control.events import SendAll
@@ -51,7 +52,7 @@ from .recovery_states import (
     WorkersWanted,
 )
 
-__all__ = ["FENCED", "TRAINED", "TRANSITIONS", "Transition", "deadline", "step"]
+__all__ = ["FENCED", "TRAINED", "TRANSITIONS", "Phase", "Transition", "deadline", "phase", "step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,37 @@ TRANSITIONS = (
     Transition(FENCED, RunEnded, (Ended,), "there is no way on"),
 )
 
+
+class Phase(StrEnum):
+    """What the run is doing, as seen from outside."""
+
+    PREPARING = "preparing"
+    TRAINING = "training"
+    FENCING = "fencing"
+    ENDED = "ended"
+
+
 _SUSPICION_S = 0.2
 """How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
 _LOOK_S = 0.1
 """Answers that wait unread when their time is over are read within this."""
 _FIND_S = 30.0
 """How long workers may look for checkpoints."""
+
+
+def phase(state: State) -> Phase:
+    """Which phase a state belongs to."""
+    match state:
+        case Preparing():
+            return Phase.PREPARING
+        case Training() | Adopting() | Suspecting():
+            return Phase.TRAINING
+        case Fencing() | Overdue() | Settling() | Accusing() | Deciding() | AwaitingWorkers() | LocatingCheckpoint():
+            return Phase.FENCING
+        case Ended():
+            return Phase.ENDED
+        case _:
+            assert_never(state)
 
 
 def deadline(state: State) -> float:

@@ -21,6 +21,7 @@ from oobleck.planner import WorkerId, profile_to_json
 
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
+from .recovery import Phase
 
 __all__ = ["Startup", "finished_text"]
 
@@ -67,9 +68,16 @@ class Startup:
         self._effects = effects
         self._resume = resume
         self._failures = StartupFailures(len(nodes))
-        self.is_over = False
-        """The first plan is ordered, or a master before ours has ordered it."""
         self.deadline_s = math.inf
+
+    @property
+    def is_over(self) -> bool:
+        """The first plan is ordered, or an earlier master has ordered it."""
+        return self._reconfiguration.phase is not Phase.PREPARING
+
+    def forgive(self, late_s: float, soon_s: float) -> None:
+        """This master was held up for `late_s`: what was said meanwhile waits to be read until `soon_s`."""
+        self.deadline_s = max(self.deadline_s + late_s, soon_s)
 
     def expect_all(self) -> None:
         """Give all nodes the time that the job has for its start."""
@@ -118,7 +126,6 @@ class Startup:
             self._reconfiguration.begin_training(profile, self._candidate(len(profile.layers)))
         except PlanningError as error:
             raise RunOver(ExitCode.CONFIG, str(error)) from error
-        self.is_over = True
         self.deadline_s = math.inf
 
     def _check_devices(self) -> None:
