@@ -14,20 +14,16 @@ are drawn in `docs/architecture.md`.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import assert_never
 
 from oobleck import __version__
-from oobleck.control.checkpoints import Restoring, Saving
-from oobleck.control.commit import HANG_FLOOR_S, Progress, ReplicaCheck
-from oobleck.control.data import Sharding
+from oobleck.control.commit import HANG_FLOOR_S
 from oobleck.control.events import (
     AddRequested,
     BatchReceived,
     Command,
     Connect,
     DrainRequested,
-    Effects,
     End,
     Event,
     KillRequested,
@@ -46,13 +42,10 @@ from oobleck.control.journal import (
     JobEnded,
     JobStarted,
     LayersArriving,
-    MasterResumed,
 )
 from oobleck.control.membership import (
-    Leases,
     Member,
     Membership,
-    NodeRetry,
     NodeState,
     check_device,
     is_of_training,
@@ -92,24 +85,15 @@ from oobleck.control.protocol import (
     WorkerStarted,
     run_digest,
 )
-from oobleck.control.scaling import Scaling
-from oobleck.errors import ConfigError, PeerError
+from oobleck.errors import ConfigError, PeerError, PlanningError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
-from .deciding import Decider
-from .going_back import GoingBack, Lineage
-from .node_lifecycle import NodeLifecycle
-from .ordering import Ordering
-from .planning import planner_for
-from .preparation import Preparation
-from .reconfiguration import Reconfiguration
+from .parts import make_parts
 from .recovery import Phase
-from .replanning import Replanning
 from .replayed_run import ReplayedRun
-from .shutdown import Shutdown
-from .startup import Startup
+from .takeover import take_over
 
 __all__ = ["Coordinator", "Phase"]
 
@@ -136,63 +120,28 @@ class Coordinator:
         self._nodes = nodes
         self._started_at = started_at
         self._replayed = replayed
-        self._effects = Effects()
-        self._members = replayed.members if replayed else Membership(nodes)
-        self._progress = Progress(job, self._effects)
+        members = replayed.members if replayed else Membership(nodes)
         run = run_digest(job.tag, replayed.started.started_at if replayed else started_at)
-        self._preparation = Preparation(job, self._members, python_version=python_version, run=run)
-        self._saving = Saving(job, self._members, self._effects, run=run)
-        self._restoring = Restoring(self._effects, run=run, directory=None if resume in ("auto", "never") else resume)
-        self._scaling = Scaling(job, self._members, self._progress, self._effects)
-        self._sharding = Sharding(job, self._progress, self._effects, worker_ids=self._training_places)
-        self._saving.judge_end(self._sharding.has_read_all)
-        self._reconfiguration = self._make_reconfiguration()
-        self._startup = Startup(
-            job,
-            nodes,
-            self._members,
-            self._preparation,
-            self._saving,
-            self._restoring,
-            self._reconfiguration,
-            self._sharding,
-            self._effects,
-            resume=resume,
-        )
-        self._shutdown = Shutdown(
-            job, self._members, self._progress, self._saving, self._reconfiguration, self._sharding, self._effects
-        )
-        self._replica_check = ReplicaCheck(self._effects, degree=job.tensor_parallel)
-        self._node_retry = NodeRetry(first_wait_s=job.control.rejoin_after_s)
-        self._lifecycle = NodeLifecycle(
-            job,
-            self._members,
-            self._preparation,
-            self._progress,
-            self._startup,
-            self._shutdown,
-            self._reconfiguration,
-            self._node_retry,
-            self._saving,
-            self._sharding,
-            self._effects,
-            num_devices=nodes[0].num_devices,
-            training_places=self._training_places,
-        )
-        self._leases = Leases(job.control, self._members)
+        self._parts = parts = make_parts(job, nodes, members, python_version=python_version, run=run, resume=resume)
+        self._effects = parts.effects
+        self._members = parts.members
+        self._progress = parts.progress
+        self._preparation = parts.preparation
+        self._saving = parts.saving
+        self._restoring = parts.restoring
+        self._scaling = parts.scaling
+        self._sharding = parts.sharding
+        self._reconfiguration = parts.reconfiguration
+        self._startup = parts.startup
+        self._shutdown = parts.shutdown
+        self._replica_check = parts.replica_check
+        self._node_retry = parts.node_retry
+        self._lifecycle = parts.lifecycle
+        self._leases = parts.leases
         self._called_s = 0.0
         """When something was heard, or acted on, last."""
         self._unheard_s = 0.0
         """How long nothing was, up to the newest event, where that was longer than a lease."""
-
-    def _make_reconfiguration(self) -> Reconfiguration:
-        members, progress, effects = self._members, self._progress, self._effects
-        make_planner = partial(planner_for, self._job, devices_per_node=self._nodes[0].num_devices)
-        replanning = Replanning(members, progress, self._scaling, self._sharding, effects, make_planner=make_planner)
-        going_back = GoingBack(members, progress, self._saving, self._restoring, replanning, effects)
-        decider = Decider(members, progress, replanning, going_back)
-        ordering = Ordering(self._job, progress, self._saving, self._sharding, replanning, effects)
-        return Reconfiguration(self._job, members, progress, replanning, decider, ordering, effects)
 
     @property
     def phase(self) -> Phase:
@@ -212,7 +161,7 @@ class Coordinator:
             self._startup.expect_all()
             self._effects.command(*(Connect(node=spec) for spec in self._nodes))
         else:
-            self._take_over(self._replayed)
+            take_over(self._parts, self._job, self._nodes, self._replayed, now_s)
         return self._effects.take()
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
@@ -245,7 +194,7 @@ class Coordinator:
                 self._scaling.due_s,
                 self._shutdown.due_s,
                 self._sharding.due_s if self.phase is Phase.TRAINING else math.inf,
-                self._leases.due_s if self._startup.is_over else math.inf,
+                self._leases.due_s if self._reconfiguration.is_begun else math.inf,
             ]
         )
 
@@ -284,7 +233,7 @@ class Coordinator:
                 self._all_said(event)
             case ProfileFound():
                 self._effects.command(*self._preparation.take_profile(event))
-                self._startup.train_when_prepared()
+                self._train_when_ready()
             case StopRequested():
                 self._stop_requested(event)
             case AddRequested(spec=spec):
@@ -335,7 +284,7 @@ class Coordinator:
             self._progress.give_time()
 
     def _act_on_time(self, now_s: float) -> None:
-        if self._startup.is_over:  # a start has a time limit of its own
+        if self._reconfiguration.is_begun:  # a start has a time limit of its own
             self._judge_silence(now_s)
         if now_s >= self._startup.deadline_s:
             self._startup.handle_deadline()
@@ -357,53 +306,6 @@ class Coordinator:
 
     # --- nodes come and go -----------------------------------------------------------------------------------
 
-    def _take_over(self, replayed: ReplayedRun) -> None:
-        """Go on with a run that its master left: nobody stops for it, unless orders may have been lost."""
-        now_s = self._effects.now_s
-        self._effects.record(MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s))
-        restored = replayed.restored
-        if restored is not None and restored.restored_step is not None:
-            self._progress.go_back(restored.restored_step, generation=restored.generation)
-        if replayed.origin is not None:
-            self._restoring.begin_from(replayed.origin)
-        for record in replayed.records:
-            self._progress.restore(record)
-        self._progress.furthest_step = replayed.furthest_step
-        self._progress.restore_evaluated(replayed.evaluated_step)
-        self._progress.foresee(replayed.predicted_step_s)
-        self._preparation.profile = replayed.profile
-        self._reconfiguration.restore(
-            replayed.profile,
-            replayed.generations,
-            Lineage(
-                restored_generation=restored.generation if restored else 0,
-                is_from_scratch=restored is None or restored.restored is None,
-                began_from_scratch=replayed.began is None or replayed.began.restored is None,
-            ),
-            step_s=replayed.predicted_step_s,
-            slow=replayed.slow,
-        )
-        self._saving.begin([layer.name for layer in replayed.profile.layers])
-        self._saving.know(replayed.saved)
-        self._scaling.restore(replayed.target)
-        self._saving.plan_adopted(replayed.generations.plan, boundary=self._progress.last_step, redundant=True)
-        if replayed.origin is not None:
-            self._saving.begin_from(replayed.origin)
-        for known in replayed.saved:
-            self._saving.note_on_disk(known.step)
-        self._sharding.restore(replayed.shards)
-        self._progress.expect(self._job.control.start_timeout_s)
-        for member in self._members.living:
-            member.last_heard_s = now_s + self._job.control.connect_timeout_s
-            self._effects.command(Connect(node=member.spec, attach=True))
-        if not replayed.is_settled:
-            self._reconfiguration.begin([], Cause.MASTER_LOST, detect_s=0.0)
-        for spec in replayed.interrupted:
-            self._lifecycle.add(spec)
-        for spec in self._nodes:
-            if spec.name not in self._members:
-                self._lifecycle.add(spec)
-
     def _said(self, node: str, message: AgentMessage) -> None:
         member = self._members[node]
         if member.state not in (NodeState.CONNECTED, NodeState.READY):
@@ -411,14 +313,14 @@ class Coordinator:
         self._hear(member)
         try:
             check_device(member, message)
-            if not self._startup.is_over and is_of_training(message):
+            if not self._reconfiguration.is_begun and is_of_training(message):
                 return  # of a run before, or nonsense: this one has no plan yet that it could be of
             if not is_of_worker_that_ends(member, message):
                 self._understand(member, message)
         except PeerError as error:
             self._lifecycle.fail(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
         except ConfigError as error:
-            if not self._startup.is_over:
+            if not self._reconfiguration.is_begun:
                 raise RunOver(ExitCode.CONFIG, str(error)) from error
             # Whoever comes later must fit; those who train are not to suffer.
             self._lifecycle.fail(node, Cause.UNREACHABLE, str(error))
@@ -478,9 +380,10 @@ class Coordinator:
                 pass
             case WorkerReady():
                 self._lifecycle.worker_ready(member, message)
+                self._train_when_ready()
             case Profiled():
                 self._effects.command(*self._preparation.take_measurement(message))
-                self._startup.train_when_prepared()
+                self._train_when_ready()
             case WorkerExited():
                 self._lifecycle.worker_exited(member, message)
             case Leaving(reason=reason):
@@ -516,6 +419,16 @@ class Coordinator:
 
     # --- from the start to the end -----------------------------------------------------------------------------
 
+    def _train_when_ready(self) -> None:
+        """Order the first plan once all that it needs is known. Raises RunOver where there is none."""
+        ready = None if self._reconfiguration.is_begun else self._startup.take_ready()
+        if ready is None:
+            return
+        try:
+            self._reconfiguration.begin_training(ready.profile, ready.candidate)
+        except PlanningError as error:
+            raise RunOver(ExitCode.CONFIG, str(error)) from error
+
     def _evaluating(self, message: Evaluating | EvaluationDone) -> None:
         if self.phase is Phase.TRAINING:
             self._progress.expect(HANG_FLOOR_S)
@@ -530,13 +443,6 @@ class Coordinator:
         self._sharding.committed(record.step)
         if self.phase is Phase.TRAINING:
             self._progress.expect(HANG_FLOOR_S)
-
-    def _training_places(self) -> list[WorkerId]:
-        """The workers of the newest plan that can be spoken to; none before the first."""
-        if not self._reconfiguration.generations.plans:
-            return []
-        plan = self._reconfiguration.generations.plan
-        return [worker_id for worker_id in plan.worker_ids if self._members[worker_id.node].is_ready]
 
     def _go_on_with_shards(self) -> None:
         if self.phase is Phase.TRAINING:
@@ -560,10 +466,10 @@ class Coordinator:
 
     def _checkpoints_found(self, worker_id: WorkerId, message: CheckpointsFound) -> None:
         self._restoring.found(worker_id, message)
-        if self._startup.is_over:
+        if self._reconfiguration.is_begun:
             self._reconfiguration.found()
         else:
-            self._startup.train_when_prepared()
+            self._train_when_ready()
 
     def _compare(self, worker_id: WorkerId, message: ReplicaDigests) -> None:
         generations = self._reconfiguration.generations
@@ -584,13 +490,13 @@ class Coordinator:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: StopRequested) -> None:
-        if event.now or not self._startup.is_over:
+        if event.now or not self._reconfiguration.is_begun:
             raise RunOver(event.exit_code, event.reason)
         self._shutdown.stop(event)
         self._effects.notice("info", "stopping after the step in flight")
 
     def _end(self, over: RunOver) -> None:
-        reason = self._shutdown.explain(over) if self._startup.is_over else over.reason
+        reason = self._shutdown.explain(over) if self._reconfiguration.is_begun else over.reason
         for member in self._members.living:
             self._effects.send(member.spec.name, StopAgent(reason=reason))
         self._reconfiguration.close()

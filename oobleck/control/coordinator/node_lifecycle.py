@@ -141,7 +141,7 @@ class NodeLifecycle:
         member.move_to(NodeState.LOST)
         self._reconfiguration.forget_pace(node)
         self._effects.command(Disconnect(node=node))
-        is_over = self._startup.is_over
+        is_over = self._reconfiguration.is_begun
         may_come_back = is_over and cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, now_s)
         self._effects.record(
@@ -193,7 +193,7 @@ class NodeLifecycle:
         """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
         if self._node_retry.forget(node) is not None:
             self._effects.notice("info", f"{node} is lost, and is not tried again")
-        elif not self._startup.is_over or node not in self._members or not self._members[node].is_ready:
+        elif not self._reconfiguration.is_begun or node not in self._members or not self._members[node].is_ready:
             self._effects.notice("warning", f"{node} is not training, so it cannot be drained")
         elif not self._members[node].is_draining:
             self._members[node].is_draining = True
@@ -201,7 +201,7 @@ class NodeLifecycle:
 
     def noticed(self, member: Member) -> None:
         """A node will be taken away: drain it, or remember that for when it trains."""
-        if self._startup.is_over and member.is_ready:
+        if self._reconfiguration.is_begun and member.is_ready:
             self.drain(member.spec.name)
         else:
             member.is_leaving = True
@@ -209,7 +209,7 @@ class NodeLifecycle:
 
     def drain_noticed(self) -> None:
         """Drain the nodes that train by now, and had notice before."""
-        if not self._num_leaving or not self._startup.is_over:
+        if not self._num_leaving or not self._reconfiguration.is_begun:
             return
         leaving = [member for member in self._members.living if member.is_leaving]
         for member in leaving:
@@ -251,9 +251,7 @@ class NodeLifecycle:
         self._effects.command(*self._preparation.note_ready(member, message))
         self._sharding.know(message.shards)
         member.note_ready(entry, generation=self._reconfiguration.generations.current)
-        if not self._startup.is_over:
-            self._startup.train_when_prepared()
-        elif member.is_ready:
+        if self._reconfiguration.is_begun and member.is_ready:
             self._reconfiguration.take_in(member.spec.name)
 
     def worker_exited(self, member: Member, message: WorkerExited) -> None:
@@ -281,7 +279,7 @@ class NodeLifecycle:
         """Whether a worker that ended is started again; before training, only one that was ended from outside."""
         if member.is_draining or self._num_restarts(member) >= _MAX_RESTARTS:
             return False
-        return self._startup.is_over or message.was_ended_from_outside
+        return self._reconfiguration.is_begun or message.was_ended_from_outside
 
     def _num_restarts(self, member: Member) -> int:
         step = self._progress.furthest_step
@@ -322,7 +320,7 @@ class NodeLifecycle:
         for device in also:
             self._effects.send(worker_id.node, KillWorker(device=device))
         self._start_again(member, worker_id.device)
-        if not self._startup.is_over:
+        if not self._reconfiguration.is_begun:
             self._startup.worker_lost(worker_id)
             return
         self._saving.worker_lost(worker_id.node)

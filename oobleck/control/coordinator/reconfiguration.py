@@ -96,6 +96,11 @@ class Reconfiguration:
         return phase(self._state)
 
     @property
+    def is_begun(self) -> bool:
+        """The first plan is ordered, by us or by an earlier master."""
+        return self.phase is not Phase.PREPARING
+
+    @property
     def is_fencing(self) -> bool:
         """Nothing is committed before the next orders."""
         return isinstance(self._state, FENCED)
@@ -104,6 +109,13 @@ class Reconfiguration:
     def deadline_s(self) -> float:
         """When `handle_deadline` is to be called."""
         return deadline(self._state)
+
+    def training_places(self) -> list[WorkerId]:
+        """The workers of the newest plan that can be spoken to; none before the first."""
+        if not self.generations.plans:
+            return []
+        plan = self.generations.plan
+        return [worker_id for worker_id in plan.worker_ids if self._members[worker_id.node].is_ready]
 
     # --- what happens ----------------------------------------------------------------------------------------
 
