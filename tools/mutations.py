@@ -224,9 +224,9 @@ MUTATIONS = (
     Mutation(
         name="unsettled_takeover",
         what="a master takes over without fencing, though orders may not have arrived",
-        file="oobleck/control/coordinator/coordinator.py",
-        old="        if not replayed.is_settled:\n",
-        new="        if False:\n",
+        file="oobleck/control/coordinator/takeover.py",
+        old="    if not replayed.is_settled:\n",
+        new="    if False:\n",
         caught_by="tests/control/coordinator/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
     ),
     Mutation(
