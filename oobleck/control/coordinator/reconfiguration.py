@@ -29,7 +29,7 @@ from oobleck.control.commit import (
 )
 from oobleck.control.data import Sharding
 from oobleck.control.events import Effects, RunOver
-from oobleck.control.journal import Action, Cause, HangExplained, PlanAdopted, RecoveryStarted
+from oobleck.control.journal import Action, HangExplained, LossCause, PlanAdopted, PlanCause, RecoveryStarted
 from oobleck.control.membership import Membership, are_most, patience_s
 from oobleck.control.protocol import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from oobleck.control.scaling import Scaling, with_resting
@@ -178,16 +178,19 @@ class Reconfiguration:
         """Somebody has told which checkpoints there are."""
         self._decide_when_answered()
 
-    def begin(self, nodes: list[str], cause: Cause, *, detect_s: float) -> None:
-        """Fence all survivors under a new generation; losses during a recovery begin it anew."""
+    def begin(self, nodes: list[str], cause: PlanCause, *, detect_s: float, loss: LossCause | None = None) -> None:
+        """Fence all survivors under a new generation; losses during a recovery begin it anew.
+
+        `loss` says why the nodes were lost, if they were.
+        """
         now_s = self._effects.now_s
         recovery = self._account
         if recovery is None or recovery.ordered_s:
             self.close(overtaken_by="the next one began before")
-            recovery = self._account = RecoveryRecord(began_s=now_s, detect_s=detect_s, cause=cause)
+            recovery = self._account = RecoveryRecord(began_s=now_s, detect_s=detect_s, cause=cause, loss=loss)
         recovery.nodes.extend(node for node in nodes if node not in recovery.nodes)
-        if cause is Cause.CUT_OFF:
-            recovery.cause = cause  # what the hang came from, by which it was noticed
+        if loss is LossCause.CUT_OFF:
+            recovery.cause, recovery.loss = cause, loss  # what the hang came from, by which it was noticed
         recovery.statuses.clear()
         self._restoring.forget()
         self._answers_due_s = math.inf
@@ -202,7 +205,11 @@ class Reconfiguration:
         self._progress.expect_none()
         self._effects.record(
             RecoveryStarted(
-                t_s=now_s, generation=self.generations.current, nodes=tuple(recovery.nodes), cause=recovery.cause
+                t_s=now_s,
+                generation=self.generations.current,
+                nodes=tuple(recovery.nodes),
+                cause=recovery.cause,
+                loss=recovery.loss,
             )
         )
         self.accused = Accused()
@@ -213,7 +220,7 @@ class Reconfiguration:
     def repair(self, distrusted: Mapping[WorkerId, frozenset[int]], *, detect_s: float = 0.0) -> None:
         """Have these copies of layers replaced by the others."""
         self._replanning.distrusted.update(distrusted)
-        self.begin(sorted({worker_id.node for worker_id in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
+        self.begin(sorted({worker_id.node for worker_id in distrusted}), PlanCause.CORRUPTION, detect_s=detect_s)
 
     def status(self, worker_ids: Collection[WorkerId], status: Status) -> None:
         """Workers answer the fence; an answer to an older one is dropped. Raises PeerError for one that cannot be."""
@@ -239,7 +246,7 @@ class Reconfiguration:
         if self.is_fencing:
             self._effects.send_all(awaited, self._fence_said)
         else:  # nobody knows whether it has its orders
-            self.begin([], Cause.MASTER_LOST, detect_s=0.0)
+            self.begin([], PlanCause.MASTER_LOST, detect_s=0.0)
 
     def note_gone(self) -> None:
         """A node whose workers may be waited for is given up."""
@@ -275,7 +282,7 @@ class Reconfiguration:
             return
         changed = self._replanning.note_pace(worker_ids, pace, self.generations.plan)
         if changed:
-            self.begin(changed, Cause.SLOW, detect_s=0.0)
+            self.begin(changed, PlanCause.SLOW, detect_s=0.0)
 
     @property
     def retries_s(self) -> float:
@@ -286,7 +293,7 @@ class Reconfiguration:
         """Give slow nodes that were left out another chance, where they would be of use."""
         nodes = self._replanning.retry_slow(self.generations.plan)
         if nodes:
-            self.begin(nodes, Cause.RETRIED, detect_s=0.0)
+            self.begin(nodes, PlanCause.RETRIED, detect_s=0.0)
 
     def scale(self) -> None:
         """Look at how many nodes should train; plan anew where that is another number now."""
@@ -300,14 +307,14 @@ class Reconfiguration:
                 for member in self._members.ready
                 if member.spec.name not in plan.nodes and member.spec.name not in resting
             }
-            self.begin(sorted(changed), Cause.SCALED, detect_s=0.0)
+            self.begin(sorted(changed), PlanCause.SCALED, detect_s=0.0)
 
     def take_in(self, node: str) -> None:
         """A node has become ready: it trains at once if it is wanted, else it rests."""
         newest = self.generations.newest
         num_used = sum(self._members.took_part(each, newest) for each in self.generations.plan.nodes)
         if self.is_fencing or self._scaling.wants_more(self._replanning.planner, num_used):
-            self.begin([node], Cause.JOINED, detect_s=0.0)
+            self.begin([node], PlanCause.JOINED, detect_s=0.0)
         else:
             self._scaling.look_soon()
 
@@ -321,7 +328,7 @@ class Reconfiguration:
         if self.is_fencing:
             self._decide_when_answered()
         else:
-            self.begin([], Cause.PEER_FAILED, detect_s=_SUSPICION_S)
+            self.begin([], PlanCause.PEER_FAILED, detect_s=_SUSPICION_S)
 
     def silent_nodes(self) -> tuple[str, ...]:
         """Nodes with a worker that has not answered the fence, once its time is over.
@@ -377,13 +384,13 @@ class Reconfiguration:
 
     # --- fencing ---------------------------------------------------------------------------------------------
 
-    def _count_regrouping(self, cause: Cause) -> None:
+    def _count_regrouping(self, cause: PlanCause) -> None:
         step, count = self._regroups
         if step != self._progress.last_step:
             count = 0
-        count += cause in (Cause.PEER_FAILED, Cause.HANG)
+        count += cause in (PlanCause.PEER_FAILED, PlanCause.HANG)
         self._regroups = (self._progress.last_step, count)
-        self._is_explaining = cause is Cause.HANG or (cause is Cause.PEER_FAILED and count > 1)
+        self._is_explaining = cause is PlanCause.HANG or (cause is PlanCause.PEER_FAILED and count > 1)
         if count > _MAX_REGROUPS:
             raise RunOver(ExitCode.FAILED, f"no step was committed through {_MAX_REGROUPS} regroupings")
 
@@ -652,7 +659,7 @@ class Reconfiguration:
         for member in self._members.ready:
             if member.is_draining:
                 member.dismiss()
-                self._effects.send(member.spec.name, StopAgent(reason="drained"))
+                self._effects.send(member.spec.name, StopAgent(reason="drained", is_dismissal=True))
 
     # --- ordering --------------------------------------------------------------------------------------------
 
@@ -706,7 +713,7 @@ class Reconfiguration:
         recovery.ordered_s = self._effects.now_s
         recovery.awaited = {worker_id for pipeline in decision.plan.pipelines for worker_id in pipeline.worker_ids}
         recovery.action = Action(decision.action)
-        if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
+        if recovery.cause is PlanCause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
             recovery.action = Action.RESTART_WORKER
         recovery.layers_moved = len({(item.layer, item.target) for item in order.transfers})
 

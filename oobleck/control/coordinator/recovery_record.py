@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from oobleck.control.commit import uncovered
-from oobleck.control.journal import Action, Cause, RecoveryDone
+from oobleck.control.journal import Action, LossCause, PlanCause, RecoveryDone
 from oobleck.control.protocol import Resumed, Status
 from oobleck.planner import WorkerId
 
@@ -20,7 +20,9 @@ class RecoveryRecord:
 
     began_s: float
     detect_s: float
-    cause: Cause
+    cause: PlanCause
+    loss: LossCause | None = None
+    """Of the newest loss, where there was one."""
     nodes: list[str] = field(default_factory=list)
     settles_s: float = 0.0
     """Until then, answers may be complete and are waited with: losses that belong together come together."""
@@ -51,6 +53,7 @@ class RecoveryRecord:
             generation=generation,
             nodes=tuple(self.nodes),
             cause=self.cause,
+            loss=self.loss,
             action=self.action,
             detect_s=self.detect_s,
             decide_s=max(0.0, self.ordered_s - self.began_s),
