@@ -29,6 +29,7 @@ from oobleck.control.events import (
     KillRequested,
     MessageReceived,
     NodeFailed,
+    NodeLeftOut,
     NodeUp,
     ProfileFound,
     Remark,
@@ -36,12 +37,17 @@ from oobleck.control.events import (
     StopRequested,
 )
 from oobleck.control.journal import (
-    FORK_SERVER_WORDS,
-    TERMINATION_WORDS,
-    Cause,
+    ForkServerDown,
     JobEnded,
     JobStarted,
     LayersArriving,
+    Misfit,
+    NodeUnfit,
+    PlanCause,
+    ProtocolBroken,
+    Silent,
+    TerminationNoticed,
+    error_text,
 )
 from oobleck.control.membership import (
     Member,
@@ -225,8 +231,11 @@ class Coordinator:
         match event:
             case NodeUp():
                 self._lifecycle.node_up(event)
-            case NodeFailed(node=node, cause=cause, evidence=evidence):
-                self._lifecycle.unreachable(node, cause, evidence)
+            case NodeFailed(node=node, loss=loss):
+                self._lifecycle.unreachable(node, loss)
+            case NodeLeftOut(node=node, fault=fault):
+                entry = NodeUnfit(t_s=self._effects.now_s, node=node, fault=fault, is_tried_again=False)
+                self._effects.record(entry)
             case MessageReceived(node=node, message=message):
                 self._said(node, message)
             case BatchReceived():
@@ -266,8 +275,7 @@ class Coordinator:
         """Give silent nodes up, but not where it may be us who hear nothing."""
         was_suspicious = self._leases.is_suspicious
         for member in self._leases.take_lapsed(now_s):
-            evidence = f"not heard of for {now_s - member.last_heard_s:.1f} s"
-            self._lifecycle.fail(member.spec.name, Cause.LEASE_EXPIRED, evidence)
+            self._lifecycle.fail(member.spec.name, Silent(silent_s=now_s - member.last_heard_s))
         if self._leases.is_suspicious and not was_suspicious:
             self._effects.notice(
                 "warning",
@@ -293,7 +301,7 @@ class Coordinator:
         if now_s >= self._progress.hangs_s and self._leases.is_suspicious:
             self._progress.give_time()  # steps may be committed that nobody can tell us of
         elif now_s >= self._progress.hangs_s:
-            self._reconfiguration.begin([], Cause.HANG, detect_s=now_s - self._progress.progressed_s)
+            self._reconfiguration.begin([], PlanCause.HANG, detect_s=now_s - self._progress.progressed_s)
         if now_s >= self._saving.due_s:
             self._saving.handle_deadline()
         if now_s >= self._scaling.due_s:
@@ -301,7 +309,7 @@ class Coordinator:
         if now_s >= self._reconfiguration.retries_s:
             self._reconfiguration.retry_slow()
         if self.phase is Phase.TRAINING and self._sharding.takes_regrouping():
-            self._reconfiguration.begin([], Cause.DATA_UNREADABLE, detect_s=0.0)
+            self._reconfiguration.begin([], PlanCause.DATA_UNREADABLE, detect_s=0.0)
         self._effects.command(*(Connect(node=spec) for spec in self._node_retry.take_due(now_s)))
 
     # --- nodes come and go -----------------------------------------------------------------------------------
@@ -318,12 +326,12 @@ class Coordinator:
             if not is_of_worker_that_ends(member, message):
                 self._understand(member, message)
         except PeerError as error:
-            self._lifecycle.fail(node, Cause.CONNECTION_LOST, f"broke the protocol: {error}")
+            self._lifecycle.fail(node, ProtocolBroken(problem=str(error)))
         except ConfigError as error:
             if not self._reconfiguration.is_begun:
                 raise RunOver(ExitCode.CONFIG, str(error)) from error
             # Whoever comes later must fit; those who train are not to suffer.
-            self._lifecycle.fail(node, Cause.UNREACHABLE, str(error))
+            self._lifecycle.fail(node, Misfit(problem=str(error)))
 
     def _all_said(self, event: BatchReceived) -> None:
         """Like `_said` of each; what no worker of ours can say wrong is not checked again for each."""
@@ -387,10 +395,11 @@ class Coordinator:
             case WorkerExited():
                 self._lifecycle.worker_exited(member, message)
             case Leaving(reason=reason):
-                self._effects.notice("warning", f"{node}{TERMINATION_WORDS}{reason}")
+                self._effects.record(TerminationNoticed(t_s=self._effects.now_s, node=node, reason=reason))
                 self._lifecycle.noticed(member)
-            case ForkServerEnded(reason=reason):
-                self._effects.notice("warning", f"{node}{FORK_SERVER_WORDS}{reason}")
+            case ForkServerEnded(end=end, is_restarted=is_restarted):
+                entry = ForkServerDown(t_s=self._effects.now_s, node=node, end=end, is_restarted=is_restarted)
+                self._effects.record(entry)
             case AgentStopped():
                 self._lifecycle.agent_stopped(member, message)
             case Hello():
@@ -485,7 +494,7 @@ class Coordinator:
             return
         self._effects.notice("error", f"{node} cannot restore {message.name}: {message.problem}")
         self._restoring.note_broken(message.name)
-        self._reconfiguration.begin([], Cause.CHECKPOINT_BROKEN, detect_s=0.0)
+        self._reconfiguration.begin([], PlanCause.CHECKPOINT_BROKEN, detect_s=0.0)
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -496,9 +505,10 @@ class Coordinator:
         self._effects.notice("info", "stopping after the step in flight")
 
     def _end(self, over: RunOver) -> None:
-        reason = self._shutdown.explain(over) if self._reconfiguration.is_begun else over.reason
+        error = self._shutdown.error_behind(over) if self._reconfiguration.is_begun else None
+        reason = over.reason if error is None else error_text(error)
         for member in self._members.living:
             self._effects.send(member.spec.name, StopAgent(reason=reason))
         self._reconfiguration.close()
-        self._effects.record(JobEnded(t_s=self._effects.now_s, exit_code=over.exit_code, reason=reason))
+        self._effects.record(JobEnded(t_s=self._effects.now_s, exit_code=over.exit_code, reason=reason, error=error))
         self._effects.command(End(exit_code=over.exit_code, reason=reason))

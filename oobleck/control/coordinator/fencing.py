@@ -10,7 +10,7 @@ from typing import assert_never
 
 from oobleck.control.commit import cut_off_nodes, stuck_workers
 from oobleck.control.events import Record, Send, SendAll
-from oobleck.control.journal import Cause, HangExplained, RecoveryStarted
+from oobleck.control.journal import CutOff, HangExplained, LossCause, PlanCause, RecoveryStarted, Silent
 from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import KillWorker
 from oobleck.planner import WorkerId
@@ -64,7 +64,9 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
         case _:
             assert_never(state)
     started = Record(
-        entry=RecoveryStarted(t_s=now_s, generation=recovery.generation, nodes=recovery.nodes, cause=recovery.cause)
+        entry=RecoveryStarted(
+            t_s=now_s, generation=recovery.generation, nodes=recovery.nodes, cause=recovery.cause, loss=recovery.loss
+        )
     )
     fencing = Fencing(
         recovery=recovery,
@@ -81,11 +83,12 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
 
 
 def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
-    explains = begun.cause is Cause.HANG or (begun.cause is Cause.PEER_FAILED and begun.num_regroups > 1)
+    explains = begun.cause is PlanCause.HANG or (begun.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
     return Recovery(
         began_s=now_s,
         detect_s=begun.detect_s,
         cause=begun.cause,
+        loss=begun.loss,
         nodes=tuple(dict.fromkeys(begun.nodes)),
         control=begun.control,
         fence=begun.fence if explains else replace(begun.fence, doorbells=()),
@@ -97,11 +100,13 @@ def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
 
 def _again(known: Recovery, begun: Recovery) -> Recovery:
     """A loss during a recovery belongs to it. A cut network is what the hang came from, by which it was noticed."""
+    cause, loss = (begun if begun.loss is LossCause.CUT_OFF else known).why
     return replace(
         begun,
         began_s=known.began_s,
         detect_s=known.detect_s,
-        cause=begun.cause if begun.cause is Cause.CUT_OFF else known.cause,
+        cause=cause,
+        loss=loss,
         nodes=tuple(dict.fromkeys((*known.nodes, *begun.nodes))),
         returns_by_s=known.returns_by_s,
     )
@@ -163,7 +168,7 @@ def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     accusing = Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
     if stuck:
         return accusing, (explained, *end_again(stuck))
-    return accusing, (explained, GiveUp(nodes=cut_off, cause=Cause.CUT_OFF, silent_s=0.0))
+    return accusing, (explained, GiveUp(nodes=cut_off, loss=CutOff()))
 
 
 def end_again(stuck: tuple[WorkerId, ...]) -> tuple[Effect, ...]:
@@ -187,7 +192,7 @@ def overdue(state: Overdue, passed: TimePassed, now_s: float) -> Step:
     has_time = are_most(len(silent), num_asked) and now_s < recovery.fenced_s + limit_s
     if passed.is_suspicious or has_time:
         return replace(state, until_s=now_s + control.lease_s), ()
-    return state, (GiveUp(nodes=silent, cause=Cause.LEASE_EXPIRED, silent_s=now_s - recovery.fenced_s),)
+    return state, (GiveUp(nodes=silent, loss=Silent(silent_s=now_s - recovery.fenced_s, is_worker=True)),)
 
 
 def left(state: State, node: str, now_s: float) -> Step:

@@ -14,9 +14,27 @@ from oobleck.control.checkpoints import Saving
 from oobleck.control.commit import Progress
 from oobleck.control.data import Sharding
 from oobleck.control.events import Connect, Disconnect, Effects, NodeUp, RunOver
-from oobleck.control.journal import Cause, NodeAdded, NodeConnected, NodeLeft, NodeLost, WorkerDown, WorkerUp
+from oobleck.control.journal import (
+    AgentLeft,
+    AgentLost,
+    Loss,
+    LossCause,
+    Misfit,
+    NodeAdded,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    NodeUnfit,
+    NoWorkerStarts,
+    PlanCause,
+    Unfit,
+    WorkerDown,
+    WorkerEnded,
+    WorkerUp,
+    given_up_text,
+)
 from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeRetry, NodeState
-from oobleck.control.protocol import AgentStopped, KillWorker, StartWorker, StopAgent, WorkerExited, WorkerReady
+from oobleck.control.protocol import AgentStopped, KillWorker, Raised, StartWorker, StopAgent, WorkerExited, WorkerReady
 from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
@@ -34,7 +52,7 @@ _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
 """A node is given up where its workers end again after so many restarts within this time, or without a step that was
 never committed before: then something there, or in the job, ends them."""
-_MAY_COME_BACK = frozenset({Cause.CONNECTION_LOST, Cause.LEASE_EXPIRED, Cause.UNREACHABLE})
+_MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, LossCause.UNREACHABLE})
 """What a node is tried again after."""
 
 
@@ -86,13 +104,13 @@ class NodeLifecycle:
         member = self._members[node]
         misfit = self._preparation.misfit(event.hello)
         if misfit is not None:
-            self.fail(node, Cause.UNREACHABLE, misfit)
+            self.fail(node, Misfit(problem=misfit))
         elif member.state is NodeState.CONNECTING:
             member.last_heard_s = self._effects.now_s
             self._effects.record(NodeConnected(t_s=self._effects.now_s, node=node, agent_pid=event.hello.pid))
             self._effects.command(*self._preparation.configure(event, self._effects.now_s))
         elif member.agent_pid != event.hello.pid:
-            self.fail(node, Cause.CONNECTION_LOST, "its agent was lost while there was no master")
+            self.fail(node, AgentLost(had_no_master=True))
         elif event.hello.generation > self._reconfiguration.generations.current:
             raise RunOver(
                 ExitCode.FAILED,
@@ -118,19 +136,20 @@ class NodeLifecycle:
         self._effects.notice("info", f"{node} is reached again")
         self._shutdown.ask_again()
         if member.is_dismissed:
-            self._effects.send(node, StopAgent(reason="drained"))
+            self._effects.send(node, StopAgent(reason="drained", is_dismissal=True))
         self._reconfiguration.reach_again(node)
 
-    def unreachable(self, node: str, cause: Cause, evidence: str) -> None:
+    def unreachable(self, node: str, loss: Loss) -> None:
         """A connection failed, or could not be made."""
         if node in self._node_retry:
             self._node_retry.note_failed(node, self._effects.now_s)
-            if cause is Cause.UNFIT:
-                self._effects.notice("warning", f"{node}: {evidence}")
+            if isinstance(loss, Unfit):
+                now_s = self._effects.now_s
+                self._effects.record(NodeUnfit(t_s=now_s, node=node, fault=loss.fault, is_tried_again=True))
         else:
-            self.fail(node, cause, evidence)
+            self.fail(node, loss)
 
-    def fail(self, node: str, cause: Cause, evidence: str, *, is_user_error: bool = False) -> None:
+    def fail(self, node: str, loss: Loss) -> None:
         """Give a node up, if that was not done before. Raises RunOver where the run has not begun."""
         member = self._members[node]
         if member.state in (NodeState.LOST, NodeState.LEFT):
@@ -142,27 +161,26 @@ class NodeLifecycle:
         self._reconfiguration.forget_pace(node)
         self._effects.command(Disconnect(node=node))
         is_over = self._reconfiguration.is_begun
-        may_come_back = is_over and cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
+        may_come_back = is_over and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, now_s)
         self._effects.record(
             NodeLost(
                 t_s=now_s,
                 node=node,
-                cause=cause,
-                evidence=evidence,
+                loss=loss,
                 is_requested=member.is_banned,
                 is_tried_again=is_tried_again and self._job.control.rejoin_after_s > 0,
             )
         )
         if not is_over:
-            self._startup.node_failed(node, evidence, is_user_error=is_user_error)
+            self._startup.node_failed(node, loss)
             return
         self._saving.node_lost(node)
         self._sharding.lost(node)
         if may_come_back and not is_tried_again:
             self._tell_quarantine(node)
         if trained and not self._reconfiguration.can_spare(node):  # else it had no part in any plan
-            self._reconfiguration.begin([node], cause, detect_s=silent_s)
+            self._reconfiguration.begin([node], PlanCause.LOSS, loss=loss.cause, detect_s=silent_s)
         else:
             self._reconfiguration.note_gone()
 
@@ -197,7 +215,7 @@ class NodeLifecycle:
             self._effects.notice("warning", f"{node} is not training, so it cannot be drained")
         elif not self._members[node].is_draining:
             self._members[node].is_draining = True
-            self._reconfiguration.begin([node], Cause.DRAINED, detect_s=0.0)
+            self._reconfiguration.begin([node], PlanCause.DRAINED, detect_s=0.0)
 
     def noticed(self, member: Member) -> None:
         """A node will be taken away: drain it, or remember that for when it trains."""
@@ -222,8 +240,8 @@ class NodeLifecycle:
         """An agent has ended as it was told to, or by itself."""
         node = member.spec.name
         if not member.is_draining or node in self._reconfiguration.generations.plan.nodes:
-            cause = Cause.WORKER_EXITED if message.is_failure else Cause.USER
-            self.fail(node, cause, f"its agent stopped: {message.reason}")
+            reason = message.reason
+            self.fail(node, NoWorkerStarts(problem=reason) if message.is_failure else AgentLeft(reason=reason))
             return
         member.move_to(NodeState.LEFT)
         self._effects.record(NodeLeft(t_s=self._effects.now_s, node=node))
@@ -264,16 +282,14 @@ class NodeLifecycle:
                 self._start_again(member, message.device)
             return  # else said again to a new master
         worker_id = WorkerId(node=member.spec.name, device=message.device)
-        if message.traceback is not None:
-            self._shutdown.note_traceback(worker_id, message.traceback)
+        if isinstance(message.end, Raised):
+            self._shutdown.note_error(worker_id, message.end)
         if self._is_worth_another_try(member, message):
             self._restart_worker(member, worker_id, message)
             return
-        evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
         if self._num_restarts(member) >= _MAX_RESTARTS:
-            member.last_words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {message.reason}"
-        is_user_error = message.user_error is not None
-        self.fail(member.spec.name, Cause.WORKER_EXITED, evidence, is_user_error=is_user_error)
+            member.last_words = given_up_text(message.end, num_restarts=_MAX_RESTARTS)
+        self.fail(member.spec.name, WorkerEnded(pid=message.pid, end=message.end))
 
     def _is_worth_another_try(self, member: Member, message: WorkerExited) -> bool:
         """Whether a worker that ended is started again; before training, only one that was ended from outside."""
@@ -288,11 +304,8 @@ class NodeLifecycle:
     def give_up(self, wanted: Iterable[GiveUp]) -> None:
         """Give up nodes that hold up a recovery."""
         for each in wanted:
-            is_cut_off = each.cause is Cause.CUT_OFF
-            silent = f"its worker did not answer for {each.silent_s:.1f} s"
-            evidence = "it reaches the master, and its peers do not reach it" if is_cut_off else silent
             for node in each.nodes:
-                self.fail(node, each.cause, evidence)
+                self.fail(node, each.loss)
 
     def _restart_worker(self, member: Member, worker_id: WorkerId, message: WorkerExited) -> None:
         """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.
@@ -313,7 +326,7 @@ class NodeLifecycle:
                 node=worker_id.node,
                 device=worker_id.device,
                 pid=message.pid,
-                reason=message.reason,
+                end=message.end,
                 also=also,
             )
         )
@@ -328,7 +341,10 @@ class NodeLifecycle:
         if not self._members.ready and self._shutdown.is_same_error(self._training_nodes()):
             raise RunOver(ExitCode.FAILED, "the same error ended all workers")
         if trained and not self._reconfiguration.can_spare(worker_id.node):
-            self._reconfiguration.begin([worker_id.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
+            detect_s = now_s - member.last_heard_s
+            self._reconfiguration.begin(
+                [worker_id.node], PlanCause.LOSS, loss=LossCause.WORKER_EXITED, detect_s=detect_s
+            )
 
     def _training_nodes(self) -> tuple[str, ...]:
         """The nodes of the newest plan whose agents live."""

@@ -14,7 +14,7 @@ from typing import assert_never
 from oobleck.control.checkpoints import Candidate
 from oobleck.control.commit import Generations, Progress, Verdict
 from oobleck.control.events import Effects, Record, RunOver, Send, SendAll
-from oobleck.control.journal import Action, Cause
+from oobleck.control.journal import Action, LossCause, PlanCause
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
 from oobleck.errors import PeerError
@@ -145,8 +145,13 @@ class Reconfiguration:
         self.generations, self._lineage = generations, lineage
         self._give(TrainingBegun(generation=generations.current))
 
-    def begin(self, nodes: Collection[str], cause: Cause, *, detect_s: float) -> None:
-        """Fence all survivors under a new generation; losses during a recovery begin it again."""
+    def begin(
+        self, nodes: Collection[str], cause: PlanCause, *, detect_s: float, loss: LossCause | None = None
+    ) -> None:
+        """Fence all survivors under a new generation; losses during a recovery begin it again.
+
+        `loss` says why the nodes were lost, if they were.
+        """
         now_s = self._effects.now_s
         self._decider.forget_answers()
         self._progress.expect_none()
@@ -164,6 +169,7 @@ class Reconfiguration:
             RecoveryBegun(
                 nodes=tuple(nodes),
                 cause=cause,
+                loss=loss,
                 detect_s=detect_s,
                 control=self._job.control,
                 fence=fence,
@@ -176,7 +182,7 @@ class Reconfiguration:
     def repair(self, distrusted: Mapping[WorkerId, frozenset[int]], *, detect_s: float = 0.0) -> None:
         """Have these copies of layers replaced by the others."""
         self._replanning.distrust(distrusted)
-        self.begin(sorted({worker_id.node for worker_id in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
+        self.begin(sorted({worker_id.node for worker_id in distrusted}), PlanCause.CORRUPTION, detect_s=detect_s)
 
     def status(self, worker_ids: Collection[WorkerId], status: Status) -> tuple[GiveUp, ...]:
         """Workers answer a fence. Raises PeerError for an answer that cannot be."""
@@ -230,7 +236,7 @@ class Reconfiguration:
             return
         changed = self._replanning.note_pace(worker_ids, pace, self.generations.plan)
         if changed:
-            self.begin(changed, Cause.SLOW, detect_s=0.0)
+            self.begin(changed, PlanCause.SLOW, detect_s=0.0)
 
     def forget_pace(self, node: str) -> None:
         """A node is lost, or its worker is started again: what was known of its pace is of no use."""
@@ -245,21 +251,21 @@ class Reconfiguration:
         """Give slow nodes that were left out another chance, where they would be of use."""
         nodes = self._replanning.retry_slow(self.generations.plan)
         if nodes:
-            self.begin(nodes, Cause.RETRIED, detect_s=0.0)
+            self.begin(nodes, PlanCause.RETRIED, detect_s=0.0)
 
     def scale(self) -> None:
         """Look at how many nodes should train; plan again where that is another number now."""
         if self.is_fencing or not self._replanning.has_time(self._effects.now_s):
             self._replanning.look_later()
         elif (changed := self._replanning.rescale(self.generations.plan)) is not None:
-            self.begin(changed, Cause.SCALED, detect_s=0.0)
+            self.begin(changed, PlanCause.SCALED, detect_s=0.0)
 
     def take_in(self, node: str) -> None:
         """A node has become ready: it trains at once if it is wanted, else it rests."""
         newest = self.generations.newest
         num_used = sum(self._members.took_part(each, newest) for each in self.generations.plan.nodes)
         if self.is_fencing or self._replanning.wants_more(num_used):
-            self.begin([node], Cause.JOINED, detect_s=0.0)
+            self.begin([node], PlanCause.JOINED, detect_s=0.0)
         else:
             self._replanning.look_soon()
 
@@ -341,7 +347,7 @@ class Reconfiguration:
 
     def _ordered(self, deciding: Deciding, choice: Choice, order: Order) -> PlanOrdered:
         recovery, action = deciding.recovery, Action(choice.decision.action)
-        if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
+        if recovery.cause is PlanCause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
             action = Action.RESTART_WORKER
         return PlanOrdered(
             awaited=frozenset(worker_id for pipeline in order.plan.pipelines for worker_id in pipeline.worker_ids),
@@ -356,10 +362,10 @@ class Reconfiguration:
         for member in self._members.ready:
             if member.is_draining:
                 member.dismiss()
-                self._effects.send(member.spec.name, StopAgent(reason="drained"))
+                self._effects.send(member.spec.name, StopAgent(reason="drained", is_dismissal=True))
 
 
-def _counted(regroups: tuple[int, int], last_step: int, cause: Cause) -> tuple[int, int]:
+def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tuple[int, int]:
     """Return the newest step, and how often all regrouped since it was committed, for nothing moved."""
     step, count = regroups
-    return last_step, (count if step == last_step else 0) + (cause in (Cause.PEER_FAILED, Cause.HANG))
+    return last_step, (count if step == last_step else 0) + (cause in (PlanCause.PEER_FAILED, PlanCause.HANG))

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from oobleck.control.events import SendAll
-from oobleck.control.journal import Cause
+from oobleck.control.journal import PlanCause
 
 from .fencing import answered, begin, decide, end_again, judge, left, overdue
 from .recovery_states import (
@@ -232,7 +232,7 @@ def _reached(state: State, node: str) -> Step:
             adopting = state if isinstance(state, Adopting) else state.training
             assert isinstance(adopting, Adopting)
             is_awaited = any(worker_id.node == node for worker_id in adopting.awaited)
-            return state, (Regroup(cause=Cause.MASTER_LOST, detect_s=0.0),) if is_awaited else ()
+            return state, (Regroup(cause=PlanCause.MASTER_LOST, detect_s=0.0),) if is_awaited else ()
         case _:
             return state, ()
 
@@ -244,7 +244,7 @@ def _late(state: State, passed: TimePassed, now_s: float) -> Step:
     """A state's deadline is over."""
     match state:
         case Suspecting():
-            return state, (Regroup(cause=Cause.PEER_FAILED, detect_s=_SUSPICION_S),)
+            return state, (Regroup(cause=PlanCause.PEER_FAILED, detect_s=_SUSPICION_S),)
         case Fencing(recovery=recovery, awaited=awaited, statuses=statuses):
             return Overdue(recovery=recovery, awaited=awaited, statuses=statuses, until_s=now_s + _LOOK_S), ()
         case Overdue():

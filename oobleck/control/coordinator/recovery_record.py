@@ -28,6 +28,7 @@ def recovery_done(ended: RecoveryEnded, now_s: float, offsets_s: Mapping[str, fl
         generation=recovery.generation,
         nodes=recovery.nodes,
         cause=recovery.cause,
+        loss=recovery.loss,
         action=ordered.action if ordered is not None else Action.REINSTANTIATE,
         detect_s=recovery.detect_s,
         decide_s=adopting.ordered_s - recovery.began_s if adopting is not None else 0.0,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from oobleck.control.events import Record, Send, SendAll
-from oobleck.control.journal import Action, Cause
+from oobleck.control.journal import Action, Loss, LossCause, PlanCause
 from oobleck.control.protocol import Fence, Resumed, Status
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
@@ -70,7 +70,9 @@ class Recovery:
 
     began_s: float
     detect_s: float
-    cause: Cause
+    cause: PlanCause
+    loss: LossCause | None
+    """Of the nodes that were lost first; None where none was."""
     nodes: tuple[str, ...]
     control: ControlSpec
     fence: Fence
@@ -87,6 +89,10 @@ class Recovery:
     @property
     def generation(self) -> int:
         return self.fence.generation
+
+    @property
+    def why(self) -> tuple[PlanCause, LossCause | None]:
+        return self.cause, self.loss
 
     @property
     def settles_s(self) -> float:
@@ -235,7 +241,8 @@ class RecoveryBegun:
     """Another plan is needed, under a new generation: a loss, or whatever else `cause` says."""
 
     nodes: tuple[str, ...]
-    cause: Cause
+    cause: PlanCause
+    loss: LossCause | None
     detect_s: float
     control: ControlSpec
     fence: Fence
@@ -362,7 +369,7 @@ Input = (
 class Regroup:
     """Begin a recovery that no loss has asked for."""
 
-    cause: Cause
+    cause: PlanCause
     detect_s: float
 
 
@@ -378,9 +385,7 @@ class GiveUp:
     """Give nodes up. Each begins the recovery again."""
 
     nodes: tuple[str, ...]
-    cause: Cause
-    silent_s: float
-    """How long their workers have not answered."""
+    loss: Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

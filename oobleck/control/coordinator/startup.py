@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from oobleck.control.checkpoints import Candidate
 from oobleck.control.events import Effects, RunOver
-from oobleck.control.journal import ProfileKnown
+from oobleck.control.journal import Loss, ProfileKnown
 from oobleck.control.membership import Membership, StartupFailures
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
@@ -65,9 +65,9 @@ class Startup:
         """Give all nodes the time that the job has for its start."""
         self.deadline_s = self._effects.now_s + self._job.control.start_timeout_s
 
-    def node_failed(self, node: str, evidence: str, *, is_user_error: bool) -> None:
+    def node_failed(self, node: str, loss: Loss) -> None:
         """A node cannot start; others may be about to say the same."""
-        self._failures.note(node, evidence, is_user_error=is_user_error)
+        self._failures.note(node, loss)
         self.deadline_s = min(self.deadline_s, self._effects.now_s + _SETTLE_S)
 
     def worker_lost(self, worker_id: WorkerId) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oobleck.control.events import Connect
-from oobleck.control.journal import Cause, MasterResumed
+from oobleck.control.journal import MasterResumed, PlanCause
 from oobleck.job import JobSpec, NodeSpec
 
 from .going_back import Lineage
@@ -32,7 +32,7 @@ def take_over(parts: Parts, job: JobSpec, nodes: tuple[NodeSpec, ...], replayed:
         member.last_heard_s = now_s + job.control.connect_timeout_s
         parts.effects.command(Connect(node=member.spec, attach=True))
     if not replayed.is_settled:
-        parts.reconfiguration.begin([], Cause.MASTER_LOST, detect_s=0.0)
+        parts.reconfiguration.begin([], PlanCause.MASTER_LOST, detect_s=0.0)
     for spec in replayed.interrupted:
         parts.lifecycle.add(spec)
     for spec in nodes:

@@ -50,7 +50,7 @@ from oobleck.control.coordinator.recovery_states import (
     WorkersWanted,
 )
 from oobleck.control.events import SendAll
-from oobleck.control.journal import Action, Cause
+from oobleck.control.journal import Action, CutOff, LossCause, PlanCause, Silent
 from oobleck.control.protocol import Fence, Resumed, Status
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
@@ -86,7 +86,8 @@ FENCE = Fence(device=0, generation=GENERATION, lost=(), doorbells=())
 PLAIN = Recovery(
     began_s=99.0,
     detect_s=0.5,
-    cause=Cause.CONNECTION_LOST,
+    cause=PlanCause.LOSS,
+    loss=LossCause.CONNECTION_LOST,
     nodes=("d",),
     control=CONTROL,
     fence=FENCE,
@@ -94,11 +95,12 @@ PLAIN = Recovery(
     asked=ALL,
     explains=False,
 )
-HANG = replace(PLAIN, cause=Cause.HANG, explains=True)
+HANG = replace(PLAIN, cause=PlanCause.HANG, loss=None, explains=True)
 RECOVERIES = (PLAIN, HANG, replace(PLAIN, asked=(A,)))
 BEGUN = RecoveryBegun(
     nodes=("b",),
-    cause=Cause.CONNECTION_LOST,
+    cause=PlanCause.LOSS,
+    loss=LossCause.CONNECTION_LOST,
     detect_s=0.0,
     control=CONTROL,
     fence=replace(FENCE, generation=GENERATION + 1),
@@ -140,7 +142,7 @@ def states() -> Iterator[State]:
 
 def inputs() -> Iterator[Input]:
     yield TrainingBegun(generation=1)
-    for cause, num_regroups in ((Cause.CONNECTION_LOST, 0), (Cause.CUT_OFF, 0), (Cause.HANG, 1), (Cause.HANG, 4)):
+    for cause, num_regroups in ((PlanCause.LOSS, 0), (PlanCause.HANG, 1), (PlanCause.HANG, 4)):
         for asked in ((A, C), ()):
             yield replace(BEGUN, cause=cause, num_regroups=num_regroups, asked=asked)
     for status in (STATUS, WAITS, CUT, replace(STATUS, generation=GENERATION - 1)):
@@ -236,19 +238,34 @@ def test_a_loss_during_a_recovery_belongs_to_it():
     waiting = AwaitingWorkers(
         recovery=replace(PLAIN, returns_by_s=150.0, found_by_s=130.0), statuses={}, is_unexplained=True
     )
-    after, _ = step(waiting, replace(BEGUN, cause=Cause.LEASE_EXPIRED), 110.0)
+    after, _ = step(waiting, replace(BEGUN, loss=LossCause.LEASE_EXPIRED), 110.0)
     assert isinstance(after, Fencing)
     recovery = after.recovery
-    assert (recovery.began_s, recovery.detect_s, recovery.cause) == (99.0, 0.5, Cause.CONNECTION_LOST)
+    assert (recovery.began_s, recovery.detect_s, recovery.loss) == (99.0, 0.5, LossCause.CONNECTION_LOST)
     assert recovery.nodes == ("d", "b")
     assert recovery.returns_by_s == 150.0, "no later loss extends it"
     assert recovery.found_by_s == math.inf, "what was found before may be lost with the node"
 
 
+def test_a_cut_network_is_what_a_hang_came_from():
+    accusing = Accusing(recovery=HANG, statuses={}, stuck=(), until_s=130.0)
+    after, _ = step(accusing, replace(BEGUN, loss=LossCause.CUT_OFF), 110.0)
+    assert isinstance(after, Fencing)
+    assert (after.recovery.cause, after.recovery.loss) == (PlanCause.LOSS, LossCause.CUT_OFF)
+
+
+def test_a_node_that_its_peers_do_not_reach_is_given_up():
+    said = replace(STATUS, unreachable=(A,))
+    state = Settling(recovery=HANG, statuses={A: STATUS, B: said, C: said}, until_s=SETTLED_S)
+    after, effects = step(state, TimePassed(is_suspicious=False), SETTLED_S)
+    assert isinstance(after, Accusing)
+    assert effects[-1] == GiveUp(nodes=("a",), loss=CutOff())
+
+
 def test_silent_nodes_are_given_up_unless_most_are_silent():
     late = Overdue(recovery=PLAIN, awaited=frozenset([A]), statuses={}, until_s=130.0)
     after, effects = step(late, TimePassed(is_suspicious=False), 130.0)
-    assert (after, effects) == (late, (GiveUp(nodes=("a",), cause=Cause.LEASE_EXPIRED, silent_s=30.0),))
+    assert (after, effects) == (late, (GiveUp(nodes=("a",), loss=Silent(silent_s=30.0, is_worker=True)),))
     after, effects = step(late, TimePassed(is_suspicious=True), 130.0)
     assert (deadline(after), effects) == (130.0 + CONTROL.lease_s, ())
     most = replace(late, awaited=frozenset([A, B]))
@@ -256,8 +273,8 @@ def test_silent_nodes_are_given_up_unless_most_are_silent():
     assert effects == () or deadline(most) > FENCED_S + 1.0
 
 
-@pytest.mark.parametrize("cause", [Cause.PEER_FAILED, Cause.HANG])
-def test_doorbells_are_rung_only_where_nobody_knows_why_nothing_moves(cause: Cause):
+@pytest.mark.parametrize("cause", [PlanCause.PEER_FAILED, PlanCause.HANG])
+def test_doorbells_are_rung_only_where_nobody_knows_why_nothing_moves(cause: PlanCause):
     for num_regroups in (1, 2):
         begun = replace(
             BEGUN, cause=cause, num_regroups=num_regroups, fence=replace(FENCE, doorbells=("unix:/a", "unix:/b"))
@@ -265,7 +282,7 @@ def test_doorbells_are_rung_only_where_nobody_knows_why_nothing_moves(cause: Cau
         _, effects = step(Training(generation=1), begun, 100.0)
         (fence,) = (effect.message for effect in effects if isinstance(effect, SendAll))
         assert isinstance(fence, Fence)
-        assert bool(fence.doorbells) == (cause is Cause.HANG or num_regroups > 1)
+        assert bool(fence.doorbells) == (cause is PlanCause.HANG or num_regroups > 1)
 
 
 class Walk(RuleBasedStateMachine):
@@ -297,11 +314,11 @@ class Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: not isinstance(self.state, Preparing))
     @rule(
-        cause=st.sampled_from((Cause.CONNECTION_LOST, Cause.HANG, Cause.PEER_FAILED, Cause.CUT_OFF)),
+        cause=st.sampled_from((PlanCause.LOSS, PlanCause.HANG, PlanCause.PEER_FAILED, PlanCause.JOINED)),
         asked=st.sets(st.sampled_from(ALL)).map(lambda ids: tuple(sorted(ids))),
         num_regroups=st.integers(0, 4),
     )
-    def begin(self, cause: Cause, asked: tuple[WorkerId, ...], num_regroups: int) -> None:
+    def begin(self, cause: PlanCause, asked: tuple[WorkerId, ...], num_regroups: int) -> None:
         self.generation += 1
         fence = replace(FENCE, generation=self.generation)
         self.give(replace(BEGUN, cause=cause, asked=asked, num_regroups=num_regroups, fence=fence, heard_s=self.now_s))
