@@ -58,17 +58,17 @@ MUTATIONS = (
     Mutation(
         name="stale_answers",
         what="answers to an older fence are not dropped",
-        file="oobleck/control/coordinator/reconfiguration.py",
-        old="if self.is_fencing and status.generation == self.generations.current:",
-        new="if self.is_fencing:",
+        file="oobleck/control/coordinator/fencing.py",
+        old=" or answer.status.generation != state.recovery.generation:",
+        new=":",
         caught_by="tests/control/coordinator/test_coordinator.py::test_answers_to_an_older_fence_count_for_nothing",
     ),
     Mutation(
         name="dead_holders",
         what="layers are read from nodes that are lost, which stay in the plan",
-        file="oobleck/control/coordinator/reconfiguration.py",
-        old="absent = frozenset(self.lost_for(in_force))",
-        new="absent: frozenset[str] = frozenset()",
+        file="oobleck/control/coordinator/deciding.py",
+        old="lost=frozenset(self._members.without_part(in_force)),",
+        new="lost=frozenset(),",
         caught_by=KILLS,
     ),
     Mutation(
@@ -224,9 +224,9 @@ MUTATIONS = (
     Mutation(
         name="unsettled_takeover",
         what="a master takes over without fencing, though orders may not have arrived",
-        file="oobleck/control/coordinator/coordinator.py",
-        old="        if not replayed.is_settled:\n",
-        new="        if False:\n",
+        file="oobleck/control/coordinator/takeover.py",
+        old="    if not replayed.is_settled:\n",
+        new="    if False:\n",
         caught_by="tests/control/coordinator/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
     ),
     Mutation(

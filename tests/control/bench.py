@@ -19,8 +19,8 @@ from oobleck.control.events.inputs import (
     Send,
     SendAll,
 )
-from oobleck.control.journal.entries import Cause, JournalEntry
-from oobleck.control.protocol.messages import (
+from oobleck.control.journal import ConnectionLost, JournalEntry, Loss
+from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     Doorbell,
@@ -37,6 +37,8 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
+
+LOST = ConnectionLost()
 
 __all__ = ["Bench", "hello", "ready", "sends"]
 
@@ -135,8 +137,8 @@ class Bench:
     def up(self, node: str, **fields) -> list[Command]:
         return self.feed(NodeUp(node=node, hello=hello(node, **fields), address="10.0.0.1"))
 
-    def fail(self, node: str, evidence: str = "its connection was lost") -> list[Command]:
-        return self.feed(NodeFailed(node=node, cause=Cause.CONNECTION_LOST, evidence=evidence))
+    def fail(self, node: str, loss: Loss = LOST) -> list[Command]:
+        return self.feed(NodeFailed(node=node, loss=loss))
 
     def prepare(self) -> None:
         """Bring everybody up, and training under way."""

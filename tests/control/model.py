@@ -35,8 +35,8 @@ from oobleck.control.events.inputs import (
     StopRequested,
 )
 from oobleck.control.events.key_gathering import bundle_keys
-from oobleck.control.journal.entries import Cause, JobEnded, JournalEntry, PlanAdopted, StepDone
-from oobleck.control.protocol.messages import (
+from oobleck.control.journal import ConnectionLost, JobEnded, JournalEntry, PlanAdopted, StepDone, Unreachable
+from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     AgentStopped,
@@ -45,6 +45,7 @@ from oobleck.control.protocol.messages import (
     Fence,
     Heartbeat,
     Hello,
+    Killed,
     KillWorker,
     Order,
     RecordRun,
@@ -299,19 +300,19 @@ class World:
         """All of a node ends; what it said last may be lost as well (by `lose`)."""
         self._end_workers(node)
         node.is_dead = True
-        node.up.append(NodeFailed(node=node.spec.name, cause=Cause.CONNECTION_LOST, evidence="its connection was lost"))
+        node.up.append(NodeFailed(node=node.spec.name, loss=ConnectionLost()))
 
     def _cut(self, node: VirtualNode) -> None:
         node.is_cut = True
         node.down.clear()
         node.up.clear()
-        node.up.append(NodeFailed(node=node.spec.name, cause=Cause.CONNECTION_LOST, evidence="its connection was lost"))
+        node.up.append(NodeFailed(node=node.spec.name, loss=ConnectionLost()))
 
     def _crash(self, worker_id: WorkerId) -> None:
         node = self.nodes[worker_id.node]
         del node.workers[worker_id.device]
         self._fabric.end(worker_id, max(self._orders))
-        node.up.append(WorkerExited(device=worker_id.device, pid=node.pids[worker_id.device], signal=9))
+        node.up.append(WorkerExited(device=worker_id.device, pid=node.pids[worker_id.device], end=Killed(signal=9)))
 
     def _replace_master(self) -> None:
         """The master is killed: what it sent may be lost; what it was told is told again to the next one."""
@@ -428,7 +429,7 @@ class World:
     def _attach(self, node: VirtualNode) -> None:
         """An agent answers the next master: first of all who it is, then what the one before may not have heard."""
         if node.is_dead or node.is_cut:
-            node.up.append(NodeFailed(node=node.spec.name, cause=Cause.UNREACHABLE, evidence="it does not answer"))
+            node.up.append(NodeFailed(node=node.spec.name, loss=Unreachable(problem="it does not answer")))
         else:
             node.up.appendleft(self._node_up(node))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from oobleck.control.commit.commit_state import Interrupted, PeerLost
 from oobleck.control.commit.groups import PlaceInPlan
 from oobleck.control.commit.worker_effects import Compute
-from oobleck.control.protocol.messages import WorkerMessage
+from oobleck.control.protocol import WorkerMessage
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, WorkerId
 from oobleck.schedule import Instruction, Op, compile_schedule

@@ -7,8 +7,8 @@ from dataclasses import replace
 from oobleck.control.commit.judgement import NOTHING_BANKED
 from oobleck.control.commit.sections import shares_of
 from oobleck.control.coordinator.replayed_run import replay_run
-from oobleck.control.journal.entries import PlanAdopted, RecoveryDone
-from oobleck.control.protocol.messages import NOTHING, Banked, BankRecord
+from oobleck.control.journal import PlanAdopted, RecoveryDone
+from oobleck.control.protocol import NOTHING, Banked, BankRecord
 from tests.control.coordinator.test_coordinator import LONG, answer_all, held, training
 
 SECTIONS = replace(LONG, reductions=8)

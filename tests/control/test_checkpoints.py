@@ -8,20 +8,21 @@ from itertools import product
 from oobleck.control.coordinator.coordinator import Phase
 from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import ProfileFound, StopRequested
-from oobleck.control.journal.diagnosis import diagnose
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
     CheckpointSaved,
     JournalGap,
     Notice,
     PlanAdopted,
     RecoveryDone,
+    ReplicasDiffer,
     SaveFailed,
+    diagnose,
+    sentence,
 )
 from oobleck.control.journal.summary import summarize
 from oobleck.control.journal.view import level_of
-from oobleck.control.protocol.manifest import SavedState, Shard, checkpoint_name, run_digest
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     CheckpointCommitted,
     CheckpointsFound,
     CommitCheckpoint,
@@ -33,9 +34,13 @@ from oobleck.control.protocol.messages import (
     RemoveUnfinished,
     ReplicaDigests,
     RestoreFailed,
+    SavedState,
     SaveState,
+    Shard,
     StateNotSaved,
     StateSaved,
+    checkpoint_name,
+    run_digest,
 )
 from oobleck.exit_codes import ExitCode
 from oobleck.job import CheckpointSpec
@@ -112,7 +117,7 @@ def save(bench: Bench, step: int, *, until: str = "committed", generation: int =
 
 
 def texts(bench: Bench) -> str:
-    return "\n".join(entry.describe() for entry in (*bench.journal(Notice), *bench.journal(SaveFailed)))
+    return "\n".join(sentence(entry) for entry in (*bench.journal(Notice), *bench.journal(SaveFailed)))
 
 
 def commits(bench: Bench, node: str = "n0") -> list[CommitCheckpoint]:
@@ -378,7 +383,7 @@ def test_a_full_disk_is_told_loudly_and_tried_again_later() -> None:
     bench.say("n1", StateNotSaved(device=0, name=name, step=5, reason="/c: No space left on device"))
     (failed,) = bench.journal(SaveFailed)
     assert level_of(failed) == "error"
-    assert "step 5 is not saved: n1: /c: No space left on device" in failed.describe()
+    assert "step 5 is not saved: n1: /c: No space left on device" in sentence(failed)
     assert bench.coordinator.phase is Phase.TRAINING
     before = len(wanted(bench.commands, bench))
     for step in range(6, 90):
@@ -488,7 +493,9 @@ def test_a_copy_that_differs_is_replaced_by_the_others() -> None:
     for node, digest in (("n0", 5), ("n1", 6), ("n2", 5)):
         digests = (1, 1, digest, 1)
         bench.say(node, ReplicaDigests(device=0, step=1, generation=1, layers=LAYERS, digests=digests))
-    assert "layer 2 on n1:0 differs from that on n0:0, n2:0" in texts(bench)
+    (differ,) = bench.journal(ReplicasDiffer)
+    assert (differ.layer, differ.is_sure) == (2, True)
+    assert [worker_id.node for worker_id in differ.odd] == ["n1"]
     for node in ("n0", "n1", "n2"):
         bench.answer(node, applied=1, adopted=1, layers=LAYERS)
     bench.wait(0.02)
@@ -542,8 +549,8 @@ def test_a_recovery_that_never_came_to_an_end_is_not_told_as_done() -> None:
     assert bench.ended is not None
     for done in bench.journal(RecoveryDone):
         assert done.unfinished
-        assert "this recovery was not completed: " in done.describe()
-        assert "copied" not in done.describe()
+        assert "this recovery was not completed: " in sentence(done)
+        assert "copied" not in sentence(done)
         assert level_of(done) == "warning"
 
 
@@ -577,5 +584,5 @@ def test_a_journal_knows_whether_all_that_happened_is_in_it() -> None:
         assert replayed is not None
         assert replayed.gap == expected
         said = summarize([*entries, *gaps]).journal_lacks
-        assert said == ("" if expected is None else expected.describe())
+        assert said == ("" if expected is None else sentence(expected))
         assert bool(diagnose([*entries, *gaps])) == bool(gaps)

@@ -8,10 +8,12 @@ import pytest
 
 from oobleck.control.coordinator.coordinator import Phase
 from oobleck.control.events.inputs import ProfileFound, Send
-from oobleck.control.journal.diagnosis import Failure, diagnose
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
-    Cause,
+    Failure,
+    ForkServerDown,
+    LossCause,
+    Measure,
     NodeLost,
     Notice,
     PlanAdopted,
@@ -19,17 +21,22 @@ from oobleck.control.journal.entries import (
     RecoveryStarted,
     StepDone,
     WorkerDown,
+    diagnose,
 )
-from oobleck.control.protocol.manifest import checkpoint_name
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     AgentStopped,
     CheckpointsFound,
+    ErrorKind,
     FindCheckpoints,
     Finished,
     ForkServerEnded,
+    Killed,
     ProfileRequest,
+    Raised,
     StartWorker,
+    WorkerEnd,
     WorkerExited,
+    checkpoint_name,
 )
 from oobleck.job import CheckpointSpec
 from oobleck.planner import profile_to_json
@@ -39,12 +46,13 @@ from tests.control.commit.test_judgement import record
 from tests.control.coordinator.test_coordinator import PAIRS, SINGLES, answer_all, held, training
 
 NODES = ("n0", "n1", "n2")
-ERROR = "Traceback\nValueError: bad sample"
+SIGKILL = Killed(signal=9)
+ERROR = Raised(kind=ErrorKind.CODE, message="ValueError: bad sample", traceback="Traceback\nValueError: bad sample")
 
 
-def crash(bench: Bench, *nodes: str, pid: int = 8, **fields) -> None:
+def crash(bench: Bench, *nodes: str, pid: int = 8, end: WorkerEnd = SIGKILL) -> None:
     for node in nodes:
-        bench.say(node, WorkerExited(device=0, pid=pid, **(fields or {"signal": 9})))
+        bench.say(node, WorkerExited(device=0, pid=pid, end=end))
 
 
 def come_back(bench: Bench, *nodes: str, pid: int = 18, **fields) -> None:
@@ -93,7 +101,7 @@ def test_a_run_without_workers_waits_for_them_and_begins_again_where_nothing_is_
     )
     bench.resume(*NODES)
     done = bench.journal(RecoveryDone)[-1]
-    assert (done.cause, done.action, done.steps_lost) == (Cause.WORKER_EXITED, Action.BEGIN_AGAIN, 2)
+    assert (done.why, done.action, done.steps_lost) == (LossCause.WORKER_EXITED, Action.BEGIN_AGAIN, 2)
     bench.commit("n0", 1, generation=bench.generation)
     assert [entry.record.step for entry in bench.journal(StepDone)] == [1, 2, 1]
     assert bench.journal(NodeLost) == []
@@ -242,8 +250,8 @@ def test_different_errors_are_tried_again_and_told_in_the_end():
     bench = training()
     for number in range(4):
         for node in NODES:
-            error = f"Traceback\nMemoryError: {node}"
-            crash(bench, node, pid=8 + number, exit_code=1, traceback=error)
+            error = Raised(kind=ErrorKind.MEMORY, message=f"MemoryError: {node}")
+            crash(bench, node, pid=8 + number, end=error)
         assert (bench.ended is None) is (number < 3)
         if number < 3:
             again(bench, *NODES, pid=9 + number)
@@ -252,7 +260,7 @@ def test_different_errors_are_tried_again_and_told_in_the_end():
 
 def test_the_error_of_all_workers_is_not_tried_again():
     bench = training()
-    crash(bench, *NODES, exit_code=1, traceback=ERROR)
+    crash(bench, *NODES, end=ERROR)
     assert bench.ended is not None
     assert (bench.ended.exit_code, "ValueError: bad sample" in bench.ended.reason) == (1, True)
 
@@ -268,7 +276,7 @@ def test_a_worker_that_is_killed_before_training_is_started_again(is_known: bool
     (asked,) = [
         sent.node for sent in bench.commands if isinstance(sent, Send) and isinstance(sent.message, ProfileRequest)
     ] or ["n0"]
-    bench.say(asked, WorkerExited(device=0, pid=8, signal=9))
+    bench.say(asked, WorkerExited(device=0, pid=8, end=Killed(signal=9)))
     assert [entry.node for entry in bench.journal(WorkerDown)] == [asked]
     come_back(bench, asked)
     if not is_known:
@@ -293,24 +301,25 @@ def test_what_a_killed_worker_was_asked_of_checkpoints_all_are_asked_again():
 def test_a_worker_that_fails_before_training_ends_the_start():
     bench = Bench()
     bench.up("n0")
-    crash(bench, "n0", exit_code=1, traceback=ERROR)
-    assert bench.journal(NodeLost)[0].cause is Cause.WORKER_EXITED
+    crash(bench, "n0", end=ERROR)
+    assert bench.journal(NodeLost)[0].loss.cause is LossCause.WORKER_EXITED
 
 
 def test_the_end_of_a_fork_server_is_told_and_explained():
     bench = training()
-    bench.say("n1", ForkServerEnded(reason="killed by signal 9; it is started again"))
-    (notice,) = bench.journal(Notice)
-    assert notice.text == "n1's fork server ended: killed by signal 9; it is started again"
+    bench.say("n1", ForkServerEnded(end=Killed(signal=9), is_restarted=True))
+    (down,) = bench.journal(ForkServerDown)
+    assert (down.node, down.end, down.is_restarted) == ("n1", Killed(signal=9), True)
     (incident,) = diagnose(Bench.entries(bench.commands))
     assert (incident.root.failure, incident.root.node) == (Failure.FORK_SERVER, "n1")
-    assert incident.root.evidence == "killed by signal 9; it is started again"
+    assert incident.root.evidence is down
+    assert [response.measure for response in incident.responses] == [Measure.FORK_SERVER_RESTARTED]
 
 
 def test_an_agent_that_can_start_no_worker_is_not_taken_for_one_that_was_stopped():
     bench = training()
-    bench.say("n1", AgentStopped(reason="no worker can be started: …", is_failure=True))
-    assert bench.journal(NodeLost)[0].cause is Cause.WORKER_EXITED
+    bench.say("n1", AgentStopped(reason="its fork server ended 4 times", is_failure=True))
+    assert bench.journal(NodeLost)[0].loss.cause is LossCause.WORKER_EXITED
 
 
 def test_ends_that_a_new_master_is_told_again_are_counted_once():

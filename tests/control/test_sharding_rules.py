@@ -12,11 +12,12 @@ from oobleck.control.data.record_assigner import RecordAssigner
 from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
 from oobleck.control.events.effects import Effects
 from oobleck.control.events.inputs import Record, Send, SendAll
+from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.journal.data_view import DataView
-from oobleck.control.journal.entries import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
-from oobleck.control.protocol.data_position import DataPosition, OpenShard, digest_of_shards
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     CommitRecord,
+    DataPosition,
+    OpenShard,
     Order,
     RecordsFailed,
     RecordsOver,
@@ -25,6 +26,7 @@ from oobleck.control.protocol.messages import (
     ScanRequest,
     ScanResult,
     StepRecords,
+    digest_of_shards,
 )
 from oobleck.errors import PeerError
 from oobleck.job import DataSpec, JobSpec

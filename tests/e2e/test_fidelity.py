@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.control.journal.entries import RecoveryDone, StepsDone
+from oobleck.control.journal import RecoveryDone, StepsDone
 from oobleck.planner import profile_from_json
 from oobleck.sim.costs.costs import RecoveryCosts
 from oobleck.sim.sweep.settings import SweepSettings

@@ -11,7 +11,7 @@ import pytest
 
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.control.coordinator.planning import schedules_for
-from oobleck.control.journal.entries import PlanAdopted, ProfileKnown
+from oobleck.control.journal import PlanAdopted, ProfileKnown
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, SplitBackward, profile_from_json, profile_to_json
 from oobleck.runtime.files.journal_reading import follow_journal

@@ -10,17 +10,21 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     AgentMessage,
     AgentStopped,
+    ErrorKind,
+    Exited,
     Fence,
     FinishStep,
     ForkServerEnded,
     Greeting,
     Heartbeat,
     Hello,
+    Killed,
     Leaving,
     Order,
+    Raised,
     StartWorker,
     Status,
     StepCommitted,
@@ -151,9 +155,10 @@ async def test_a_notice_of_termination_is_passed_on_once(autojump_clock: MockClo
 async def test_the_end_of_the_fork_server_is_passed_on(autojump_clock: MockClock):
     async with running() as desk:
         link = await desk.connect()
-        for reason in ("killed by signal 9; it is started again", "exit code 3; it is not started again"):
-            await desk.host.end_server.send(reason)
-            assert await hear(link, ForkServerEnded) == ForkServerEnded(reason=reason)
+        for end, is_restarted in ((Killed(signal=9), True), (Exited(exit_code=3), False)):
+            ended = ForkServerEnded(end=end, is_restarted=is_restarted)
+            await desk.host.end_server.send(ended)
+            assert await hear(link, ForkServerEnded) == ended
 
 
 async def test_workers_are_set_up_and_reported(autojump_clock: MockClock):
@@ -246,18 +251,18 @@ async def test_the_end_of_a_worker_is_told_with_its_last_words(autojump_clock: M
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
         worker = await desk.host.worker()
-        worker.say(WorkerFailed(traceback="ValueError: bad"))
-        worker.end(exit_code=1)
-        exited = await hear(link, WorkerExited)
-        assert exited == WorkerExited(device=0, pid=worker.pid, exit_code=1, traceback="ValueError: bad")
+        error = Raised(kind=ErrorKind.CODE, message="ValueError: bad", traceback="Traceback\nValueError: bad")
+        worker.say(WorkerFailed(end=error))
+        worker.end(Exited(exit_code=1))
+        assert await hear(link, WorkerExited) == WorkerExited(device=0, pid=worker.pid, end=error)
 
 
 async def test_a_worker_may_be_started_again_in_its_place(autojump_clock: MockClock):
     async with running() as desk:
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
-        (await desk.host.worker()).end(signal=9)
-        assert (await hear(link, WorkerExited)).signal == 9
+        (await desk.host.worker()).end(Killed(signal=9))
+        assert (await hear(link, WorkerExited)).end == Killed(signal=9)
         await link.master.send([StartWorker(device=0)])
         assert (await hear(link, WorkerStarted, where=lambda said: said.pid == 101)).device == 0
 
@@ -286,7 +291,7 @@ async def test_a_child_that_holds_a_dead_workers_socket_delays_its_report_by_two
         await link.master.send([StartWorker(device=0)])
         worker = await desk.host.worker()
         began_s = trio.current_time()
-        worker.end(closes_socket=False, signal=9)
+        worker.end(Killed(signal=9), closes_socket=False)
         await hear(link, WorkerExited)
         assert trio.current_time() - began_s == pytest.approx(2.0)
 
@@ -298,7 +303,7 @@ async def test_a_worker_that_cannot_be_understood_any_more_is_killed(nonsense: E
         await link.master.send([StartWorker(device=0)])
         worker = await desk.host.worker()
         worker.say(nonsense)
-        assert (await hear(link, WorkerExited)).signal == 9
+        assert (await hear(link, WorkerExited)).end == Killed(signal=9)
         assert worker.is_killed
 
 

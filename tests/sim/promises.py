@@ -7,8 +7,8 @@ it, or layers of different histories are put together; here is the rest.
 from __future__ import annotations
 
 from oobleck.control.events.inputs import Disconnect, SendAll
-from oobleck.control.journal.entries import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
-from oobleck.control.protocol.messages import Order
+from oobleck.control.journal import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
+from oobleck.control.protocol import Order
 from oobleck.sim.cluster.fabric import Violation
 from oobleck.sim.cluster.run import ClusterRun
 

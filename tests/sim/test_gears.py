@@ -10,9 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.control.coordinator.coordinator import Coordinator
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
-    Cause,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -20,6 +19,7 @@ from oobleck.control.journal.entries import (
     NodeLeft,
     NodeLost,
     PlanAdopted,
+    PlanCause,
     RecoveryStarted,
     WorkerDown,
 )
@@ -53,7 +53,7 @@ def trace_of(entries: Iterable[JournalEntry]) -> Trace:
             case NodeAdded(t_s=t_s, node=spec):
                 nodes[spec.name] = None
                 events.append(Joined(t_s=t_s, node=spec.name))
-            case RecoveryStarted(t_s=t_s, cause=Cause.DRAINED, nodes=(node,)):
+            case RecoveryStarted(t_s=t_s, cause=PlanCause.DRAINED, nodes=(node,)):
                 events.append(Noticed(t_s=t_s, node=node, grace_s=5.0))  # it may stay: the others may be too few
             case NodeLeft(t_s=t_s, node=node):
                 events.append(Lost(t_s=t_s + 5.0, node=node))

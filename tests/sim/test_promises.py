@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import NodeLost, StepDone, WorkerDown
+from oobleck.control.journal import NodeLost, StepDone, WorkerDown
 from oobleck.job import ScalingSpec
 from oobleck.sim.cluster.run import ClusterRun, run_cluster
 from oobleck.sim.trace.trace import (

@@ -19,14 +19,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
+from oobleck.control.journal import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
 from oobleck.control.protocol import (
     AgentMessage,
     CommitRecord,
     Configure,
+    ErrorKind,
     Heartbeat,
     MasterMessage,
     Order,
+    Raised,
     Segment,
     Status,
     StorePut,
@@ -213,9 +215,10 @@ def test_a_loss_that_is_not_a_number_survives():
 
 
 def test_broken_text_of_a_traceback_survives():
-    message = WorkerFailed(traceback="File '\udcff.py'")
+    error = Raised(kind=ErrorKind.CODE, message="", traceback="File '\udcff.py'")
+    message = WorkerFailed(end=error)
     assert decode(WorkerMessage, encode_frame(message)) == [message]
-    exited = WorkerExited(device=0, pid=1, traceback="\udcff")
+    exited = WorkerExited(device=0, pid=1, end=error)
     assert from_builtins(WorkerExited, to_builtins(exited)) == exited
 
 
@@ -460,7 +463,7 @@ def test_a_message_outside_the_union_is_rejected_by_name():
 
 
 def ended_at(t_s: bytes) -> bytes:
-    return b'{"@type": "JobEnded", "t_s": ' + t_s + b', "exit_code": 0, "reason": ""}'
+    return b'{"@type": "JobEnded", "t_s": ' + t_s + b', "exit_code": 0, "reason": "", "error": null}'
 
 
 @pytest.mark.parametrize(
@@ -481,10 +484,10 @@ def ended_at(t_s: bytes) -> bytes:
         (ended_at(b'{"@float": "nan", "x": 1}'), "expected float, got a map of 2"),
         (
             (
-                b'{"@type": "NodeLost", "t_s": 1, "node": "n", "cause": "boredom", "evidence": "", '
+                b'{"@type": "NodeLost", "t_s": 1, "node": "n", "loss": {"@type": "Boredom"}, '
                 b'"is_requested": false, "is_tried_again": false}'
             ),
-            r"NodeLost\.cause: expected one of connection_lost, .*, got 'boredom'",
+            r"NodeLost\.loss: unknown type 'Boredom'; expected one of AgentLeft, ",
         ),
     ],
 )  # fmt: skip

@@ -154,7 +154,7 @@ class LocalWorkers:
                 raise RuntimeError(f"the worker of {worker_id} is gone")
             for message in decoder.feed(data):
                 if isinstance(message, WorkerFailed):
-                    raise RuntimeError(message.traceback)  # noqa: TRY004
+                    raise RuntimeError(message.end.traceback)  # noqa: TRY004
                 if isinstance(message, StorePut):
                     for other in self._worker_ids:
                         if other != worker_id and other.node in message.nodes:

@@ -30,6 +30,7 @@ from .checkpoint_messages import (
     StateSaved,
     StoragePaths,
 )
+from .ends import Killed, Raised, ServerEnd, Unseen, WorkerEnd
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
@@ -44,7 +45,6 @@ from .shard_messages import (
 __all__ = [
     "NOTHING",
     "PROTOCOL_VERSION",
-    "UNSEEN_WORDS",
     "AgentMessage",
     "AgentStopped",
     "BankRecord",
@@ -111,9 +111,6 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 1
-
-UNSEEN_WORDS = "nobody saw how: its fork server had ended before it"
-"""The reason of a worker's end where there is none to be known."""
 
 
 # --- the first frames ---------------------------------------------------------------------------------------
@@ -198,34 +195,16 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited:
-    """A worker process is gone; at most one of `exit_code` and `signal` is set."""
+    """A worker process is gone."""
 
     device: int
     pid: int
-    exit_code: int | None = None
-    signal: int | None = None
-    traceback: str | None = None
-    """The Python exception that ended it, if one did."""
-    user_error: str | None = None
-    """What its user must change, when that is why it ended."""
+    end: WorkerEnd
 
     @property
     def was_ended_from_outside(self) -> bool:
         """Whether nothing speaks for an error of its own."""
-        return self.traceback is None and self.user_error is None and self.exit_code is None
-
-    @property
-    def reason(self) -> str:
-        """The end in plain words."""
-        if self.user_error is not None:
-            return self.user_error
-        if self.signal is not None:
-            return f"killed by signal {self.signal}"
-        if self.traceback:
-            return self.traceback.strip().splitlines()[-1]
-        if self.exit_code is None:
-            return UNSEEN_WORDS
-        return f"exit code {self.exit_code}"
+        return isinstance(self.end, Killed | Unseen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,11 +376,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFailed:
-    """A worker's last word: the Python exception that ends it. The agent reports it with the exit."""
+    """A worker's last word: the exception that ends it. The agent reports it with the exit."""
 
-    traceback: str
-    user_error: str | None = None
-    """The message of an exception that says what the user must change."""
+    end: Raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,8 +401,9 @@ class AgentStopped:
 class ForkServerEnded:
     """The process that forks the node's workers has ended. Workers that it has forked live on."""
 
-    reason: str
-    """How it ended, and what is done about it."""
+    end: ServerEnd
+    is_restarted: bool
+    """False where it has ended too often of late: then the node can start no worker any more."""
 
 
 # --- master -> agent and worker ----------------------------------------------------------------------------
@@ -590,6 +568,8 @@ class StopAgent:
     """End the workers, then yourself."""
 
     reason: str
+    is_dismissal: bool = False
+    """The node is drained: the run continues without it."""
 
 
 # --- agent -> worker ---------------------------------------------------------------------------------------

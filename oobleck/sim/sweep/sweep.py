@@ -33,7 +33,19 @@ from oobleck.control.events import (
     Send,
     SendAll,
 )
-from oobleck.control.journal import Cause, JobEnded, JobStarted, JournalEntry, NodeConnected, NodeLost, StepDone
+from oobleck.control.journal import (
+    AgentLost,
+    ConnectionLost,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    Loss,
+    NodeConnected,
+    NodeLost,
+    Silent,
+    StepDone,
+    Unreachable,
+)
 from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -43,6 +55,7 @@ from oobleck.control.protocol import (
     Finished,
     Heartbeat,
     Hello,
+    Killed,
     KillWorker,
     Order,
     StartWorker,
@@ -240,7 +253,7 @@ class _Sweep:
                     self._worker_restarts(WorkerId(node, device))
                 case Send(node=node, message=KillWorker(device=device)):
                     self._end_worker(WorkerId(node, device))
-                case Send(node=node, message=StopAgent(reason="drained")):
+                case Send(node=node, message=StopAgent(is_dismissal=True)):
                     self._say(WorkerId(node=node, device=0), AgentStopped(reason="drained"))
                 case End(exit_code=0):
                     self._is_over = True
@@ -386,7 +399,7 @@ class _Sweep:
         if node not in self._nodes.members:
             return
         if not self._nodes.is_well(node):
-            self._fail(node, Cause.UNREACHABLE, "it is gone")
+            self._fail(node, Unreachable(problem="it is gone"))
             return
         self._feed(NodeUp(node=node, hello=_hello(node, self._agenda.now_s), address=node))
         for device in range(self._settings.devices_per_node):
@@ -447,14 +460,17 @@ class _Sweep:
     def _lose(self, node: str) -> None:
         self._nodes.go(node)
         self._crew.forget(node)
-        self._go_silent(node, self._costs.detect_s, Cause.CONNECTION_LOST, "its connection was lost")
+        self._go_silent(node, self._costs.detect_s, is_seen=True)
 
     def _fall_silent(self, node: str) -> None:
         if node not in self._nodes.silent:
-            self._go_silent(node, self._costs.lease_s, Cause.LEASE_EXPIRED, "not heard of")
+            self._go_silent(node, self._costs.lease_s, is_seen=False)
 
-    def _go_silent(self, node: str, notice_s: float, cause: Cause, evidence: str) -> None:
-        """A node stops; whoever waits for it stops with it; the coordinator notices after a while."""
+    def _go_silent(self, node: str, notice_s: float, *, is_seen: bool) -> None:
+        """A node stops; whoever waits for it stops with it; the coordinator notices after a while.
+
+        `is_seen`: its connection breaks with it; else nothing tells but its silence.
+        """
         if node in self._nodes.members and not self._agenda.is_blind:
             self._feed(MessageReceived(node=node, message=Heartbeat(sequence=0)))  # its last
         number = self._nodes.silent[node] = self._agenda.number()
@@ -466,14 +482,15 @@ class _Sweep:
         def notice() -> None:
             if self._nodes.silent.get(node) != number:
                 return
-            if cause is Cause.LEASE_EXPIRED and self._is_waited_for(since_s):
+            if not is_seen and self._is_waited_for(since_s):
                 self._agenda.when_seen(self._agenda.now_s + self._costs.lease_s, notice)
             else:
                 del self._nodes.silent[node]
-                self._fail(node, cause, evidence)
+                loss = ConnectionLost() if is_seen else Silent(silent_s=self._agenda.now_s - since_s)
+                self._fail(node, loss)
                 is_counted_on = self._coordinator is not None and node in self._nodes.members
                 if node in self.log.connected and not is_counted_on:
-                    self.log.record(NodeLost(t_s=self._agenda.now_s, node=node, cause=cause, evidence=evidence))
+                    self.log.record(NodeLost(t_s=self._agenda.now_s, node=node, loss=loss))
 
         self._agenda.when_seen(self._agenda.now_s + notice_s, notice)
 
@@ -512,15 +529,15 @@ class _Sweep:
                 return
             if self._crew.is_training(node):
                 self._crew.stop(self._agenda.now_s)
-            self._fail(node, Cause.LEASE_EXPIRED, "not heard of")
+            self._fail(node, Silent(silent_s=self._agenda.now_s - since_s))
 
         self._agenda.at(since_s + frozen_s, thaw)
         self._agenda.when_seen(since_s + self._costs.lease_s, notice)
 
-    def _fail(self, node: str, cause: Cause, evidence: str) -> None:
+    def _fail(self, node: str, loss: Loss) -> None:
         if node in self._nodes.members:
             self._forget_pace(node)
-            self._feed(NodeFailed(node=node, cause=cause, evidence=evidence))
+            self._feed(NodeFailed(node=node, loss=loss))
             if not self.log.is_planned:
                 self._tick_later()
 
@@ -557,7 +574,7 @@ class _Sweep:
             elif not self.log.is_planned:  # the job is about to start
                 self._agenda.when_seen(self._agenda.now_s + self._costs.node_start_s + _SOON_S, join)
             else:
-                self._fail(node, Cause.CONNECTION_LOST, "its agent was lost")
+                self._fail(node, AgentLost())
                 self._nodes.members[node] = life
                 self._feed(AddRequested(spec=self._spec(node)))
                 self._come_up(node)
@@ -575,7 +592,7 @@ class _Sweep:
     def _end_worker(self, worker_id: WorkerId) -> None:
         self._crashed.add(worker_id)
         self._forget_pace(worker_id.node)
-        self._say(worker_id, WorkerExited(device=worker_id.device, pid=1, signal=9))
+        self._say(worker_id, WorkerExited(device=worker_id.device, pid=1, end=Killed(signal=9)))
 
     def _worker_restarts(self, worker_id: WorkerId) -> None:
         life = self._nodes.lives[worker_id.node]

@@ -37,7 +37,6 @@ from oobleck.control.protocol import (
     WorkerFailed,
     WorkerReady,
 )
-from oobleck.errors import UserError
 from oobleck.planner import profile_to_json
 from oobleck.streams import shield_scripts
 from oobleck.training.checkpoint import Saving
@@ -56,6 +55,7 @@ from oobleck.training.model import require_compiler, share_of
 from oobleck.training.step import Engine
 
 from .assembly import assemble
+from .errors import raised
 from .link import AgentLink
 from .profiler import device_name, profile_of_job
 
@@ -87,8 +87,7 @@ def _fail(link: AgentLink, error: BaseException | None) -> NoReturn:
     Threads that wait for lost peers cannot be joined, and destroying their groups would block.
     """
     try:
-        user_error = str(error) if isinstance(error, UserError) else None
-        link.send(WorkerFailed(traceback="".join(traceback.format_exception(error)), user_error=user_error))
+        link.send(WorkerFailed(end=raised(error)))
     finally:
         os._exit(_EXIT_FAILED)
 

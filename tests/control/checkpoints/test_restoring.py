@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oobleck.control.checkpoints.restoring import Restoring
 from oobleck.control.events.effects import Effects
-from oobleck.control.protocol.messages import CheckpointsFound, FindCheckpoints, FoundState
+from oobleck.control.protocol import CheckpointsFound, FindCheckpoints, FoundState
 from oobleck.planner import WorkerId
 
 A, B = WorkerId(node="a", device=0), WorkerId(node="b", device=0)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from oobleck.control.commit.commit_state import CommitState, Interrupted
-from oobleck.control.protocol.messages import BankRecord, CommitRecord, Fence, Order, Status
+from oobleck.control.protocol import BankRecord, CommitRecord, Fence, Order, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 from tests.control.journals import plan

@@ -46,12 +46,12 @@ from oobleck.control.commit.worker_effects import (
     Totals,
     drive,
 )
-from oobleck.control.protocol.data_position import DataPosition
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     NOTHING,
     Banked,
     BankRecord,
     CommitRecord,
+    DataPosition,
     EvaluationDone,
     Fence,
     Order,

@@ -15,7 +15,7 @@ from oobleck.control.commit.judgement import (
     rests_of,
     uncovered,
 )
-from oobleck.control.protocol.messages import BankRecord, CommitRecord, Segment, Status
+from oobleck.control.protocol import BankRecord, CommitRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 from tests.control.journals import plan
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.replica_check import ReplicaCheck, odd_ones
 from oobleck.control.events.effects import Effects
-from oobleck.control.protocol.messages import ReplicaDigests
+from oobleck.control.journal import sentence
+from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
 PLACES = tuple(WorkerId(node=f"n{index}", device=0) for index in range(5))
@@ -26,7 +27,7 @@ def say(
 
 
 def texts(effects: Effects) -> list[str]:
-    return [command.entry.text for command in effects.take()]
+    return [sentence(command.entry) for command in effects.take()]
 
 
 @given(count=st.integers(3, 5), wrong=st.integers(0, 4), digest=st.integers(0, 9))

@@ -23,39 +23,54 @@ from oobleck.control.events.inputs import (
     Send,
     StopRequested,
 )
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
-    Cause,
+    AgentLeft,
+    ConnectionLost,
     HangExplained,
     JobEnded,
     LayersArriving,
+    LossCause,
     NodeAdded,
     NodeConnected,
     NodeLeft,
     NodeLost,
+    NodeUnfit,
     Notice,
     PaceChanged,
     PlanAdopted,
+    PlanCause,
     RecoveryDone,
     RecoveryStarted,
+    Silent,
     StepDone,
+    TerminationNoticed,
+    Unfit,
+    Unreachable,
     WorkerDown,
+    end_text,
+    sentence,
 )
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     AgentStopped,
+    ErrorKind,
+    Exited,
     Fence,
     Finished,
     FinishStep,
     Heartbeat,
+    Killed,
     KillWorker,
     LayersMoving,
     Leaving,
     Pace,
     PeerFailed,
+    Raised,
     StartWorker,
     StepCommitted,
     StopAgent,
     StorePut,
+    Unseen,
     WorkerExited,
     WorkerStarted,
 )
@@ -69,7 +84,13 @@ PAIRS = Shape(layers_per_device=2)
 """Four nodes in two pipelines of two."""
 SINGLES = Shape(num_nodes=3, num_pipelines=3)
 """Three nodes, each a pipeline."""
-CRASH = WorkerExited(device=0, pid=8, signal=9)
+CRASH = WorkerExited(device=0, pid=8, end=Killed(signal=9))
+CRASH_OF_1 = WorkerExited(device=1, pid=8, end=Killed(signal=9))
+
+
+def raising(message: str) -> WorkerExited:
+    error = Raised(kind=ErrorKind.CODE, message=message, traceback=f"Traceback\n{message}")
+    return WorkerExited(device=0, pid=8, end=error)
 
 
 def training(shape: Shape = SINGLES) -> Bench:
@@ -107,9 +128,9 @@ def test_all_nodes_are_reached_at_once():
 
 def test_failures_to_start_are_told_together():
     bench = Bench(PAIRS)
-    bench.fail("n0", "no route")
+    bench.fail("n0", Unreachable(problem="no route"))
     bench.wait(0.5)
-    bench.fail("n2", "no python")
+    bench.fail("n2", Unreachable(problem="no python"))
     assert bench.ended is None
     bench.wait(0.5)
     assert bench.ended is not None
@@ -120,8 +141,8 @@ def test_failures_to_start_are_told_together():
 def test_a_worker_that_dies_before_training_ends_the_start():
     bench = Bench(SINGLES)
     bench.up("n0")
-    bench.say("n0", WorkerExited(device=0, pid=8, exit_code=3))
-    assert bench.journal(NodeLost)[0].cause is Cause.WORKER_EXITED
+    bench.say("n0", WorkerExited(device=0, pid=8, end=Exited(exit_code=3)))
+    assert bench.journal(NodeLost)[0].loss.cause is LossCause.WORKER_EXITED
 
 
 def test_a_stop_before_training_is_immediate():
@@ -399,7 +420,7 @@ def test_a_recovery_is_told_when_all_compute_again():
     bench.resume("n1", "n1")
     (done,) = bench.journal(RecoveryDone)
     assert done.nodes == ("n2",)
-    assert done.cause is Cause.CONNECTION_LOST
+    assert done.why is LossCause.CONNECTION_LOST
     assert done.bytes_moved == 10
     assert bench.resume("n0") == []
 
@@ -426,7 +447,8 @@ def test_a_silent_node_is_lost_when_its_lease_ends():
     assert not bench.journal(NodeLost), "what it said may wait to be read"
     bench.beat_until(3.1, "n0", "n1")
     (lost,) = bench.journal(NodeLost)
-    assert (lost.node, lost.cause, lost.evidence) == ("n2", Cause.LEASE_EXPIRED, "not heard of for 3.1 s")
+    assert (lost.node, lost.loss.cause) == ("n2", LossCause.LEASE_EXPIRED)
+    assert lost.loss.silent_s == pytest.approx(3.1)
 
 
 def test_early_deadlines_do_nothing():
@@ -448,7 +470,7 @@ def test_a_worker_that_answers_no_fence_is_frozen_though_its_agent_is_not():
     bench.answer("n0", adopted=1, layers=held(bench, "n0"))
     bench.beat_until(bench.now_s + 3.5, "n0", "n1")
     assert bench.journal(NodeLost)[-1].node == "n1"
-    assert bench.journal(NodeLost)[-1].evidence == "its worker did not answer for 3.5 s"
+    assert bench.journal(NodeLost)[-1].loss == Silent(silent_s=3.5, is_worker=True)
 
 
 def test_a_master_that_was_held_up_waits_for_answers_once_more():
@@ -468,7 +490,7 @@ def test_a_failed_collective_without_a_loss_leads_to_a_regrouping():
     bench.say("n1", failed)
     bench.wait(0.1)
     (started,) = bench.journal(RecoveryStarted)
-    assert (started.nodes, started.cause) == ((), Cause.PEER_FAILED)
+    assert (started.nodes, started.cause) == ((), PlanCause.PEER_FAILED)
     answer_all(bench, "n0", "n1", "n2")
     assert bench.orders[-1].generation == 2
 
@@ -498,7 +520,7 @@ def test_no_step_for_ten_times_as_long_as_one_takes_is_a_hang():
     bench.beat_until(9.9, *nodes)
     assert not bench.journal(RecoveryStarted)
     bench.beat_until(10.1, *nodes)
-    assert bench.journal(RecoveryStarted)[0].cause is Cause.HANG
+    assert bench.journal(RecoveryStarted)[0].cause is PlanCause.HANG
 
 
 def test_a_step_that_takes_as_long_as_its_plan_foretold_is_no_hang_for_the_next_master_either():
@@ -513,7 +535,7 @@ def test_a_step_that_takes_as_long_as_its_plan_foretold_is_no_hang_for_the_next_
     bench.beat_until(bench.now_s + 9.9 * predicted_s, *nodes)
     assert not bench.journal(RecoveryStarted)
     bench.beat_until(bench.now_s + predicted_s, *nodes)
-    assert bench.journal(RecoveryStarted)[0].cause is Cause.HANG
+    assert bench.journal(RecoveryStarted)[0].cause is PlanCause.HANG
 
 
 def test_the_first_step_may_take_as_long_as_a_start():
@@ -546,7 +568,7 @@ def test_a_worker_that_comes_back_takes_part_again():
     answer_all(bench, "n0", "n1", applied=1, last_record=record(1))
     bench.resume("n0", "n1")
     bench.say("n2", ready())
-    assert bench.journal(RecoveryStarted)[-1].cause is Cause.JOINED
+    assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.JOINED
     layers = bench.orders[-1].plan.owners_of(0)
     assert WorkerId(node="n2", device=0) not in layers
     for node in ("n0", "n1"):
@@ -561,19 +583,19 @@ def test_a_worker_that_comes_back_takes_part_again():
 def test_a_worker_that_dies_again_before_it_is_ready_is_started_again():
     bench = training()
     bench.say("n2", CRASH)
-    commands = bench.say("n2", WorkerExited(device=0, pid=9, signal=9))
+    commands = bench.say("n2", WorkerExited(device=0, pid=9, end=Killed(signal=9)))
     assert Send(node="n2", message=StartWorker(device=0)) in commands
     assert len(bench.journal(RecoveryStarted)) == 1
 
 
 def test_the_error_that_ends_every_worker_ends_the_run_with_its_traceback():
     bench = training()
-    error = WorkerExited(device=0, pid=8, exit_code=1, traceback="Traceback\nValueError: bad sample")
+    error = raising("ValueError: bad sample")
     for node in ("n0", "n1", "n2"):
         bench.say(node, error)
     assert bench.ended is not None
     assert "ValueError: bad sample" in bench.ended.reason
-    assert bench.journal(WorkerDown)[0].reason == "ValueError: bad sample"
+    assert end_text(bench.journal(WorkerDown)[0].end) == "ValueError: bad sample"
 
 
 def test_an_error_that_cost_the_last_copy_is_told_instead_of_the_layers():
@@ -582,7 +604,7 @@ def test_an_error_that_cost_the_last_copy_is_told_instead_of_the_layers():
     first = [node for node in ("n0", "n1", "n2", "n3") if held(bench, node)[0] == 0]
     left = [node for node in ("n0", "n1", "n2", "n3") if node not in first]
     for node in first:
-        bench.say(node, WorkerExited(device=0, pid=8, exit_code=1, traceback="ValueError: bad sample"))
+        bench.say(node, raising("ValueError: bad sample"))
         bench.fail(node)
     answer_all(bench, *left, applied=1, last_record=record(1))
     assert bench.ended is not None
@@ -591,7 +613,7 @@ def test_an_error_that_cost_the_last_copy_is_told_instead_of_the_layers():
 
 def test_an_error_that_training_got_over_is_not_blamed_for_the_end():
     bench = training()
-    bench.say("n2", WorkerExited(device=0, pid=8, exit_code=1, traceback="ValueError: cosmic ray"))
+    bench.say("n2", raising("ValueError: cosmic ray"))
     answer_all(bench, "n0", "n1")
     bench.commit("n0", 1)
     for node in ("n0", "n1", "n2"):
@@ -613,8 +635,8 @@ def test_workers_of_one_node_end_together_and_are_started_again():
     assert Send(node="n1", message=KillWorker(device=1)) in commands
     (down,) = bench.journal(WorkerDown)
     assert (down.device, down.also) == (0, (1,))
-    assert bench.journal(RecoveryStarted)[-1].cause is Cause.WORKER_EXITED
-    killed = bench.say("n1", WorkerExited(device=1, pid=8, signal=9))
+    assert bench.journal(RecoveryStarted)[-1].why is LossCause.WORKER_EXITED
+    killed = bench.say("n1", CRASH_OF_1)
     assert killed == [Send(node="n1", message=StartWorker(device=1))], "it ended for the other: that is no new failure"
     bench.say("n1", ready(0, pid=20))
     assert len(bench.journal(RecoveryStarted)) == 1, "one of two"
@@ -639,7 +661,7 @@ def test_workers_that_all_end_by_themselves_are_one_failure():
     bench = pairs_of_devices()
     for _ in range(3):
         for device in range(2):
-            bench.say("n1", WorkerExited(device=device, pid=8, signal=11))
+            bench.say("n1", WorkerExited(device=device, pid=8, end=Killed(signal=11)))
         bench.say("n1", ready(0), ready(1))
     assert len(bench.journal(WorkerDown)) == 3
     assert not bench.journal(NodeLost)
@@ -657,7 +679,7 @@ def test_a_master_that_takes_over_ends_the_workers_that_were_to_end():
     assert Send(node="n1", message=KillWorker(device=1)) in commands
     told_again = bench.say("n1", CRASH)
     assert not [message for message in bench.messages(told_again) if isinstance(message, StartWorker)], "once is enough"
-    assert Send(node="n1", message=StartWorker(device=1)) in bench.say("n1", WorkerExited(device=1, pid=8, signal=9))
+    assert Send(node="n1", message=StartWorker(device=1)) in bench.say("n1", CRASH_OF_1)
 
 
 def test_a_new_node_trains_as_soon_as_it_is_ready():
@@ -694,14 +716,14 @@ def test_a_new_node_that_does_not_fit_costs_nobody_else():
     bench.up("n9")
     bench.say("n9", ready(data_digest="other text"))
     assert bench.ended is None
-    assert "different text" in bench.journal(NodeLost)[0].evidence
+    assert "different text" in bench.journal(NodeLost)[0].loss.problem
     assert bench.coordinator.phase is Phase.TRAINING
 
 
 def test_a_new_node_that_cannot_be_reached_disturbs_nobody():
     bench = training()
     bench.feed(AddRequested(spec=NodeSpec(name="n9", host="n9")))
-    bench.fail("n9", "no route to host")
+    bench.fail("n9", Unreachable(problem="no route to host"))
     assert bench.coordinator.phase is Phase.TRAINING
     assert bench.journal(NodeLost)[0].node == "n9"
 
@@ -713,7 +735,7 @@ def test_a_drained_node_leaves_once_all_compute_without_it():
     answer_all(bench, "n0", "n1", "n2")
     assert "n2" not in bench.orders[-1].plan.nodes
     assert bench.resume("n0") == []
-    assert Send(node="n2", message=StopAgent(reason="drained")) in bench.resume("n1")
+    assert Send(node="n2", message=StopAgent(reason="drained", is_dismissal=True)) in bench.resume("n1")
     assert bench.say("n2", CRASH) == [], "its worker was ended"
     bench.say("n2", AgentStopped(reason="drained"))
     assert bench.journal(NodeLeft)[0].node == "n2"
@@ -785,7 +807,7 @@ def test_an_agent_that_stops_by_itself_is_lost():
     bench = training()
     bench.say("n2", AgentStopped(reason="no master came"))
     (lost,) = bench.journal(NodeLost)
-    assert (lost.cause, lost.evidence) == (Cause.USER, "its agent stopped: no master came")
+    assert lost.loss == AgentLeft(reason="no master came")
 
 
 # --- nonsense ------------------------------------------------------------------------------------------------
@@ -805,7 +827,7 @@ def test_nonsense_costs_the_node_that_says_it(message, words: str):
     bench.say("n2", message)
     (lost,) = bench.journal(NodeLost)
     assert lost.node == "n2"
-    assert words in lost.evidence
+    assert words in lost.loss.problem
     assert bench.coordinator.phase is Phase.FENCING
 
 
@@ -881,10 +903,10 @@ def test_a_node_that_its_peers_do_not_reach_is_left_out_for_good():
         told(bench, node, unreachable=(WorkerId(node="n2", device=0),))
     told(bench, "n2")
     (lost,) = bench.journal(NodeLost)
-    assert (lost.node, lost.cause) == ("n2", Cause.CUT_OFF)
+    assert (lost.node, lost.loss.cause) == ("n2", LossCause.CUT_OFF)
     told(bench, "n0", "n1")
     assert bench.orders[-1].plan.nodes == ("n0", "n1")
-    assert [entry.cause for entry in bench.journal(RecoveryStarted)] == [Cause.HANG, Cause.CUT_OFF]
+    assert [entry.why for entry in bench.journal(RecoveryStarted)] == [PlanCause.HANG, LossCause.CUT_OFF]
     bench.beat_until(bench.now_s + 30.0, "n0", "n1")
     assert not [command for command in bench.commands if isinstance(command, Connect) and command.attach]
     assert len([command for command in bench.commands if isinstance(command, Connect)]) == 3, "it is not tried again"
@@ -894,7 +916,7 @@ def test_a_hang_that_nobody_can_explain_is_a_regrouping():
     bench = training()
     hang(bench)
     told(bench, "n0", "n1", "n2")
-    assert bench.journal(HangExplained)[0].describe() == "nobody can tell who holds the others up"
+    assert (bench.journal(HangExplained)[0].cut_off, bench.journal(HangExplained)[0].stuck) == ((), ())
     assert bench.coordinator.phase is Phase.TRAINING
     order = bench.orders[-1]
     assert order.finish is None
@@ -923,7 +945,7 @@ def test_a_lost_node_is_tried_again_and_joins_anew():
     bench.up("n2", pid=99)
     assert bench.journal(NodeAdded)[0].node.name == "n2"
     bench.say("n2", ready(pid=100))
-    assert bench.journal(RecoveryStarted)[-1].cause is Cause.JOINED
+    assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.JOINED
 
 
 def test_a_node_that_stays_away_is_tried_ever_less_and_nobody_is_told():
@@ -932,7 +954,7 @@ def test_a_node_that_stays_away_is_tried_ever_less_and_nobody_is_told():
     answer_all(bench, "n0", "n1")
     bench.beat_until(bench.now_s + 10.1, "n0", "n1")
     lost = len(bench.journal(NodeLost))
-    bench.fail("n2", "no route")
+    bench.fail("n2", Unreachable(problem="no route"))
     assert len(bench.journal(NodeLost)) == lost
     bench.commands.clear()
     bench.beat_until(bench.now_s + 19.0, "n0", "n1")
@@ -947,9 +969,10 @@ def test_a_node_that_is_found_faulty_before_it_comes_back_is_told_and_tried_late
     answer_all(bench, "n0", "n1")
     bench.beat_until(bench.now_s + 10.1, "n0", "n1")
     bench.commands.clear()
-    evidence = "it is not taken in again: no memory"
-    bench.feed(NodeFailed(node="n2", cause=Cause.UNFIT, evidence=evidence))
-    assert [(entry.level, entry.text) for entry in bench.journal(Notice)] == [("warning", f"n2: {evidence}")]
+    bench.feed(NodeFailed(node="n2", loss=Unfit(fault="no memory")))
+    assert [(entry.node, entry.fault, entry.is_tried_again) for entry in bench.journal(NodeUnfit)] == [
+        ("n2", "no memory", True)
+    ]
     bench.beat_until(bench.now_s + 21.0, "n0", "n1")
     assert Connect(node=bench.nodes[2]) in bench.commands
 
@@ -985,8 +1008,8 @@ def test_a_node_that_the_user_kills_is_not_tried_again():
 def test_a_node_with_notice_of_its_end_is_drained():
     bench = training()
     bench.say("n2", Leaving(reason="spot"))
-    assert bench.journal(RecoveryStarted)[-1].cause is Cause.DRAINED
-    assert "n2 is to be terminated: spot" in [entry.text for entry in bench.journal(Notice)]
+    assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.DRAINED
+    assert [(entry.node, entry.reason) for entry in bench.journal(TerminationNoticed)] == [("n2", "spot")]
 
 
 def test_a_notice_during_the_start_is_acted_on_once_training_begins():
@@ -996,13 +1019,13 @@ def test_a_notice_during_the_start_is_acted_on_once_training_begins():
     bench.say("n2", Leaving(reason="spot"))
     assert bench.ended is None
     bench.prepare()
-    assert bench.journal(RecoveryStarted)[-1].cause is Cause.DRAINED
+    assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.DRAINED
     assert bench.journal(RecoveryStarted)[-1].nodes == ("n2",)
 
 
 def test_a_notice_to_a_node_whose_worker_is_started_again_is_acted_on_once_it_is_back():
     bench = training()
-    bench.say("n2", WorkerExited(device=0, pid=8, signal=9))
+    bench.say("n2", WorkerExited(device=0, pid=8, end=Killed(signal=9)))
     bench.say("n2", Leaving(reason="spot"))
     answer_all(bench, "n0", "n1")
     bench.say("n2", ready(pid=9))
@@ -1142,7 +1165,7 @@ def test_orders_that_nobody_may_have_received_are_given_again():
     told(bench, "n0", "n1")
     coordinator = succeed(bench, "n0", "n1", generation=2)
     assert coordinator.phase is Phase.FENCING
-    assert bench.journal(RecoveryStarted)[0].cause is Cause.MASTER_LOST
+    assert bench.journal(RecoveryStarted)[0].cause is PlanCause.MASTER_LOST
 
 
 def test_nodes_that_a_new_master_has_still_to_reach_are_not_taken_for_frozen():
@@ -1177,7 +1200,7 @@ def test_a_new_master_learns_of_slow_nodes_once_it_has_found_them():
         for _ in range(5):
             for node in ("n0", "n1", "n2"):
                 bench.say(node, Pace(device=0, compute_s=3.0 if node == "n2" else 1.0, microbatches=4))
-        return [entry.describe() for entry in bench.journal(PaceChanged)]
+        return [sentence(entry) for entry in bench.journal(PaceChanged)]
 
     assert not tell_paces()
     bench.beat_until(bench.now_s + 2.0, "n0", "n1", "n2")
@@ -1194,9 +1217,9 @@ def test_a_new_master_knows_the_slow_nodes_of_the_one_before():
     assert replayed is not None
     assert replayed.slow == {"n2": 2.0}
     ends = [
-        NodeLost(t_s=9.0, node="n2", cause=Cause.CONNECTION_LOST, evidence=""),
-        WorkerDown(t_s=9.0, node="n2", device=0, pid=8, reason=""),
-        RecoveryStarted(t_s=9.0, generation=2, nodes=("n2",), cause=Cause.RETRIED),
+        NodeLost(t_s=9.0, node="n2", loss=ConnectionLost()),
+        WorkerDown(t_s=9.0, node="n2", device=0, pid=8, end=Unseen()),
+        RecoveryStarted(t_s=9.0, generation=2, nodes=("n2",), cause=PlanCause.RETRIED),
         PaceChanged(t_s=9.0, node="n2", factor=1.0),
     ]
     for end in ends:
@@ -1240,7 +1263,7 @@ def test_words_that_are_said_again_are_not_new():
     succeed(bench, "n0", "n1", "n2")
     bench.say("n1", ready())
     assert not bench.journal(RecoveryStarted)
-    bench.say("n1", WorkerExited(device=0, pid=3, signal=9))
+    bench.say("n1", WorkerExited(device=0, pid=3, end=Killed(signal=9)))
     assert not bench.journal(WorkerDown)
 
 
@@ -1280,4 +1303,4 @@ def test_long_transfers_of_the_newest_plan_are_told_of():
         bench.say("n1", moving)
     (arriving,) = bench.journal(LayersArriving)
     assert (arriving.node, arriving.generation) == ("n1", 1)
-    assert "25%" in arriving.describe()
+    assert "25%" in sentence(arriving)

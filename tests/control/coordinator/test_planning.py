@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.coordinator.planning import schedules_for
-from oobleck.control.journal.entries import PlanAdopted
+from oobleck.control.journal import PlanAdopted
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
 from oobleck.schedule import ScheduleKind

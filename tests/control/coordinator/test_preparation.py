@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.events.inputs import End, LookUpProfile, ProfileFound, Send, StoreProfile
-from oobleck.control.protocol.messages import Configure, Profiled, ProfileRequest, StartWorker
+from oobleck.control.protocol import Configure, Profiled, ProfileRequest, StartWorker
 from oobleck.job import NodeSpec
 from oobleck.planner import profile_to_json
 from tests.control.bench import Bench, ready

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from oobleck.control.protocol.messages import Pace
+from oobleck.control.protocol import Pace
 from oobleck.control.speed.speed_tracker import SpeedTracker, found_out_s
 from oobleck.planner import Planner, PlannerSettings, WorkerId
 from tests.control.model import Shape

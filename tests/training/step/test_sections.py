@@ -16,7 +16,7 @@ from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLo
 from oobleck.control.commit.partial_commit import Bank
 from oobleck.control.commit.sections import shares_of
 from oobleck.control.commit.worker_effects import Effect, Effects, Outcome, Say, drive
-from oobleck.control.protocol.messages import BankRecord, Fence, Order, PeerFailed
+from oobleck.control.protocol import BankRecord, Fence, Order, PeerFailed
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.comm.groups import GroupKey, GroupTable
