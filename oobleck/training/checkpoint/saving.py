@@ -34,6 +34,7 @@ from oobleck.control.protocol import (
     StateNotSaved,
     StateSaved,
     StoragePaths,
+    WorkerReport,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.planner import ExecutionPlan, WorkerId
@@ -50,7 +51,7 @@ _IMPORTED = "imported"
 _ANY_DEVICE = "device*"
 """What other workers of the node have saved can be read here too."""
 
-Report = Callable[[StateSaved | StateNotSaved | CheckpointsFound], None]
+Report = Callable[[WorkerReport], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,17 +61,12 @@ from oobleck.control.commit import (
 from oobleck.control.protocol import (
     CommitRecord,
     Evaluating,
-    EvaluationDone,
     Finished,
     LayersMoving,
     Order,
-    Pace,
-    PeerFailed,
-    RecordsFailed,
     ReplicaDigests,
-    RestoreFailed,
     Resumed,
-    StepCommitted,
+    WorkerReport,
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
@@ -90,20 +85,6 @@ from .step import StepInFlight
 from .step_timer import StepTimer
 
 __all__ = ["Engine"]
-
-Report = (
-    StepCommitted
-    | Resumed
-    | Finished
-    | Evaluating
-    | EvaluationDone
-    | PeerFailed
-    | RecordsFailed
-    | RestoreFailed
-    | Pace
-    | LayersMoving
-    | ReplicaDigests
-)
 
 
 class Engine:
@@ -125,7 +106,7 @@ class Engine:
         commit_state: CommitState,
         saving: Saving | None,
         next_order: Callable[[], Order],
-        report: Callable[[Report], None],
+        report: Callable[[WorkerReport], None],
     ) -> None:
         """`next_order` waits for an order and takes it; `report` tells the master."""
         self._job = job
