@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -12,6 +11,7 @@ from oobleck.control.journal import RunSnapshot
 from oobleck.errors import PeerError
 from oobleck.runtime.control_client import StatusRequest, find_run, request
 from oobleck.ui.dashboard import Dashboard
+from oobleck.wire import from_builtins
 
 from .inputs import BaseDirOption, JsonOption, TagArgument, base_dir_of
 
@@ -26,7 +26,7 @@ def status(tag: TagArgument = None, *, as_json: JsonOption = False, base_dir: Ba
         typer.echo(json.dumps(answer, indent=2))
         return
     try:
-        snapshot = msgspec.convert(answer, RunSnapshot)
-    except msgspec.ValidationError as error:
+        snapshot = from_builtins(RunSnapshot, answer)
+    except PeerError as error:
         raise PeerError(f"run {run.tag} is of another version of Oobleck: {error}") from error
     Console().print(Dashboard(snapshot, fill=False))

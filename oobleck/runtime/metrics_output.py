@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -22,7 +23,9 @@ from oobleck.user_path import expand_user
 
 from .files import MAX_SOCKET_PATH_BYTES, LineFile
 from .listening import serve_clients
-from .tensorboard_file import TensorBoardFile
+
+if TYPE_CHECKING:
+    from .tensorboard_file import TensorBoardFile
 
 __all__ = ["MetricsAddress", "MetricsOutput", "parse_metrics_address", "serve_metrics"]
 
@@ -91,6 +94,8 @@ class MetricsOutput:
 
     def _write_to_board(self, values: Mapping[str, object], step: int) -> None:
         """Begin another file after an error: the one before may end with half a record."""
+        from .tensorboard_file import TensorBoardFile
+
         known = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
         try:
             if self._board is None:
