@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.errors import ConfigError
-from oobleck.sim.trace.trace import Joined, Lost, Slowed, Trace, trace_from_json, trace_to_json
+from oobleck.sim.trace import Joined, Lost, Slowed, Trace, trace_from_json, trace_to_json
 from tests.sim.strategies import traces
 
 DESIGNED = """
