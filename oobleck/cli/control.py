@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from oobleck.errors import OobleckError, PeerError
+from oobleck.json_table import to_json
 from oobleck.runtime.control_client import (
     AddRequest,
     ControlRequest,
@@ -20,6 +21,7 @@ from oobleck.runtime.control_client import (
     find_run,
     request,
 )
+from oobleck.wire import from_builtins
 
 from .inputs import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of
 
@@ -35,20 +37,19 @@ NowOption = Annotated[bool, typer.Option("--now", help="Give up the step in flig
 def status(tag: TagArgument = None, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
     """Show what a run is doing: its progress, its pipelines, its nodes and its last events."""
     name, answer = _ask(StatusRequest(), tag, base_dir)
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-        return
     # What draws is not loaded by the commands beside this one.
     from rich.console import Console
 
     from oobleck.control.journal import RunSnapshot
     from oobleck.ui.dashboard import Dashboard
-    from oobleck.wire import from_builtins
 
     try:
         snapshot = from_builtins(RunSnapshot, answer)
     except PeerError as error:
         raise PeerError(f"run {name} is of another version of Oobleck: {error}") from error
+    if as_json:
+        typer.echo(to_json(snapshot.to_dict(), indent=2))
+        return
     Console().print(Dashboard(snapshot, fill=False))
 
 

@@ -3,7 +3,6 @@ endpoint for Prometheus where one is asked for."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ import trio
 
 from oobleck.control.journal import JournalEntry, Metrics, MetricSample, StepDone
 from oobleck.errors import UsageError
+from oobleck.json_table import to_json
 from oobleck.user_path import expand_user
 
 from .files import MAX_SOCKET_PATH_BYTES, LineFile
@@ -84,7 +84,7 @@ class MetricsOutput:
 
     def _write(self, lines: LineFile, sample: MetricSample) -> None:
         values = sample.to_dict()
-        lines.write(json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n", is_minor=True)
+        lines.write(to_json(values).encode() + b"\n", is_minor=True)
         if lines.is_whole is not self._is_whole:
             self._is_whole = lines.is_whole
             problem = "" if lines.problem is None else f"{lines.problem.strerror}; samples are kept until there is room"
