@@ -163,7 +163,7 @@ class Optimizer:
         shapes: Mapping[str, torch.Size],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return one flat tensor of what `layer_tensors` hold, from tensors of any precision, named as in `named_state`.
+        """Return one flat tensor of what `layer_tensors` hold, from tensors of any precision named as in `named_state`.
 
         What an optimizer of another kind did not keep starts afresh. Raises CorruptCheckpoint for a parameter that is
         missing, or has another shape.
