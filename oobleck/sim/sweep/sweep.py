@@ -74,7 +74,7 @@ from oobleck.sim.trace import (
 )
 
 from .agenda import Agenda
-from .analytic_workers import AnalyticWorkers, Stretch
+from .analytic_workers import AnalyticWorkers, CommittedSteps
 from .node_states import NodeStates
 from .reports import Reports
 from .run_log import RunLog
@@ -191,7 +191,7 @@ class _Sweep:
             self._resume(order)
             self._move_to(t_s)
 
-    def _committed(self, stretch: Stretch) -> None:
+    def _committed(self, stretch: CommittedSteps) -> None:
         record = self._crew.last_record
         worker_id = self._crew.speaker(self._nodes.absent)
         assert record is not None

@@ -75,7 +75,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
-from oobleck.training.checkpoint import Saving, digest_of
+from oobleck.training.checkpoint import LayerSaver, digest_of
 from oobleck.training.comm import Group, GroupTable, LayerState, Waiter, exchange_layers
 from oobleck.training.data import Dataset
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, install
@@ -123,7 +123,7 @@ class Engine:
         groups: GroupTable,
         waiter: Waiter,
         commit_state: CommitState,
-        saving: Saving | None,
+        saving: LayerSaver | None,
         next_order: Callable[[], Order],
         report: Callable[[Report], None],
     ) -> None:
