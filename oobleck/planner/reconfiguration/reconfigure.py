@@ -191,7 +191,7 @@ def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: in
 
 def _carry_out(catalog: Catalog, living: LivingNodes, intact: frozenset[int], proposal: _Proposal) -> _Outcome:
     nodes = _assign_nodes(catalog, living, intact, proposal)
-    best = _assign(catalog, living, proposal, nodes)
+    best = _weigh(catalog, living, proposal, nodes)
     for gathered in gather_slow_nodes(
         nodes,
         [catalog.needed(size) for _, size in proposal.move.pipelines],
@@ -199,13 +199,13 @@ def _carry_out(catalog: Catalog, living: LivingNodes, intact: frozenset[int], pr
         living.holdings,
         catalog.layer_bytes,
     ):
-        outcome = _assign(catalog, living, proposal, gathered)
+        outcome = _weigh(catalog, living, proposal, gathered)
         if _beats(outcome.score, best.score):
             best = outcome
     return best
 
 
-def _assign(catalog: Catalog, living: LivingNodes, proposal: _Proposal, nodes: Sequence[Sequence[str]]) -> _Outcome:
+def _weigh(catalog: Catalog, living: LivingNodes, proposal: _Proposal, nodes: Sequence[Sequence[str]]) -> _Outcome:
     """Weigh a move whose pipelines have the given nodes."""
     move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
