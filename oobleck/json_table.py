@@ -1,28 +1,75 @@
-"""JSON objects of files that people write: each value is read as the type asked for, or named in an error."""
+"""JSON as all of the package reads and writes it: strictly, and without NaN and infinity, which JSON lacks.
+
+A `JsonTable` is for files that people write: each value is read as the type asked for, or named in an error. What one
+part of ours sends to another goes through `oobleck.wire`, which stands on this.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from .errors import ConfigError
 
-__all__ = ["JsonTable", "parse_json", "shown"]
+__all__ = ["JsonTable", "load_json", "parse_json", "shown", "to_json", "unique_keys"]
 
 _SHOWN_CHARS = 200
 
 
-def parse_json(text: str) -> object:
-    """Read JSON. Raises ConfigError for what is none, or is nested deeper than this program follows."""
+def load_json(text: str | bytes) -> object:
+    """Read JSON. Raises ValueError for what is none, gives a key twice, or is nested deeper than we follow."""
     try:
-        document: object = json.loads(text)
+        document: object = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_reject_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return document
+
+
+def parse_json(text: str, *, of_others: bool = False) -> object:
+    """Read a JSON file. Raises ConfigError.
+
+    `of_others`: the file is another program's, as a model's configuration, and may hold what Python's own writer
+    writes: NaN, Infinity.
+    """
+    try:
+        return json.loads(text) if of_others else load_json(text)
     except ValueError as error:
         raise ConfigError(f"not JSON: {error}") from None
     except RecursionError:
-        raise ConfigError("not JSON that can be read: it is nested too deeply") from None
-    return document
+        raise ConfigError("not JSON: it is nested too deeply") from None
+
+
+def to_json(value: object, *, indent: int | None = None) -> str:
+    """Write plain values as JSON, for other programs to read; a number that is none, or is infinite, becomes null."""
+    separators = None if indent else (",", ":")
+    return json.dumps(_finite(value), indent=indent, separators=separators, allow_nan=False)
+
+
+def unique_keys(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
+    """Build a map, but not from pairs that give one key twice: which of the two would count?"""
+    listed = list(pairs)  # msgpack without its C extension gives a generator
+    built = dict(listed)
+    if len(built) != len(listed):
+        raise ValueError("a map has a key twice")
+    return built
+
+
+def _reject_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _finite(value: object) -> object:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
 
 
 def shown(value: object) -> str:
@@ -74,7 +121,7 @@ class JsonTable:
         return value
 
     def number(self, key: str) -> float:
-        """Return a number, which may be infinite or none at all: JSON's reader knows `Infinity` and `NaN`."""
+        """Return a number; one that is too large for a float is infinite."""
         value = self._item(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.where}: {key} is {shown(value)}; it must be a number")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from oobleck.control.protocol import MANIFEST_VERSION, Manifest, Shard, what_is_wrong
 from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.json_table import load_json
 from oobleck.wire import from_builtins, to_builtins
 
 from .layer_file import fsync_directory, write_file, write_layer_file
@@ -163,13 +164,13 @@ class CheckpointDirectory:
         """Read a checkpoint's manifest. Raises CorruptCheckpoint that names the file."""
         path = self.path / name / MANIFEST_NAME
         try:
-            raw = json.loads(path.read_bytes())
+            raw = load_json(path.read_bytes())
             if not isinstance(raw, dict) or raw.get("version") != MANIFEST_VERSION:
                 raise CorruptCheckpoint(f"{path}: not a manifest of version {MANIFEST_VERSION}")
             manifest = from_builtins(Manifest, raw)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path}: missing; the checkpoint was never finished") from None
-        except (OSError, ValueError, RecursionError, PeerError) as error:
+        except (OSError, ValueError, PeerError) as error:
             raise CorruptCheckpoint(f"{path}: damaged: it cannot be read ({error})") from error
         if manifest.name != name:
             raise CorruptCheckpoint(f"{path}: belongs to {manifest.name}")

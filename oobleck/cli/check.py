@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ import typer
 
 from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
+from oobleck.json_table import to_json
 
 from .inputs import SLOW_FACTOR, BaseDirOption, JsonOption, base_dir_of
 from .up import read_nodes, readable_file
@@ -78,7 +78,7 @@ def check(
         clock=PatientClock(),
     )
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        typer.echo(to_json(report.to_dict(), indent=2))
     else:
         Console().print(check_table(report))
     raise SystemExit(ExitCode.DONE if report.is_healthy else ExitCode.FAILED)

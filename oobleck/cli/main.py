@@ -171,7 +171,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="status",
-        target="oobleck.cli.status:status",
+        target="oobleck.cli.control:status",
         help="Show what a run is doing.",
         examples=(
             ("oobleck status", "the only active run"),
@@ -198,7 +198,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="kill",
-        target="oobleck.cli.kill:kill",
+        target="oobleck.cli.control:kill",
         help="Kill a node of a run, to see it recover.",
         examples=(
             ("oobleck kill node2", "a node of the only active run"),
@@ -207,7 +207,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="add",
-        target="oobleck.cli.add:add",
+        target="oobleck.cli.control:add",
         help="Take nodes into a run, or lost ones back.",
         examples=(
             ("oobleck add node2", "take a lost node back"),
@@ -216,7 +216,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="drain",
-        target="oobleck.cli.drain:drain",
+        target="oobleck.cli.control:drain",
         help="Take a node out of a run.",
         examples=(("oobleck drain node2", "it finishes the step, and gives away what only it holds"),),
     ),
@@ -231,7 +231,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="stop",
-        target="oobleck.cli.stop:stop",
+        target="oobleck.cli.control:stop",
         help="Finish the step and end a run.",
         examples=(
             ("oobleck stop", "finish the step in flight, then end"),

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from oobleck.errors import UsageError
 
-__all__ = ["picture_writer", "write_file"]
+__all__ = ["picture_writer", "write_output"]
 
 
 def picture_writer(path: Path) -> Callable[[str], None]:
     """Check before any work whether a picture can be drawn there; return what writes one, given its SVG."""
     suffix = path.suffix.lower()
     if suffix == ".svg":
-        return lambda svg: write_file(path, svg.encode())
+        return lambda svg: write_output(path, svg.encode())
     if suffix != ".png":
         raise UsageError(f"--plot is {path}; its ending must be .svg or .png")
     try:
@@ -23,10 +23,10 @@ def picture_writer(path: Path) -> Callable[[str], None]:
         raise UsageError(
             f"--plot {path}: a PNG needs CairoSVG: pip install 'oobleck[plot]', or name an .svg file"
         ) from error
-    return lambda svg: write_file(path, cairosvg.svg2png(bytestring=svg.encode()))
+    return lambda svg: write_output(path, cairosvg.svg2png(bytestring=svg.encode()))
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_output(path: Path, content: bytes) -> None:
     """Write a file that the command line names. Raises UsageError that says why it cannot be."""
     try:
         path.write_bytes(content)

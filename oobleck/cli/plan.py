@@ -10,7 +10,7 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES
 
-from .inputs import MAX_BATCH, MAX_TOKENS, JsonOption, whole
+from .inputs import MAX_BATCH, MAX_TOKENS, JsonOption, parse_schedule, whole
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner, Profile
@@ -104,7 +104,7 @@ def plan(
     Nothing is started and no device is needed: all comes from a profile that was measured, or from an estimate.
     """
     from .make_report import make_report, show_report
-    from .pictures import picture_writer, write_file
+    from .pictures import picture_writer, write_output
     from .plan_profile import ProfileSource, profile_of, utilisation_of
 
     write_picture = picture_writer(plot) if plot is not None else None
@@ -138,7 +138,7 @@ def plan(
     if write_picture is not None:
         write_picture(_svg(report))
     if chrome_trace is not None:
-        write_file(chrome_trace, _trace(report).encode())
+        write_output(chrome_trace, _trace(report).encode())
     show_report(report, as_json=as_json)
 
 
@@ -174,14 +174,7 @@ def _planner(
 def _kind(name: str) -> ScheduleKind | None:
     from oobleck.schedule import ScheduleKind
 
-    # Templates have no chunks, which interleaving would need.
-    known: dict[str, ScheduleKind | None] = {
-        kind.value: kind for kind in ScheduleKind if kind is not ScheduleKind.INTERLEAVED
-    }
-    known["auto"] = None
-    if name not in known:
-        raise UsageError(f"--schedule is {name!r}; it must be one of {', '.join(known)}")
-    return known[name]
+    return None if parse_schedule(name) == "auto" else ScheduleKind(name)
 
 
 def _names(num_nodes: int, lost: tuple[str, ...]) -> tuple[str, ...]:

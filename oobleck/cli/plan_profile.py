@@ -107,7 +107,7 @@ def _shape(name: str) -> ModelShape:
         return model_shape(name)
     text = read_input(Path(name), "configuration", most_bytes=MAX_DATA_BYTES)
     try:
-        document = parse_json(text)
+        document = parse_json(text, of_others=True)
         if not isinstance(document, dict):
             raise ConfigError(f"must be an object, not {type(document).__name__}")
         return shape_from_config(document)

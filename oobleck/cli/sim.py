@@ -16,7 +16,7 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
 
-from .inputs import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption, duration_s, parse_scaling, whole
+from .inputs import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption, duration_s, parse_scaling, parse_schedule, whole
 from .trace import read_trace
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def sim(
     from oobleck.sim.policies import POLICIES
     from oobleck.sim.trace import with_nodes, with_spares
 
-    from .pictures import picture_writer, write_file
+    from .pictures import picture_writer, write_output
     from .plan_profile import ProfileSource, profile_of
 
     names = _names(policy, known=tuple(POLICIES))
@@ -207,7 +207,7 @@ def sim(
         fault_threshold=fault_threshold,
         num_pipelines=pipelines,
         reductions=reductions,
-        schedule=_schedule(schedule),
+        schedule=parse_schedule(schedule),
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )
@@ -215,11 +215,11 @@ def sim(
     outcomes = [_play(name, trace, settings, gear=gear, quiet=as_json) for name in names]
     panels = [_panel(outcome, trace) for outcome in outcomes]
     if summary is not None:
-        write_file(summary, _summaries(outcomes).encode())
+        write_output(summary, _summaries(outcomes).encode())
     if write_picture is not None:
         write_picture(_picture(panels, failures.name))
     if chrome_trace is not None:
-        write_file(chrome_trace, _run_trace(panels).encode())
+        write_output(chrome_trace, _run_trace(panels).encode())
     _show(outcomes, panels, as_json=as_json)
 
 
@@ -230,14 +230,6 @@ def _names(policy: str, *, known: tuple[str, ...]) -> list[str]:
     if not names:
         raise UsageError(f"--policy is empty; name one or several of {', '.join(known)}")
     return names
-
-
-def _schedule(name: str) -> ScheduleName:
-    known: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero-bubble", "auto")
-    for each in known:
-        if name == each:
-            return each
-    raise UsageError(f"--schedule is {name!r}; it must be one of {', '.join(known)}")
 
 
 def _settings(

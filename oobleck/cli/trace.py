@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import MAX_NODES
+from oobleck.json_table import to_json
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
 from .inputs import MAX_SEED, JsonOption, duration_s, real, whole
@@ -150,7 +150,7 @@ def trace_info(
     trace = read_trace(file)
     facts = facts_of(trace)
     if as_json:
-        typer.echo(json.dumps(facts.to_dict(), indent=2))
+        typer.echo(to_json(facts.to_dict(), indent=2))
         return
     from rich.console import Console
 

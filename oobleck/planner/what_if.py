@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 
 from oobleck.errors import PlanningError, Unrecoverable
@@ -47,11 +46,6 @@ class LossReport:
     @property
     def is_sample(self) -> bool:
         return len(self.cases) < self.num_kinds
-
-    @cached_property
-    def num_losses(self) -> int:
-        """How many losses the cases stand for."""
-        return sum(case.num_alike for case in self.cases)
 
 
 def what_if_one_is_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:

@@ -2,23 +2,23 @@
 
 JSON lines over a UNIX socket that only the run's user can reach; one request, one response:
 
-    {"request": "kill", "node": "node2"}      {"ok": {...}}
-                                              {"error": "usage", "message": "there is no node9"}
-
-Standard library only, so that `oobleck status` starts quickly.
+    {"@type": "KillRequest", "node": "node2"}   {"ok": {...}}
+                                                {"error": "usage", "message": "there is no node9"}
 """
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from oobleck.errors import ConfigError, OobleckError, PeerError, UsageError, UserError
+from oobleck.json_table import load_json, to_json
+from oobleck.wire import decode_json, encode_json
 
 from .files import RunDirectory
 
@@ -123,60 +123,23 @@ class SlowRequest:
 
 
 ControlRequest = StatusRequest | KillRequest | StopRequest | AddRequest | DrainRequest | SignalRequest | SlowRequest
+_REQUESTS: tuple[type[ControlRequest], ...] = get_args(ControlRequest)
 
 
 def encode_request(asked: ControlRequest) -> bytes:
     """A request as one line of JSON."""
-    match asked:
-        case StatusRequest():
-            name = "status"
-        case KillRequest():
-            name = "kill"
-        case StopRequest():
-            name = "stop"
-        case AddRequest():
-            name = "add"
-        case DrainRequest():
-            name = "drain"
-        case SignalRequest():
-            name = "signal"
-        case SlowRequest():
-            name = "slow"
-    return json.dumps({"request": name, **asdict(asked)}).encode() + b"\n"
+    return encode_json(asked)
 
 
 def decode_request(line: bytes) -> ControlRequest:
     """The request that a line of JSON says. Raises PeerError for anything else."""
-    try:
-        said = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PeerError(f"a request must be one line of JSON: {error}") from error
-    match said:
-        case {"request": "status", **rest} if not rest:
-            return StatusRequest()
-        case {"request": "kill", "node": str(node), **rest} if not rest:
-            return KillRequest(node=node)
-        case {"request": "stop", "now": bool(now), **rest} if not rest:
-            return StopRequest(now=now)
-        case {"request": "add", "node": str(node), **rest} if not rest:
-            return AddRequest(node=node)
-        case {"request": "drain", "node": str(node), **rest} if not rest:
-            return DrainRequest(node=node)
-        case {"request": "signal", "node": str(node), "signal": str(signal), "processes": str(processes), **rest} if (
-            not rest
-        ):
-            return SignalRequest(node=node, signal=signal, processes=processes)
-        case {"request": "slow", "node": str(node), "factor": float(factor) | int(factor), **rest} if not rest:
-            return SlowRequest(node=node, factor=factor)
-    raise PeerError(
-        f"unknown request {str(said)[:100]}; expected status, kill, add, drain, signal, slow (of a node) or stop (now)"
-    )
+    return decode_json(_REQUESTS, line)
 
 
 def encode_error(error: OobleckError) -> bytes:
     """An error as a response: its kind and its message."""
     kind = next(name for name, type_ in _ERRORS.items() if isinstance(error, type_))
-    return json.dumps({"error": kind, "message": str(error)}).encode() + b"\n"
+    return to_json({"error": kind, "message": str(error)}).encode() + b"\n"
 
 
 def request(path: Path, asked: ControlRequest, timeout_s: float = 5.0) -> dict[str, object]:
@@ -195,7 +158,7 @@ def request(path: Path, asked: ControlRequest, timeout_s: float = 5.0) -> dict[s
     except OSError as error:
         raise PeerError(f"the run at {path} hung up: {error.strerror}") from error
     try:
-        answer = json.loads(line)
+        answer = load_json(line)
     except ValueError as error:
         raise PeerError(f"the run at {path} gave a broken answer") from error
     match answer:

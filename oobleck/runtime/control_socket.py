@@ -6,7 +6,6 @@ directory is 0700 and it is 0600 itself.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 import trio
 
 from oobleck.errors import OobleckError, PeerError, UsageError
+from oobleck.json_table import to_json
 
 from .control_client import (
     AddRequest,
@@ -123,7 +123,7 @@ async def _serve_client(stream: trio.SocketStream, *, handle: Handle) -> None:
 async def _answer(stream: trio.SocketStream, handle: Handle) -> bytes:
     try:
         asked = decode_request(await _read_line(stream))
-        return json.dumps({"ok": dict(await handle(asked))}).encode() + b"\n"
+        return to_json({"ok": dict(await handle(asked))}).encode() + b"\n"
     except OobleckError as error:
         return encode_error(error)
 

@@ -3,7 +3,6 @@ endpoint for Prometheus where one is asked for."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -13,16 +12,20 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 
 from oobleck.control.journal import JournalEntry, Metrics, MetricSample, StepDone
 from oobleck.errors import UsageError
+from oobleck.json_table import to_json
 from oobleck.user_path import expand_user
 
 from .files import MAX_SOCKET_PATH_BYTES, LineFile
 from .listening import serve_clients
-from .tensorboard_file import TensorBoardFile
+
+if TYPE_CHECKING:
+    from .tensorboard_file import TensorBoardFile
 
 __all__ = ["MetricsAddress", "MetricsOutput", "parse_metrics_address", "serve_metrics"]
 
@@ -81,7 +84,7 @@ class MetricsOutput:
 
     def _write(self, lines: LineFile, sample: MetricSample) -> None:
         values = sample.to_dict()
-        lines.write(json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n", is_minor=True)
+        lines.write(to_json(values).encode() + b"\n", is_minor=True)
         if lines.is_whole is not self._is_whole:
             self._is_whole = lines.is_whole
             problem = "" if lines.problem is None else f"{lines.problem.strerror}; samples are kept until there is room"
@@ -91,6 +94,8 @@ class MetricsOutput:
 
     def _write_to_board(self, values: Mapping[str, object], step: int) -> None:
         """Begin another file after an error: the one before may end with half a record."""
+        from .tensorboard_file import TensorBoardFile
+
         known = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
         try:
             if self._board is None:

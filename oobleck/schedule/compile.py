@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import chain
 
 from .instruction import STEP_TAIL, Instruction, Op, Program
-from .orders import ORDERS, Order, Shape
+from .orders import ORDERS, Order, PipelineShape
 from .schedule import Schedule, ScheduleError, ScheduleKind, check_numbers
 
 __all__ = ["BANKING_KINDS", "compile_schedule", "section_stops"]
@@ -52,7 +52,7 @@ def compile_schedule(
         )
     if not 1 <= num_sections <= max(1, num_microbatches):
         raise ScheduleError(f"num_sections is {num_sections} with {num_microbatches} microbatches; each needs one")
-    shape = Shape(num_stages, num_microbatches, num_chunks)
+    shape = PipelineShape(num_stages, num_microbatches, num_chunks)
     banks = frozenset(stop - 1 for stop in section_stops(num_microbatches, num_sections)[:-1])
     tail = STEP_TAIL if commits else ()
     return Schedule(
@@ -69,7 +69,7 @@ def section_stops(num_microbatches: int, num_sections: int) -> tuple[int, ...]:
     return tuple(num_microbatches * (number + 1) // num_sections for number in range(num_sections))
 
 
-def _compile_program(order: Order, shape: Shape, stage: int, banks: Collection[int]) -> Program:
+def _compile_program(order: Order, shape: PipelineShape, stage: int, banks: Collection[int]) -> Program:
     last = shape.num_stages - 1, shape.num_chunks - 1
     return tuple(
         chain.from_iterable(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from .instruction import Op
 from .schedule import ScheduleKind
 
-__all__ = ["ORDERS", "Order", "Pass", "Shape"]
+__all__ = ["ORDERS", "Order", "Pass", "PipelineShape"]
 
 
 class Pass(NamedTuple):
@@ -28,7 +28,7 @@ class Pass(NamedTuple):
     chunk: int
 
 
-class Shape(NamedTuple):
+class PipelineShape(NamedTuple):
     """The numbers that a schedule is made from."""
 
     num_stages: int
@@ -36,20 +36,20 @@ class Shape(NamedTuple):
     num_chunks: int
 
 
-Order = Callable[[Shape, int], Iterator[Pass]]
+Order = Callable[[PipelineShape, int], Iterator[Pass]]
 """From a shape and a stage to its passes."""
 
 
-def _gpipe(shape: Shape, stage: int) -> Iterator[Pass]:
+def _gpipe(shape: PipelineShape, stage: int) -> Iterator[Pass]:
     del stage
     return _alternate(shape, shape.num_microbatches)
 
 
-def _one_f_one_b(shape: Shape, stage: int) -> Iterator[Pass]:
+def _one_f_one_b(shape: PipelineShape, stage: int) -> Iterator[Pass]:
     return _alternate(shape, shape.num_stages - 1 - stage)
 
 
-def _interleaved(shape: Shape, stage: int) -> Iterator[Pass]:
+def _interleaved(shape: PipelineShape, stage: int) -> Iterator[Pass]:
     """Order passes as Narayanan et al. (2021), section 2.2, do; any number of microbatches will do here.
 
     Rounds of `num_stages` microbatches go through all chunks: when the last of a round has passed stage 0,
@@ -61,7 +61,7 @@ def _interleaved(shape: Shape, stage: int) -> Iterator[Pass]:
     return _alternate(shape, 2 * (shape.num_stages - 1 - stage) + (shape.num_chunks - 1) * shape.num_stages)
 
 
-def _zero_bubble(shape: Shape, stage: int) -> Iterator[Pass]:
+def _zero_bubble(shape: PipelineShape, stage: int) -> Iterator[Pass]:
     """Order passes as ZB-H1 (Qi et al., 2023, section 2.3) does: 1F1B in which weight gradients lag behind.
 
     The gradient of the input goes on its way at once. The weights' lags by as many microbatches as there are
@@ -96,7 +96,7 @@ ORDERS: Mapping[ScheduleKind, Order] = MappingProxyType(
 )
 
 
-def _alternate(shape: Shape, warm_up: int) -> Iterator[Pass]:
+def _alternate(shape: PipelineShape, warm_up: int) -> Iterator[Pass]:
     """Yield `warm_up` forward passes, then one forward and one backward pass in turn, then what is left.
 
     The last round is filled up with microbatches that do not exist, and these are left out at the end: what
@@ -116,7 +116,7 @@ def _in_turn(forwards: Iterator[Pass], backwards: Iterator[Pass]) -> Iterator[Pa
         yield next(backwards)
 
 
-def _rounds(op: Op, shape: Shape, chunks: range) -> Iterator[Pass]:
+def _rounds(op: Op, shape: PipelineShape, chunks: range) -> Iterator[Pass]:
     """Yield the passes of one direction, the last round filled up: round by round, chunk by chunk."""
     for start in range(0, shape.num_microbatches, shape.num_stages):
         for chunk in chunks:

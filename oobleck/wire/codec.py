@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import struct
 import types
-from collections.abc import Iterable
 from typing import Generic, TypeVar, cast, get_args
 
 import msgpack
 
 from oobleck.errors import PeerError
+from oobleck.json_table import load_json, unique_keys
 
 from .shape import Mismatch, Notation, Shape
 from .shapes import shape_of, tagged_shape_of
@@ -109,7 +109,7 @@ class FrameDecoder(Generic[T]):
 
     def _decode(self, body: bytes) -> T:
         try:
-            raw = msgpack.unpackb(body, object_pairs_hook=_unique, unicode_errors=_BROKEN_TEXT)
+            raw = msgpack.unpackb(body, object_pairs_hook=unique_keys, unicode_errors=_BROKEN_TEXT)
         except (ValueError, TypeError) as error:
             # TypeError: a key that cannot be hashed, without the C extension. All else is a ValueError.
             raise PeerError(f"a frame that is not msgpack: {str(error) or type(error).__name__}") from error
@@ -139,8 +139,8 @@ def encode_json(entry: object) -> bytes:
 def decode_json(accepts: Accepts[T], line: bytes | str) -> T:
     """Decode one line of JSON as one of the accepted classes. Raises PeerError that names what is wrong."""
     try:
-        raw = json.loads(line, object_pairs_hook=_unique, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as error:
+        raw = load_json(line)
+    except ValueError as error:
         raise PeerError(f"a line that is not JSON: {error}") from error
     return cast("T", _read(_tagged(accepts, Notation.TEXT), raw))
 
@@ -158,16 +158,3 @@ def _read(shape: Shape, raw: object) -> object:
         return shape.read(raw)
     except Mismatch as mismatch:
         raise PeerError(str(mismatch)) from mismatch
-
-
-def _unique(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
-    """Build a map, but not from pairs that give one key twice: which of the two would count?"""
-    listed = list(pairs)  # msgpack without its C extension gives a generator
-    built = dict(listed)
-    if len(built) != len(listed):
-        raise ValueError("a map has a key twice")
-    return built
-
-
-def _reject_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a number in JSON")

@@ -20,7 +20,7 @@ from oobleck.runtime.control_client import (
     SignalRequest,
     SlowRequest,
 )
-from oobleck.sim.trace.trace import (
+from oobleck.sim.trace import (
     AgentCrashed,
     AgentFrozen,
     ForkServerCrashed,

@@ -27,8 +27,8 @@ from oobleck.planner import profile_from_json, profile_to_json
 from oobleck.planner.profiles.devices import device_sheet
 from oobleck.planner.profiles.estimate import estimate_profile
 from oobleck.planner.profiles.shapes import model_shape
+from oobleck.sim.trace import Lost, Trace, trace_from_json, trace_to_json
 from oobleck.sim.trace.convert import FORMATS, convert, detect_format
-from oobleck.sim.trace.trace import Lost, Trace, trace_from_json, trace_to_json
 from tests.examples import examples
 
 ENDS = {int(code) for code in ExitCode}

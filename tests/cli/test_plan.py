@@ -166,7 +166,7 @@ def test_a_png_is_drawn_or_the_extra_for_it_is_named(profile_file, tmp_path, cap
         (
             ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--schedule", "interleaved"),
             ExitCode.USAGE,
-            "--schedule is 'interleaved'; it must be one of gpipe, 1f1b, zero-bubble",
+            "--schedule is 'interleaved'; it must be one of 1f1b, gpipe, zero-bubble",
         ),
         (
             ("--profile", "-", "--nodes", 4, "--global-batch", 8, "--after-losing", "node1,node9"),

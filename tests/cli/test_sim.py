@@ -8,7 +8,7 @@ import pytest
 
 from oobleck.cli.main import main
 from oobleck.planner import profile_to_json
-from oobleck.sim.trace.trace import Joined, Lost, Trace, trace_to_json
+from oobleck.sim.trace import Joined, Lost, Trace, trace_to_json
 from oobleck.ui.run_panels import ACTIVITIES
 from tests.planner.drawing import uniform_profile
 

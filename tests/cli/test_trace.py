@@ -8,7 +8,7 @@ import typer
 
 from oobleck.cli.inputs.durations import duration_s
 from oobleck.cli.main import main
-from oobleck.sim.trace.trace import Lost, Noticed, trace_from_json
+from oobleck.sim.trace import Lost, Noticed, trace_from_json
 
 PUBLIC = "0,add,a\n0,add,b\n60000,remove,a\n90000,add,a\n"
 

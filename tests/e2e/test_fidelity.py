@@ -22,7 +22,7 @@ from oobleck.planner import profile_from_json
 from oobleck.sim.costs.costs import RecoveryCosts
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
-from oobleck.sim.trace.trace import Trace, trace_from_json
+from oobleck.sim.trace import Trace, trace_from_json
 
 from .elastic import ENDLESS
 from .harness import TAG, Runner, oobleck

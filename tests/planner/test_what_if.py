@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 
 from oobleck.errors import OobleckError
 from oobleck.planner import Decision, LayerTransfer, Planner, PlannerSettings, WorkerId
-from oobleck.planner.what_if import moved_bytes, transfer_s, what_if_one_is_lost, what_if_two_are_lost
+from oobleck.planner.what_if import LossReport, moved_bytes, transfer_s, what_if_one_is_lost, what_if_two_are_lost
 from tests.examples import examples
 from tests.planner.simple_profiles import make_profile, node_names
+
+
+def num_losses(report: LossReport) -> int:
+    return sum(case.num_alike for case in report.cases)
 
 
 def outcome(decision: Decision | None) -> object:
@@ -38,7 +42,7 @@ def test_every_loss_is_like_the_case_that_stands_for_it(forwards_s, num_nodes, m
     except OobleckError:
         return
     for count, report in ((1, what_if_one_is_lost(planner, plan)), (2, what_if_two_are_lost(planner, plan))):
-        assert report.num_losses == comb(num_nodes, count)
+        assert num_losses(report) == comb(num_nodes, count)
         assert not report.is_sample
         expected: Counter[object] = Counter()
         for lost in combinations(nodes, count):
@@ -60,7 +64,7 @@ def test_many_kinds_of_losses_are_sampled_evenly_and_said_to_be():
     assert report.is_sample
     assert len(report.cases) == 10
     assert report.num_kinds == comb(12, 2) + comb(13, 2)
-    assert report.num_losses < comb(24, 2)
+    assert num_losses(report) < comb(24, 2)
     assert len({case.lost for case in report.cases}) == 10
 
 
@@ -70,7 +74,7 @@ def test_spares_are_lost_as_well():
     assert len(plan.spares) == 3
     one, two = what_if_one_is_lost(planner, plan), what_if_two_are_lost(planner, plan)
     assert sorted(case.num_alike for case in one.cases) == [2, 2, 3]
-    assert two.num_losses == comb(7, 2)
+    assert num_losses(two) == comb(7, 2)
 
 
 def test_transfers_are_counted_where_they_use_the_network():

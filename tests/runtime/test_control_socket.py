@@ -102,10 +102,12 @@ NONSENSE = [
     b"[1]\n",
     b"\xff\n",
     b"[" * 4000 + b"\n",
-    b'{"request":"kill"}\n',
-    b'{"request":"kill","node":3}\n',
-    b'{"request":"status","more":1}\n',
-    b'{"request":"stop","now":1}\n',
+    b'{"@type":"KillRequest"}\n',
+    b'{"@type":"KillRequest","node":3}\n',
+    b'{"@type":"StatusRequest","more":1}\n',
+    b'{"@type":"StopRequest","now":1}\n',
+    b'{"@type":"StopRequest","now":true,"now":true}\n',
+    b'{"@type":"SlowRequest","node":"node2","factor":NaN}\n',
 ]
 
 
@@ -118,7 +120,7 @@ async def test_nonsense_is_answered_with_an_error(path, said):
 async def test_a_request_without_end_is_refused_when_it_is_too_long_or_cut_off(path):
     too_long = await trio.to_thread.run_sync(raw, path, b"x" * 5000)
     assert "at most 4096 bytes" in json.loads(too_long)["message"]
-    cut = await trio.to_thread.run_sync(partial(raw, path, b'{"request"', shut=True))
+    cut = await trio.to_thread.run_sync(partial(raw, path, b'{"@type"', shut=True))
     assert "no end of line" in json.loads(cut)["message"]
 
 
@@ -195,10 +197,10 @@ def test_requests_survive_the_wire(asked):
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.sampled_from(("status", "kill", "stop", "node2")),
+    st.none() | st.booleans() | st.floats() | st.sampled_from(("StatusRequest", "KillRequest", "StopRequest", "node2")),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(("request", "node", "now", "more")), inner, max_size=4)
+        | st.dictionaries(st.sampled_from(("@type", "node", "now", "more")), inner, max_size=4)
     ),
 )
 

@@ -12,8 +12,8 @@ from oobleck.sim.cluster.journal import journal_digest
 from oobleck.sim.cluster.run import run_cluster
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
+from oobleck.sim.trace import Trace
 from oobleck.sim.trace.generate import FailSlow, FailureModel, generate
-from oobleck.sim.trace.trace import Trace
 from tests.sim.golden import DIRECTORY, read_golden
 from tests.sim.virtual import Setting
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oobleck.job import ScalingSpec
-from oobleck.sim.trace.trace import Trace, trace_from_json, trace_to_json
+from oobleck.sim.trace import Trace, trace_from_json, trace_to_json
 from tests.sim.virtual import Setting
 
 __all__ = ["DIRECTORY", "GoldenTrace", "read_golden", "write_golden"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from oobleck.sim.trace.trace import (
+from oobleck.sim.trace import (
     AgentCrashed,
     AgentFrozen,
     ForkServerCrashed,

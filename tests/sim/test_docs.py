@@ -8,9 +8,9 @@ import pytest
 from oobleck.cli.main import main
 from oobleck.sim.costs.costs import RecoveryCosts
 from oobleck.sim.policies.registry import POLICIES
+from oobleck.sim.trace import event_types, trace_from_json
 from oobleck.sim.trace.convert import FORMATS
 from oobleck.sim.trace.generate import PRESETS
-from oobleck.sim.trace.trace import event_kinds, trace_from_json
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
 
@@ -21,7 +21,7 @@ def test_the_trace_of_the_page_is_read_as_it_stands() -> None:
 
 
 def test_every_kind_preset_format_and_policy_is_on_the_page() -> None:
-    for name in (*event_kinds(), *PRESETS, *POLICIES):
+    for name in (*event_types(), *PRESETS, *POLICIES):
         assert f"`{name}`" in PAGE, name
     for name in FORMATS:
         assert name in PAGE.lower(), name

@@ -27,7 +27,7 @@ from oobleck.sim.cluster.cluster import PYTHON_VERSION
 from oobleck.sim.cluster.run import run_cluster
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
-from oobleck.sim.trace.trace import Joined, Lost, Noticed, Trace, TraceEvent, WorkerCrashed
+from oobleck.sim.trace import Joined, Lost, Noticed, Trace, TraceEvent, WorkerCrashed
 from tests.examples import examples
 from tests.sim.strategies import traces
 from tests.sim.test_promises import PLAIN, SHAPES, faulty

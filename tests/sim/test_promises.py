@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oobleck.control.journal import NodeLost, StepDone, WorkerDown
 from oobleck.job import ScalingSpec
 from oobleck.sim.cluster.run import ClusterRun, run_cluster
-from oobleck.sim.trace.trace import (
+from oobleck.sim.trace import (
     AgentCrashed,
     AgentFrozen,
     ForkServerCrashed,

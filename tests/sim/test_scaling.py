@@ -25,7 +25,7 @@ from oobleck.job import ScalingSpec
 from oobleck.planner import Profile
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
-from oobleck.sim.trace.trace import Joined, Lost, MasterCrashed, Trace, TraceEvent
+from oobleck.sim.trace import Joined, Lost, MasterCrashed, Trace, TraceEvent
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, uniform_profile
 from tests.sim.cluster.test_run import check_whole, entries, run

@@ -10,7 +10,7 @@ from oobleck.control.journal import LossCause, NodeLost, PlanAdopted, StepDone
 from oobleck.sim.cluster.run import ClusterRun
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
-from oobleck.sim.trace.trace import AgentFrozen, Frozen, Healed, MasterFrozen, Partitioned, Thawed, Trace, TraceEvent
+from oobleck.sim.trace import AgentFrozen, Frozen, Healed, MasterFrozen, Partitioned, Thawed, Trace, TraceEvent
 from tests.examples import examples
 from tests.sim.promises import check_safety
 from tests.sim.virtual import Setting

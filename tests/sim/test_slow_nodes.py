@@ -11,7 +11,7 @@ from oobleck.control.journal.summary import summarize
 from oobleck.sim.cluster.run import ClusterRun
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
-from oobleck.sim.trace.trace import Lost, MasterCrashed, Slowed, Trace, TraceEvent
+from oobleck.sim.trace import Lost, MasterCrashed, Slowed, Trace, TraceEvent
 from tests.sim.test_gears import plans
 from tests.sim.virtual import Setting
 

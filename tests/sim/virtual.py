@@ -8,7 +8,7 @@ from oobleck.job import ControlSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import Profile
 from oobleck.sim.cluster.run import ClusterRun, run_cluster
 from oobleck.sim.cluster.tempo import Delays
-from oobleck.sim.trace.trace import Trace, TraceEvent
+from oobleck.sim.trace import Trace, TraceEvent
 from tests.control.model import Shape
 
 __all__ = ["STARTED_S", "Setting"]

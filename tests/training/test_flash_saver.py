@@ -1,4 +1,4 @@
-"""Saving beside training: what is copied is the state of the step, whatever comes after it."""
+"""LayerSaver beside training: what is copied is the state of the step, whatever comes after it."""
 
 from __future__ import annotations
 

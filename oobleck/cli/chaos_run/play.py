@@ -38,7 +38,6 @@ from oobleck.sim.trace import (
     Trace,
     TraceEvent,
     WorkerCrashed,
-    event_kind,
 )
 
 __all__ = ["Player", "Target", "name_nodes", "not_played"]
@@ -77,7 +76,7 @@ def name_nodes(trace: Trace, here: Sequence[str], spares: Sequence[str] = ()) ->
 
 def not_played(trace: Trace) -> str | None:
     """Say which events of a trace cannot be played, and why; None when all can."""
-    counts = Counter(event_kind(event) for event in trace.events if isinstance(event, Partitioned | Healed))
+    counts = Counter(event.kind for event in trace.events if isinstance(event, Partitioned | Healed))
     if not counts:
         return None
     kinds = " and ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
@@ -115,12 +114,12 @@ class Player:
         except NoActiveRun:
             raise
         except OobleckError as error:
-            return f"{event_kind(event)} is refused: {error}"
+            return f"{event.kind} is refused: {error}"
 
     def _do(self, event: TraceEvent) -> str:
         match event:
             case Partitioned() | Healed():
-                return f"{event_kind(event)} is not played"
+                return f"{event.kind} is not played"
             case MasterCrashed(down_s=down_s):
                 self._target.crash_master(down_s / self._speedup)
                 return f"the master was killed, and started again after {down_s / self._speedup:g} s"

@@ -21,6 +21,7 @@ from .options import (
 from .read_job import read_job
 from .save_every import with_save_every
 from .scaling_option import parse_scaling
+from .schedule_option import parse_schedule
 
 __all__ = [
     "MAX_BATCH",
@@ -37,6 +38,7 @@ __all__ = [
     "duration_s",
     "parse_hostfile",
     "parse_scaling",
+    "parse_schedule",
     "read_job",
     "real",
     "whole",

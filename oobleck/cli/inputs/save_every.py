@@ -8,11 +8,11 @@ from dataclasses import replace
 from oobleck.errors import UsageError
 from oobleck.job import CheckpointSpec
 
+from .durations import MAX_SECONDS, parse_duration
+
 __all__ = ["with_save_every"]
 
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _STEPS = re.compile(r"[0-9]{1,15}")
-_DURATION = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([smh])")
 
 
 def with_save_every(spec: CheckpointSpec, text: str) -> CheckpointSpec:
@@ -27,7 +27,7 @@ def with_save_every(spec: CheckpointSpec, text: str) -> CheckpointSpec:
         return replace(fresh, enabled=False)
     if _STEPS.fullmatch(text) and int(text) > 0:
         return replace(fresh, save_steps=int(text))
-    duration = _DURATION.fullmatch(text)
-    if duration is not None and float(duration[1]) > 0:
-        return replace(fresh, save_interval_s=float(duration[1]) * _UNITS_S[duration[2]])
+    interval_s = parse_duration(text) if text[-1:].isalpha() else None
+    if interval_s and interval_s <= MAX_SECONDS:
+        return replace(fresh, save_interval_s=interval_s)
     raise UsageError(f"--save-every: {text!r} is neither steps (50) nor a time (90s, 5m, 1h), nor auto or never")

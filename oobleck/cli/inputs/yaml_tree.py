@@ -3,6 +3,10 @@
 Plain words mean what YAML 1.2 says, where PyYAML follows 1.1: `3e-4` is a number, and `no`, `on`, `1:30` and
 `2024-01-01` are text. Underscores within numbers are allowed, as in Python. Nothing is ever constructed but
 the values below.
+
+ruamel.yaml knows YAML 1.2 and lines too, and is not used: its values have lines only within lists and mappings, dates
+become objects, and it passes over unknown tags and over aliases within themselves, which a job file must not hold. What
+is refused here would have to be written on top of it just the same. `tests/test_libraries.py` holds this.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from oobleck.runtime.control_socket import (
 )
 from oobleck.streams import Output
 from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, tell_of_lost_output, wants_dashboard
+from oobleck.wire import to_builtins
 
 __all__ = ["Session"]
 
@@ -135,7 +136,9 @@ class Session:
         """Answer a request from another terminal."""
         match request:
             case StatusRequest():
-                return self.view.at(self._master.now_s).to_dict()
+                snapshot = to_builtins(self.view.at(self._master.now_s))
+                assert isinstance(snapshot, dict)
+                return snapshot
             case KillRequest(node=node):
                 await self._kill_on_request(node)
                 return {"killed": node}

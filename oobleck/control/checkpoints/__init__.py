@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .restoring import Candidate, Restoring
 from .saving import KnownCheckpoint, Saving
-from .shares import shares_of
+from .shares import saving_shares
 
-__all__ = ["Candidate", "KnownCheckpoint", "Restoring", "Saving", "shares_of"]
+__all__ = ["Candidate", "KnownCheckpoint", "Restoring", "Saving", "saving_shares"]

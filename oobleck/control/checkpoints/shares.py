@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 
 from oobleck.planner import ExecutionPlan, WorkerId
 
-__all__ = ["shares_of"]
+__all__ = ["saving_shares"]
 
 
-def shares_of(
+def saving_shares(
     plan: ExecutionPlan, sizes: Sequence[int], *, lost: Collection[str] = (), rank: int = 0, degree: int = 1
 ) -> dict[WorkerId, tuple[int, ...]]:
     """Deal the layers among their holders on nodes that are not lost; O(layers · holders).

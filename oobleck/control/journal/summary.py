@@ -5,10 +5,10 @@ Computed from the journal alone, so it can be made again from a journal on disk 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
+from oobleck.json_table import to_json
 from oobleck.planner import ExecutionPlan
 
 from .entries import JournalEntry
@@ -168,7 +168,7 @@ class Summary:
 
     def to_json(self) -> str:
         """The summary as indented JSON. A loss that is no number becomes null."""
-        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
+        return to_json(self.to_dict(), indent=2)
 
 
 def summarize(entries: Iterable[JournalEntry]) -> Summary:
@@ -282,16 +282,3 @@ def _plan(plan: ExecutionPlan) -> PlanSummary:
         ),
         spares=plan.spares,
     )
-
-
-def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity."""
-    match value:
-        case float():
-            return value if -float("inf") < value < float("inf") else None
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case _:
-            return value

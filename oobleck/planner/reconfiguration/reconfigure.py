@@ -22,9 +22,9 @@ from oobleck.planner.transfers import LayerTransfer, plan_transfers
 from oobleck.planner.words import counted, named
 
 from .gather import gather_slow_nodes
+from .living_nodes import LivingNodes, look_at
 from .matching import Position, match_nodes
 from .moves import Move, Situation, all_moves, continue_pipelines, described
-from .world import World, look_at
 
 __all__ = ["reconfigure"]
 
@@ -73,7 +73,7 @@ def reconfigure(
     held: Mapping[WorkerId, frozenset[int]] | None,
 ) -> Decision:
     """Decide; see `Planner.reconfigure`."""
-    world = look_at(
+    living = look_at(
         plan,
         lost=lost,
         joined=joined,
@@ -83,31 +83,31 @@ def reconfigure(
         held=held,
         devices_per_node=catalog.settings.devices_per_node,
     )
-    world.inventory.check_complete()
-    best = _decide(catalog, world)
-    transfers = plan_transfers(best.arrivals, world.inventory, max_sources=catalog.settings.max_sources)
+    living.inventory.check_complete()
+    best = _decide(catalog, living)
+    transfers = plan_transfers(best.arrivals, living.inventory, max_sources=catalog.settings.max_sources)
     return Decision(
         plan=best.plan,
         action=best.move.action,
-        reason=_reason(world, lost, joined, leaving, best, transfers),
+        reason=_reason(living, lost, joined, leaving, best, transfers),
         transfers=transfers,
         predicted_step_s=best.step_s,
         redundant=len(best.plan.pipelines) > catalog.settings.fault_threshold,
     )
 
 
-def _decide(catalog: Catalog, world: World) -> _Outcome:
+def _decide(catalog: Catalog, living: LivingNodes) -> _Outcome:
     """Return the best outcome. Raises PlanningError where the nodes left cannot hold the model."""
-    fewest, most = catalog.num_pipelines(world.num_nodes)
+    fewest, most = catalog.num_pipelines(living.num_nodes)
     proposals = [
-        proposal for set_aside in _variants(world) for proposal in _proposals(catalog, world, set_aside, fewest, most)
+        proposal for set_aside in _variants(living) for proposal in _proposals(catalog, living, set_aside, fewest, most)
     ]
-    intact = _intact(catalog, world)
+    intact = _intact(catalog, living)
     best: _Outcome | None = None
     # Gentler moves come first among those of equal promise, and stay unless a later one is truly better.
     for proposal in sorted(proposals, key=lambda proposal: proposal.least):
         if best is None or _beats(proposal.least, best.score):
-            outcome = _carry_out(catalog, world, intact, proposal)
+            outcome = _carry_out(catalog, living, intact, proposal)
             if best is None or _beats(outcome.score, best.score):
                 best = outcome
     assert best is not None, "a rebuild with all nodes is possible"
@@ -118,24 +118,24 @@ def _beats(score: _Score, other: _Score) -> bool:
     return score < (other[0], other[1] * (1 - _TOLERANCE))
 
 
-def _variants(world: World) -> list[frozenset[str]]:
+def _variants(living: LivingNodes) -> list[frozenset[str]]:
     """Return the sets of slow nodes to try without: none, then all up to each of the lowest speeds."""
-    slow = sorted({world.speeds[node] for node in world.slow})
+    slow = sorted({living.speeds[node] for node in living.slow})
     limits = [0.0, *slow[:_SLOW_VARIANTS]]
-    return [frozenset(node for node in world.speeds if world.speeds[node] <= limit) for limit in limits]
+    return [frozenset(node for node in living.speeds if living.speeds[node] <= limit) for limit in limits]
 
 
 def _proposals(
-    catalog: Catalog, world: World, set_aside: frozenset[str], fewest: int, most: int
+    catalog: Catalog, living: LivingNodes, set_aside: frozenset[str], fewest: int, most: int
 ) -> Iterator[_Proposal]:
     """Yield the moves without some nodes, when `fewest` to `most` pipelines are wanted."""
     alive = tuple(
-        sum(node in world.origins and node not in set_aside for node in pipeline.nodes)
-        for pipeline in world.plan.pipelines
+        sum(node in living.origins and node not in set_aside for node in pipeline.nodes)
+        for pipeline in living.plan.pipelines
     )
-    num_free = sum(node not in set_aside for node in world.free)
+    num_free = sum(node not in set_aside for node in living.free)
     situation = Situation(
-        before=tuple(len(pipeline.nodes) for pipeline in world.plan.pipelines),
+        before=tuple(len(pipeline.nodes) for pipeline in living.plan.pipelines),
         alive=alive,
         num_free=num_free,
         sizes=tuple(catalog.options(sum(alive) + num_free)),
@@ -143,20 +143,20 @@ def _proposals(
     if not situation.sizes:
         return
     num_microbatches = catalog.settings.num_microbatches
-    quickest = max([1.0, *world.speeds.values()])
+    quickest = max([1.0, *living.speeds.values()])
     moves = all_moves(situation, partial(_choose, catalog, situation))
-    for move in [*moves, *_separate(catalog, world, situation, set_aside)]:
+    for move in [*moves, *_separate(catalog, living, situation, set_aside)]:
         number = len(move.pipelines)
         if number > num_microbatches:
             continue
         astray = max(fewest - number, number - most if catalog.settings.num_pipelines is not None else 0, 0)
-        nominal = sizing_of(catalog.options(world.num_nodes), move.sizes, num_microbatches, catalog.profile.network)
+        nominal = sizing_of(catalog.options(living.num_nodes), move.sizes, num_microbatches, catalog.profile.network)
         yield _Proposal(move=move, set_aside=set_aside, least=(astray, nominal.step_s / quickest))
 
 
-def _separate(catalog: Catalog, world: World, situation: Situation, set_aside: frozenset[str]) -> Iterator[Move]:
+def _separate(catalog: Catalog, living: LivingNodes, situation: Situation, set_aside: frozenset[str]) -> Iterator[Move]:
     """Yield moves that give slow nodes pipelines of their own, with none or a few of the other nodes."""
-    slow = [world.speeds[node] for node in sorted(world.slow - set_aside)]
+    slow = [living.speeds[node] for node in sorted(living.slow - set_aside)]
     if not slow:
         return
     fewest, most = catalog.num_pipelines(situation.num_nodes)
@@ -189,68 +189,70 @@ def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: in
     return catalog.choose(num_nodes, num_microbatches, fewest, most).sizes if most >= 1 else ()
 
 
-def _carry_out(catalog: Catalog, world: World, intact: frozenset[int], proposal: _Proposal) -> _Outcome:
-    nodes = _assign_nodes(catalog, world, intact, proposal)
-    best = _worker_id(catalog, world, proposal, nodes)
+def _carry_out(catalog: Catalog, living: LivingNodes, intact: frozenset[int], proposal: _Proposal) -> _Outcome:
+    nodes = _assign_nodes(catalog, living, intact, proposal)
+    best = _weigh(catalog, living, proposal, nodes)
     for gathered in gather_slow_nodes(
         nodes,
         [catalog.needed(size) for _, size in proposal.move.pipelines],
-        world.slow,
-        world.holdings,
+        living.slow,
+        living.holdings,
         catalog.layer_bytes,
     ):
-        outcome = _worker_id(catalog, world, proposal, gathered)
+        outcome = _weigh(catalog, living, proposal, gathered)
         if _beats(outcome.score, best.score):
             best = outcome
     return best
 
 
-def _worker_id(catalog: Catalog, world: World, proposal: _Proposal, nodes: Sequence[Sequence[str]]) -> _Outcome:
+def _weigh(catalog: Catalog, living: LivingNodes, proposal: _Proposal, nodes: Sequence[Sequence[str]]) -> _Outcome:
     """Weigh a move whose pipelines have the given nodes."""
     move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
-    holdings, used = world.holdings, frozenset(chain.from_iterable(nodes))
-    unused = (*world.free, *sorted(world.origins.keys() - used), *world.resting)
+    holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
+    unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
     idle = tuple(node for node in unused if node not in used)
-    plan, step_s = catalog.build_plan(pipelines, idle, world.speeds, before=world.plan)
+    plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan)
     arrivals = tuple(
         (node, needed)
         for size, chosen in pipelines
         for node, needed in zip(chosen, catalog.needed(size), strict=True)
         if holdings[node] is not needed and holdings[node] != needed
     )
-    transition_s = _transition_s(catalog, world, arrivals)
+    transition_s = _transition_s(catalog, living, arrivals)
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
     return _Outcome(move=move, plan=plan, step_s=step_s, score=(proposal.least[0], weighed_s), arrivals=arrivals)
 
 
-def _assign_nodes(catalog: Catalog, world: World, intact: frozenset[int], proposal: _Proposal) -> list[tuple[str, ...]]:
+def _assign_nodes(
+    catalog: Catalog, living: LivingNodes, intact: frozenset[int], proposal: _Proposal
+) -> list[tuple[str, ...]]:
     """Return the nodes of each new pipeline. Pipelines that continue whole keep theirs, as exact pairs may."""
     nodes: list[tuple[str, ...] | None] = []
     for origin, size in proposal.move.pipelines:
-        old = world.plan.pipelines[origin].nodes if origin is not None and origin in intact else ()
+        old = living.plan.pipelines[origin].nodes if origin is not None and origin in intact else ()
         nodes.append(old if len(old) == size and proposal.set_aside.isdisjoint(old) else None)
     kept = {node for chosen in nodes if chosen is not None for node in chosen} | proposal.set_aside
-    candidates = {node: holding for node, holding in world.holdings.items() if node not in kept}
+    candidates = {node: holding for node, holding in living.holdings.items() if node not in kept}
     positions = [
         Position(needed=needed, origin=-1 if origin is None else origin)
         for (origin, size), chosen in zip(proposal.move.pipelines, nodes, strict=True)
         if chosen is None
         for needed in catalog.needed(size)
     ]
-    matched = iter(match_nodes(positions, candidates, world.origins, catalog.layer_bytes))
+    matched = iter(match_nodes(positions, candidates, living.origins, catalog.layer_bytes))
     return [
         tuple(next(matched) for _ in range(size)) if chosen is None else chosen
         for (_, size), chosen in zip(proposal.move.pipelines, nodes, strict=True)
     ]
 
 
-def _intact(catalog: Catalog, world: World) -> frozenset[int]:
+def _intact(catalog: Catalog, living: LivingNodes) -> frozenset[int]:
     """Return the old pipelines that are as their template wants them: all alive, and holding what they need."""
-    sizes, origins, holdings = catalog.options(world.num_nodes), world.origins, world.holdings
+    sizes, origins, holdings = catalog.options(living.num_nodes), living.origins, living.holdings
     return frozenset(
         index
-        for index, pipeline in enumerate(world.plan.pipelines)
+        for index, pipeline in enumerate(living.plan.pipelines)
         if len(pipeline.nodes) in sizes
         and all(
             origins.get(node) == index and holdings[node] == needed
@@ -259,7 +261,7 @@ def _intact(catalog: Catalog, world: World) -> frozenset[int]:
     )
 
 
-def _transition_s(catalog: Catalog, world: World, arrivals: Sequence[tuple[str, Holding]]) -> float:
+def _transition_s(catalog: Catalog, living: LivingNodes, arrivals: Sequence[tuple[str, Holding]]) -> float:
     """Return the seconds of all transfers: the busiest link's, in or out, with reads spread over all holders."""
     if not arrivals:
         return 0.0
@@ -267,27 +269,27 @@ def _transition_s(catalog: Catalog, world: World, arrivals: Sequence[tuple[str, 
     busiest = 0.0
     sent = [0.0] * len(layer_bytes)
     for node, needed in arrivals:
-        held = world.holdings[node]
+        held = living.holdings[node]
         busiest = max(busiest, missing_bytes(needed, held, layer_bytes))
         for device, layers in enumerate(needed):
             for layer in layers - held[device]:
-                sent[layer] += layer_bytes[layer] / world.inventory.num_holders[layer]
-    for holding in world.inventory.kinds:
+                sent[layer] += layer_bytes[layer] / living.inventory.num_holders[layer]
+    for holding in living.inventory.kinds:
         busiest = max(busiest, math.fsum(sent[layer] for layers in holding for layer in sorted(layers)))
     return network.inter_node_latency_s + busiest / network.inter_node_bytes_per_s
 
 
 def _reason(
-    world: World,
+    living: LivingNodes,
     lost: Collection[str],
     joined: Collection[str],
     leaving: Collection[str],
     best: _Outcome,
     transfers: Sequence[LayerTransfer],
 ) -> str:
-    slow = sorted(world.slow)
+    slow = sorted(living.slow)
     back = set(lost) & set(joined)
-    rested = {node for node in world.resting if node in world.plan.nodes}
+    rested = {node for node in living.resting if node in living.plan.nodes}
     events = (
         (set(lost) - back, "lost"),
         (set(joined) - back, "joined"),
@@ -298,7 +300,7 @@ def _reason(
     )
     happened = [f"{named(nodes)} {verb}" for nodes, verb in events if nodes]
     parts = [", ".join(happened), best.move.detail]
-    if number := _fewer_microbatches(world.plan, best.plan):
+    if number := _fewer_microbatches(living.plan, best.plan):
         parts.append(f"{counted(number, 'pipeline')} {'takes' if number == 1 else 'take'} fewer microbatches")
     if left_out := [node for node in slow if node in best.plan.spares]:
         parts.append(f"{named(left_out)} left out")

@@ -3,6 +3,9 @@
 An assignment in which many rows and columns are alike. Successive shortest paths with prices (Ahuja, Magnanti and
 Orlin 1993, section 9.7): each path is a Dijkstra search over the kinds, vectorised over the supplies, and carries as
 many units as it can. O(paths · demands · supplies), with about as many paths as there are kinds.
+
+scipy's `linear_sum_assignment` is not used: it wants a row for each node, which at 4096 nodes takes 5 s and 144 MB
+where this takes 1 ms, and 0.7 s to import. The tests compare with it.
 """
 
 from __future__ import annotations

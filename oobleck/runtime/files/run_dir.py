@@ -93,10 +93,6 @@ class RunDirectory:
         digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
         return _short_directory() / f"{digest}.sock"
 
-    def agent_log(self, index: int) -> Path:
-        """The log of the agent of the hostfile's line `index`, from 0."""
-        return self.path / f"agent{index}.log"
-
     @property
     def master(self) -> ProcessId | None:
         """The process that holds the run's lock, or was the last to hold it; None when nobody ever did."""

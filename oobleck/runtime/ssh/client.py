@@ -155,10 +155,6 @@ class SSHConnection:
             self._connection.abort()
             raise
 
-    async def wait_lost(self) -> None:
-        """Wait until the connection is closed, by whomever."""
-        await await_asyncio(self._connection.wait_closed)
-
     async def aclose(self) -> None:
         """Close the connection, and what runs through it."""
         self._connection.close()

@@ -73,7 +73,7 @@ class _AgentProcess:
 
     def connect(self) -> Link:
         """Open a link from the master."""
-        link = Link(self._world.time, latency_s=self._machine.latency_s)
+        link = Link(self._world.time, latency_s=self._world.delays.link_latency_s)
         if self._machine.is_cut_off:
             link.hold()
         if self._machine.gate.is_closed or self._world.time.now_s < self.frozen_until_s:
@@ -151,7 +151,6 @@ class _Machine:
         self.agent: _AgentProcess | None = None
         self.tending = trio.Lock()
         """Held while its agent is started or cleaned up after: it may be reached while it is still cleaned."""
-        self.latency_s = world.delays.link_latency_s
         self._pids = iter(pids)
         self._world = world
         self._clock_offset_s = world.up_to(_CLOCKS_APART_S)
@@ -335,13 +334,6 @@ class VirtualCluster:
         """A node's programs take so many times as long as usual."""
         self._world.tempo.set_factor(name, factor)
 
-    def slow_link(self, name: str, factor: float) -> None:
-        """What goes between the master and a node takes so many times as long as usual."""
-        machine = self._machines[name]
-        machine.latency_s = factor * self._world.delays.link_latency_s
-        for link in machine.agent.links if machine.agent else ():
-            link.set_latency(machine.latency_s)
-
     def crash_worker(self, name: str, device: int) -> None:
         """A worker process ends by a signal."""
         agent = self._machines[name].agent
@@ -359,14 +351,6 @@ class VirtualCluster:
         agent = self._machines[name].agent
         if agent is not None:
             agent.end(loses_words=self._world.rng.random() < 0.5)
-
-    def lose_connection(self, name: str) -> None:
-        """The connections between the master and a node break; both ends hear of it."""
-        agent = self._machines[name].agent
-        if agent is not None:
-            for link in agent.links:
-                link.is_way_lost = True
-                link.cut()
 
     def separate(self, names: Iterable[str]) -> None:
         """From now on these nodes reach one another, but neither the others nor the master."""

@@ -283,8 +283,3 @@ class Link:
     def release(self) -> None:
         for pipe in self._pipes:
             pipe.hold(False)
-
-    def set_latency(self, latency_s: float) -> None:
-        """Change how long bytes take from now on."""
-        for pipe in self._pipes:
-            pipe.latency_s = latency_s

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from oobleck.control.speed import microbatch_s
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile
 from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
-from oobleck.sim.costs import Pace, costs_on
+from oobleck.sim.costs import StepTimes, costs_on
 
 __all__ = ["Delays", "ProgramTimes", "Tempo"]
 
@@ -58,7 +58,7 @@ class Tempo:
         self._programs: dict[
             tuple[PipelineTemplate, tuple[float, ...], int, ScheduleKind], tuple[ProgramTimes, ...]
         ] = {}
-        self._pace = Pace(profile)
+        self._pace = StepTimes(profile)
 
     def set_factor(self, node: str, factor: float) -> None:
         """Have a node take `factor` times as long as usual, from its next program on."""

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .costs import RecoveryCosts
 from .outcome import Activity, Outcome, Stretch, outcome_of_journal
-from .pace import Pace, costs_on
+from .step_times import StepTimes, costs_on
 
-__all__ = ["Activity", "Outcome", "Pace", "RecoveryCosts", "Stretch", "costs_on", "outcome_of_journal"]
+__all__ = ["Activity", "Outcome", "RecoveryCosts", "StepTimes", "Stretch", "costs_on", "outcome_of_journal"]

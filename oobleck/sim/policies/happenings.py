@@ -5,22 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from oobleck.sim.trace import (
-    AgentCrashed,
-    AgentFrozen,
-    Frozen,
-    Healed,
-    Joined,
-    Lost,
-    MasterCrashed,
-    MasterFrozen,
-    Noticed,
-    Partitioned,
-    Slowed,
-    Thawed,
-    Trace,
-    WorkerCrashed,
-)
+from oobleck.sim.trace import ClusterState, Gone, Joined, Trace, WorkerCrashed
 
 __all__ = ["MembershipChange", "happenings"]
 
@@ -59,47 +44,25 @@ def happenings(trace: Trace) -> Iterator[MembershipChange]:
 class _View:
     def __init__(self, trace: Trace) -> None:
         self._events = trace.events
-        self._here = set(trace.start)
-        self._frozen: set[str] = set()
-        self._cut: set[str] = set()
-        self._factors: dict[str, float] = {}
-        self._well = set(trace.start)
-        self._crashed: set[str] = set()
+        self._cluster = ClusterState(trace.start)
+        self._well = self._cluster.well
+        self._restarted: set[str] = set()
         self._slowest = 1.0
 
     def begin(self) -> None:
-        self._crashed = set()
+        self._restarted = set()
 
     def take(self, index: int) -> None:
-        match self._events[index]:
-            case Joined(node=node):
-                self._here.add(node)
-                self._crashed.add(node)
-            case Lost(node=node) | AgentCrashed(node=node):
-                for group in (self._here, self._frozen, self._cut):
-                    group.discard(node)
-                self._factors.pop(node, None)
-                self._crashed.add(node)
-            case Frozen(node=node):
-                self._frozen.add(node)
-            case Thawed(node=node):
-                self._frozen.discard(node)
-            case Slowed(node=node, factor=factor):
-                self._factors[node] = factor
-            case WorkerCrashed(node=node):
-                self._crashed.add(node)
-            case Partitioned(nodes=nodes):
-                self._cut |= self._here.intersection(nodes)
-            case Healed():
-                self._cut.clear()
-            case MasterCrashed() | MasterFrozen() | AgentFrozen() | Noticed():
-                pass
+        event = self._events[index]
+        self._cluster.apply(event)
+        if isinstance(event, Joined | Gone | WorkerCrashed):
+            self._restarted.add(event.node)
 
     def happening(self, t_s: float) -> MembershipChange | None:
-        well = self._here - self._frozen - self._cut
-        lost = (self._well - well) | (self._crashed & self._well)
-        joined = (well - self._well) | (self._crashed & self._well & well)
-        slowest = max((factor for node, factor in self._factors.items() if node in well), default=1.0)
+        well = self._cluster.well
+        lost = (self._well - well) | (self._restarted & self._well)
+        joined = (well - self._well) | (self._restarted & self._well & well)
+        slowest = max((factor for node, factor in self._cluster.factors.items() if node in well), default=1.0)
         changed = lost or joined or slowest != self._slowest
         self._well, self._slowest = well, slowest
         if not changed:

@@ -9,7 +9,7 @@ from typing import Protocol
 from oobleck.errors import PlanningError
 from oobleck.planner import PipelineTemplate, Planner, Profile
 from oobleck.planner.instantiation import reduction_s
-from oobleck.sim.costs import Pace
+from oobleck.sim.costs import StepTimes
 from oobleck.sim.sweep import SweepSettings
 
 __all__ = ["Grids", "Plans", "Table", "Throughput", "redundant_profile"]
@@ -41,7 +41,7 @@ class Plans:
 
     def __init__(self, settings: SweepSettings) -> None:
         self._planner = settings.planner()
-        self._pace = Pace(settings.profile)
+        self._pace = StepTimes(settings.profile)
         self._known: dict[int, float | None] = {}
 
     def step_s(self, num_nodes: int) -> float | None:
@@ -70,7 +70,7 @@ class Grids:
         self._profile = profile or settings.profile
         self._settings = replace(settings, profile=self._profile)
         self._planner: Planner = self._settings.planner()
-        self._pace = Pace(self._profile)
+        self._pace = StepTimes(self._profile)
         self._depth = depth
         self._known: dict[int, tuple[float, int] | None] = {}
 

@@ -24,16 +24,16 @@ from oobleck.control.commit import num_sections_of, shares_of
 from oobleck.control.protocol import NOTHING, Banked, BankRecord, CommitRecord, Order, Resumed, Status
 from oobleck.planner import ExecutionPlan, Pipeline, Profile, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
-from oobleck.sim.costs import Pace, RecoveryCosts
+from oobleck.sim.costs import RecoveryCosts, StepTimes
 
-__all__ = ["AnalyticWorkers", "Stretch"]
+__all__ = ["AnalyticWorkers", "CommittedSteps"]
 
 _NEARLY = 1e-9
 """A step that lacks less than this share of itself is complete: times are sums of floats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class CommittedSteps:
     """Steps committed one after the other, under one plan at one pace."""
 
     first_step: int
@@ -64,7 +64,7 @@ class AnalyticWorkers:
         self._profile = profile
         self._num_samples = num_samples
         self._costs = costs
-        self._pace = Pace(profile)
+        self._pace = StepTimes(profile)
         self._plan: ExecutionPlan | None = None
         self._schedules: tuple[ScheduleKind, ...] = ()
         """Of the pipelines of the plan in force."""
@@ -173,7 +173,7 @@ class AnalyticWorkers:
             return inf
         return self._began_s + (self.max_steps - self._applied) * self._step_s
 
-    def advance(self, now_s: float) -> Iterator[Stretch]:
+    def advance(self, now_s: float) -> Iterator[CommittedSteps]:
         """Let time pass up to `now_s`: yield the steps committed since the last call, at most two stretches."""
         pending = self._pending
         if pending is None:
@@ -185,7 +185,7 @@ class AnalyticWorkers:
         if pending.adopt_s <= now_s:
             self._adopt(pending)
 
-    def _train_until(self, now_s: float) -> Iterator[Stretch]:
+    def _train_until(self, now_s: float) -> Iterator[CommittedSteps]:
         if self._plan is None:
             return
         until_s = now_s if self._stopped_s is None else min(now_s, self._stopped_s)
@@ -201,7 +201,7 @@ class AnalyticWorkers:
             yield self._commit(number, min(end_s, now_s), self._step_s)
             self._began_s = end_s
 
-    def _commit(self, number: int, end_s: float, step_s: float) -> Stretch:
+    def _commit(self, number: int, end_s: float, step_s: float) -> CommittedSteps:
         first = self._applied + 1
         self._applied += number
         self._banked, self._number = NOTHING, 0
@@ -217,7 +217,9 @@ class AnalyticWorkers:
             duration_s=step_s,
         )
         self._busy_s = (self._busy_s[0], end_s)
-        return Stretch(first_step=first, last_step=self._applied, end_s=end_s, step_s=step_s, generation=self._adopted)
+        return CommittedSteps(
+            first_step=first, last_step=self._applied, end_s=end_s, step_s=step_s, generation=self._adopted
+        )
 
     @property
     def last_record(self) -> CommitRecord | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
+from oobleck.sim.trace import ClusterState, Gone, Joined, TraceEvent
+
 __all__ = ["NodeStates"]
 
 
 class NodeStates:
-    """Mutable: what the trace has done to nodes, and what the coordinator knows of it."""
+    """What the trace has done to nodes, and what the coordinator knows of it."""
 
     def __init__(self, nodes: Iterable[str], start: Iterable[str]) -> None:
-        self.here = set(start)
+        self._cluster = ClusterState(start)
         self.lives = dict.fromkeys(nodes, 0)
         """How often each node came: what was meant for an earlier life of it is dropped."""
         self.members: dict[str, int] = {}
@@ -20,8 +22,16 @@ class NodeStates:
         """Nodes that are gone, frozen or cut off, and are not known to be; each silence has a number."""
         self.mute: dict[str, int] = {}
         """Nodes whose agent is stopped while their workers train on; each silence has a number."""
-        self.frozen: set[str] = set()
-        self.cut: set[str] = set()
+
+    @property
+    def here(self) -> Set[str]:
+        """The nodes that are there, in whatever state."""
+        return self._cluster.here
+
+    @property
+    def stuck(self) -> Set[str]:
+        """The nodes that are there and that nobody can hear: frozen or cut off."""
+        return self._cluster.frozen | self._cluster.cut
 
     @property
     def well(self) -> Set[str]:
@@ -41,14 +51,13 @@ class NodeStates:
     def is_well(self, node: str) -> bool:
         return node in self.members and node not in self.silent
 
-    def come(self, node: str) -> None:
-        """A node is there, or there again: as another one than it was."""
-        self.here.add(node)
-        self.lives[node] += 1
-
-    def go(self, node: str) -> None:
-        """A node is gone, whatever was wrong with it before."""
-        self.here.discard(node)
-        self.mute.pop(node, None)
-        self.frozen.discard(node)
-        self.cut.discard(node)
+    def apply(self, event: TraceEvent) -> tuple[str, ...]:
+        """Let an event of the trace happen; return the nodes for which it changes something, in order."""
+        match event:
+            case Joined(node=node):  # as another one than it was
+                self.lives[node] += 1
+            case Gone(node=node):
+                self.mute.pop(node, None)
+            case _:
+                pass
+        return self._cluster.apply(event)

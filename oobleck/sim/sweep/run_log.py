@@ -26,7 +26,7 @@ from oobleck.control.journal import (
 )
 from oobleck.planner import ExecutionPlan
 
-from .analytic_workers import Stretch
+from .analytic_workers import CommittedSteps
 
 __all__ = ["RunLog"]
 
@@ -88,7 +88,7 @@ class RunLog:
         self.newest_step = max(self.newest_step, last)
         self._step = last
 
-    def save(self, stretch: Stretch) -> None:
+    def save(self, stretch: CommittedSteps) -> None:
         """Note the newest step that a checkpoint holds."""
         saved_s = stretch.end_s // self._checkpoint_interval_s * self._checkpoint_interval_s
         since = int((stretch.end_s - saved_s) / stretch.step_s) + 1

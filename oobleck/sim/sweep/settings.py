@@ -8,7 +8,7 @@ from typing import Literal
 from oobleck.control.coordinator import planner_for, schedules_for
 from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import Planner, Profile
-from oobleck.sim.costs import Pace, RecoveryCosts
+from oobleck.sim.costs import RecoveryCosts, StepTimes
 from oobleck.sim.trace import Trace
 
 __all__ = ["SweepSettings", "most_steps"]
@@ -78,4 +78,4 @@ def most_steps(trace: Trace, settings: SweepSettings) -> int:
     if settings.max_steps is not None:
         return settings.max_steps
     schedules = schedules_for(settings.job(max_steps=1), settings.profile, plan)
-    return min(MAX_STEPS, int(trace.duration_s / Pace(settings.profile).step_s(plan, {}, schedules)) + 1)
+    return min(MAX_STEPS, int(trace.duration_s / StepTimes(settings.profile).step_s(plan, {}, schedules)) + 1)

@@ -69,13 +69,12 @@ from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 from oobleck.sim.trace import (
-    AgentCrashed,
     AgentFrozen,
     ForkServerCrashed,
     Frozen,
+    Gone,
     Healed,
     Joined,
-    Lost,
     MasterCrashed,
     MasterFrozen,
     Noticed,
@@ -88,7 +87,7 @@ from oobleck.sim.trace import (
 )
 
 from .agenda import Agenda
-from .analytic_workers import AnalyticWorkers, Stretch
+from .analytic_workers import AnalyticWorkers, CommittedSteps
 from .node_states import NodeStates
 from .reports import Reports
 from .run_log import RunLog
@@ -205,7 +204,7 @@ class _Sweep:
             self._resume(order)
             self._move_to(t_s)
 
-    def _committed(self, stretch: Stretch) -> None:
+    def _committed(self, stretch: CommittedSteps) -> None:
         record = self._crew.last_record
         worker_id = self._crew.speaker(self._nodes.absent)
         assert record is not None
@@ -422,18 +421,17 @@ class _Sweep:
     # --- what the trace says ----------------------------------------------------------------------------------------
 
     def _happen(self, event: TraceEvent) -> None:
+        changed = self._nodes.apply(event)
         match event:
-            case Lost(node=node) | AgentCrashed(node=node):
+            case Gone(node=node):
                 self._lose(node)
             case Joined(node=node):
-                self._nodes.come(node)
                 self._join(node)
-            case Frozen(node=node):
-                self._nodes.frozen.add(node)
-                self._fall_silent(node)
-            case Thawed(node=node):
-                self._nodes.frozen.discard(node)
-                self._be_heard([node])
+            case Frozen() | Partitioned():
+                for node in changed:
+                    self._fall_silent(node)
+            case Thawed() | Healed():
+                self._be_heard(changed)
             case Slowed(node=node, factor=factor):
                 self._crew.set_factor(node, factor, self._agenda.now_s)
                 self._report_later()
@@ -445,20 +443,12 @@ class _Sweep:
                 pass  # nobody waits for it, unless a worker ends within seconds of it
             case MasterFrozen(frozen_s=down_s) | MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
-            case Partitioned(nodes=nodes):
-                for node in sorted(self._nodes.here.intersection(nodes) - self._nodes.cut):
-                    self._nodes.cut.add(node)
-                    self._fall_silent(node)
-            case Healed():
-                self._nodes.cut, healed = set(), sorted(self._nodes.cut)
-                self._be_heard(healed)
             case Noticed(node=node):
                 self._agenda.when_seen(self._agenda.now_s, lambda: self._drain(node))
             case _:
                 assert_never(event)
 
     def _lose(self, node: str) -> None:
-        self._nodes.go(node)
         self._crew.forget(node)
         self._go_silent(node, self._costs.detect_s, is_seen=True)
 
@@ -497,7 +487,7 @@ class _Sweep:
     def _is_waited_for(self, since_s: float) -> bool:
         """Whether the master suspects itself: most nodes have been silent since then, but not for too long."""
         nodes = self._nodes
-        silent = nodes.members.keys() & (nodes.mute.keys() | (nodes.silent.keys() & (nodes.frozen | nodes.cut)))
+        silent = nodes.members.keys() & (nodes.mute.keys() | (nodes.silent.keys() & nodes.stuck))
         limit_s = patience_s(
             lease_s=self._costs.lease_s,
             orphan_timeout_s=_CONTROL.orphan_timeout_s,
@@ -548,7 +538,7 @@ class _Sweep:
     def _be_heard(self, nodes: Iterable[str]) -> None:
         """Nodes that were frozen or cut off are well again: they go on, or join anew if they were given up."""
         for node in nodes:
-            if node in self._nodes.frozen or node in self._nodes.cut:
+            if node in self._nodes.stuck:
                 continue
             self._nodes.silent.pop(node, None)
             if self._nodes.is_well(node):

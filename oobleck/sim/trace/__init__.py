@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from .convert import FORMATS, convert, detect_format
-from .facts import facts_of
-from .generate import PRESETS, FailSlow, FailureModel, generate
-from .resize import with_nodes
-from .spares import with_spares
-from .trace import (
+from .events import (
     AgentCrashed,
     AgentFrozen,
     ForkServerCrashed,
     Frozen,
+    Gone,
     Healed,
     Joined,
     Lost,
@@ -22,23 +19,29 @@ from .trace import (
     Partitioned,
     Slowed,
     Thawed,
-    Trace,
     TraceEvent,
     WorkerCrashed,
-    event_kind,
-    trace_from_json,
-    trace_to_json,
+    event_types,
 )
+from .facts import facts_of
+from .generate import PRESETS, FailSlow, FailureModel, generate
+from .resize import with_nodes
+from .spares import with_spares
+from .state import ClusterState
+from .trace import Trace
+from .trace_file import trace_from_json, trace_to_json
 
 __all__ = [
     "FORMATS",
     "PRESETS",
     "AgentCrashed",
     "AgentFrozen",
+    "ClusterState",
     "FailSlow",
     "FailureModel",
     "ForkServerCrashed",
     "Frozen",
+    "Gone",
     "Healed",
     "Joined",
     "Lost",
@@ -54,7 +57,7 @@ __all__ = [
     "WorkerCrashed",
     "convert",
     "detect_format",
-    "event_kind",
+    "event_types",
     "facts_of",
     "generate",
     "trace_from_json",

@@ -13,7 +13,8 @@ from heapq import heappop, heappush
 
 from oobleck.errors import ConfigError
 
-from .trace import MAX_EVENTS, Joined, Lost, Trace, TraceEvent
+from .events import Joined, Lost, TraceEvent
+from .trace import MAX_EVENTS, Trace
 
 __all__ = ["Change", "trace_of_changes", "trace_of_counts"]
 

@@ -14,7 +14,6 @@ Where a file names no nodes, which one goes is drawn from a seed. Text in, trace
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from datetime import datetime
 
 from oobleck.errors import ConfigError
 from oobleck.job import MAX_NODES
-from oobleck.json_table import JsonTable, shown
+from oobleck.json_table import JsonTable, parse_json, shown
 
 from .changes import Change, trace_of_changes, trace_of_counts
 from .trace import Trace
@@ -97,10 +96,9 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
 
 def _json(text: str, where: str) -> object:
     try:
-        document: object = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
-    return document
+        return parse_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 # --- named nodes ----------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 
-from .trace import AgentCrashed, Joined, Lost, Trace, event_kind
+from .events import Gone, Joined
+from .trace import Trace
 
 __all__ = ["TraceFacts", "facts_of"]
 
@@ -47,7 +48,7 @@ def facts_of(trace: Trace) -> TraceFacts:
     """Sum up a trace; O(events · log(events))."""
     counts = [*trace.counts, (trace.duration_s, trace.counts[-1][1])]
     node_s = math.fsum(count * (until_s - since_s) for (since_s, count), (until_s, _) in pairwise(counts))
-    losses = [event for event in trace.events if isinstance(event, Lost | AgentCrashed)]
+    losses = [event for event in trace.events if isinstance(event, Gone)]
     away_s = _away_s(trace)
     return TraceFacts(
         source=trace.source,
@@ -57,7 +58,7 @@ def facts_of(trace: Trace) -> TraceFacts:
         mean_nodes=node_s / trace.duration_s,
         fewest_nodes=min(count for _, count in trace.counts),
         most_nodes=max(count for _, count in trace.counts),
-        events=dict(sorted(Counter(event_kind(event) for event in trace.events).items())),
+        events=dict(sorted(Counter(event.kind for event in trace.events).items())),
         losses_per_node_hour=len(losses) / node_s * _HOUR_S if node_s else 0.0,
         mean_time_between_losses_s=trace.duration_s / len(losses) if losses else None,
         losses_at_once=dict(sorted(Counter(Counter(event.t_s for event in losses).values()).items())),
@@ -70,7 +71,7 @@ def _away_s(trace: Trace) -> list[float]:
     away_s: list[float] = []
     for event in trace.events:
         match event:
-            case Lost(t_s=t_s, node=node) | AgentCrashed(t_s=t_s, node=node):
+            case Gone(t_s=t_s, node=node):
                 left_s[node] = t_s
             case Joined(t_s=t_s, node=node) if node in left_s:
                 away_s.append(t_s - left_s.pop(node))

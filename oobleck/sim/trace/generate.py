@@ -17,7 +17,8 @@ from oobleck.errors import ConfigError
 from oobleck.job import MAX_NODES
 from oobleck.json_table import shown
 
-from .trace import MAX_EVENTS, MAX_SECONDS, Joined, Lost, Noticed, Slowed, Trace, TraceEvent
+from .events import MAX_SECONDS, Joined, Lost, Noticed, Slowed, TraceEvent
+from .trace import MAX_EVENTS, Trace
 
 __all__ = ["PRESETS", "FailSlow", "FailureModel", "generate"]
 

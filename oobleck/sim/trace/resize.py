@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from oobleck.errors import ConfigError
 
-from .trace import Healed, MasterCrashed, MasterFrozen, Partitioned, Trace, TraceEvent
+from .events import Partitioned, TraceEvent, event_nodes
+from .state import ClusterState
+from .trace import Trace
 
 __all__ = ["with_nodes"]
 
@@ -20,33 +23,24 @@ def with_nodes(trace: Trace, num_nodes: int) -> Trace:
         more = tuple(f"healthy{number}" for number in range(num_nodes - len(trace.nodes)))
         return replace(trace, nodes=(*trace.nodes, *more), start=(*trace.start, *more))
     kept = frozenset(trace.nodes[:num_nodes])
+    start = tuple(node for node in trace.start if node in kept)
     smaller = replace(
         trace,
         nodes=trace.nodes[:num_nodes],
-        start=tuple(node for node in trace.start if node in kept),
-        events=tuple(_kept_events(trace.events, kept)),
+        start=start,
+        events=tuple(_possible(trace.events, kept, start)),
     )
     if max(count for _, count in smaller.counts) == 0:
         raise ConfigError(f"none of the first {num_nodes} nodes of the trace is ever there")
     return smaller
 
 
-def _kept_events(events: tuple[TraceEvent, ...], kept: frozenset[str]) -> list[TraceEvent]:
-    found: list[TraceEvent] = []
-    is_partitioned = False
+def _possible(events: tuple[TraceEvent, ...], kept: frozenset[str], start: tuple[str, ...]) -> Iterator[TraceEvent]:
+    cluster = ClusterState(start)
     for event in events:
-        match event:
-            case MasterCrashed() | MasterFrozen():
-                found.append(event)
-            case Healed():
-                if is_partitioned:
-                    found.append(event)
-                is_partitioned = False
-            case Partitioned(nodes=nodes):
-                if inside := tuple(node for node in nodes if node in kept):
-                    found.append(replace(event, nodes=inside))
-                    is_partitioned = True
-            case _:
-                if event.node in kept:
-                    found.append(event)
-    return found
+        named = event_nodes(event)
+        inside = tuple(node for node in named if node in kept)
+        less = replace(event, nodes=inside) if isinstance(event, Partitioned) and inside else event
+        if bool(inside) == bool(named) and cluster.problem(less) is None:
+            cluster.apply(less)
+            yield less

@@ -6,19 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .trace import (
-    AgentCrashed,
-    Frozen,
-    Healed,
-    Joined,
-    Lost,
-    MasterCrashed,
-    MasterFrozen,
-    Partitioned,
-    Thawed,
-    Trace,
-    TraceEvent,
-)
+from .events import Gone, Joined, TraceEvent
+from .state import ClusterState
+from .trace import Trace
 
 __all__ = ["with_spares"]
 
@@ -44,16 +34,17 @@ class _Reserve:
         self._coming: deque[tuple[float, str]] = deque()
         self._replaced: set[str] = set()
         """Nodes that are lost, and stand by when they are back."""
-        self._frozen: set[str] = set()
-        """As far as it is seen."""
+        self._seen = ClusterState(trace.start)
+        """The cluster without the nodes that stand by."""
         self._activation_s = activation_s
 
     def play(self) -> Iterator[TraceEvent]:
         for event in self._trace.events:
             yield from self._arrivals(event.t_s)
             if self._happens(event):
+                self._seen.apply(event)
                 yield event
-                if isinstance(event, Lost | AgentCrashed) and self._pool:
+                if isinstance(event, Gone) and self._pool:
                     self._replaced.add(event.node)
                     self._coming.append((event.t_s + self._activation_s, self._pool.popleft()))
         yield from self._arrivals(self._trace.duration_s)
@@ -61,33 +52,23 @@ class _Reserve:
     def _arrivals(self, until_s: float) -> Iterator[TraceEvent]:
         while self._coming and self._coming[0][0] <= until_s:
             t_s, node = self._coming.popleft()
-            yield Joined(t_s=t_s, node=node)
+            joined = Joined(t_s=t_s, node=node)
+            self._seen.apply(joined)
+            yield joined
 
     def _happens(self, event: TraceEvent) -> bool:
         """Tell whether an event still happens now that some nodes stand by; follow those."""
         match event:
-            case MasterCrashed() | MasterFrozen() | Partitioned() | Healed():
-                return True
             case Joined(node=node) if node in self._replaced:
                 self._replaced.discard(node)
                 self._pool.append(node)
                 return False
-            case Lost(node=node) | AgentCrashed(node=node) if self._is_waiting(node):
+            case Gone(node=node) if self._is_waiting(node):
                 self._forget(node)
                 self._replaced.add(node)
                 return False
-            case Frozen(node=node) if not self._is_waiting(node):
-                self._frozen.add(node)
-                return True
-            case Thawed(node=node):
-                is_seen = node in self._frozen
-                self._frozen.discard(node)
-                return is_seen
-            case Lost(node=node) | AgentCrashed(node=node):
-                self._frozen.discard(node)
-                return True
             case _:
-                return not self._is_waiting(event.node)
+                return self._seen.problem(event) is None
 
     def _is_waiting(self, node: str) -> bool:
         return node in self._pool or any(node == coming for _, coming in self._coming)

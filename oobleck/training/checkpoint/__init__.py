@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .digests import digest_of
-from .saving import Saving
+from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 
-__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "Saving", "StateReader", "digest_of"]
+__all__ = ["FlashSaver", "LayerSaver", "LayerTensors", "SavedLayers", "StateReader", "digest_of"]

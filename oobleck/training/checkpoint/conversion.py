@@ -38,7 +38,7 @@ from oobleck.job import ModelSpec
 from oobleck.training.model import ModelStructure, StageModel, Task, build_model
 
 from .parts import Tensors, join_parts
-from .state import as_tensor, layout_of
+from .state import as_tensor, layer_layout
 
 __all__ = ["export_model", "import_model"]
 
@@ -133,7 +133,7 @@ def import_model(source: Path, target: Path) -> Path:
         model.adopt(layer, layer + 1, {})
         model.initialize([layer], seed=0)
         tensors = {name: parameter.detach() for name, parameter in model.parameters.items()}
-        shards.append(_write_layer(target / name, layer, layout_of({layer: tensors}, metadata=metadata), tensors))
+        shards.append(_write_layer(target / name, layer, layer_layout({layer: tensors}, metadata=metadata), tensors))
         model.adopt(layer, layer, {})
     directory.commit(_manifest(name, structure, tuple(shards)))
     return target / name

@@ -23,7 +23,7 @@ from oobleck.checkpoint import (
     read_layer_file,
     run_of,
 )
-from oobleck.control.checkpoints import shares_of
+from oobleck.control.checkpoints import saving_shares
 from oobleck.control.protocol import (
     CheckpointsFound,
     DataPosition,
@@ -44,7 +44,7 @@ from oobleck.user_path import expand_user
 from .parts import cut_state, part_metadata, part_to_save
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 
-__all__ = ["Saving"]
+__all__ = ["LayerSaver"]
 
 _IMPORTED = "imported"
 """The tag of what `oobleck checkpoint import` has written: it is nobody's yet."""
@@ -63,7 +63,7 @@ class _Share:
     layers: tuple[int, ...]
 
 
-class Saving:
+class LayerSaver:
     """One worker's. `want` and `find` are the control thread's to call, all else the training thread's."""
 
     def __init__(self, worker_id: WorkerId, paths: StoragePaths, share: Share, report: Report, *, tag: str) -> None:
@@ -155,7 +155,7 @@ class Saving:
         share = self._share
         if share is None or share.plan is not plan or share.lost != frozenset(lost):
             part = self._part
-            dealt = shares_of(plan, self._sizes, lost=lost, rank=part.rank, degree=part.degree)
+            dealt = saving_shares(plan, self._sizes, lost=lost, rank=part.rank, degree=part.degree)
             layers = dealt.get(self._worker_id, ())
             self._share = share = _Share(plan=plan, lost=frozenset(lost), layers=layers)
         return share.layers

@@ -41,7 +41,7 @@ from oobleck.wire import decode_json, encode_json
 
 from .parts import Tensors, join_parts
 
-__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "as_tensor", "layout_of"]
+__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "as_tensor", "layer_layout"]
 
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
 """For each layer, its tensors by the names that files have them under."""
@@ -108,7 +108,7 @@ class FlashSaver:
 
     def prepare(self, layers: LayerTensors) -> None:
         """Have memory made for these layers, in the background; nothing when it is there already."""
-        layout = layout_of(layers, metadata=self._metadata)
+        layout = layer_layout(layers, metadata=self._metadata)
         if layout != self._layout:
             self._layout = layout
             self._tasks.put(lambda: self._make(layout))
@@ -312,7 +312,7 @@ def _part_on_disk(path: Path) -> tuple[Mapping[str, str], Tensors]:
     return file.metadata, {key: as_tensor(spec, data) for key, (spec, data) in file.tensors.items()}
 
 
-def layout_of(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout:
+def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout:
     """The layout of a slot for these tensors."""
     specs = {
         layer: [

@@ -41,7 +41,7 @@ from .tokenizer import (
     train_tokenizer,
 )
 
-__all__ = ["Corpus", "Samples", "digest_of", "prepare_corpus"]
+__all__ = ["Corpus", "Samples", "prepare_corpus", "samples_digest"]
 
 Samples = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 """[samples, length]"""
@@ -131,7 +131,7 @@ def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
         )
     samples = _pack(tokens[: num_samples * data.sequence_length], vocab_size=tokenizer.get_vocab_size())
     samples = samples.reshape(num_samples, data.sequence_length)
-    manifest = {"digest": digest_of(samples), "vocab_size": tokenizer.get_vocab_size()}
+    manifest = {"digest": samples_digest(samples), "vocab_size": tokenizer.get_vocab_size()}
 
     unfinished = directory.with_suffix(f".{os.getpid()}")
     unfinished.mkdir(exist_ok=True)  # a process that was killed may have had this id
@@ -157,7 +157,7 @@ def _load(directory: Path) -> Corpus | None:
         tokens = np.load(directory / _TOKENS, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         return None
-    if tokens.ndim != 2 or digest_of(tokens) != manifest["digest"]:
+    if tokens.ndim != 2 or samples_digest(tokens) != manifest["digest"]:
         return None
     return Corpus(
         samples=tokens,
@@ -167,7 +167,7 @@ def _load(directory: Path) -> Corpus | None:
     )
 
 
-def digest_of(samples: Samples) -> str:
+def samples_digest(samples: Samples) -> str:
     """Digest samples themselves, so that nodes which made them in different ways can be compared."""
     digest = hashlib.blake2b(f"{samples.shape}".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(samples, dtype="<u4").data)

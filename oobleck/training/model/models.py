@@ -116,12 +116,6 @@ class StageModel:
     def is_last(self) -> bool:
         return self.layers.stop == self.structure.num_layers
 
-    def output_shape(self, batch_size: int) -> tuple[int, ...]:
-        """Return the shape of what `forward` returns for a batch: hidden states, or () for the loss."""
-        if self.is_last:
-            return ()
-        return (batch_size, self.structure.sequence_length, self.structure.hidden_size)
-
     def adopt(self, first_layer: int, stop_layer: int, state: Mapping[str, torch.Tensor]) -> None:
         """Hold layers [first_layer, stop_layer) from now on; none if they are equal. Copies nothing on the device.
 

@@ -21,18 +21,13 @@ from oobleck.job import OptimizerSpec
 from .learning_rate import rate_factor
 from .optimizer_state import STEP, StateLayout, flat_tensors, initial_state, layout_of, make_probe
 
-__all__ = ["Optimizer", "OptimizerFactory", "optimizer_names"]
+__all__ = ["Optimizer", "OptimizerFactory"]
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From torch's parameter groups, each with its `weight_decay`, to an optimizer over them."""
 
 _UNFIT = ("LBFGS", "SparseAdam")
 """They evaluate the model again within a step, or want sparse gradients."""
-
-
-def optimizer_names() -> tuple[str, ...]:
-    """Return the names of torch's optimizers, in small letters."""
-    return tuple(sorted(_optimizer_classes()))
 
 
 class Optimizer:
@@ -74,7 +69,7 @@ class Optimizer:
     ) -> None:
         """Look after these parameters, by canonical name, from now on.
 
-        A parameter object that is known already keeps its state; a new one starts afresh, until `load_layer_state`
+        A parameter object that is known already keeps its state; a new one starts afresh, until `layer_tensors`
         sets it. The state of the others is let go. `states` has what `split_layer` returned: a new parameter takes
         these tensors for its own, without a copy; one that is known takes their values.
         """
@@ -136,13 +131,13 @@ class Optimizer:
             parameter.grad = None
 
     def layer_tensors(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
-        """Return the state of these parameters as it is, in the order of `layer_state`; it changes with each step."""
+        """Return the tensors of these parameters themselves: for each the parameter and its state, as in `layout`."""
         return tuple(self._state(names))
 
     def empty_layer(
         self, shapes: Sequence[torch.Size], *, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Make room for the state of parameters of these shapes, in the order of `layer_state`."""
+        """Make room for the state of parameters of these shapes, in the order of `layer_tensors`."""
         tensors: list[torch.Tensor] = []
         for shape in shapes:
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -154,23 +149,6 @@ class Optimizer:
         """Say which of a layer's tensors belong to which parameter."""
         count = len(tensors) // max(1, len(names))
         return {name: tuple(tensors[count * index : count * (index + 1)]) for index, name in enumerate(names)}
-
-    @torch.no_grad()
-    def layer_state(self, names: Sequence[str]) -> torch.Tensor:
-        """Return a copy of the state of these parameters: one flat tensor, for each name the parameter and its state.
-
-        The order of a parameter's state is that of `layout`'s entries.
-        """
-        return torch.cat([tensor.reshape(-1) for tensor in self._state(names)])
-
-    @torch.no_grad()
-    def load_layer_state(self, names: Sequence[str], flat: torch.Tensor) -> None:
-        """Set the state of these parameters, in place, from what `layer_state` returned for the same names."""
-        assert flat.numel() == sum(tensor.numel() for tensor in self._state(names)), flat.numel()
-        start = 0
-        for tensor in self._state(names):
-            tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
 
     def named_state(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the state of these parameters as it stands, not copied, by the names that files have."""
@@ -185,7 +163,7 @@ class Optimizer:
         shapes: Mapping[str, torch.Size],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return what `layer_state` would, from tensors as `named_state` names them, of whatever precision.
+        """Return one flat tensor of what `layer_tensors` hold, from tensors of any precision named as in `named_state`.
 
         What an optimizer of another kind did not keep starts afresh. Raises CorruptCheckpoint for a parameter that is
         missing, or has another shape.

@@ -39,7 +39,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.planner import profile_to_json
 from oobleck.streams import shield_scripts
-from oobleck.training.checkpoint import Saving
+from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import (
     GroupTable,
     RendezvousTable,
@@ -123,11 +123,11 @@ class _Worker:
             self._records.on_news(self._waiter.announce)
             self._scanner = ShardScanner(job.text, self._device, link.send)
             self._shards = self._scanner.names
-        self._saving: Saving | None = None
+        self._saving: LayerSaver | None = None
         degree = job.tensor_parallel
         share = share_of(self._structure, rank=self._device % degree, degree=degree)
         if setup.storage is not None and job.checkpoint.enabled:
-            self._saving = Saving(setup.worker_id, setup.storage, share, link.send, tag=setup.job.tag)
+            self._saving = LayerSaver(setup.worker_id, setup.storage, share, link.send, tag=setup.job.tag)
         self._engine = Engine(
             job,
             setup.worker_id,

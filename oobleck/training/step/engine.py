@@ -70,7 +70,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
-from oobleck.training.checkpoint import Saving, digest_of
+from oobleck.training.checkpoint import LayerSaver, digest_of
 from oobleck.training.comm import Group, GroupTable, LayerState, Waiter, exchange_layers
 from oobleck.training.data import Dataset
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, install
@@ -104,7 +104,7 @@ class Engine:
         groups: GroupTable,
         waiter: Waiter,
         commit_state: CommitState,
-        saving: Saving | None,
+        saving: LayerSaver | None,
         next_order: Callable[[], Order],
         report: Callable[[WorkerReport], None],
     ) -> None:

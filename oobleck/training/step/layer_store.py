@@ -13,7 +13,7 @@ import torch
 from oobleck.control.protocol import Order, Restore
 from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, WorkerId
-from oobleck.training.checkpoint import Saving
+from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import LayerState, fill_state
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
 from oobleck.training.optim import LossScale, Optimizer
@@ -91,7 +91,7 @@ class LayerStore:
 
     # --- from one plan to the next -------------------------------------------------------------------------
 
-    def read(self, restore: Restore, layers: range, transfers: Collection[LayerTransfer], saving: Saving) -> None:
+    def read(self, restore: Restore, layers: range, transfers: Collection[LayerTransfer], saving: LayerSaver) -> None:
         """Read from a checkpoint what this worker is to hold or to send, but for what others send it.
 
         Raises CorruptCheckpoint.

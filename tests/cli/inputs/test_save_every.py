@@ -16,6 +16,7 @@ from oobleck.job import CheckpointSpec
         ("90s", CheckpointSpec(save_interval_s=90.0)),
         ("1.5m", CheckpointSpec(save_interval_s=90.0)),
         ("2h", CheckpointSpec(save_interval_s=7200.0)),
+        ("1d", CheckpointSpec(save_interval_s=86_400.0)),
         ("auto", CheckpointSpec()),
         ("never", CheckpointSpec(enabled=False)),
     ],
@@ -24,7 +25,7 @@ def test_a_word_says_how_often(text: str, expected: CheckpointSpec) -> None:
     assert with_save_every(CheckpointSpec(save_steps=3), text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "0s", "-5", "5 m", "5d", "often", "1e3"])
+@pytest.mark.parametrize("text", ["", "0", "0s", "-5", "50.5", "often", "1e3", "9" * 20 + "d"])
 def test_anything_else_says_what_is_possible(text: str) -> None:
     with pytest.raises(UsageError, match="neither steps"):
         with_save_every(CheckpointSpec(), text)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.checkpoints.shares import shares_of
+from oobleck.control.checkpoints.shares import saving_shares
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.planner.plan import StageTemplate
 from oobleck.planner.tensor_parallel import expand_plan
@@ -35,7 +35,7 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
 def test_every_layer_that_lives_is_saved_once_by_a_living_holder(plan: ExecutionPlan, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 100), min_size=plan.num_layers, max_size=plan.num_layers))
     lost = data.draw(st.sets(st.sampled_from(plan.nodes)))
-    shares = shares_of(plan, sizes, lost=lost)
+    shares = saving_shares(plan, sizes, lost=lost)
     dealt = [layer for layers in shares.values() for layer in layers]
     assert len(dealt) == len(set(dealt))
     for layer in range(plan.num_layers):
@@ -51,16 +51,16 @@ def test_all_parts_of_a_layer_are_saved_on_one_node(plan: ExecutionPlan, data: s
     sizes = data.draw(st.lists(st.integers(1, 100), min_size=plan.num_layers, max_size=plan.num_layers))
     lost = data.draw(st.sets(st.sampled_from(plan.nodes)))
     shared = expand_plan(plan, 2)
-    first, second = (shares_of(shared, sizes, lost=lost, rank=rank, degree=2) for rank in range(2))
+    first, second = (saving_shares(shared, sizes, lost=lost, rank=rank, degree=2) for rank in range(2))
     assert {worker_id.device % 2 for worker_id in first} <= {0}
     assert {worker_id._replace(device=worker_id.device + 1): layers for worker_id, layers in first.items()} == second
-    assert first == shares_of(plan, sizes, lost=lost), "they are dealt as among devices with stages of their own"
+    assert first == saving_shares(plan, sizes, lost=lost), "they are dealt as among devices with stages of their own"
 
 
 @given(plan=plans())
 def test_where_all_hold_everything_nobody_saves_much_more_than_another(plan: ExecutionPlan) -> None:
     if any(len(pipeline.stages) > 1 for pipeline in plan.pipelines):
         return
-    shares = shares_of(plan, [1] * plan.num_layers)
+    shares = saving_shares(plan, [1] * plan.num_layers)
     counts = [len(shares.get(worker_id, ())) for worker_id in plan.worker_ids]
     assert max(counts) - min(counts) <= 1

@@ -45,7 +45,6 @@ def test_paths_are_below_the_base_directory_and_the_tag(tmp_path):
     run = run_in(tmp_path, "demo")
     assert run.path == tmp_path / "demo"
     assert run.journal == tmp_path / "demo" / "journal.jsonl"
-    assert run.agent_log(3) == tmp_path / "demo" / "agent3.log"
     assert run.profile == tmp_path / "demo" / "profile"
 
 

@@ -137,8 +137,7 @@ async def test_one_who_is_cancelled_before_a_command_has_begun_leaves_no_half_op
         with trio.move_on_after(0) as scope:
             await reachable.connection.run("true", timeout_s=30)
         assert scope.cancelled_caught
-        with trio.fail_after(5):
-            await reachable.connection.wait_lost()
+        await until(lambda: reachable.connection.is_lost)
         again = await connect(reachable.node, reachable.options)
         assert (await again.run("echo fine", timeout_s=5)).stdout == b"fine\n"
         await again.aclose()
@@ -225,8 +224,7 @@ async def test_a_killed_server_is_noticed_at_once(openssh: OpenSSH, tmp_path):
                 nursery.start_soon(kill, noticing)
                 with pytest.raises(trio.BrokenResourceError):
                     await stream.receive_some()
-                await connection.wait_lost()
-        assert connection.is_lost
+        await until(lambda: connection.is_lost)
         await connection.aclose()
 
 

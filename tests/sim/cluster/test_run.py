@@ -30,7 +30,7 @@ from oobleck.job import ScheduleName
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
 from oobleck.sim.cluster.run import ClusterRun
-from oobleck.sim.trace.trace import (
+from oobleck.sim.trace import (
     AgentCrashed,
     ForkServerCrashed,
     Frozen,
@@ -194,7 +194,7 @@ EVENTS = """(
 )"""
 
 DIGEST = f"""
-from oobleck.sim.trace.trace import *
+from oobleck.sim.trace import *
 from tests.sim.virtual import Setting
 print(Setting(events={EVENTS}).run(seed=5).digest)
 """

@@ -12,7 +12,7 @@ from oobleck.sim.policies.registry import POLICIES, PolicySettings
 from oobleck.sim.policies.stop_and_go import Rules, adjacent_in_grid, play
 from oobleck.sim.policies.throughput import Grids, Plans, Table, redundant_profile
 from oobleck.sim.sweep.settings import SweepSettings
-from oobleck.sim.trace.trace import Joined, Lost, Slowed, Trace, TraceEvent, WorkerCrashed
+from oobleck.sim.trace import Joined, Lost, Slowed, Trace, TraceEvent, WorkerCrashed
 from tests.examples import examples
 from tests.planner.drawing import uniform_profile
 from tests.sim.strategies import traces

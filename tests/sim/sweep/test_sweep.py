@@ -29,7 +29,7 @@ from oobleck.schedule.forecast import forecast
 from oobleck.sim.costs.costs import RecoveryCosts
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
-from oobleck.sim.trace.trace import (
+from oobleck.sim.trace import (
     AgentCrashed,
     Frozen,
     Healed,

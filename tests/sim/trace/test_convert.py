@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import ConfigError
+from oobleck.sim.trace import Joined, Lost, Trace
 from oobleck.sim.trace.convert import FORMATS, convert, detect_format
 from oobleck.sim.trace.facts import facts_of
-from oobleck.sim.trace.trace import Joined, Lost, Trace
 
 OOBLECK = "5000,add,a\n5000,add,b\n65000,remove,a\n125000,add,c\n"
 BAMBOO = "0,3\n60,3\n60,1\n90,1\n90,2\n"

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import ConfigError
+from oobleck.sim.trace import Joined, Lost, Noticed, Slowed, trace_from_json, trace_to_json
 from oobleck.sim.trace.facts import facts_of
 from oobleck.sim.trace.generate import PRESETS, FailSlow, FailureModel, generate
-from oobleck.sim.trace.trace import Joined, Lost, Noticed, Slowed, trace_from_json, trace_to_json
 
 DAY_S = 86_400.0
 ALONE = FailureModel(mean_time_to_failure_s=10 * DAY_S, batches={1: 1.0})
@@ -106,7 +106,7 @@ def test_whatever_is_drawn_is_a_trace_and_is_drawn_again(
 
 def test_another_process_with_another_hash_seed_draws_the_same() -> None:
     program = (
-        "from oobleck.sim.trace.generate import *; from oobleck.sim.trace.trace import trace_to_json; import sys;"
+        "from oobleck.sim.trace.generate import *; from oobleck.sim.trace import trace_to_json; import sys;"
         "sys.stdout.write(trace_to_json(generate(PRESETS['spot-p3'], num_nodes=20, duration_s=86400, seed=9)))"
     )
     digests = set()

@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oobleck.sim.trace import AgentCrashed, Frozen, Joined, Lost, Thawed, Trace
 from oobleck.sim.trace.resize import with_nodes
 from oobleck.sim.trace.spares import with_spares
-from oobleck.sim.trace.trace import AgentCrashed, Frozen, Joined, Lost, Thawed, Trace
 from tests.sim.strategies import traces
 
 

@@ -12,7 +12,7 @@ from oobleck.job import JobSpec
 from oobleck.planner import DeviceProfile, ExecutionPlan, Planner, PlannerSettings, Profile
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
-from oobleck.sim.costs.pace import Pace
+from oobleck.sim.costs.step_times import StepTimes
 from tests.planner.drawing import ROOMY_BYTES, make_layer, make_profile, profiles, uniform_profile
 
 KINDS = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE, ScheduleKind.ZERO_BUBBLE)
@@ -37,7 +37,7 @@ def test_a_step_takes_what_the_event_exact_forecast_says(
     profile: Profile, num_nodes: int, num_microbatches: int, kind: ScheduleKind
 ) -> None:
     plan = make_plan(profile, num_nodes, num_microbatches)
-    step_s = Pace(profile).step_s(plan, {}, (kind,) * len(plan.pipelines))
+    step_s = StepTimes(profile).step_s(plan, {}, (kind,) * len(plan.pipelines))
     assert step_s == pytest.approx(forecast(profile, plan, kind=kind).step_s, rel=1e-12)
 
 
@@ -55,7 +55,7 @@ def test_a_step_under_the_schedules_that_are_chosen_is_never_slower_than_under_1
     except PlanningError:
         reject()
     schedules = schedules_for(JobSpec(schedule="auto"), profile, plan)
-    pace = Pace(profile)
+    pace = StepTimes(profile)
     chosen_s = pace.step_s(plan, {}, schedules)
     assert chosen_s == pytest.approx(forecast(profile, plan, kind=None).step_s, rel=1e-12)
     assert chosen_s <= pace.step_s(plan, {}) * (1 + 1e-12)
@@ -69,7 +69,7 @@ def test_a_very_long_step_takes_what_its_beginning_lets_expect(kind: ScheduleKin
     settings = PlannerSettings(num_microbatches=1500, num_pipelines=1, fault_threshold=0)
     plan = Planner(profile, settings).initial_plan(["a", "b", "c", "d"]).plan
     assert plan.pipelines[0].template.num_stages == 4
-    step_s = Pace(profile).step_s(plan, {}, (kind,))
+    step_s = StepTimes(profile).step_s(plan, {}, (kind,))
     assert step_s == pytest.approx(forecast(profile, plan, kind=kind).step_s, rel=1e-6)
 
 
@@ -77,7 +77,7 @@ def test_a_slow_node_holds_up_the_step_of_all() -> None:
     profile = uniform_profile(4, seconds=1.0)
     settings = PlannerSettings(num_microbatches=8, num_pipelines=2)
     plan = Planner(profile, settings).initial_plan(["a", "b", "c", "d"]).plan
-    pace = Pace(profile)
+    pace = StepTimes(profile)
     usual_s, slowed_s = pace.step_s(plan, {}), pace.step_s(plan, {"a": 2.0})
     assert plan.pipelines[0].num_microbatches == 4
     assert usual_s < slowed_s < 2 * usual_s
@@ -88,4 +88,4 @@ def test_a_slow_node_holds_up_the_step_of_all() -> None:
 def test_no_microbatches_take_no_time() -> None:
     profile = make_profile([make_layer()])
     plan = Planner(profile, PlannerSettings(num_microbatches=1)).initial_plan(["a"]).plan
-    assert Pace(profile).compute_s(plan.pipelines[0], 0, {}) == 0.0
+    assert StepTimes(profile).compute_s(plan.pipelines[0], 0, {}) == 0.0

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from oobleck.planner.inventory import Holding, Inventory, needed_holdings
 from oobleck.planner.plan import ExecutionPlan, WorkerId
 
-__all__ = ["World", "look_at"]
+__all__ = ["LivingNodes", "look_at"]
 
 _NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class LivingNodes:
     """The living nodes: those of the old pipelines, in their order, and the free ones, spares and joined."""
 
     plan: ExecutionPlan
@@ -51,7 +51,7 @@ def look_at(
     speeds: Mapping[str, float],
     held: Mapping[WorkerId, frozenset[int]] | None,
     devices_per_node: int,
-) -> World:
+) -> LivingNodes:
     """Return who lives and holds what; see `Planner.reconfigure` for the arguments."""
     leaving = frozenset(leaving) | frozenset(resting)
     gone = frozenset(lost) | leaving
@@ -67,7 +67,7 @@ def look_at(
     if held is not None:
         holdings = _told(holdings, held, gone, devices_per_node)
         departing = _told(departing, held, frozenset(lost), devices_per_node)
-    return World(
+    return LivingNodes(
         plan=plan,
         free=free,
         origins=origins,

@@ -11,7 +11,7 @@ from oobleck.planner.instantiation import reduction_s
 from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
 from oobleck.schedule.forecast import stage_costs
 
-__all__ = ["Pace", "costs_on"]
+__all__ = ["StepTimes", "costs_on"]
 
 _WHOLE = 4096
 """Microbatches times stages of a program that is evaluated whole.
@@ -26,7 +26,7 @@ _Key = tuple[StageTemplate, ...]
 """A template by its value: plans that were read from a message have templates of their own."""
 
 
-class Pace:
+class StepTimes:
     """The times of one profile. Remembers what it has evaluated; changes nothing else."""
 
     def __init__(self, profile: Profile) -> None:

@@ -1,0 +1,101 @@
+"""`oobleck status`, `kill`, `add`, `drain`, `stop`: ask a run something, or have it do something, over its socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oobleck.errors import OobleckError, PeerError
+from oobleck.json_table import to_json
+from oobleck.runtime.control_client import (
+    AddRequest,
+    ControlRequest,
+    DrainRequest,
+    KillRequest,
+    StatusRequest,
+    StopRequest,
+    find_run,
+    request,
+)
+from oobleck.wire import from_builtins
+
+from .inputs import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of
+
+__all__ = ["add", "drain", "kill", "status", "stop"]
+
+NodeArgument = Annotated[str, typer.Argument(help="Name of the node, as in the hostfile or `oobleck status`.")]
+NodesArgument = Annotated[
+    list[str], typer.Argument(help="Nodes: names that the run knows, or lines as in a hostfile, quoted.")
+]
+NowOption = Annotated[bool, typer.Option("--now", help="Give up the step in flight.")]
+
+
+def status(tag: TagArgument = None, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
+    """Show what a run is doing: its progress, its pipelines, its nodes and its last events."""
+    name, answer = _ask(StatusRequest(), tag, base_dir)
+    # What draws is not loaded by the commands beside this one.
+    from rich.console import Console
+
+    from oobleck.control.journal import RunSnapshot
+    from oobleck.ui.dashboard import Dashboard
+
+    try:
+        snapshot = from_builtins(RunSnapshot, answer)
+    except PeerError as error:
+        raise PeerError(f"run {name} is of another version of Oobleck: {error}") from error
+    if as_json:
+        typer.echo(to_json(snapshot.to_dict(), indent=2))
+        return
+    Console().print(Dashboard(snapshot, fill=False))
+
+
+def kill(
+    node: NodeArgument, *, tag: TagOption = None, as_json: JsonOption = False, base_dir: BaseDirOption = None
+) -> None:
+    """Kill a node's agent and workers at once, as if its power had failed. The run recovers from it."""
+    name, answer = _ask(KillRequest(node=node), tag, base_dir)
+    typer.echo(json.dumps(answer) if as_json else f"killed {node} of run {name}")
+
+
+def add(
+    nodes: NodesArgument, *, tag: TagOption = None, as_json: JsonOption = False, base_dir: BaseDirOption = None
+) -> None:
+    """Take nodes into a run, or take lost ones back. Training goes on; they join between two steps."""
+    run = find_run(base_dir_of(base_dir), tag)
+    refused: list[OobleckError] = []
+    for node in nodes:
+        try:
+            answer = request(run.control_socket, AddRequest(node=node))
+        except OobleckError as error:  # the others are asked for all the same
+            refused.append(error)
+        else:
+            typer.echo(json.dumps(answer) if as_json else f"{node} joins run {run.tag}")
+    if refused:
+        raise ExceptionGroup("some nodes are refused", refused)
+
+
+def drain(
+    node: NodeArgument, *, tag: TagOption = None, as_json: JsonOption = False, base_dir: BaseDirOption = None
+) -> None:
+    """Let a node finish the step, give away what only it holds, and leave the run."""
+    name, answer = _ask(DrainRequest(node=node), tag, base_dir)
+    typer.echo(json.dumps(answer) if as_json else f"{node} leaves run {name}")
+
+
+def stop(
+    tag: TagArgument = None, *, now: NowOption = False, as_json: JsonOption = False, base_dir: BaseDirOption = None
+) -> None:
+    """End a run: after the step in flight, or at once."""
+    name, answer = _ask(StopRequest(now=now), tag, base_dir)
+    how = "at once" if now else "after its step"
+    typer.echo(json.dumps(answer) if as_json else f"run {name} stops {how}")
+
+
+def _ask(asked: ControlRequest, tag: str | None, base_dir: Path | None) -> tuple[str, Mapping[str, object]]:
+    """Ask the run with this tag, or the only one; return its tag and its answer."""
+    run = find_run(base_dir_of(base_dir), tag)
+    return run.tag, request(run.control_socket, asked)

@@ -1,0 +1,18 @@
+"""`--schedule`: the order in which stages work, as a job names it."""
+
+from __future__ import annotations
+
+from typing import cast, get_args
+
+from oobleck.errors import UsageError
+from oobleck.job import ScheduleName
+
+__all__ = ["parse_schedule"]
+
+
+def parse_schedule(name: str) -> ScheduleName:
+    """Return the name of a schedule. Raises UsageError for another."""
+    known = get_args(ScheduleName)
+    if name not in known:
+        raise UsageError(f"--schedule is {name!r}; it must be one of {', '.join(known)}")
+    return cast("ScheduleName", name)

@@ -1,0 +1,107 @@
+"""What a trace does to the nodes of a cluster: the one place that says so, for all that follow a trace.
+
+    state of a node     may happen to it                                        leads to
+    away                joined                                                  here
+    here                lost, agent_crashed                                     away
+    here                frozen                                                  frozen
+    here                slow, worker_crashed, fork_server_crashed,              here
+                        agent_frozen, notice
+    frozen              thawed                                                  here
+    frozen              lost                                                    away
+
+A node that is there, frozen or not, may be cut off as well, until all partitions end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from .events import (
+    AgentFrozen,
+    ForkServerCrashed,
+    Frozen,
+    Gone,
+    Healed,
+    Joined,
+    Lost,
+    MasterCrashed,
+    MasterFrozen,
+    Noticed,
+    Partitioned,
+    Slowed,
+    Thawed,
+    TraceEvent,
+    WorkerCrashed,
+)
+
+__all__ = ["ClusterState"]
+
+
+class ClusterState:
+    """The nodes after the events so far; changes only through `apply`."""
+
+    def __init__(self, start: Iterable[str]) -> None:
+        self.here = set(start)
+        """The others are away."""
+        self.frozen: set[str] = set()
+        self.cut: set[str] = set()
+        """Off from the others and from the master."""
+        self.factors: dict[str, float] = {}
+        """How many times as long as usual slow nodes take."""
+        self._is_partitioned = False
+
+    @property
+    def well(self) -> set[str]:
+        """The nodes that can take part."""
+        return self.here - self.frozen - self.cut
+
+    def problem(self, event: TraceEvent) -> str | None:
+        """Return why an event cannot happen next; None where it can."""
+        match event:
+            case MasterCrashed() | MasterFrozen() | Partitioned():
+                return None
+            case Healed():
+                return None if self._is_partitioned else "there is no partition"
+            case Joined(node=node):
+                return f"{node} is there already" if node in self.here else None
+            case _ if event.node not in self.here:
+                return f"{event.node} is not there"
+            case Lost():
+                return None
+            case Thawed(node=node):
+                return None if node in self.frozen else f"{node} is not frozen"
+            case _:
+                return f"{event.node} is frozen" if event.node in self.frozen else None
+
+    def apply(self, event: TraceEvent) -> tuple[str, ...]:
+        """Let an event happen; return the nodes for which it changes something, in order."""
+        match event:
+            case Joined(node=node):
+                self.here.add(node)
+            case Gone(node=node):
+                for group in (self.here, self.frozen, self.cut):
+                    group.discard(node)
+                self.factors.pop(node, None)
+            case Frozen(node=node):
+                self.frozen.add(node)
+            case Thawed(node=node):
+                self.frozen.discard(node)
+            case Slowed(node=node, factor=factor):
+                self.factors[node] = factor
+            case WorkerCrashed(node=node) | ForkServerCrashed(node=node) | AgentFrozen(node=node) | Noticed(node=node):
+                pass
+            case MasterCrashed() | MasterFrozen():
+                return ()
+            case Partitioned(nodes=nodes):
+                self._is_partitioned = True
+                newly_cut = self.here.intersection(nodes) - self.cut
+                self.cut |= newly_cut
+                return tuple(sorted(newly_cut))
+            case Healed():
+                self._is_partitioned = False
+                healed, self.cut = self.cut, set()
+                return tuple(sorted(healed))
+            case _:
+                assert_never(event)
+        return (node,)

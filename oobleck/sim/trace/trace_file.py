@@ -1,0 +1,85 @@
+"""Traces as files: JSON, versioned, with units in the names. Reading and writing are inverses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+from oobleck.errors import ConfigError
+from oobleck.json_table import JsonTable, parse_json, shown
+
+from .events import TraceEvent, event_to_json, event_types
+from .trace import Trace
+
+__all__ = ["TRACE_VERSION", "trace_from_json", "trace_to_json"]
+
+TRACE_VERSION = 1
+
+
+def trace_to_json(trace: Trace) -> str:
+    """Return the trace as the text of a trace file, one event a line."""
+    head = {"version": TRACE_VERSION, "duration_s": trace.duration_s, "nodes": trace.nodes, "start": trace.start}
+    if trace.source:
+        head["source"] = trace.source
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    events = ",\n".join(f"  {json.dumps(event_to_json(event))}" for event in trace.events)
+    return "{" + ",\n ".join([*lines, f'"events": [\n{events}\n ]' if events else '"events": []']) + "}\n"
+
+
+def trace_from_json(text: str, *, source: str = "trace") -> Trace:
+    """Read a trace file's text; O(events).
+
+    `source` names the file in errors. Raises ConfigError that names the event, by its index (from 0) and its
+    content, or the field, and what was expected.
+    """
+    try:
+        return _read_trace(JsonTable(parse_json(text), "the file"))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _read_trace(table: JsonTable) -> Trace:
+    table.check_keys(("version", "duration_s", "nodes", "events"), optional=("start", "source"))
+    version = table.integer("version")
+    if version != TRACE_VERSION:
+        raise ConfigError(f"trace version {version} is not known; this program reads {TRACE_VERSION}")
+    nodes = table.texts("nodes")
+    return Trace(
+        duration_s=table.number("duration_s"),
+        nodes=nodes,
+        start=table.texts("start") if "start" in table.items else nodes,
+        events=tuple(_read_event(value, index) for index, value in enumerate(table.list("events"))),
+        source=table.text("source") if "source" in table.items else "",
+    )
+
+
+def _read_event(value: object, index: int) -> TraceEvent:
+    table = JsonTable(value, f"event {index} {shown(value)}")
+    kind = table.text("kind") if "kind" in table.items else None
+    event_type = event_types().get(kind or "")
+    if event_type is None:
+        raise ConfigError(f"{table.where}: kind is {kind!r}; it must be one of {', '.join(event_types())}")
+    names = [part.name for part in fields(event_type)]
+    required = [part.name for part in fields(event_type) if part.name not in _OPTIONAL]
+    table.check_keys(["kind", *required], optional=_OPTIONAL & set(names))
+    values = {name: _read_value(table, name) for name in names if name in table.items}
+    try:
+        # The keys are checked above against the fields of the kind, and each has one type in all kinds.
+        return event_type(**values)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(f"{table.where}: {error}") from None
+
+
+_OPTIONAL = frozenset({"device", "down_s"})
+
+
+def _read_value(table: JsonTable, name: str) -> str | int | float | tuple[str, ...]:
+    match name:
+        case "node":
+            return table.text(name)
+        case "device":
+            return table.integer(name)
+        case "nodes":
+            return table.texts(name)
+        case _:
+            return table.number(name)
