@@ -57,6 +57,7 @@ ELSEWHERE = (
         "tests/cli/test_control_commands.py; the run of tests/e2e is stopped after its step",
     ),
     (r"make (demo|test)", "CI runs them"),
+    (r"make docs", "tests/test_docs_site.py builds the site"),
     (r"pip install .", "`make` does it"),
     (r"python -m oobleck.runtime.processes.agent_process", "what the master runs on a node, in every run"),
     (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),
@@ -64,7 +65,7 @@ ELSEWHERE = (
         r"python tools/mutations.py( --end-to-end)?",
         "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code",
     ),
-    (r"python tools/(paper|recovery_timeline).py .*", "tests/tools has a test of each"),
+    (r"python tools/(paper|recovery_timeline|pictures).py.*", "tests/tools has a test of each"),
 )
 """What is not run by this file or on a run of tests/e2e, and why, or who runs it."""
 
