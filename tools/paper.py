@@ -257,14 +257,14 @@ def _lost_share(step: Step, model: str, done: float) -> float:
     """Return what a loss costs of the step in flight, when this share of it is done.
 
     Finishing makes the whole pipelines take the broken one's share on top of their own. All wait for that, so it costs
-    1 / (P - 1) of a step, whenever the loss comes. Running it again costs what is done. What is banked is spared both.
+    1 / (P - 1) of a step, whenever the loss comes. Running it again costs what is done. Committed sections cost none.
     """
     num_pipelines = _PIPELINES[model]
-    banked = _banked_share(model, done) if step is Step.SECTIONS else 0.0
-    finishing = (1 - banked) / (num_pipelines - 1)
+    committed = _committed_share(model, done) if step is Step.SECTIONS else 0.0
+    finishing = (1 - committed) / (num_pipelines - 1)
     if step is Step.FINISHED:
         return finishing
-    return min(done - banked * (1 - _fill_share(model)), finishing)
+    return min(done - committed * (1 - _fill_share(model)), finishing)
 
 
 def _fill_share(model: str) -> float:
@@ -274,8 +274,8 @@ def _fill_share(model: str) -> float:
     return (stages - 1) / (microbatches + stages - 1)
 
 
-def _banked_share(model: str, done: float) -> float:
-    """The share of a step's microbatches that is banked: whole sections, which are through the pipelines."""
+def _committed_share(model: str, done: float) -> float:
+    """The share of a step's microbatches that is committed: whole sections, which are through the pipelines."""
     fill = _fill_share(model)
     sections = max(1, min(_MOST_SECTIONS, int(_usual_step_s(model) / _SECTION_S)))
     return max(0.0, min(sections - 1, (done - fill) / (1 - fill) * sections // 1)) / sections
@@ -336,7 +336,12 @@ def page(traces: Mapping[str, Trace]) -> str:
 
 def report(traces: Mapping[str, Trace]) -> str:
     """The tables, as Markdown."""
-    lines = ["## Under the original's rules", "", "Samples/s, and the difference from the published value in percent.", ""]
+    lines = [
+        "## Under the original's rules",
+        "",
+        "Samples/s, and the difference from the published value in percent.",
+        "",
+    ]
     lines += _head(("model", "system", *TRACES))
     for model in MODELS:
         for system, published in PUBLISHED.items():

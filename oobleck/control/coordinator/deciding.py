@@ -73,7 +73,7 @@ class Decider:
             raise self._nobody_left(recovery.control.start_timeout_s)
         statuses = lineage.since_restored(deciding.statuses)
         self._take_in(statuses, generations)
-        found = judge(statuses, self._progress.last_record, generations.plans, generations.bank_of)
+        found = judge(statuses, self._progress.last_record, generations.plans, generations.section_of)
         verdict = self._confirm(found, statuses, generations)
         in_force = generations.in_force(verdict)
         after = Aftermath(
@@ -145,5 +145,5 @@ def _redone(after: Aftermath, finish: int | None, generations: Generations) -> i
         base.nodes if finish is None else after.lost.intersection(base.nodes),
         after.statuses,
         shares=generations.shares(verdict.adopted, verdict.applied + 1),
-        banked=generations.banked(verdict).microbatches,
+        partial=generations.partial(verdict).microbatches,
     )

@@ -91,7 +91,7 @@ def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
         loss=begun.loss,
         nodes=tuple(dict.fromkeys(begun.nodes)),
         control=begun.control,
-        fence=begun.fence if explains else replace(begun.fence, doorbells=()),
+        fence=begun.fence if explains else replace(begun.fence, probe_addresses=()),
         fenced_s=now_s,
         asked=begun.asked,
         explains=explains,

@@ -48,7 +48,7 @@ class Lineage:
 
 def _emptied(status: Status) -> Status:
     return replace(
-        status, applied=0, last_record=None, reduced=None, adopted=0, layers=(), banked=None, bank_reduced=None
+        status, applied=0, last_record=None, reduced=None, adopted=0, layers=(), partial=None, section_reduced=None
     )
 
 

@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from oobleck.control.checkpoints import Candidate, Saving
-from oobleck.control.commit import BANK_COPIES, Generations, Progress, sections_wanted
+from oobleck.control.commit import PARTIAL_COMMIT_COPIES, Generations, Progress, sections_wanted
 from oobleck.control.data import Sharding
 from oobleck.control.events import Effects
 from oobleck.control.journal import Action, PlanAdopted
-from oobleck.control.protocol import Order
+from oobleck.control.protocol import PlanUpdate
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
-from oobleck.schedule import BANKING_KINDS, ScheduleKind
+from oobleck.schedule import SECTIONED_KINDS, ScheduleKind
 
 from .going_back import Choice
 from .planning import schedules_for
@@ -44,7 +44,7 @@ class Ordering:
         self._replanning = replanning
         self._effects = effects
 
-    def order(
+    def update(
         self,
         choice: Choice,
         generations: Generations,
@@ -53,7 +53,7 @@ class Ordering:
         *,
         lost: Collection[str],
         is_from_scratch: bool,
-    ) -> Order:
+    ) -> PlanUpdate:
         """Send everyone the orders of a new generation, and train.
 
         `lost` are the nodes that have no part any more in the plan in force. With `is_from_scratch`, what is trained
@@ -66,32 +66,34 @@ class Ordering:
             self._saving.begin_from(candidate.name)
         if choice.goes_back:
             self._progress.go_back(choice.verdict.applied, generation=generations.current)
-        order = self._note(choice, generations, lost=lost, is_from_scratch=is_from_scratch)
-        self._effects.send_all(worker_ids, order)
-        self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in order.plan.layers_at)
+        update = self._note(choice, generations, lost=lost, is_from_scratch=is_from_scratch)
+        self._effects.send_all(worker_ids, update)
+        self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)
         self._progress.foresee(decision.predicted_step_s)
         is_quick = self._progress.last_step > 0 and candidate is None
         self._progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s)
-        self._effects.record(_entry(self._job, choice, order, now_s))
+        self._effects.record(_entry(self._job, choice, update, now_s))
         if not decision.redundant:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
             self._effects.notice("warning", text)
-        self._saving.plan_adopted(decision.plan, boundary=order.boundary, redundant=decision.redundant)
+        self._saving.plan_adopted(decision.plan, boundary=update.boundary, redundant=decision.redundant)
         self._replanning.plan_adopted(decision)
         if candidate is not None:
             self._keep(candidate)
         if choice.warning:
             self._effects.notice("warning", choice.warning)
-        return order
+        return update
 
-    def _note(self, choice: Choice, generations: Generations, *, lost: Collection[str], is_from_scratch: bool) -> Order:
+    def _note(
+        self, choice: Choice, generations: Generations, *, lost: Collection[str], is_from_scratch: bool
+    ) -> PlanUpdate:
         decision, candidate = choice.decision, choice.candidate
         planner = self._replanning.planner
         schedules = schedules_for(self._job, planner.profile, decision.plan)
-        has_room = planner.has_room(decision.plan, gradient_copies=BANK_COPIES)
+        has_room = planner.has_room(decision.plan, gradient_copies=PARTIAL_COMMIT_COPIES)
         sections = sections_wanted(self._job, decision.plan, decision.predicted_step_s, has_room=has_room)
-        order = generations.order(
+        update = generations.plan_update(
             decision,
             choice.verdict,
             schedules=schedules,
@@ -99,11 +101,11 @@ class Ordering:
             lost=lost,
             restore=None if candidate is None else candidate.restore,
             is_from_scratch=is_from_scratch,
-            num_sections=sections if all(kind in BANKING_KINDS for kind in schedules) else 1,
+            num_sections=sections if all(kind in SECTIONED_KINDS for kind in schedules) else 1,
         )
         position = None if candidate is None else candidate.position
-        version = self._sharding.follow(order, position=position, goes_back=choice.goes_back)
-        return replace(order, assignment_version=version)
+        version = self._sharding.follow(update, position=position, goes_back=choice.goes_back)
+        return replace(update, assignment_version=version)
 
     def _keep(self, candidate: Candidate) -> None:
         """See to it that the state which is gone back to is on disk."""
@@ -121,27 +123,27 @@ class Ordering:
             self._saving.save_now()
 
 
-def _entry(job: JobSpec, choice: Choice, order: Order, now_s: float) -> PlanAdopted:
+def _entry(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float) -> PlanAdopted:
     decision = choice.decision
     return PlanAdopted(
         t_s=now_s,
-        generation=order.generation,
+        generation=update.generation,
         plan=decision.plan,
         action=Action(decision.action),
-        reason=_with_schedules(job, decision.reason, order.schedules),
+        reason=_with_schedules(job, decision.reason, update.schedules),
         predicted_step_s=decision.predicted_step_s,
         num_layers=decision.plan.num_layers,
         redundant=decision.redundant,
-        pipeline_generations=order.pipeline_generations,
-        boundary=order.boundary,
-        banked=order.banked,
-        num_sections=order.num_sections,
-        schedules=order.schedules,
-        finish=order.finish,
-        finished_under=None if order.finish is None else choice.verdict.adopted,
-        restored=None if order.restore is None else order.restore.name,
-        restored_step=order.boundary if choice.goes_back else None,
-        segments=order.segments,
+        pipeline_generations=update.pipeline_generations,
+        boundary=update.boundary,
+        partial=update.partial,
+        num_sections=update.num_sections,
+        schedules=update.schedules,
+        finish=update.finish,
+        finished_under=None if update.finish is None else choice.verdict.adopted,
+        restored=None if update.restore is None else update.restore.name,
+        restored_step=update.boundary if choice.goes_back else None,
+        segments=update.segments,
     )
 
 

@@ -16,7 +16,7 @@ from oobleck.control.commit import Generations, Progress, Verdict
 from oobleck.control.events import Effects, Record, RunOver, Send, SendAll
 from oobleck.control.journal import Action, LossCause, PlanCause
 from oobleck.control.membership import Membership
-from oobleck.control.protocol import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
+from oobleck.control.protocol import Fence, Pace, PeerFailed, PlanUpdate, Resumed, Status, StopAgent
 from oobleck.errors import PeerError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
@@ -162,7 +162,7 @@ class Reconfiguration:
             device=0,
             generation=self.generations.current,
             lost=self._members.without_part(self.generations.newest),
-            doorbells=tuple(worker.doorbell for worker in ready if worker.doorbell),
+            probe_addresses=tuple(worker.probe_address for worker in ready if worker.probe_address),
         )
         self._regroups = _counted(self._regroups, self._progress.last_step, cause)
         self._give(
@@ -310,8 +310,8 @@ class Reconfiguration:
         outcome = self._decider.decide(deciding, self.generations, self._lineage, self._effects.now_s)
         match outcome:
             case Choice():
-                order = self._order(outcome)
-                self._give(self._ordered(deciding, outcome, order))
+                update = self._order(outcome)
+                self._give(self._ordered(deciding, outcome, update))
             case KeepDraining(nodes=nodes):
                 for node in nodes:
                     self._members[node].stay()
@@ -326,7 +326,7 @@ class Reconfiguration:
             case _:
                 assert_never(outcome)
 
-    def _order(self, choice: Choice) -> Order:
+    def _order(self, choice: Choice) -> PlanUpdate:
         if choice.goes_back:
             self._lineage = replace(
                 self._lineage,
@@ -336,7 +336,7 @@ class Reconfiguration:
         if choice.candidate is not None:
             self._decider.begin_from(choice.candidate.name)
         adopted = choice.verdict.adopted
-        return self._ordering.order(
+        return self._ordering.update(
             choice,
             self.generations,
             tuple(worker_id for member in self._members.ready for worker_id in member.worker_ids),
@@ -345,14 +345,14 @@ class Reconfiguration:
             is_from_scratch=self._lineage.is_from_scratch,
         )
 
-    def _ordered(self, deciding: Deciding, choice: Choice, order: Order) -> PlanOrdered:
+    def _ordered(self, deciding: Deciding, choice: Choice, update: PlanUpdate) -> PlanOrdered:
         recovery, action = deciding.recovery, Action(choice.decision.action)
         if recovery.cause is PlanCause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
             action = Action.RESTART_WORKER
         return PlanOrdered(
-            awaited=frozenset(worker_id for pipeline in order.plan.pipelines for worker_id in pipeline.worker_ids),
+            awaited=frozenset(worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids),
             action=action,
-            layers_moved=len({(item.layer, item.target) for item in order.transfers}),
+            layers_moved=len({(item.layer, item.target) for item in update.transfers}),
             microbatches_redone=choice.microbatches_redone,
             steps_lost=choice.steps_lost,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from oobleck.control.protocol import NOTHING, Banked, Segment
+from oobleck.control.protocol import NOTHING, PartialStep, Segment
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
@@ -90,14 +90,14 @@ class PlanAdopted:
     """For each pipeline, the generation in which its group is formed."""
     boundary: int = 0
     """Steps applied when the plan takes effect."""
-    banked: Banked = NOTHING
-    """What of the step after is banked then."""
+    partial: PartialStep = NOTHING
+    """What of the step after is committed then."""
     num_sections: int = 1
     """Into how many sections a step is cut."""
     schedules: tuple[ScheduleKind, ...] = ()
     """For each pipeline, in which order its stages work."""
     finish: int | None = None
-    """The step in flight, to be finished first; None when what is not banked of it is forgotten."""
+    """The step in flight, to be finished first; None when what is not committed of it is forgotten."""
     finished_under: int | None = None
     """The generation of the plan under which that step is finished."""
     restored: str | None = None

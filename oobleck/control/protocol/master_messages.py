@@ -23,7 +23,7 @@ from .checkpoint_messages import (
     SaveState,
     StoragePaths,
 )
-from .records import NOTHING, Banked, BankRecord, CommitRecord, Doorbell, Segment
+from .records import NOTHING, CommitRecord, PartialStep, ProbeAddress, SectionRecord, Segment
 from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "Greeting",
     "KillWorker",
     "MasterMessage",
-    "Order",
+    "PlanUpdate",
     "ProfileRequest",
     "SetUpWorker",
     "StartWorker",
@@ -120,25 +120,25 @@ class Fence(ForWorker):
     generation: int
     lost: tuple[str, ...]
     """Nodes lost since the newest plan."""
-    doorbells: tuple[Doorbell, ...] = ()
+    probe_addresses: tuple[ProbeAddress, ...] = ()
     """When given, nobody knows why no step is committed: tell what you wait for, and which of these do not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order(ForWorker):
+class PlanUpdate(ForWorker):
     """Resolve what is in flight; then adopt the plan and train on.
 
-    Resolving takes two moves, either of which may be nothing to do: `catch_up` or `catch_up_bank`, then `finish`.
+    Resolving takes two moves, either of which may be nothing to do: `catch_up` or `catch_up_section`, then `finish`.
     """
 
     generation: int
     catch_up: CommitRecord | None = None
     """A step that some survivor has applied: whoever has not applies it too, from its reduced gradients."""
-    catch_up_bank: BankRecord | None = None
-    """A section that some survivor has banked: whoever has not banks it too, from its reduced gradients."""
+    catch_up_section: SectionRecord | None = None
+    """A section that some survivor has committed: whoever has not commits it too, from its reduced gradients."""
     finish: int | None = None
     """The step to finish under the old plan: the whole pipelines complete it and the segments, all survivors
-    reduce, commit and apply it. None: what is in flight and not banked is forgotten, to be run again."""
+    reduce, commit and apply it. None: what is in flight and not committed is forgotten, to be run again."""
     segments: tuple[Segment, ...] = ()
     """All extra segments of the step to finish so far."""
     lost: tuple[str, ...] = ()
@@ -150,8 +150,8 @@ class Order(ForWorker):
     """For each pipeline of the plan, in which order its stages work."""
     boundary: int
     """Steps applied when the plan takes effect."""
-    banked: Banked = NOTHING
-    """What of the step after the boundary is banked then. The sums travel with the layers that change hands."""
+    partial: PartialStep = NOTHING
+    """What of the step after the boundary is committed then. The sums travel with the layers that change hands."""
     num_sections: int = 1
     """Into how many sections a step is cut under this plan."""
     initial: bool = False
@@ -200,7 +200,15 @@ class SetUpWorker:
 
 
 WorkerCommand = (
-    ProfileRequest | Fence | Order | FinishStep | SaveState | FindCheckpoints | ScanRequest | StepRecords | RecordsOver
+    ProfileRequest
+    | Fence
+    | PlanUpdate
+    | FinishStep
+    | SaveState
+    | FindCheckpoints
+    | ScanRequest
+    | StepRecords
+    | RecordsOver
 )
 """What the master says to one worker, through its agent."""
 

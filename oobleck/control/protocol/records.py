@@ -8,10 +8,10 @@ from oobleck.planner import WorkerId
 
 __all__ = [
     "NOTHING",
-    "BankRecord",
-    "Banked",
     "CommitRecord",
-    "Doorbell",
+    "PartialStep",
+    "ProbeAddress",
+    "SectionRecord",
     "Segment",
 ]
 
@@ -36,33 +36,33 @@ class CommitRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BankRecord:
-    """What is known of a section of a step once its gradients are banked: equal on every rank."""
+class SectionRecord:
+    """What is known of a section of a step once its gradients are committed: equal on every rank."""
 
     step: int
     generation: int
     """Of the plan under which it was run."""
     number: int
-    """Sections of the step that are banked under that plan, this one included."""
+    """Sections of the step that are committed under that plan, this one included."""
     loss: float
-    """The part of the step's loss that all its banked microbatches make."""
+    """The part of the step's loss that all its committed microbatches make."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Banked:
-    """What of a step is banked when a plan comes into force in the middle of it."""
+class PartialStep:
+    """What of a step is committed when a plan comes into force in the middle of it."""
 
     microbatches: tuple[int, ...] = ()
     """Sorted."""
     loss: float = 0.0
     """The part of the step's loss that these make."""
     generation: int = 0
-    """Of the plan under which the newest of them were run; 0 where nothing is banked."""
+    """Of the plan under which the newest of them were run; 0 where nothing is committed."""
     number: int = 0
-    """Sections of the step that were banked under that plan."""
+    """Sections of the step that were committed under that plan."""
 
 
-NOTHING = Banked()
+NOTHING = PartialStep()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doorbell:
+class ProbeAddress:
     """Where a worker can be rung at: it listens there, and says nothing."""
 
     worker_id: WorkerId

@@ -10,7 +10,7 @@ from oobleck.planner import WorkerId
 from .bases import FromWorker
 from .checkpoint_messages import CheckpointsFound, ReplicaDigests, RestoreFailed, StateNotSaved, StateSaved
 from .ends import Raised
-from .records import BankRecord, CommitRecord, Doorbell
+from .records import CommitRecord, ProbeAddress, SectionRecord
 from .shard_messages import RecordsFailed, ScanAnswer
 
 __all__ = [
@@ -45,7 +45,7 @@ class WorkerReady(FromWorker):
     parameters: int
     """Number of the model's parameters, tied ones counted once."""
     torch_version: str
-    doorbell: Doorbell | None = None
+    probe_address: ProbeAddress | None = None
     """Where others can try whether they reach it."""
     saves: bool = False
     """Whether it has a place to save its state in, and to restore it from."""
@@ -113,10 +113,10 @@ class Status(FromWorker):
     """Microbatches of the step in flight that this worker has taken backward."""
     broken: bool
     """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
-    banked: BankRecord | None = None
-    """The newest section of the step in flight that it has banked under the plan that it has adopted."""
-    bank_reduced: int | None = None
-    """The number of the section after, if this worker holds its fully reduced gradients and has not banked them."""
+    partial: SectionRecord | None = None
+    """The newest section of the step in flight that it has committed under the plan that it has adopted."""
+    section_reduced: int | None = None
+    """The number of the section after, if this worker holds its fully reduced gradients and has not committed them."""
     waits_for: tuple[WorkerId, ...] = ()
     """The workers whose part it waits for; none while it computes. This and what follows only on request."""
     unreachable: tuple[WorkerId, ...] = ()

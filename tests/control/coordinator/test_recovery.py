@@ -82,7 +82,7 @@ RESUMED = Resumed(device=0, generation=GENERATION, transfer_s=0.0, received_byte
 ORDERED = PlanOrdered(
     awaited=frozenset(ALL), action=Action.REINSTANTIATE, layers_moved=0, microbatches_redone=0, steps_lost=0
 )
-FENCE = Fence(device=0, generation=GENERATION, lost=(), doorbells=())
+FENCE = Fence(device=0, generation=GENERATION, lost=(), probe_addresses=())
 PLAIN = Recovery(
     began_s=99.0,
     detect_s=0.5,
@@ -277,12 +277,12 @@ def test_silent_nodes_are_given_up_unless_most_are_silent():
 def test_doorbells_are_rung_only_where_nobody_knows_why_nothing_moves(cause: PlanCause):
     for num_regroups in (1, 2):
         begun = replace(
-            BEGUN, cause=cause, num_regroups=num_regroups, fence=replace(FENCE, doorbells=("unix:/a", "unix:/b"))
+            BEGUN, cause=cause, num_regroups=num_regroups, fence=replace(FENCE, probe_addresses=("unix:/a", "unix:/b"))
         )
         _, effects = step(Training(generation=1), begun, 100.0)
         (fence,) = (effect.message for effect in effects if isinstance(effect, SendAll))
         assert isinstance(fence, Fence)
-        assert bool(fence.doorbells) == (cause is PlanCause.HANG or num_regroups > 1)
+        assert bool(fence.probe_addresses) == (cause is PlanCause.HANG or num_regroups > 1)
 
 
 class Walk(RuleBasedStateMachine):
