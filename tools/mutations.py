@@ -3,7 +3,7 @@
     python tools/mutations.py                  all of them, about ten minutes on two cores
     python tools/mutations.py stale_answers    some of them
     python tools/mutations.py --end-to-end     those of what workers do that real workers are tried with, too
-    python tools/mutations.py --table          the table of docs/cluster_gear.md
+    python tools/mutations.py --table          the table of docs/cluster_mode.md
 
 Every mutation is applied to a copy of the package, and the property is run there: unchanged code passes it (the tests
 see to that), so a failure is the mutation's. Exits with 1 if one is not caught.
@@ -85,41 +85,41 @@ MUTATIONS = (
         file="oobleck/sim/cluster/worker.py",
         old="        said = yield from self._groups.sum(key, sequence, step)\n        yield from",
         new=(
-            "        banked = self._follower.bank.microbatches\n"
-            "        said = tuple(each for each in range(self._job.num_microbatches) if each not in banked)\n"
+            "        partial = self._follower.partial_commit.microbatches\n"
+            "        said = tuple(each for each in range(self._job.num_microbatches) if each not in partial)\n"
             "        yield from"
         ),
         caught_by=KILLS,
     ),
     Mutation(
-        name="unfenced_bank",
-        what="a section of a step is banked after an answer said that it is not",
+        name="unfenced_section",
+        what="a section of a step is committed after an answer said that it is not",
         file="oobleck/control/commit/commit_state.py",
-        old="            self._check_fence()\n            self._bank(record)",
-        new="            self._bank(record)",
+        old="            self._check_fence()\n            self._commit_section(record)",
+        new="            self._commit_section(record)",
         caught_by=ANSWERS,
     ),
     Mutation(
-        name="bank_left_behind",
-        what="who holds the sums of a section that others have banked is not told to bank it",
+        name="section_left_behind",
+        what="who holds the sums of a section that others have committed is not told to commit it",
         file="oobleck/control/commit/generations.py",
-        old="_record(verdict, banked) if verdict.is_bank_behind else None",
+        old="_record(verdict, partial) if verdict.is_section_behind else None",
         new="None",
         caught_by=SECTIONS,
     ),
     Mutation(
-        name="banked_twice",
-        what="what is banked of a step is dealt out again with a plan in the middle of it",
+        name="committed_twice",
+        what="what is committed of a step is dealt out again with a plan in the middle of it",
         file="oobleck/control/commit/sections.py",
-        old="    gone = frozenset(banked)\n",
+        old="    gone = frozenset(partial)\n",
         new="    gone = frozenset(())\n",
         caught_by=SECTIONS,
     ),
     Mutation(
         name="behind_but_trusted",
-        what="layers are read from workers that missed a section which others have banked",
+        what="layers are read from workers that missed a section which others have committed",
         file="oobleck/control/commit/judgement.py",
-        old="    missed = {key for key in alike if banks[key] != bank and key not in behind_bank}\n",
+        old="    missed = {key for key in alike if sections[key] != section and key not in behind_section}\n",
         new="    missed = set()\n",
         caught_by="tests/control/commit/test_judgement.py::test_who_missed_a_section_holds_nothing",
     ),
@@ -273,8 +273,8 @@ MUTATIONS = (
         name="adopted_first",
         what="a plan is adopted before its layers are there",
         file=FOLLOWER,
-        old="        yield Exchange(order, moving)\n",
-        new="        self._standing.adopt(order, tuple(layers))\n        yield Exchange(order, moving)\n",
+        old="        yield Exchange(update, moving)\n",
+        new="        self._commit_state.adopt(update, tuple(layers))\n        yield Exchange(update, moving)\n",
         caught_by=KILLS,
     ),
     Mutation(
@@ -287,19 +287,19 @@ MUTATIONS = (
     ),
     Mutation(
         name="section_kept_back",
-        what="a section that was not banked is not given back",
+        what="a section that was not committed is not given back",
         file="oobleck/control/commit/partial_commit.py",
         old="            yield GiveBack(section.number)\n",
         new="",
         caught_by=SECTIONS,
-        end_to_end="tests/e2e/test_sections.py::test_what_is_banked_is_not_run_again_by_a_plan_within_the_step",
+        end_to_end="tests/e2e/test_sections.py::test_what_is_committed_is_not_run_again_by_a_plan_within_the_step",
     ),
     Mutation(
         name="no_catching_up",
         what="a worker does not apply the step that it is ordered to catch up with",
         file=FOLLOWER,
-        old="        if order.catch_up is not None and self._commit_state.catch_up(order.catch_up):\n",
-        new="        if False and order.catch_up is not None:\n",
+        old="        if update.catch_up is not None and self._commit_state.catch_up(update.catch_up):\n",
+        new="        if False and update.catch_up is not None:\n",
         caught_by=KILLS,
     ),
     Mutation(
@@ -323,8 +323,8 @@ MUTATIONS = (
         name="never_finished",
         what="a step that is ordered to be finished is left out",
         file=FOLLOWER,
-        old="        elif self._commit_state.applied == order.finish - 1:\n",
-        new="        elif self._commit_state.applied == order.finish:\n",
+        old="        elif self._commit_state.applied == update.finish - 1:\n",
+        new="        elif self._commit_state.applied == update.finish:\n",
         caught_by=KILLS,
         end_to_end="tests/e2e/test_losses.py::test_killed_nodes_cost_no_step_and_change_no_loss",
     ),
@@ -332,7 +332,7 @@ MUTATIONS = (
         name="evaluated_within_a_step",
         what="a plan in the middle of a step begins with an evaluation",
         file=FOLLOWER,
-        old="        if not self.bank.before:  # else",
+        old="        if not self.partial_commit.before:  # else",
         new="        if True:  # else",
         caught_by=SECTIONS,
     ),

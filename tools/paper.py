@@ -190,7 +190,7 @@ _FINDINGS = (
 _OURS_WORDS = (
     "Share of the zero-overhead ideal (the system's own throughput for the nodes there at every moment): under the",
     "original's rules on the published throughputs, and as our coordinator and planner decide on profiles estimated",
-    "for the same models on A40s (the sweep gear of `oobleck sim`).",
+    "for the same models on A40s (the sweep mode of `oobleck sim`).",
 )
 _TABLE_WORDS = (
     "One failure in ten minutes by rules alone, on the published throughputs: a recovery stops training for 0.3 s, and",
@@ -201,7 +201,7 @@ _TABLE_WORDS = (
     "- *always finished* by the whole pipelines, it costs 1 / (P - 1) of a step with P pipelines;",
     "- *finished or run again* by all survivors, whichever is done first, it costs no more than what is done of it;",
     "- *in sections*, as it is by default where it takes long: at the end of each section of about 8 s gradients are",
-    "  reduced beside the computation and banked by all their owners, so a loss costs what was begun since. The",
+    "  reduced beside the computation and committed by all their owners, so a loss costs what was begun since. The",
     "  reductions of the 6.7B model (1.7 GB a node, 0.14 s at 100 Gb/s) run beside the computation; filling the",
     "  pipelines anew is counted.",
     "",
@@ -257,14 +257,14 @@ def _lost_share(step: Step, model: str, done: float) -> float:
     """Return what a loss costs of the step in flight, when this share of it is done.
 
     Finishing makes the whole pipelines take the broken one's share on top of their own. All wait for that, so it costs
-    1 / (P - 1) of a step, whenever the loss comes. Running it again costs what is done. What is banked is spared both.
+    1 / (P - 1) of a step, whenever the loss comes. Running it again costs what is done. Committed sections cost none.
     """
     num_pipelines = _PIPELINES[model]
-    banked = _banked_share(model, done) if step is Step.SECTIONS else 0.0
-    finishing = (1 - banked) / (num_pipelines - 1)
+    committed = _committed_share(model, done) if step is Step.SECTIONS else 0.0
+    finishing = (1 - committed) / (num_pipelines - 1)
     if step is Step.FINISHED:
         return finishing
-    return min(done - banked * (1 - _fill_share(model)), finishing)
+    return min(done - committed * (1 - _fill_share(model)), finishing)
 
 
 def _fill_share(model: str) -> float:
@@ -274,8 +274,8 @@ def _fill_share(model: str) -> float:
     return (stages - 1) / (microbatches + stages - 1)
 
 
-def _banked_share(model: str, done: float) -> float:
-    """The share of a step's microbatches that is banked: whole sections, which are through the pipelines."""
+def _committed_share(model: str, done: float) -> float:
+    """The share of a step's microbatches that is committed: whole sections, which are through the pipelines."""
     fill = _fill_share(model)
     sections = max(1, min(_MOST_SECTIONS, int(_usual_step_s(model) / _SECTION_S)))
     return max(0.0, min(sections - 1, (done - fill) / (1 - fill) * sections // 1)) / sections

@@ -27,9 +27,9 @@ from oobleck.control.protocol import (
     KillWorker,
     Leaving,
     MasterMessage,
-    Order,
     Pace,
     PersistState,
+    PlanUpdate,
     ProfileRequest,
     RecordsOver,
     RemoveUnfinished,
@@ -286,7 +286,7 @@ class Agent:
             case KillWorker(device=device):
                 if device in self._workers:
                     self._workers[device].handle.kill()
-            case Order(device=device, generation=generation):
+            case PlanUpdate(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)
             case (

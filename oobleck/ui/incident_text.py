@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oobleck.control.journal import Finding, Incident
 
-from .words import bytes_text, duration_text, one_line, seconds_text
+from .formatting import bytes_text, duration_text, one_line, seconds_text
 
 __all__ = ["incident_lines", "incident_news"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, RecordsDealt, StepDone, level_of
 
-from .words import count_text, duration_text, one_line, seconds_text
+from .formatting import count_text, duration_text, one_line, seconds_text
 
 __all__ = ["LineFormatter"]
 

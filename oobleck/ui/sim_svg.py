@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from math import ceil, floor, log10
 from xml.sax.saxutils import escape
 
+from .formatting import duration_text, percent_text
 from .run_panels import ACTIVITIES, Band, RunPanel
-from .words import duration_text, percent_text
 
 __all__ = ["sim_svg"]
 

@@ -8,8 +8,8 @@ from xml.sax.saxutils import escape
 
 from oobleck.schedule import Instruction, Op, Span, Timeline
 
+from .formatting import percent_text, seconds_text
 from .timeline import PASS_WORDS
-from .words import percent_text, seconds_text
 
 __all__ = ["Figure", "timeline_svg"]
 

@@ -23,11 +23,11 @@ from oobleck.control.journal.entries import Cause, JournalEntry
 from oobleck.control.protocol.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
-    Doorbell,
     Heartbeat,
     Hello,
     MasterMessage,
-    Order,
+    PlanUpdate,
+    ProbeAddress,
     Resumed,
     Status,
     StepCommitted,
@@ -144,7 +144,9 @@ class Bench:
             self.up(spec.name)
             for device in range(spec.num_devices):
                 worker_id = WorkerId(node=spec.name, device=device)
-                self.say(spec.name, ready(device, doorbell=Doorbell(worker_id=worker_id, host="10.0.0.1", port=9)))
+                self.say(
+                    spec.name, ready(device, probe_address=ProbeAddress(worker_id=worker_id, host="10.0.0.1", port=9))
+                )
         self.feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
 
     def commit(self, node: str, step: int, **fields) -> list[Command]:
@@ -181,8 +183,8 @@ class Bench:
         return max(getattr(message, "generation", 0) for message in self.messages(self.commands))
 
     @property
-    def orders(self) -> list[Order]:
-        return [message for message in self.messages(self.commands) if isinstance(message, Order)]
+    def updates(self) -> list[PlanUpdate]:
+        return [message for message in self.messages(self.commands) if isinstance(message, PlanUpdate)]
 
     @property
     def ended(self) -> End | None:

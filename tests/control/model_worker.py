@@ -38,11 +38,11 @@ class SteppedPrograms(Programs):
         try:
             for instruction in schedule.programs[seat.stage]:
                 assert instruction.microbatch is not None
-                if instruction.op is Op.BANK:
-                    yield from self.carry_out(self.bank.begin(work.step))
+                if instruction.op is Op.COMMIT_SECTION:
+                    yield from self.carry_out(self.partial_commit.begin(work.step))
                 else:
                     yield from self._instruct(instruction, program.microbatches[instruction.microbatch], work, seat)
-                    yield from self.carry_out(self.bank.look())
+                    yield from self.carry_out(self.partial_commit.look())
         except (Interrupted, PeerLost):
             self.spoiled.add(seat.lane_key)
             raise

@@ -123,23 +123,23 @@ def test_a_run_begins_when_all_have_told_what_they_see() -> None:
     bench = started()
     assert bench.coordinator.phase is Phase.PREPARING
     tell(bench, nodes=("n0",))
-    assert bench.orders == []
+    assert bench.updates == []
     tell(bench, nodes=("n1",))
-    assert {order.initial for order in bench.orders} == {True}
+    assert {update.initial for update in bench.updates} == {True}
 
 
 def test_workers_that_cannot_save_are_not_asked() -> None:
     bench = Bench(SHAPE)
     bench.prepare()
     assert not [message for message in bench.messages(bench.commands) if isinstance(message, FindCheckpoints)]
-    assert len(bench.orders) == 2
+    assert len(bench.updates) == 2
 
 
 def test_a_run_goes_on_from_the_newest_state() -> None:
     bench = training(None, state(10, run=OLD), state(20, run=OLD), state(30, run=OLD, layers=(0, 1)))
-    for order in bench.orders:
-        assert order.restore is not None
-        assert (order.restore.name, order.boundary, order.initial, order.transfers) == (
+    for update in bench.updates:
+        assert update.restore is not None
+        assert (update.restore.name, update.boundary, update.initial, update.transfers) == (
             checkpoint_name(OLD, step=20, generation=1),
             20,
             False,
@@ -155,18 +155,18 @@ def test_what_one_node_alone_sees_is_sent_to_the_other() -> None:
     request = bench.messages(bench.commands, "n0")[-1].request
     for node, found in (("n0", (state(10, run=OLD),)), ("n1", ())):
         bench.say(node, CheckpointsFound(device=0, request=request, found=found, problems=(), unfinished=()))
-    sent = bench.orders[0].transfers
+    sent = bench.updates[0].transfers
     assert {item.layer for item in sent} == set(LAYERS)
     assert {(item.source.node, item.target.node) for item in sent} == {("n0", "n1")}
 
 
 def test_without_anything_to_go_on_from_a_run_begins_with_the_seed() -> None:
-    assert all(order.initial for order in training().orders)
+    assert all(update.initial for update in training().updates)
 
 
 def test_a_finished_run_is_said_to_be_and_nothing_is_done() -> None:
     bench = training(None, state(100, run=OLD))
-    assert bench.orders == []
+    assert bench.updates == []
     assert bench.ended is not None
     assert (bench.ended.exit_code, bench.ended.reason[:16]) == (0, "finished before:")
     assert not [message for message in bench.messages(bench.commands) if isinstance(message, RemoveUnfinished)]
@@ -175,7 +175,7 @@ def test_a_finished_run_is_said_to_be_and_nothing_is_done() -> None:
 def test_more_steps_go_on_from_a_finished_run_and_keep_its_checkpoint() -> None:
     bench = started(CheckpointSpec(save_steps=5, save_total_limit=1))
     tell(bench, state(40, run=OLD), state(50, run=OLD, at=50, is_final=True))
-    assert {order.boundary for order in bench.orders} == {50}
+    assert {update.boundary for update in bench.updates} == {50}
     save(bench, 55, until="written")
     (commit,) = commits(bench)
     assert commit.remove == (state(40, run=OLD).name,)
@@ -218,7 +218,7 @@ def test_another_model_under_the_same_tag_is_refused() -> None:
         assert word in bench.ended.reason
     bench = started(resume="never")
     tell(bench, misfits=("/c/step-1: of another model",))
-    assert all(order.initial for order in bench.orders)
+    assert all(update.initial for update in bench.updates)
 
 
 def test_a_finished_model_that_only_memory_has_is_written() -> None:
@@ -315,7 +315,7 @@ def test_what_is_on_disk_of_a_save_that_failed_is_removed() -> None:
 
 
 def test_who_wants_to_start_anew_does() -> None:
-    assert all(order.initial for order in training(None, state(20), resume="never").orders)
+    assert all(update.initial for update in training(None, state(20), resume="never").updates)
 
 
 def test_a_place_without_a_checkpoint_ends_the_run() -> None:
@@ -432,7 +432,7 @@ def lost_state(*found: FoundState) -> Bench:
     tell(bench, nodes=("n0", "n1", "n2", "n3"))
     for step in range(1, 8):
         bench.commit("n0", step)
-    plan = bench.orders[0].plan
+    plan = bench.updates[0].plan
     for worker_id in plan.owners_of(0):
         bench.fail(worker_id.node)
     for node in survivors(bench):
@@ -442,19 +442,19 @@ def lost_state(*found: FoundState) -> Bench:
 
 
 def survivors(bench: Bench) -> tuple[str, ...]:
-    return tuple(sorted(worker_id.node for worker_id in bench.orders[0].plan.owners_of(3)))
+    return tuple(sorted(worker_id.node for worker_id in bench.updates[0].plan.owners_of(3)))
 
 
 def test_a_layer_without_a_copy_goes_back_to_the_newest_checkpoint_of_this_run() -> None:
     bench = lost_state()
     tell(bench, state(5, at=3), state(9, run=OLD, at=9), nodes=survivors(bench))
-    order = bench.orders[-1]
-    assert order.restore is not None
-    assert (order.restore.name, order.boundary) == (state(5).name, 5)
+    update = bench.updates[-1]
+    assert update.restore is not None
+    assert (update.restore.name, update.boundary) == (state(5).name, 5)
     assert bench.journal(PlanAdopted)[-1].action is Action.CHECKPOINT
-    left = tuple(sorted(worker_id.node for worker_id in order.plan.worker_ids))
+    left = tuple(sorted(worker_id.node for worker_id in update.plan.worker_ids))
     assert not bench.commit(left[0], 8, generation=1), "what was begun before counts for nothing"
-    assert bench.commit(left[0], 6, generation=order.generation)
+    assert bench.commit(left[0], 6, generation=update.generation)
     bench.resume(*left)
     assert bench.journal(RecoveryDone)[-1].steps_lost == 2
 
@@ -475,9 +475,9 @@ def test_a_broken_checkpoint_gives_way_to_the_one_before() -> None:
         bench.answer(node)
     bench.wait(0.02)
     tell(bench, state(10, run=OLD), state(20, run=OLD))
-    order = bench.orders[-1]
-    assert order.restore is not None
-    assert (order.generation, order.boundary) == (2, 10)
+    update = bench.updates[-1]
+    assert update.restore is not None
+    assert (update.generation, update.boundary) == (2, 10)
 
 
 def test_a_copy_that_differs_is_replaced_by_the_others() -> None:
@@ -492,10 +492,10 @@ def test_a_copy_that_differs_is_replaced_by_the_others() -> None:
     for node in ("n0", "n1", "n2"):
         bench.answer(node, applied=1, adopted=1, layers=LAYERS)
     bench.wait(0.02)
-    order = bench.orders[-1]
-    assert order.generation == 2
-    assert {(item.layer, item.target) for item in order.transfers} == {(2, WorkerId(node="n1", device=0))}
-    assert {item.source.node for item in order.transfers} == {"n0", "n2"}
+    update = bench.updates[-1]
+    assert update.generation == 2
+    assert {(item.layer, item.target) for item in update.transfers} == {(2, WorkerId(node="n1", device=0))}
+    assert {item.source.node for item in update.transfers} == {"n0", "n2"}
 
 
 def test_a_state_in_parts_is_complete_when_all_parts_of_all_layers_are() -> None:

@@ -11,7 +11,7 @@ from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.effects import Effects
 from oobleck.control.events.inputs import Record
 from oobleck.control.journal.entries import Cause, Evaluated, NodeLost, PlanAdopted, RecoveryStarted
-from oobleck.control.protocol.messages import Evaluating, EvaluationDone, Order
+from oobleck.control.protocol.messages import Evaluating, EvaluationDone, PlanUpdate
 from tests.control.bench import Bench, record
 from tests.control.model import Shape
 
@@ -69,7 +69,7 @@ def test_words_about_a_device_that_a_node_does_not_have_cost_it():
     assert [entry.node for entry in bench.journal(NodeLost)] == ["n1"]
 
 
-def plan_after_a_loss(bench: Bench, applied: int) -> Order:
+def plan_after_a_loss(bench: Bench, applied: int) -> PlanUpdate:
     """What is ordered once n2 is lost and the others have told that this step is their last."""
     bench.commit("n0", applied)
     bench.fail("n2")
@@ -77,14 +77,14 @@ def plan_after_a_loss(bench: Bench, applied: int) -> Order:
     for node in ("n0", "n1"):
         bench.answer(node, adopted=1, applied=applied, last_record=record(applied), layers=(0, 1, 2, 3))
     bench.wait(0.1)
-    return bench.orders[-1]
+    return bench.updates[-1]
 
 
 @pytest.mark.parametrize(("applied", "finish"), [(1, 2), (2, None), (3, 4)])
 def test_a_plan_takes_effect_where_an_evaluation_was_broken_off(applied: int, finish: int | None):
     """It begins with the evaluation there; a step that follows no evaluation is finished as ever."""
-    order = plan_after_a_loss(training(eval_steps=2), applied)
-    assert (order.finish, order.boundary) == (finish, finish or applied)
+    update = plan_after_a_loss(training(eval_steps=2), applied)
+    assert (update.finish, update.boundary) == (finish, finish or applied)
 
 
 def test_an_evaluation_that_is_told_is_not_made_again():

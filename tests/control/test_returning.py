@@ -74,18 +74,18 @@ def test_a_run_without_workers_waits_for_them_and_begins_again_where_nothing_is_
     assert bench.ended is None
     assert bench.coordinator.phase is Phase.FENCING
     assert [Send(node=node, message=StartWorker(device=0)) in bench.commands for node in NODES] == [True] * 3
-    orders = len(bench.orders)
+    updates = len(bench.updates)
     come_back(bench, "n0")
     bench.answer("n0")
     bench.wait(0.01)
-    assert len(bench.orders) == orders, "the others are waited for"
+    assert len(bench.updates) == updates, "the others are waited for"
     come_back(bench, "n1", "n2")
     for node in NODES:
         bench.answer(node)
     bench.wait(0.01)
-    (order, *_) = new = bench.orders[orders:]
+    (update, *_) = new = bench.updates[updates:]
     assert len(new) == 3
-    assert (order.initial, order.boundary, order.restore, order.finish) == (True, 0, None, None)
+    assert (update.initial, update.boundary, update.restore, update.finish) == (True, 0, None, None)
     plan = bench.journal(PlanAdopted)[-1]
     assert (plan.action, plan.restored, plan.restored_step) == (Action.BEGIN_AGAIN, None, 0)
     assert any(
@@ -103,7 +103,7 @@ def test_before_the_first_step_nothing_is_lost_by_that():
     bench = training()
     crash(bench, *NODES)
     again(bench, *NODES)
-    assert (len(bench.orders), bench.orders[-1].initial) == (6, True)
+    assert (len(bench.updates), bench.updates[-1].initial) == (6, True)
     assert bench.journal(PlanAdopted)[-1].restored_step is None
 
 
@@ -137,7 +137,7 @@ def test_workers_that_end_before_the_last_step_is_saved_run_it_again():
         found = (test_checkpoints.state(95, in_memory=True),)
         bench.say(node, CheckpointsFound(device=0, request=request, found=found, problems=(), unfinished=()))
     assert bench.ended is None
-    assert bench.orders[-1].boundary == 95
+    assert bench.updates[-1].boundary == 95
 
 
 def test_where_some_layers_have_no_copy_left_the_others_wait_for_their_workers_too():
@@ -153,7 +153,7 @@ def test_where_some_layers_have_no_copy_left_the_others_wait_for_their_workers_t
     for node in first:
         bench.answer(node)
     bench.wait(0.01)
-    assert {order.initial for order in bench.orders[4:]} == {True}
+    assert {update.initial for update in bench.updates[4:]} == {True}
     assert bench.journal(PlanAdopted)[-1].restored_step == 0
 
 
@@ -185,7 +185,7 @@ def test_those_who_came_back_go_on_without_who_does_not():
     again(bench, "n0", "n1")
     bench.beat_until(bench.job.control.start_timeout_s + 1.0, *NODES)
     assert bench.ended is None
-    assert bench.orders[-1].plan.nodes == ("n0", "n1")
+    assert bench.updates[-1].plan.nodes == ("n0", "n1")
 
 
 def test_the_loss_of_the_last_node_that_was_waited_for_is_not_waited_for():
@@ -193,9 +193,9 @@ def test_the_loss_of_the_last_node_that_was_waited_for_is_not_waited_for():
     bench.commit("n0", 1)
     crash(bench, *NODES)
     again(bench, "n0", "n1")
-    orders = len(bench.orders)
+    updates = len(bench.updates)
     bench.fail("n2")
-    assert len(bench.orders) == orders + 2
+    assert len(bench.updates) == updates + 2
 
 
 def skip(bench: Bench, seconds: float) -> None:
@@ -278,7 +278,7 @@ def test_a_worker_that_is_killed_before_training_is_started_again(is_known: bool
         assert len(requests) == 2, "another one measures"
     bench.feed(ProfileFound(profile_json=profile_to_json(bench.shape.profile)))
     assert bench.journal(NodeLost) == bench.journal(RecoveryStarted) == []
-    assert len(bench.orders) == len(bench.nodes)
+    assert len(bench.updates) == len(bench.nodes)
 
 
 def test_what_a_killed_worker_was_asked_of_checkpoints_all_are_asked_again():
@@ -287,7 +287,7 @@ def test_what_a_killed_worker_was_asked_of_checkpoints_all_are_asked_again():
     crash(bench, "n1")
     come_back(bench, "n1", saves=True)
     test_checkpoints.tell(bench, nodes=("n0", "n1"))
-    assert len(bench.orders) == 2
+    assert len(bench.updates) == 2
 
 
 def test_a_worker_that_fails_before_training_ends_the_start():

@@ -200,6 +200,6 @@ def test_a_long_storm_changes_no_loss(runner: Runner, endless_reference: Referen
 def test_a_storm_over_steps_in_sections_changes_no_loss(
     runner: Runner, endless_reference: Reference, seed: int
 ) -> None:
-    """As many sections as the microbatches allow: faults find some banked, some under way."""
+    """As many sections as the microbatches allow: faults find some committed, some under way."""
     ride_out(runner, endless_reference, "reductions_per_step=4", seed=100 + seed, faults=20, steps=200)
     assert max(entry["num_sections"] for entry in runner.journal() if entry["@type"] == "PlanAdopted") > 1

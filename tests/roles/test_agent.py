@@ -20,7 +20,7 @@ from oobleck.control.protocol.messages import (
     Heartbeat,
     Hello,
     Leaving,
-    Order,
+    PlanUpdate,
     StartWorker,
     Status,
     StepCommitted,
@@ -173,7 +173,7 @@ async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
         for _ in range(2):
             await hear(link, WorkerStarted)
         layout = plan(("n0", "n1"))
-        order = Order(
+        update = PlanUpdate(
             device=1,
             generation=4,
             plan=layout,
@@ -182,10 +182,10 @@ async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
             boundary=0,
         )
         fence = Fence(device=1, generation=4, lost=())
-        await link.master.send([fence, order, FinishStep(device=1), FinishStep(device=7)])
+        await link.master.send([fence, update, FinishStep(device=1), FinishStep(device=7)])
         other = await desk.host.worker(1)
         await other.hears(FinishStep)
-        assert other.told == [fence, order, FinishStep(device=1)]
+        assert other.told == [fence, update, FinishStep(device=1)]
         assert (await desk.host.worker(0)).told == []
 
 
@@ -194,7 +194,7 @@ async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
         await hear(link, WorkerStarted)
-        order = Order(
+        update = PlanUpdate(
             device=0,
             generation=4,
             plan=plan(("n0", "n1")),
@@ -202,8 +202,8 @@ async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_
             schedules=(ScheduleKind.ONE_F_ONE_B,),
             boundary=0,
         )
-        await link.master.send([order])
-        await (await desk.host.worker()).hears(Order)
+        await link.master.send([update])
+        await (await desk.host.worker()).hears(PlanUpdate)
         link.cut()
         again = Link()
         desk._post.send_nowait(again)

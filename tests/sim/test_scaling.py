@@ -1,4 +1,4 @@
-"""On how many nodes to train, played through: in the sweep gear, and with the real master and agents."""
+"""On how many nodes to train, played through: in the sweep mode, and with the real master and agents."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def swept(*events: TraceEvent) -> list[NodeLost]:
 
 
 @pytest.mark.parametrize("stall_s", STALLS_S)
-def test_the_sweep_gear_loses_nobody_by_a_silence_of_most(stall_s: float):
+def test_the_sweep_mode_loses_nobody_by_a_silence_of_most(stall_s: float):
     at_s = 100.0
     assert swept(MasterFrozen(t_s=at_s, frozen_s=stall_s)) == []
     assert swept(Partitioned(t_s=at_s, nodes=NODES), Healed(t_s=at_s + stall_s)) == []
@@ -166,5 +166,5 @@ def test_the_sweep_gear_loses_nobody_by_a_silence_of_most(stall_s: float):
     assert swept(*frozen, *(Thawed(t_s=at_s + stall_s, node=node) for node in NODES)) == []
 
 
-def test_the_sweep_gear_loses_a_node_whose_agent_is_stopped_for_longer_than_its_lease():
+def test_the_sweep_mode_loses_a_node_whose_agent_is_stopped_for_longer_than_its_lease():
     assert [lost.node for lost in swept(AgentFrozen(t_s=100.0, node="n1", frozen_s=30.0))] == ["n1"]

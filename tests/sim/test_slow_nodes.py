@@ -1,4 +1,4 @@
-"""Nodes that become slow, in both gears: they get less to do, rest, and get another chance."""
+"""Nodes that become slow, in both modes: they get less to do, rest, and get another chance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oobleck.sim.cluster.run import ClusterRun
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
 from oobleck.sim.trace.trace import Lost, MasterCrashed, Slowed, Trace, TraceEvent
-from tests.sim.test_gears import plans
+from tests.sim.test_modes import plans
 from tests.sim.virtual import Setting
 
 LONG = Setting(slowness=5.0, duration_s=300.0)
@@ -30,7 +30,7 @@ WELL = Slowed(t_s=40.0, node="n1", factor=1.0)
 
 
 def run(*events: TraceEvent, setting: Setting = LONG) -> ClusterRun:
-    """A run in the cluster gear."""
+    """A run in the cluster mode."""
     played = replace(setting, events=events).run()
     assert played.end.exit_code == 0, played.end.reason
     assert (played.summary.steps_lost, played.summary.samples_repeated, played.summary.samples_missing) == (0, 0, 0)
@@ -38,7 +38,7 @@ def run(*events: TraceEvent, setting: Setting = LONG) -> ClusterRun:
 
 
 def play(*events: TraceEvent, setting: Setting = LONG, duration_s: float = LONG.duration_s) -> tuple[JournalEntry, ...]:
-    """The same in the sweep gear."""
+    """The same in the sweep mode."""
     settings = SweepSettings(
         profile=setting.profile,
         global_batch_size=setting.job.global_batch_size,
@@ -113,7 +113,7 @@ def test_a_slow_down_that_passes_costs_what_it_takes_to_find_out_and_to_rest():
 
 @pytest.mark.parametrize("layers_per_device", [4, 2])
 @pytest.mark.parametrize("events", [(SLOW,), (SLOW, WELL)])
-def test_both_gears_plan_alike_for_slow_nodes(layers_per_device: int, events: tuple[TraceEvent, ...]):
+def test_both_modes_plan_alike_for_slow_nodes(layers_per_device: int, events: tuple[TraceEvent, ...]):
     setting = replace(LONG, layers_per_device=layers_per_device)
     played, journal = run(*events, setting=setting).entries, play(*events, setting=setting)
     assert plans(journal) == plans(played)

@@ -26,7 +26,7 @@ from oobleck.control.protocol import (
     Configure,
     Heartbeat,
     MasterMessage,
-    Order,
+    PlanUpdate,
     Segment,
     Status,
     StorePut,
@@ -87,7 +87,7 @@ PLAN = ExecutionPlan(
     ),
     spares=("node1",),
 )
-ORDER = Order(
+ORDER = PlanUpdate(
     device=0,
     generation=2,
     catch_up=RECORD,
@@ -401,7 +401,9 @@ def test_errors_name_what_is_wrong(body, problem):
 def test_errors_name_the_place_within():
     raw = raw_of(ORDER)
     raw["plan"]["pipelines"][0]["template"]["stages"][0]["first_layer"] = 4
-    with pytest.raises(PeerError, match=r"^Order\.plan\.pipelines\[0\]\.template\.stages\[0\]: stage has 0 layers"):
+    with pytest.raises(
+        PeerError, match=r"^PlanUpdate\.plan\.pipelines\[0\]\.template\.stages\[0\]: stage has 0 layers"
+    ):
         FrameDecoder(MasterMessage).feed(frame_of(raw))
     raw = raw_of(CONFIGURE)
     raw["job"]["model"]["config"]["n_layer"] = [1]

@@ -1,4 +1,4 @@
-"""The nodes of `control_plane.py`: real agents behind real sockets, in one process, with stand-in workers.
+"""The nodes of `control_plane.py`: real agents behind real sockets, in one process, with placeholder workers.
 
     python tools/bench/control_agents.py --nodes 256 --directory DIR --profile FILE --tag bench
 

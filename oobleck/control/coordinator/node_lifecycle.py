@@ -243,7 +243,7 @@ class NodeLifecycle:
             pid=message.pid,
             data_digest=message.data_digest,
             weights_digest=message.weights_digest,
-            doorbell=message.doorbell,
+            probe_address=message.probe_address,
             saves=message.saves,
         )
         self._effects.record(entry)

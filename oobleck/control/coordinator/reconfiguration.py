@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from oobleck.control.checkpoints import Candidate, Restoring, Saving
 from oobleck.control.commit import (
-    BANK_COPIES,
+    PARTIAL_COMMIT_COPIES,
     Generations,
     Progress,
     Verdict,
@@ -31,13 +31,13 @@ from oobleck.control.data import Sharding
 from oobleck.control.events import Effects, RunOver
 from oobleck.control.journal import Action, Cause, HangExplained, PlanAdopted, RecoveryStarted
 from oobleck.control.membership import Membership, are_most, patience_s
-from oobleck.control.protocol import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
+from oobleck.control.protocol import Fence, Pace, PeerFailed, PlanUpdate, Resumed, Status, StopAgent
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.errors import PeerError, PlanningError, Unrecoverable
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan, Profile, WorkerId
-from oobleck.schedule import BANKING_KINDS, ScheduleKind
+from oobleck.schedule import SECTIONED_KINDS, ScheduleKind
 
 from .planning import schedules_for
 from .recovery_record import RecoveryRecord
@@ -124,7 +124,7 @@ class Reconfiguration:
         """(newest step, how often all regrouped since it was committed)."""
         self.generations = Generations(max_steps=job.max_steps)
         self.is_fencing = False
-        self._fence_said = Fence(device=0, generation=0, lost=(), doorbells=())
+        self._fence_said = Fence(device=0, generation=0, lost=(), probe_addresses=())
         """The newest."""
         self.fenced_s = 0.0
         """When survivors were asked last where they stand."""
@@ -391,14 +391,18 @@ class Reconfiguration:
         survivors = self._members.ready
         lost = self.lost_for(self.generations.newest)
         ready = (worker for member in survivors for worker in member.ready.values())
-        doorbells = tuple(worker.doorbell for worker in ready if worker.doorbell) if self._is_explaining else ()
+        probe_addresses = (
+            tuple(worker.probe_address for worker in ready if worker.probe_address) if self._is_explaining else ()
+        )
         worker_ids = tuple(worker_id for member in survivors for worker_id in member.worker_ids)
         assert self._account is not None
         self._account.awaited = set(worker_ids)
         if not survivors:
             self._wait_for_anybody()
             return
-        self._fence_said = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
+        self._fence_said = Fence(
+            device=0, generation=self.generations.current, lost=lost, probe_addresses=probe_addresses
+        )
         self._effects.send_all(worker_ids, self._fence_said)
 
     def _decide_when_answered(self) -> None:
@@ -477,7 +481,7 @@ class Reconfiguration:
             self._progress.commit(record)
         self.generations.forget_before(min([said.adopted for said in statuses.values() if said.adopted], default=0))
         generations = self.generations
-        found = judge(statuses, self._progress.last_record, generations.plans, generations.bank_of)
+        found = judge(statuses, self._progress.last_record, generations.plans, generations.section_of)
         verdict = self._confirm(found, statuses)
         in_force = self.generations.in_force(verdict)
         base = self.generations.plans[in_force]
@@ -510,7 +514,7 @@ class Reconfiguration:
                 base.nodes if finish is None else lost,
                 statuses,
                 shares=generations.shares(in_force, verdict.applied + 1),
-                banked=generations.banked(verdict).microbatches,
+                partial=generations.partial(verdict).microbatches,
             )
         self._account.steps_lost += max(0, self._progress.last_step - verdict.applied)
         self._account.microbatches_redone += redone
@@ -527,8 +531,8 @@ class Reconfiguration:
             reduced=None,
             adopted=0,
             layers=(),
-            banked=None,
-            bank_reduced=None,
+            partial=None,
+            section_reduced=None,
         )
 
     def _fall_back(self, base: ExecutionPlan, error: Unrecoverable) -> None:
@@ -673,9 +677,9 @@ class Reconfiguration:
         restore = None if candidate is None else candidate.restore
         planner = self._replanning.planner
         schedules = schedules_for(self._job, planner.profile, decision.plan)
-        has_room = planner.has_room(decision.plan, gradient_copies=BANK_COPIES)
+        has_room = planner.has_room(decision.plan, gradient_copies=PARTIAL_COMMIT_COPIES)
         sections = sections_wanted(self._job, decision.plan, decision.predicted_step_s, has_room=has_room)
-        order = self.generations.order(
+        update = self.generations.plan_update(
             decision,
             verdict,
             schedules=schedules,
@@ -683,34 +687,36 @@ class Reconfiguration:
             lost=lost,
             restore=restore,
             is_from_scratch=self._is_from_scratch,
-            num_sections=sections if all(kind in BANKING_KINDS for kind in schedules) else 1,
+            num_sections=sections if all(kind in SECTIONED_KINDS for kind in schedules) else 1,
         )
         position = None if candidate is None else candidate.position
-        order = replace(order, assignment_version=self._sharding.follow(order, position=position, goes_back=goes_back))
+        update = replace(
+            update, assignment_version=self._sharding.follow(update, position=position, goes_back=goes_back)
+        )
         worker_ids = tuple(worker_id for member in self._members.ready for worker_id in member.worker_ids)
-        self._effects.send_all(worker_ids, order)
-        self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in order.plan.layers_at)
+        self._effects.send_all(worker_ids, update)
+        self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)
         self.is_fencing = False
         self.deadline_s = math.inf
         self._progress.foresee(decision.predicted_step_s)
         is_quick = self._progress.last_step > 0 and candidate is None
         self._progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s)
-        self._record_plan(decision, verdict, order, goes_back=goes_back)
-        self._saving.plan_adopted(decision.plan, boundary=order.boundary, redundant=decision.redundant)
+        self._record_plan(decision, verdict, update, goes_back=goes_back)
+        self._saving.plan_adopted(decision.plan, boundary=update.boundary, redundant=decision.redundant)
         self._scaling.plan_adopted(decision)
         self._replanning.plan_adopted(decision.plan, decision.predicted_step_s)
         if self._account is not None:
-            self._note_orders(self._account, decision, order)
+            self._note_orders(self._account, decision, update)
 
-    def _note_orders(self, recovery: RecoveryRecord, decision: Decision, order: Order) -> None:
+    def _note_orders(self, recovery: RecoveryRecord, decision: Decision, update: PlanUpdate) -> None:
         recovery.ordered_s = self._effects.now_s
         recovery.awaited = {worker_id for pipeline in decision.plan.pipelines for worker_id in pipeline.worker_ids}
         recovery.action = Action(decision.action)
         if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
             recovery.action = Action.RESTART_WORKER
-        recovery.layers_moved = len({(item.layer, item.target) for item in order.transfers})
+        recovery.layers_moved = len({(item.layer, item.target) for item in update.transfers})
 
-    def _record_plan(self, decision: Decision, verdict: Verdict, order: Order, *, goes_back: bool) -> None:
+    def _record_plan(self, decision: Decision, verdict: Verdict, update: PlanUpdate, *, goes_back: bool) -> None:
         now_s = self._effects.now_s
         self._effects.record(
             PlanAdopted(
@@ -718,20 +724,20 @@ class Reconfiguration:
                 generation=self.generations.current,
                 plan=decision.plan,
                 action=Action(decision.action),
-                reason=self._with_schedules(decision.reason, order.schedules),
+                reason=self._with_schedules(decision.reason, update.schedules),
                 predicted_step_s=decision.predicted_step_s,
                 num_layers=decision.plan.num_layers,
                 redundant=decision.redundant,
-                pipeline_generations=order.pipeline_generations,
-                boundary=order.boundary,
-                banked=order.banked,
-                num_sections=order.num_sections,
-                schedules=order.schedules,
-                finish=order.finish,
-                finished_under=None if order.finish is None else verdict.adopted,
-                restored=None if order.restore is None else order.restore.name,
-                restored_step=order.boundary if goes_back else None,
-                segments=order.segments,
+                pipeline_generations=update.pipeline_generations,
+                boundary=update.boundary,
+                partial=update.partial,
+                num_sections=update.num_sections,
+                schedules=update.schedules,
+                finish=update.finish,
+                finished_under=None if update.finish is None else verdict.adopted,
+                restored=None if update.restore is None else update.restore.name,
+                restored_step=update.boundary if goes_back else None,
+                segments=update.segments,
             )
         )
         if not decision.redundant:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from oobleck.control.commit import NOTHING_BANKED, Generations, Progress, Verdict, broken_pipelines, shares_of
+from oobleck.control.commit import NO_SECTION, Generations, Progress, Verdict, broken_pipelines, shares_of
 from oobleck.control.data import Sharding
 from oobleck.control.events import Effects
 from oobleck.control.journal import PaceChanged
@@ -155,7 +155,7 @@ class Replanning:
         """Find a plan for those who stay, and the step in flight if it is finished before.
 
         It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
-        banked, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
+        committed, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
         before the evaluation that the new plan is to begin with, nor after a hang that nobody explains, for it would
         be finished by the groups that hang. Raises PlanningError or Unrecoverable.
         """
@@ -168,27 +168,27 @@ class Replanning:
         assert verdict.adopted is not None
         rests = generations.rests(verdict.adopted, after.statuses, lost)
         finish_s = self.planner.rest_s(base, rests, slow=self.slow)
-        banked = generations.banked(verdict).microbatches
-        again_s = self._rest_s(decision, banked)
+        partial = generations.partial(verdict).microbatches
+        again_s = self._rest_s(decision, partial)
         if finish_s <= again_s + _WORTH_FORGETTING_S:
             return decision, finish
         decision = self.replan(base, self._held(after, None), lost=lost)
-        what = f"{len(banked)} of {base.num_microbatches} microbatches of step {finish} are banked, the others are"
-        again = f"{what if banked else f'step {finish} is'} run again, in {again_s:.1f} s"
+        what = f"{len(partial)} of {base.num_microbatches} microbatches of step {finish} are committed, the others are"
+        again = f"{what if partial else f'step {finish} is'} run again, in {again_s:.1f} s"
         return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
 
     def _may_finish(self, after: Aftermath) -> bool:
         """Whether the step in flight can have been begun by all, and is to be ended by the groups that began it."""
         verdict = after.verdict
-        evaluates_first = verdict.bank == NOTHING_BANKED and self._progress.owes_evaluation(verdict.applied)
+        evaluates_first = verdict.section == NO_SECTION and self._progress.owes_evaluation(verdict.applied)
         has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
         return has_records and not evaluates_first and not after.is_unexplained
 
-    def _rest_s(self, decision: Decision, banked: Collection[int]) -> float:
-        """Seconds of a step under a new plan, when these microbatches are banked."""
-        if not banked:
+    def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:
+        """Seconds of a step under a new plan, when these microbatches are committed."""
+        if not partial:
             return decision.predicted_step_s
-        rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, banked))}
+        rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, partial))}
         return self.planner.rest_s(decision.plan, rests, slow=self.slow)
 
     def _held(self, after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
@@ -221,7 +221,7 @@ class Replanning:
 
 def _is_untrained(after: Aftermath) -> bool:
     """Whether nothing is trained yet: everybody can make the initial values of any layer."""
-    return after.verdict.applied == 0 and after.verdict.bank == NOTHING_BANKED and after.is_from_scratch
+    return after.verdict.applied == 0 and after.verdict.section == NO_SECTION and after.is_from_scratch
 
 
 def _held(after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:

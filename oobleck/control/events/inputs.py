@@ -15,8 +15,8 @@ from oobleck.control.protocol import (
     Fence,
     Hello,
     MasterMessage,
-    Order,
     Pace,
+    PlanUpdate,
     RecordsOver,
     Resumed,
     Status,
@@ -163,7 +163,7 @@ class SendAll:
     """Send the same to many workers, to each for its own device."""
 
     worker_ids: tuple[WorkerId, ...]
-    message: Fence | Order | StepRecords | RecordsOver
+    message: Fence | PlanUpdate | StepRecords | RecordsOver
 
     def each(self) -> Iterator[Send]:
         """What is sent to each of them."""

@@ -10,7 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from oobleck.control.protocol import NOTHING, Banked, CommitRecord, DataPosition, Doorbell, Segment, StepRecords
+from oobleck.control.protocol import (
+    NOTHING,
+    CommitRecord,
+    DataPosition,
+    PartialStep,
+    ProbeAddress,
+    Segment,
+    StepRecords,
+)
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
@@ -167,7 +175,7 @@ class WorkerUp:
     pid: int
     data_digest: str
     """Equal on all nodes, or they would train on different text."""
-    doorbell: Doorbell | None = None
+    probe_address: ProbeAddress | None = None
     saves: bool = False
     """Whether it has a place to save its state in."""
     weights_digest: str = ""
@@ -251,14 +259,14 @@ class PlanAdopted:
     """For each pipeline, the generation in which its group is formed."""
     boundary: int = 0
     """Steps applied when the plan takes effect."""
-    banked: Banked = NOTHING
-    """What of the step after is banked then."""
+    partial: PartialStep = NOTHING
+    """What of the step after is committed then."""
     num_sections: int = 1
     """Into how many sections a step is cut."""
     schedules: tuple[ScheduleKind, ...] = ()
     """For each pipeline, in which order its stages work."""
     finish: int | None = None
-    """The step in flight, to be finished first; None when what is not banked of it is forgotten."""
+    """The step in flight, to be finished first; None when what is not committed of it is forgotten."""
     finished_under: int | None = None
     """The generation of the plan under which that step is finished."""
     restored: str | None = None

@@ -47,14 +47,11 @@ __all__ = [
     "UNSEEN_WORDS",
     "AgentMessage",
     "AgentStopped",
-    "BankRecord",
-    "Banked",
     "CheckpointCommitted",
     "CheckpointsFound",
     "CommitCheckpoint",
     "CommitRecord",
     "Configure",
-    "Doorbell",
     "Evaluating",
     "EvaluationDone",
     "Fence",
@@ -71,10 +68,12 @@ __all__ = [
     "LayersPersisted",
     "Leaving",
     "MasterMessage",
-    "Order",
     "Pace",
+    "PartialStep",
     "PeerFailed",
     "PersistState",
+    "PlanUpdate",
+    "ProbeAddress",
     "ProfileRequest",
     "Profiled",
     "RecordRun",
@@ -90,6 +89,7 @@ __all__ = [
     "ScanRange",
     "ScanRequest",
     "ScanResult",
+    "SectionRecord",
     "Segment",
     "SetUpWorker",
     "StartWorker",
@@ -184,7 +184,7 @@ class WorkerReady:
     parameters: int
     """Number of the model's parameters, tied ones counted once."""
     torch_version: str
-    doorbell: Doorbell | None = None
+    probe_address: ProbeAddress | None = None
     """Where others can try whether they reach it."""
     saves: bool = False
     """Whether it has a place to save its state in, and to restore it from."""
@@ -256,16 +256,16 @@ class CommitRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BankRecord:
-    """What is known of a section of a step once its gradients are banked: equal on every rank."""
+class SectionRecord:
+    """What is known of a section of a step once its gradients are committed: equal on every rank."""
 
     step: int
     generation: int
     """Of the plan under which it was run."""
     number: int
-    """Sections of the step that are banked under that plan, this one included."""
+    """Sections of the step that are committed under that plan, this one included."""
     loss: float
-    """The part of the step's loss that all its banked microbatches make."""
+    """The part of the step's loss that all its committed microbatches make."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,10 +319,10 @@ class Status:
     """Microbatches of the step in flight that this worker has taken backward."""
     broken: bool
     """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
-    banked: BankRecord | None = None
-    """The newest section of the step in flight that it has banked under the plan that it has adopted."""
-    bank_reduced: int | None = None
-    """The number of the section after, if this worker holds its fully reduced gradients and has not banked them."""
+    partial: SectionRecord | None = None
+    """The newest section of the step in flight that it has committed under the plan that it has adopted."""
+    section_reduced: int | None = None
+    """The number of the section after, if this worker holds its fully reduced gradients and has not committed them."""
     waits_for: tuple[WorkerId, ...] = ()
     """The workers whose part it waits for; none while it computes. This and what follows only on request."""
     unreachable: tuple[WorkerId, ...] = ()
@@ -467,7 +467,7 @@ class ProfileRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doorbell:
+class ProbeAddress:
     """Where a worker can be rung at: it listens there, and says nothing."""
 
     worker_id: WorkerId
@@ -494,7 +494,7 @@ class Fence:
     generation: int
     lost: tuple[str, ...]
     """Nodes lost since the newest plan."""
-    doorbells: tuple[Doorbell, ...] = ()
+    probe_addresses: tuple[ProbeAddress, ...] = ()
     """When given, nobody knows why no step is committed: tell what you wait for, and which of these do not answer."""
 
 
@@ -510,38 +510,38 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Banked:
-    """What of a step is banked when a plan comes into force in the middle of it."""
+class PartialStep:
+    """What of a step is committed when a plan comes into force in the middle of it."""
 
     microbatches: tuple[int, ...] = ()
     """Sorted."""
     loss: float = 0.0
     """The part of the step's loss that these make."""
     generation: int = 0
-    """Of the plan under which the newest of them were run; 0 where nothing is banked."""
+    """Of the plan under which the newest of them were run; 0 where nothing is committed."""
     number: int = 0
-    """Sections of the step that were banked under that plan."""
+    """Sections of the step that were committed under that plan."""
 
 
-NOTHING = Banked()
+NOTHING = PartialStep()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class PlanUpdate:
     """Resolve what is in flight; then adopt the plan and train on.
 
-    Resolving takes two moves, either of which may be nothing to do: `catch_up` or `catch_up_bank`, then `finish`.
+    Resolving takes two moves, either of which may be nothing to do: `catch_up` or `catch_up_section`, then `finish`.
     """
 
     device: int
     generation: int
     catch_up: CommitRecord | None = None
     """A step that some survivor has applied: whoever has not applies it too, from its reduced gradients."""
-    catch_up_bank: BankRecord | None = None
-    """A section that some survivor has banked: whoever has not banks it too, from its reduced gradients."""
+    catch_up_section: SectionRecord | None = None
+    """A section that some survivor has committed: whoever has not commits it too, from its reduced gradients."""
     finish: int | None = None
     """The step to finish under the old plan: the whole pipelines complete it and the segments, all survivors
-    reduce, commit and apply it. None: what is in flight and not banked is forgotten, to be run again."""
+    reduce, commit and apply it. None: what is in flight and not committed is forgotten, to be run again."""
     segments: tuple[Segment, ...] = ()
     """All extra segments of the step to finish so far."""
     lost: tuple[str, ...] = ()
@@ -553,8 +553,8 @@ class Order:
     """For each pipeline of the plan, in which order its stages work."""
     boundary: int
     """Steps applied when the plan takes effect."""
-    banked: Banked = NOTHING
-    """What of the step after the boundary is banked then. The sums travel with the layers that change hands."""
+    partial: PartialStep = NOTHING
+    """What of the step after the boundary is committed then. The sums travel with the layers that change hands."""
     num_sections: int = 1
     """Into how many sections a step is cut under this plan."""
     initial: bool = False
@@ -654,7 +654,7 @@ MasterMessage = (
     | KillWorker
     | ProfileRequest
     | Fence
-    | Order
+    | PlanUpdate
     | StoreKeys
     | FinishStep
     | StopAgent
@@ -697,7 +697,7 @@ WorkerBound = (
     SetUpWorker
     | ProfileRequest
     | Fence
-    | Order
+    | PlanUpdate
     | StoreKeys
     | FinishStep
     | SaveState

@@ -1,4 +1,4 @@
-"""The sweep gear: a failure trace straight into the real coordinator, from one event to the next.
+"""The sweep mode: a failure trace straight into the real coordinator, from one event to the next.
 
 Months of a cluster of thousands of nodes take seconds, since nothing happens between events: no heartbeat is
 sent, and steps are summed up. Decisions are the coordinator's and the planner's own; workers answer at once
@@ -44,7 +44,7 @@ from oobleck.control.protocol import (
     Heartbeat,
     Hello,
     KillWorker,
-    Order,
+    PlanUpdate,
     StartWorker,
     StepCommitted,
     StopAgent,
@@ -128,7 +128,7 @@ class _Sweep:
         self._coordinator: Coordinator | None = None
         self._crashed: set[WorkerId] = set()
         """Workers that have ended, and may be started again."""
-        self._order: Order | None = None
+        self._update: PlanUpdate | None = None
         self._fence = 0
         self._untold_step = 0
         """The first step that is committed and that nobody can tell the master of; 0 where there is none."""
@@ -183,13 +183,13 @@ class _Sweep:
 
     def _move_to(self, t_s: float) -> None:
         """Let time pass: commit the steps that fit, and adopt a plan whose time has come."""
-        order = self._order if self._crew.next_s <= t_s else None
+        update = self._update if self._crew.next_s <= t_s else None
         for stretch in self._crew.advance(t_s):
             self._committed(stretch)
         self._agenda.now_s = t_s
-        if order is not None:
-            self._order = None
-            self._resume(order)
+        if update is not None:
+            self._update = None
+            self._resume(update)
             self._move_to(t_s)
 
     def _committed(self, stretch: Stretch) -> None:
@@ -219,7 +219,7 @@ class _Sweep:
 
     def _carry_out(self, commands: Sequence[Command], *, from_step: int = 0) -> None:
         fence = 0
-        ordered: Order | None = None
+        ordered: PlanUpdate | None = None
         for command in commands:
             match command:
                 case Record(entry=StepDone() as entry):
@@ -228,11 +228,11 @@ class _Sweep:
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
-                case SendAll(message=Order(initial=True)) if self._crew.last_record is not None:
+                case SendAll(message=PlanUpdate(initial=True)) if self._crew.last_record is not None:
                     self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
                     return
-                case SendAll(message=Order() as order):
-                    ordered = order  # the same for all, but for the device
+                case SendAll(message=PlanUpdate() as update):
+                    ordered = update  # the same for all, but for the device
                 case Disconnect(node=node):
                     self._nodes.members.pop(node, None)
                 case Send(node=node, message=StartWorker(device=device)) if WorkerId(node, device) in self._crashed:
@@ -252,16 +252,16 @@ class _Sweep:
                     pass
         if fence:
             self._fence = fence
-            self._order = None
+            self._update = None
             self._agenda.when_seen(self._agenda.now_s + self._costs.fence_s, lambda: self._answer(fence))
         if ordered is not None:
-            self._take_order(ordered)
+            self._take_update(ordered)
         self._review_later()
 
-    def _take_order(self, order: Order) -> None:
-        self._order = order
-        seconds = transfer_s(self._settings.profile, order.transfers)
-        self._crew.take_order(order, self._agenda.now_s + self._costs.decide_s, transfer_s=seconds)
+    def _take_update(self, update: PlanUpdate) -> None:
+        self._update = update
+        seconds = transfer_s(self._settings.profile, update.transfers)
+        self._crew.take_update(update, self._agenda.now_s + self._costs.decide_s, transfer_s=seconds)
 
     def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
         """Have the workers answer a fence: all who can, or those of some nodes."""
@@ -337,12 +337,12 @@ class _Sweep:
 
         self._agenda.when_seen(self._agenda.now_s + found_out_s(self._crew.step_s), report)
 
-    def _resume(self, order: Order) -> None:
+    def _resume(self, update: PlanUpdate) -> None:
         """All have adopted the plan: say so."""
         resumed = self._crew.resumed
-        num_bytes = moved_bytes(self._settings.profile, order.transfers)
+        num_bytes = moved_bytes(self._settings.profile, update.transfers)
         well = self._nodes.well
-        everybody = (worker_id for pipeline in order.plan.pipelines for worker_id in pipeline.worker_ids)
+        everybody = (worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids)
         worker_ids = tuple(worker_id for worker_id in everybody if worker_id.node in well)
         # The account sums up what each worker received: one of them says all of it.
         self._feed(BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
@@ -398,7 +398,7 @@ class _Sweep:
 
     def _give_up(self, reason: str) -> None:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
-        self._coordinator, self._order, self._fence, self._reviews_s = None, None, 0, inf
+        self._coordinator, self._update, self._fence, self._reviews_s = None, None, 0, inf
         self._untold_step = 0
         self._crew.disband()
         if self._reports is not None:
@@ -539,7 +539,7 @@ class _Sweep:
             else:
                 self._join(node)
         is_fenced = self._coordinator is not None and self._coordinator.phase is Phase.FENCING
-        if self._order is None and not is_fenced and not any(map(self._crew.is_training, self._nodes.silent)):
+        if self._update is None and not is_fenced and not any(map(self._crew.is_training, self._nodes.silent)):
             self._crew.go_on(self._agenda.now_s)
 
     def _join(self, node: str) -> None:

@@ -1,7 +1,7 @@
 """Failure traces: what happens to the nodes of a cluster, and when.
 
 A trace says what the world does, never what a system makes of it. The simulator plays it on virtual nodes in
-either gear, and the same file can be played on a real cluster. Its file form is JSON, versioned, with units in
+either mode, and the same file can be played on a real cluster. Its file form is JSON, versioned, with units in
 the names; `trace_from_json` and `trace_to_json` are inverses.
 
     state of a node     may happen to it                                        leads to

@@ -23,7 +23,7 @@ from oobleck.control.protocol import (
     Fence,
     FindCheckpoints,
     FinishStep,
-    Order,
+    PlanUpdate,
     Profiled,
     ProfileRequest,
     RecordsOver,
@@ -47,8 +47,8 @@ from oobleck.training.comm import (
     Waiter,
     choose_device,
     device_memory_bytes,
-    hang_doorbell,
-    ring_all,
+    listen_for_probes,
+    probe_all,
     use_device,
 )
 from oobleck.training.data import ShardScanner
@@ -102,7 +102,7 @@ class _Worker:
         self._worker_id = setup.worker_id
         self._device = setup.worker_id.device
         self._training_thread = threading.get_ident()
-        self._doorbell = hang_doorbell(setup.worker_id, setup.address)
+        self._doorbell = listen_for_probes(setup.worker_id, setup.address)
         self._computes_on = choose_device(job.device, setup.local_device)
         use_device(self._computes_on)
         if job.compile:
@@ -142,7 +142,7 @@ class _Worker:
             waiter=self._waiter,
             commit_state=self._commit_state,
             saving=self._saving,
-            next_order=self._next_order,
+            next_update=self._next_order,
             report=link.send,
         )
 
@@ -160,7 +160,7 @@ class _Worker:
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
                 device_name=device_name(self._computes_on),
-                doorbell=self._doorbell,
+                probe_address=self._doorbell,
                 saves=self._saving is not None,
                 shards=self._shards,
             )
@@ -173,12 +173,12 @@ class _Worker:
         match message:
             case StoreKeys(keys=keys):
                 self._board.put_all(keys)
-            case Fence() if message.doorbells:
+            case Fence() if message.probe_addresses:
                 self._explain(message)
             case Fence():
                 self._link.send(self._commit_state.answer(message))
-            case Order():
-                self._commit_state.give_order(message)
+            case PlanUpdate():
+                self._commit_state.give_update(message)
             case FinishStep():
                 self._commit_state.want_stop()
             case SaveState():
@@ -208,19 +208,21 @@ class _Worker:
         status = self._commit_state.answer(fence)
 
         def tell() -> None:
-            others = [bell for bell in fence.doorbells if bell.worker_id != self._worker_id]
-            self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=ring_all(others)))
+            others = [bell for bell in fence.probe_addresses if bell.worker_id != self._worker_id]
+            self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=probe_all(others)))
 
         threading.Thread(target=tell, daemon=True, name="explain").start()
 
-    def _next_order(self) -> Order:
+    def _next_order(self) -> PlanUpdate:
         while True:
-            self._waiter.wait(lambda: self._commit_state.has_order or not self._profile_requests.empty(), lambda: False)
+            self._waiter.wait(
+                lambda: self._commit_state.has_update or not self._profile_requests.empty(), lambda: False
+            )
             if not self._profile_requests.empty():
                 self._profile_requests.get()
                 self._profile()
-            if (order := self._commit_state.take_order()) is not None:
-                return order
+            if (update := self._commit_state.take_update()) is not None:
+                return update
 
     def _profile(self) -> None:
         profile = profile_of_job(self._job, self._structure, self._optimizer, device_memory_bytes=self._memory_bytes)

@@ -81,9 +81,9 @@ def training(shape: Shape = SINGLES) -> Bench:
 
 def held(bench: Bench, node: str, generation: int | None = None) -> tuple[int, ...]:
     """The layers that a plan gives a node."""
-    order = next(order for order in bench.orders if generation in (None, order.generation))
-    located = order.plan.locate(WorkerId(node=node, device=0))
-    return tuple(order.plan.pipelines[located[0]].stages[located[1]].layers) if located else ()
+    update = next(update for update in bench.updates if generation in (None, update.generation))
+    located = update.plan.locate(WorkerId(node=node, device=0))
+    return tuple(update.plan.pipelines[located[0]].stages[located[1]].layers) if located else ()
 
 
 def answer_all(bench: Bench, *nodes: str, **fields) -> None:
@@ -156,10 +156,10 @@ def test_a_node_may_be_added_before_training():
         bench.say(spec.name, ready())
     bench.feed(AddRequested(spec=NodeSpec(name="late", host="late")))
     bench.feed(ProfileFound(profile_json=profile_to_json(SINGLES.profile)))
-    assert not bench.orders
+    assert not bench.updates
     bench.up("late")
     bench.say("late", ready())
-    assert "late" in bench.orders[0].plan.nodes
+    assert "late" in bench.updates[0].plan.nodes
 
 
 # --- training ------------------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def test_orders_wait_for_every_answer_and_for_losses_to_settle():
     bench.fail("n2")
     bench.answer("n0", adopted=1, layers=held(bench, "n0"))
     bench.answer("n1", adopted=1, layers=held(bench, "n1"))
-    assert [order.generation for order in bench.orders] == [1, 1, 1]
+    assert [update.generation for update in bench.updates] == [1, 1, 1]
     bench.wait(0.005)
     bench.fail("n1")
     bench.answer("n0", generation=3, adopted=1, layers=held(bench, "n0"))
     bench.wait(0.01)
-    assert [order.generation for order in bench.orders] == [1, 1, 1, 3]
+    assert [update.generation for update in bench.updates] == [1, 1, 1, 3]
     (started, again) = bench.journal(RecoveryStarted)
     assert (started.nodes, again.nodes) == (("n2",), ("n2", "n1"))
 
@@ -284,23 +284,23 @@ def test_the_step_in_flight_is_finished_by_the_whole_pipelines():
     bench = training()
     bench.fail("n2")
     answer_all(bench, "n0", "n1", microbatches_done=1)
-    order = bench.orders[-1]
-    assert (order.finish, order.boundary, order.lost, order.initial) == (1, 1, ("n2",), False)
-    first = bench.orders[0].plan
+    update = bench.updates[-1]
+    assert (update.finish, update.boundary, update.lost, update.initial) == (1, 1, ("n2",), False)
+    first = bench.updates[0].plan
     broken = next(index for index, pipeline in enumerate(first.pipelines) if "n2" in pipeline.nodes)
-    dealt = sorted(microbatch for segment in order.segments for microbatch in segment.microbatches)
+    dealt = sorted(microbatch for segment in update.segments for microbatch in segment.microbatches)
     assert dealt == list(first.microbatches_of(broken))
-    assert bench.journal(RecoveryStarted)[-1].generation == order.generation
+    assert bench.journal(RecoveryStarted)[-1].generation == update.generation
 
 
 def test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished():
     bench = training()
     bench.fail("n2")
     answer_all(bench, "n0", "n1", applied=1, last_record=record(1), broken=True)
-    assert bench.orders[-1].finish is None
+    assert bench.updates[-1].finish is None
     bench.fail("n1")
     answer_all(bench, "n0", applied=1, last_record=record(1))
-    assert bench.orders[-1].finish is None, "some may have forgotten it"
+    assert bench.updates[-1].finish is None, "some may have forgotten it"
 
 
 LONG = Shape(num_nodes=4, num_layers=6, layers_per_device=3, num_microbatches=40, layer_s=1.0)
@@ -310,12 +310,12 @@ LONG = Shape(num_nodes=4, num_layers=6, layers_per_device=3, num_microbatches=40
 @pytest.mark.parametrize(("done", "finish"), [(0, None), (4, None), (19, 1), (20, 1)])
 def test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time(done: int, finish: int | None):
     bench = training(LONG)
-    first = bench.orders[0].plan
+    first = bench.updates[0].plan
     lost = first.pipelines[1].nodes[0]
     bench.fail(lost)
     answer_all(bench, *(node for node in sorted(first.nodes) if node != lost), microbatches_done=done)
-    order = bench.orders[-1]
-    assert (order.finish, order.boundary, bool(order.segments)) == (finish, finish or 0, finish is not None)
+    update = bench.updates[-1]
+    assert (update.finish, update.boundary, bool(update.segments)) == (finish, finish or 0, finish is not None)
     adopted = bench.journal(PlanAdopted)[-1]
     assert ("step 1 is run again" in adopted.reason) == (finish is None)
     assert adopted.finish == finish
@@ -323,15 +323,15 @@ def test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time(done:
 
 def test_a_short_step_is_finished_although_running_it_again_were_quicker():
     bench = training(replace(LONG, layer_s=0.01))
-    first = bench.orders[0].plan
+    first = bench.updates[0].plan
     bench.fail(first.pipelines[1].nodes[0])
     answer_all(bench, *(node for node in sorted(first.nodes) if node != first.pipelines[1].nodes[0]))
-    assert bench.orders[-1].finish == 1
+    assert bench.updates[-1].finish == 1
 
 
 def test_all_that_is_run_again_counts_as_redone():
     bench = training(LONG)
-    first = bench.orders[0].plan
+    first = bench.updates[0].plan
     lost, *others = sorted(first.nodes)
     bench.fail(lost)
     answer_all(bench, *others, microbatches_done=4)
@@ -345,8 +345,8 @@ def test_a_worker_that_has_not_adopted_the_plan_cannot_finish_its_step():
     bench.answer("n0", adopted=1, layers=held(bench, "n0"))
     bench.answer("n1")
     bench.wait(0.01)
-    order = bench.orders[-1]
-    assert (order.finish, order.initial, order.transfers) == (None, True, ())
+    update = bench.updates[-1]
+    assert (update.finish, update.initial, update.transfers) == (None, True, ())
 
 
 def test_steps_told_by_answers_are_recorded_in_turn():
@@ -357,7 +357,7 @@ def test_steps_told_by_answers_are_recorded_in_turn():
     bench.answer("n0", applied=1, last_record=record(1), reduced=2, adopted=1, layers=held(bench, "n0"))
     bench.wait(0.01)
     assert [entry.record.step for entry in bench.journal(StepDone)] == [1, 2]
-    assert bench.orders[-1].catch_up == record(2)
+    assert bench.updates[-1].catch_up == record(2)
 
 
 def test_losing_everybody_ends_the_run():
@@ -457,7 +457,7 @@ def test_a_master_that_was_held_up_waits_for_answers_once_more():
     bench.wait(60.0)
     assert len(bench.journal(NodeLost)) == 1
     answer_all(bench, "n0", "n1")
-    assert bench.orders[-1].generation == 2
+    assert bench.updates[-1].generation == 2
 
 
 def test_a_failed_collective_without_a_loss_leads_to_a_regrouping():
@@ -470,7 +470,7 @@ def test_a_failed_collective_without_a_loss_leads_to_a_regrouping():
     (started,) = bench.journal(RecoveryStarted)
     assert (started.nodes, started.cause) == ((), Cause.PEER_FAILED)
     answer_all(bench, "n0", "n1", "n2")
-    assert bench.orders[-1].generation == 2
+    assert bench.updates[-1].generation == 2
 
 
 @pytest.mark.parametrize("generation", [0, 2])
@@ -547,13 +547,13 @@ def test_a_worker_that_comes_back_takes_part_again():
     bench.resume("n0", "n1")
     bench.say("n2", ready())
     assert bench.journal(RecoveryStarted)[-1].cause is Cause.JOINED
-    layers = bench.orders[-1].plan.owners_of(0)
+    layers = bench.updates[-1].plan.owners_of(0)
     assert WorkerId(node="n2", device=0) not in layers
     for node in ("n0", "n1"):
         bench.answer(node, adopted=2, layers=(0, 1, 2, 3), applied=2, last_record=record(2))
     bench.answer("n2")
     bench.wait(0.01)
-    assert "n2" in bench.orders[-1].plan.nodes
+    assert "n2" in bench.updates[-1].plan.nodes
     bench.resume("n0", "n1", "n2")
     assert bench.journal(RecoveryDone)[-1].action is Action.RESTART_WORKER
 
@@ -671,7 +671,7 @@ def test_a_new_node_trains_as_soon_as_it_is_ready():
     answer_all(bench, "n0", "n1", "n2")
     assert bench.coordinator.phase is Phase.FENCING, "the new one answers as well"
     bench.answer("n9")
-    assert "n9" in bench.orders[-1].plan.nodes
+    assert "n9" in bench.updates[-1].plan.nodes
 
 
 @pytest.mark.parametrize(
@@ -711,7 +711,7 @@ def test_a_drained_node_leaves_once_all_compute_without_it():
     bench.feed(DrainRequested(node="n2"))
     assert bench.feed(DrainRequested(node="n2")) == [], "it leaves already"
     answer_all(bench, "n0", "n1", "n2")
-    assert "n2" not in bench.orders[-1].plan.nodes
+    assert "n2" not in bench.updates[-1].plan.nodes
     assert bench.resume("n0") == []
     assert Send(node="n2", message=StopAgent(reason="drained")) in bench.resume("n1")
     assert bench.say("n2", CRASH) == [], "its worker was ended"
@@ -728,7 +728,7 @@ def test_a_loss_after_a_node_was_dismissed_does_not_wait_for_it():
     bench.fail("n1")
     bench.answer("n0", adopted=2, layers=(0, 1, 2, 3))
     bench.wait(0.01)
-    assert bench.orders[-1].plan.nodes == ("n0",)
+    assert bench.updates[-1].plan.nodes == ("n0",)
 
 
 def test_a_drained_node_may_leave_while_a_new_master_asks_where_all_stand():
@@ -762,7 +762,7 @@ def test_nobody_is_let_go_whom_the_job_cannot_go_on_without():
     answer_all(bench, "n0", "n1")
     assert bench.ended is None
     assert "n1 stays: the job cannot go on without it" in [entry.text for entry in bench.journal(Notice)]
-    assert "n1" in bench.orders[-1].plan.nodes
+    assert "n1" in bench.updates[-1].plan.nodes
 
 
 @pytest.mark.parametrize("node", ["nobody", "n9"])
@@ -837,14 +837,14 @@ def hang(bench: Bench) -> tuple[Fence, ...]:
     """Let time pass until it is a hang; returns what all are asked."""
     bench.commit("n0", 1)
     bench.beat_until(bench.now_s + 11.0, *(spec.name for spec in bench.nodes))
-    return tuple(said for said in bench.messages(bench.commands) if isinstance(said, Fence) and said.doorbells)
+    return tuple(said for said in bench.messages(bench.commands) if isinstance(said, Fence) and said.probe_addresses)
 
 
 def test_a_hang_asks_all_whom_they_wait_for_and_reach():
     bench = training()
     fences = hang(bench)
     assert len(fences) == 3
-    assert [bell.worker_id.node for bell in fences[0].doorbells] == ["n0", "n1", "n2"]
+    assert [bell.worker_id.node for bell in fences[0].probe_addresses] == ["n0", "n1", "n2"]
 
 
 def test_a_worker_that_all_wait_for_is_ended_and_comes_back():
@@ -860,7 +860,7 @@ def test_a_worker_that_all_wait_for_is_ended_and_comes_back():
     assert [stack for _, stack in explained.stacks] == ["here", "here"]
     assert Send(node="n1", message=StartWorker(device=0)) in bench.say("n1", CRASH)
     told(bench, "n0", "n2")
-    assert bench.orders[-1].plan.nodes == ("n0", "n2")
+    assert bench.updates[-1].plan.nodes == ("n0", "n2")
 
 
 def test_a_stuck_worker_that_cannot_be_ended_does_not_stop_the_others_for_ever():
@@ -883,7 +883,7 @@ def test_a_node_that_its_peers_do_not_reach_is_left_out_for_good():
     (lost,) = bench.journal(NodeLost)
     assert (lost.node, lost.cause) == ("n2", Cause.CUT_OFF)
     told(bench, "n0", "n1")
-    assert bench.orders[-1].plan.nodes == ("n0", "n1")
+    assert bench.updates[-1].plan.nodes == ("n0", "n1")
     assert [entry.cause for entry in bench.journal(RecoveryStarted)] == [Cause.HANG, Cause.CUT_OFF]
     bench.beat_until(bench.now_s + 30.0, "n0", "n1")
     assert not [command for command in bench.commands if isinstance(command, Connect) and command.attach]
@@ -896,9 +896,9 @@ def test_a_hang_that_nobody_can_explain_is_a_regrouping():
     told(bench, "n0", "n1", "n2")
     assert bench.journal(HangExplained)[0].describe() == "nobody can tell who holds the others up"
     assert bench.coordinator.phase is Phase.TRAINING
-    order = bench.orders[-1]
-    assert order.finish is None
-    assert set(order.pipeline_generations) == {order.generation}, "no group that hangs is kept"
+    update = bench.updates[-1]
+    assert update.finish is None
+    assert set(update.pipeline_generations) == {update.generation}, "no group that hangs is kept"
 
 
 # --- lost nodes are tried again ------------------------------------------------------------------------------
@@ -1008,8 +1008,8 @@ def test_a_notice_to_a_node_whose_worker_is_started_again_is_acted_on_once_it_is
     bench.say("n2", ready(pid=9))
     answer_all(bench, "n0", "n1", adopted=2)
     bench.answer("n2")
-    assert bench.orders[-1].generation > 2
-    assert "n2" not in bench.orders[-1].plan.nodes
+    assert bench.updates[-1].generation > 2
+    assert "n2" not in bench.updates[-1].plan.nodes
 
 
 def test_nobody_is_lost_by_silence_before_training_and_the_start_says_who_is_silent():
@@ -1072,7 +1072,7 @@ def test_workers_that_all_answer_no_fence_are_waited_for():
     bench.beat_until(15.0, *FOUR)
     assert len(bench.journal(NodeLost)) == 1
     answer_all(bench, "n0", "n1", "n2")
-    assert bench.orders[-1].generation == 2
+    assert bench.updates[-1].generation == 2
 
 
 def test_a_node_that_is_reached_again_is_fenced_once_more():
@@ -1117,7 +1117,7 @@ def test_an_agent_that_is_met_again_before_the_first_plan_is_told_of_none():
     for workers in ((), (0,)):
         bench.up("n0", workers=workers)
     assert bench.ended is None
-    assert not bench.orders
+    assert not bench.updates
 
 
 def test_a_new_master_attaches_to_all_and_stops_nobody():

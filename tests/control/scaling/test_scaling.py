@@ -47,7 +47,7 @@ def training(scaling: ScalingSpec = EFFICIENT, shape: Shape = SIX) -> Bench:
 
 
 def plan(bench: Bench) -> ExecutionPlan:
-    return bench.orders[-1].plan
+    return bench.updates[-1].plan
 
 
 def everybody(bench: Bench) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def test_a_node_that_rests_is_told_of_every_generation_and_takes_no_part() -> No
     assert (decided.num_nodes, decided.num_available) == (4, 6)
     assert plan(bench).spares == RESTING
     told = [command for command in bench.commands if bench.messages([command], "n5")]
-    assert bench.messages(told, "n5")[-1] == replace(bench.orders[0], device=0)
+    assert bench.messages(told, "n5")[-1] == replace(bench.updates[0], device=0)
 
 
 def test_a_loss_is_made_good_by_a_node_that_rests_without_a_wait() -> None:

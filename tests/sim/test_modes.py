@@ -1,4 +1,4 @@
-"""The two gears decide alike, and a run's decisions follow from what the coordinator was told and nothing else."""
+"""The two modes decide alike, and a run's decisions follow from what the coordinator was told and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.sim.test_promises import PLAIN, SHAPES, faulty
 from tests.sim.virtual import STARTED_S, Setting
 
 SPACED_S = 20.0
-"""From one fault to the next: by then every recovery is over, in both gears."""
+"""From one fault to the next: by then every recovery is over, in both modes."""
 
 
 def trace_of(entries: Iterable[JournalEntry]) -> Trace:
@@ -104,7 +104,7 @@ ONE_MUST_STAY = Trace(
     ),
     seed=st.integers(0, 2**32),
 )
-def test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear(trace: Trace, setting: Setting, seed: int):
+def test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_mode(trace: Trace, setting: Setting, seed: int):
     trace = replace(trace, duration_s=STARTED_S + 4 * SPACED_S, source="")
     job = replace(setting.job, control=replace(setting.job.control, rejoin_after_s=0))
     played = run_cluster(trace, job=job, profile=setting.profile, seed=seed)
