@@ -81,7 +81,7 @@ def test_buffers_are_what_the_model_makes_on_a_real_device(name: str, dtype: tor
     structure = structure_of(name)
     stage = whole_stage(structure, dtype=dtype)
     expected = dict(transformers_model(structure, state_of(stage)).named_buffers())
-    buffers = dict(stage._model.named_buffers())
+    buffers = dict(stage.model.named_buffers())
     assert buffers.keys() == expected.keys()
     for buffer, value in expected.items():
         assert buffers[buffer].dtype == value.dtype
