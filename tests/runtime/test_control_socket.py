@@ -176,10 +176,10 @@ async def test_runs_are_found_by_their_sockets(nursery, tmp_path):
         dead.bind(str(runs[2].control_socket))
     await nursery.start(serve_control, runs[0].control_socket, echo)
     assert await find(None) == runs[0]
-    with pytest.raises(NoActiveRun, match=r"no run with tag dead is active in .* \(active: a\)"):
+    with pytest.raises(NoActiveRun, match=r"tag dead .*\(active: a\)"):
         await find("dead")
     await nursery.start(serve_control, runs[1].control_socket, echo)
-    with pytest.raises(UsageError, match=r"2 runs are active: say which one \(active: a, b\)"):
+    with pytest.raises(UsageError, match=r"2 runs are active.*a, b"):
         await find(None)
     assert await find("b") == runs[1]
     assert await trio.to_thread.run_sync(active_runs, tmp_path) == (runs[0], runs[1])

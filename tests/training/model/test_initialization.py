@@ -101,5 +101,5 @@ class _Forgetful(PreTrainedModel):
 def test_a_buffer_that_nothing_sets_is_an_error_and_not_garbage():
     with torch.device("meta"):
         model = _Forgetful(PreTrainedConfig())
-    with pytest.raises(ConfigError, match=r"leave the buffer inner\.table without a value"):
+    with pytest.raises(ConfigError, match=r"inner\.table"):
         materialize_buffers(model, device=torch.device("cpu"))
