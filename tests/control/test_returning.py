@@ -96,9 +96,7 @@ def test_a_run_without_workers_waits_for_them_and_begins_again_where_nothing_is_
     assert (update.initial, update.boundary, update.restore, update.finish) == (True, 0, None, None)
     plan = bench.journal(PlanAdopted)[-1]
     assert (plan.action, plan.restored, plan.restored_step) == (Action.BEGIN_AGAIN, None, 0)
-    assert any(
-        "all 2 steps are run again, from the model's initial values" in note.text for note in bench.journal(Notice)
-    )
+    assert any("2 steps are run again" in note.text for note in bench.journal(Notice))
     bench.resume(*NODES)
     done = bench.journal(RecoveryDone)[-1]
     assert (done.why, done.action, done.steps_lost) == (LossCause.WORKER_EXITED, Action.BEGIN_AGAIN, 2)
@@ -175,7 +173,7 @@ def test_a_layer_that_a_lost_node_took_with_it_ends_the_run_though_workers_come_
     bench.fail(crashed)
     again(bench, *others)
     assert bench.ended is not None
-    assert bench.ended.reason.endswith("no living node holds layers 0, 1, 2, 3")
+    assert bench.ended.reason.endswith("layers 0, 1, 2, 3")
 
 
 def test_nobody_is_waited_for_for_ever():
@@ -183,7 +181,7 @@ def test_nobody_is_waited_for_for_ever():
     crash(bench, *NODES)
     bench.beat_until(bench.job.control.start_timeout_s + 1.0, *NODES)
     assert bench.ended is not None
-    assert bench.ended.reason == "no worker is left, and none was ready again within 120 s: n0, n1, n2"
+    assert bench.ended.reason.endswith("within 120 s: n0, n1, n2")
 
 
 def test_those_who_came_back_go_on_without_who_does_not():
@@ -242,8 +240,8 @@ def test_workers_that_end_again_and_again_without_a_new_step_end_the_run_with_wh
     assert bench.ended is not None
     assert len(bench.journal(WorkerDown)) == 9
     assert bench.ended.exit_code == 1
-    words = "its worker was started again 3 times, and ended again: killed by signal 9"
-    assert bench.ended.reason == f"all nodes are lost: n0: {words}; n1: {words}; n2: {words}"
+    assert [words in bench.ended.reason for words in ("n0: ", "n1: ", "n2: ")] == [True] * 3
+    assert bench.ended.reason.count("started again 3 times") == bench.ended.reason.count("killed by signal 9") == 3
 
 
 def test_different_errors_are_tried_again_and_told_in_the_end():

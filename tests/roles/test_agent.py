@@ -52,7 +52,7 @@ class Desk:
         self.host = VirtualHost()
         self.ended: str | None = None
         self.ended_s = 0.0
-        self._post, self._links = trio.open_memory_channel[Link](10)
+        self.post, self._links = trio.open_memory_channel[Link](10)
 
     async def run(self) -> None:
         async def accept():
@@ -64,7 +64,7 @@ class Desk:
     async def connect(self, *, configured: bool = True, devices: tuple[int, ...] = (0,)) -> Link:
         """Come as a master, and have workers started."""
         link = Link()
-        self._post.send_nowait(link)
+        self.post.send_nowait(link)
         await link.master.send([GREETING])
         assert isinstance(await link.master.receive(), Hello)
         if configured:
@@ -211,7 +211,7 @@ async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_
         await (await desk.host.worker()).hears(PlanUpdate)
         link.cut()
         again = Link()
-        desk._post.send_nowait(again)
+        desk.post.send_nowait(again)
         await again.master.send([GREETING])
         hello = await again.master.receive()
         assert isinstance(hello, Hello)
@@ -439,7 +439,7 @@ async def test_a_worker_asked_for_before_the_job_is_known_costs_the_master_its_c
 async def test_a_stranger_is_turned_away(greeting, autojump_clock: MockClock):
     async with running() as desk:
         link = Link()
-        desk._post.send_nowait(link)
+        desk.post.send_nowait(link)
         await link.master.send([greeting])
         await until_closed(link)
         await desk.connect()
@@ -448,7 +448,7 @@ async def test_a_stranger_is_turned_away(greeting, autojump_clock: MockClock):
 async def test_a_master_that_does_not_greet_is_not_waited_for(autojump_clock: MockClock):
     async with running() as desk:
         link = Link()
-        desk._post.send_nowait(link)
+        desk.post.send_nowait(link)
         began_s = trio.current_time()
         await until_closed(link)
         assert trio.current_time() - began_s == pytest.approx(10.0)

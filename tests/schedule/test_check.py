@@ -173,7 +173,7 @@ def test_a_deadlock_is_told_with_both_its_ends():
 
 def test_a_stage_without_a_tail_among_stages_that_commit_is_caught():
     schedule = compile_schedule(ScheduleKind.GPIPE, num_stages=2, num_microbatches=1)
-    with pytest.raises(ScheduleError, match="a program that commits ends with reduce_grad commit optimizer_step"):
+    with pytest.raises(ScheduleError, match="reduce_grad commit optimizer_step"):
         check_schedule(with_program(schedule, 1, list(schedule.programs[1][:-3])))
     with pytest.raises(ScheduleError, match=r"stage 1, instruction 0: a program that commits ends with"):
         check_schedule(with_program(schedule, 1, []))

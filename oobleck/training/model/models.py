@@ -72,13 +72,14 @@ class StageModel:
         self.device = torch.device(device)
         self.layers = range(0)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._model = structure.build(dtype=dtype)
-        if dtype == torch.float64 and self._model.loss_type == CAUSAL_LM_LOSS:
+        self.model = structure.build(dtype=dtype)
+        """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
+        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
-            self._model.loss_function = causal_lm_loss
-        self._vacant = dict(self._model.named_parameters(remove_duplicate=False))
-        materialize_buffers(self._model, device=self.device)
-        self._modules = dict(self._model.named_modules())
+            self.model.loss_function = causal_lm_loss
+        self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
+        materialize_buffers(self.model, device=self.device)
+        self._modules = dict(self.model.named_modules())
         for layer in filter(structure.is_block, range(structure.num_layers)):
             for module in self.modules_of(layer):
                 if compiles:
@@ -184,23 +185,23 @@ class StageModel:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within the block nothing is dropped."""
-        self._model.eval()
+        self.model.eval()
         try:
             yield
         finally:
-            self._model.train()
+            self.model.train()
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        hidden: torch.Tensor = self._model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        hidden: torch.Tensor = self.model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         return hidden.to(self.dtype)
 
     def _loss(self, batch: Batch, num_items: int) -> torch.Tensor:
         loss: torch.Tensor
         if self.structure.task == "masked_lm":
-            logits = self._model(input_ids=batch.input_ids).logits
+            logits = self.model(input_ids=batch.input_ids).logits
             loss = masked_lm_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
         else:
-            loss = self._model(
+            loss = self.model(
                 input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
             ).loss
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
@@ -213,13 +214,13 @@ class StageModel:
     @contextmanager
     def _as_traced(self, batch: Batch) -> Iterator[None]:
         """Within the block the model without its head calls the held modules at once, where that does the same."""
-        key = (self._model.training, batch.input_ids.shape)
+        key = (self.model.training, batch.input_ids.shape)
         if key not in self._traced:
             self._traced[key] = self._trace_forward(batch)
         if (traced := self._traced[key]) is None:
             yield
             return
-        trunk = self._model.base_model
+        trunk = self.model.base_model
         assert isinstance(trunk, nn.Module)
         untraced = trunk.forward
         modules = [self._modules[root] for root in self._trunk_roots()]
@@ -238,7 +239,7 @@ class StageModel:
 
     def _trace_forward(self, batch: Batch) -> TracedForward | None:
         """Find how the model's code calls the held modules, if it does so in the same way whatever the tokens."""
-        model = self._model
+        model = self.model
         if not isinstance(model, PreTrainedModel) or self._received is None or model.base_model is model:
             return None
         roots = self._trunk_roots()
@@ -259,7 +260,7 @@ class StageModel:
 
     def _trunk_roots(self) -> list[str]:
         """The held modules that are part of the model without its head."""
-        trunk = f"{self._model.base_model_prefix}."
+        trunk = f"{self.model.base_model_prefix}."
         return [root for root in self._roots(self.layers) if root.startswith(trunk)]
 
     # --- modules and their placeholders -----------------------------------------------------------------------
@@ -316,7 +317,7 @@ class StageModel:
     def _place(self, layer: int) -> None:
         modules = self._modules if layer in self.layers else self._placeholders
         for root in self.structure.layer_roots(layer):
-            replace_module(self._model, root, modules[root])
+            replace_module(self.model, root, modules[root])
 
     # --- parameters ----------------------------------------------------------------------------------------
 
@@ -337,8 +338,8 @@ class StageModel:
 
     @torch.no_grad()
     def _read_layer(self, layer: int, weights: WeightFiles) -> None:
-        assert isinstance(self._model, PreTrainedModel)
-        values = weights.read(self.structure.layer_parameters(layer), self._model, self.structure.shapes)
+        assert isinstance(self.model, PreTrainedModel)
+        values = weights.read(self.structure.layer_parameters(layer), self.model, self.structure.shapes)
         for name, value in values.items():
             self._parameters[name].copy_(value)
 
@@ -347,13 +348,13 @@ class StageModel:
         borrowed = [site for site in self.structure.sites[layer] if site.name != site.parameter]
         self._unplug(borrowed)
         for root in self.structure.layer_roots(layer):
-            initialize_module(self._model, self._modules[root], root, seed=seed)
+            initialize_module(self.model, self._modules[root], root, seed=seed)
         for name in sorted({site.parameter for site in borrowed}):
             home_layer, home = self._home_of(name)
             if home_layer == layer:
                 continue  # it has its value, with the rest of this layer
             self._plug([home], self._parameters)
-            initialize_module(self._model, self._modules[home.module], home.module, seed=seed)
+            initialize_module(self.model, self._modules[home.module], home.module, seed=seed)
             if home_layer not in self.layers:
                 self._unplug([home])
         self._plug(borrowed, self._parameters)

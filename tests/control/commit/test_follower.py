@@ -278,7 +278,7 @@ class Driver:
                 if self.slow_totals:
                     return None
                 partial = self._partial
-                after = committed_after(self._update.plan, self._before, self._update.num_sections, number)
+                after = committed_after(self.update.plan, self.before, self.update.num_sections, number)
                 return Totals(0.25, tuple(sorted(set(after).difference(partial))))
             case AwaitSection():
                 if self.has_section_sums:
@@ -300,24 +300,24 @@ class Driver:
         return 0 if self.adopted is None else len(self.adopted.update.plan.pipelines)
 
     @property
-    def _update(self) -> PlanUpdate:
+    def update(self) -> PlanUpdate:
         assert self.adopted is not None
         return self.adopted.update
 
     @property
-    def _before(self) -> tuple[int, ...]:
-        is_first = self.applied == self._update.boundary
-        return self._update.partial.microbatches if is_first else ()
+    def before(self) -> tuple[int, ...]:
+        is_first = self.applied == self.update.boundary
+        return self.update.partial.microbatches if is_first else ()
 
     @property
     def _partial(self) -> tuple[int, ...]:
-        return committed_after(self._update.plan, self._before, self._update.num_sections, len(self.folded))
+        return committed_after(self.update.plan, self.before, self.update.num_sections, len(self.folded))
 
     @property
     def partial(self) -> PartialStep:
         """What an order says to be committed that comes into force now."""
         if not self.folded:
-            return self._update.partial if self.applied == self._update.boundary else NOTHING
+            return self.update.partial if self.applied == self.update.boundary else NOTHING
         newest = self.folded[-1]
         return PartialStep(
             microbatches=self._partial, loss=newest.loss, generation=newest.generation, number=newest.number
@@ -331,9 +331,9 @@ class Driver:
         assert seat is not None
         owed: list[int] = []
         if not set(committee.lost).intersection(seat.pipeline.nodes):
-            share = shares_of(committee.plan, self._before)[seat.index]
+            share = shares_of(committee.plan, self.before)[seat.index]
             owed = [microbatch for microbatch in share if microbatch not in self._partial]
-            if committee.generation != self._update.generation:
+            if committee.generation != self.update.generation:
                 extra = [each for each in self.updates[-1].segments if each.pipeline == seat.index]
                 owed += [microbatch for segment in extra for microbatch in segment.microbatches]
         assert sorted(self.done) == sorted(owed)
@@ -341,7 +341,7 @@ class Driver:
     def check(self, status: Status) -> None:
         """Hold an answer to what this worker really has."""
         assert status.applied == self.applied
-        assert status.adopted == (0 if self.adopted is None else self._update.generation)
+        assert status.adopted == (0 if self.adopted is None else self.update.generation)
         assert status.layers == tuple(sorted({*self.layers, *self.kept}))
         assert status.reduced in (None, self.reduced)
         assert status.partial == (self.folded[-1] if self.folded else None)
@@ -861,7 +861,7 @@ def next_update(driver: Driver, status: Status, upset: Upset, generation: int) -
         next_step, last = status.applied + 1, driver.updates[-1]
         segments = last.segments if last.finish == next_step else ()
         if "d" in lost and not segments:
-            left = set(shares_of(driver._update.plan, driver._before)[1]).difference(partial.microbatches)
+            left = set(shares_of(driver.update.plan, driver.before)[1]).difference(partial.microbatches)
             segments = (Segment(segment=generation, pipeline=0, microbatches=tuple(sorted(left))),)
         fields |= {"finish": next_step, "lost": lost, "segments": segments, "boundary": next_step}
     else:
@@ -870,8 +870,8 @@ def next_update(driver: Driver, status: Status, upset: Upset, generation: int) -
 
 
 def after_next(driver: Driver) -> tuple[int, ...]:
-    given = driver._update
-    return committed_after(given.plan, driver._before, given.num_sections, len(driver.folded) + 1)
+    given = driver.update
+    return committed_after(given.plan, driver.before, given.num_sections, len(driver.folded) + 1)
 
 
 @given(

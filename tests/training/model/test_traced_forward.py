@@ -81,7 +81,7 @@ def test_stages_after_the_first_have_masks_and_tables_made_once(name: str):
     calls: list[str] = []
     for number, stage in enumerate(stages):
         for root in structure.anatomy.prelude:
-            module = stage._modules[root] if number == 0 else stage._placeholders[root]
+            module = stage.model.get_submodule(root)
             module.register_forward_hook(lambda *_, root=root, number=number: calls.append(f"{number}:{root}"))
     run_pipeline(stages, batches[1])
     # OPT's head calls the decoder past the model without a head, so its last stage goes the long way.
