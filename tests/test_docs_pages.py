@@ -13,7 +13,7 @@ import pytest
 
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.main import main
-from oobleck.control.journal.entries import Action, Cause, JournalEntry
+from oobleck.control.journal import Action, JournalEntry, LossCause, PlanCause
 from oobleck.control.journal.snapshot import NodeState, RunState
 from oobleck.exit_codes import ExitCode
 from oobleck.job import ScriptSpec
@@ -106,7 +106,7 @@ def words(section: str) -> set[str]:
 
 def test_the_glossary_has_what_a_run_reports():
     assert words("Entries of the journal") == {kind.__name__ for kind in typing.get_args(JournalEntry)}
-    assert words("Actions and causes") == {*Action, *Cause}
+    assert words("Actions and causes") == {*Action, *LossCause, *PlanCause}
     assert words("States") == {*RunState, *NodeState}
 
 
