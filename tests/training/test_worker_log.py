@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from oobleck.control.commit import Apply, ForgetStep, Interrupted, ReportResumed, TakeSums
+from oobleck.control.commit import Apply, Interrupted, ReportResumed, TakeSums
 from oobleck.planner import WorkerId
 from oobleck.training.step.effect_log import logged
 from oobleck.training.worker_log import WorkerLog
@@ -59,6 +59,6 @@ def test_what_is_only_looked_at_says_nothing_and_a_level_leaves_lines_out(
     with logged(log, Apply(record(7)), WORKER):
         pass
     assert not caplog.messages
-    with logged(log, ForgetStep(), WORKER):
+    with logged(log, ReportResumed(4), WORKER):
         pass
     assert len(caplog.messages) == 1

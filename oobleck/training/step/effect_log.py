@@ -44,7 +44,7 @@ from oobleck.control.commit import (
     TakeSums,
     TakeTotals,
 )
-from oobleck.control.protocol import Order
+from oobleck.control.protocol import Order, StepCommitted
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 
@@ -99,9 +99,7 @@ def _level_of(effect: Effect) -> int:
             | ReadCheckpoint()
             | Exchange()
             | Adopt()
-            | ForgetStep()
             | GiveBack()
-            | Say()
             | ReportResumed()
             | ReportFinished()
             | Evaluate()
@@ -109,8 +107,13 @@ def _level_of(effect: Effect) -> int:
             | SaveEnd()
         ):
             return _INFO
+        case Reduce(committee=committee) | Agree(committee=committee) if committee.lost:
+            return _INFO  # a step is finished without those that began it
+        case Say(message=message):
+            return _DEBUG if isinstance(message, StepCommitted) else _INFO
         case (
             BeginStep()
+            | ForgetStep()
             | AwaitRecords()
             | Compute()
             | Reduce()
