@@ -1,6 +1,6 @@
 """A worker's log: lines for people, each with the worker and the generation that it follows.
 
-The lines of all workers of a node go to its agent's log. Those of one worker, read alone, tell how it went through a
+The lines of all workers of a machine go to the log of the agent that started its fork server. Those of one worker, read alone, tell how it went through a
 recovery: fenced, ordered, groups, transfers, finish, adopt, and on.
 """
 
