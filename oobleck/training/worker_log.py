@@ -1,7 +1,7 @@
 """A worker's log: lines for people, each with the worker and the generation that it follows.
 
-The lines of all workers of a machine go to the log of the agent that started its fork server. Those of one worker, read alone, tell how it went through a
-recovery: fenced, ordered, groups, transfers, finish, adopt, and on.
+The lines of all workers of a machine go to the log of the agent that started its fork server. Those of one worker,
+read alone, tell how it went through a recovery: fenced, ordered, groups, transfers, finish, adopt.
 """
 
 from __future__ import annotations
