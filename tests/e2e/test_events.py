@@ -56,6 +56,11 @@ def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -
         assert killed["responses"][0]["measure"] == "worker_restarted"
         assert killed["steps_lost"] == 0
         wait_until_ready_again(up, "node1")
+        logs = [path.read_text() for path in (runner.base_dir / TAG).glob("agent*.log")]
+        log = "\n".join(line for text in logs for line in text.splitlines() if "[node0:0 generation " in line)
+        fenced = log.index("is fenced by generation 2")
+        ordered = log.index("generation 2] follows an order", fenced)
+        assert log.index("adopts the plan of generation 2", ordered), "it can be followed in one worker's lines"
 
         os.kill(worker_pids(runner)["node2"], signal.SIGSEGV)
         assert newest(runner, "crashed", "node2")["root"]["entry"]["end"]["signal"] == 11

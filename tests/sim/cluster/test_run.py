@@ -13,19 +13,20 @@ import pytest
 
 from oobleck.control.journal import (
     Action,
+    ForkServerDown,
     JournalEntry,
     LossCause,
     MasterResumed,
     NodeConnected,
     NodeLeft,
     NodeLost,
-    Notice,
     PlanAdopted,
     PlanCause,
     RecoveryDone,
     StepDone,
     WorkerDown,
 )
+from oobleck.control.protocol import Killed
 from oobleck.job import ScheduleName
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
@@ -274,8 +275,7 @@ def test_the_end_of_a_fork_server_stops_nobody_and_the_next_worker_waits_for_ano
     crash = WorkerCrashed(t_s=11.0, node="n3")
     played = run(ForkServerCrashed(t_s=10.0, node="n3"), crash)
     check_whole(played)
-    (told,) = [entry.text for entry in entries(played, Notice) if "fork server" in entry.text]
-    assert "n3" in told
-    assert "killed by signal 9" in told
+    (down,) = entries(played, ForkServerDown)
+    assert (down.node, down.end, down.is_restarted) == ("n3", Killed(signal=9), True)
     back_s = entries(played, RecoveryDone)[-1].t_s
     assert back_s - entries(run(crash), RecoveryDone)[-1].t_s > 1.0

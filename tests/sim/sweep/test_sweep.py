@@ -205,7 +205,7 @@ def test_a_node_that_thaws_after_its_lease_joins_again() -> None:
 
 def test_nodes_that_are_cut_off_for_long_are_given_up_and_taken_back() -> None:
     journal = play(Partitioned(t_s=100, nodes=("node0", "node1")), Healed(t_s=300))
-    causes = [recovery.cause for recovery in only(journal, RecoveryDone)]
+    causes = [recovery.why for recovery in only(journal, RecoveryDone)]
     assert causes[0] is LossCause.LEASE_EXPIRED
     assert set(causes[1:]) == {PlanCause.JOINED}
     assert len(only(journal, PlanAdopted)[-1].plan.nodes) == 4
