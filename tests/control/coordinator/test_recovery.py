@@ -79,9 +79,7 @@ WAITS = replace(STATUS, waits_for=(A, B))
 """Somebody waits for `a` and `b`, who wait for nobody."""
 CUT = replace(STATUS, unreachable=(A, B))
 RESUMED = Resumed(device=0, generation=GENERATION, transfer_s=0.0, received_bytes=0, resumed_s=0.0, busy_s=())
-ORDERED = PlanOrdered(
-    awaited=frozenset(ALL), action=Action.REINSTANTIATE, layers_moved=0, microbatches_redone=0, steps_lost=0
-)
+ORDERED = PlanOrdered(worker_ids=ALL, action=Action.REINSTANTIATE, layers_moved=0, microbatches_redone=0, steps_lost=0)
 FENCE = Fence(device=0, generation=GENERATION, lost=(), doorbells=())
 PLAIN = Recovery(
     began_s=99.0,
@@ -115,8 +113,8 @@ def states() -> Iterator[State]:
     trained: tuple[Training | Adopting, ...] = (
         Training(generation=GENERATION),
         *(
-            Adopting(recovery=PLAIN, ordered=ORDERED, ordered_s=FENCED_S, awaited=frozenset(awaited))
-            for awaited in (ALL, (A,))
+            Adopting(recovery=PLAIN, ordered=ORDERED, ordered_s=FENCED_S, resumed=dict.fromkeys(resumed, RESUMED))
+            for resumed in ((), (B, C))
         ),
     )
     yield from (Preparing(), Ended(), *trained)
@@ -128,7 +126,7 @@ def states() -> Iterator[State]:
             for awaited in {recovery.asked, (A,)}:
                 waits = {worker_id: status for worker_id, status in statuses.items() if worker_id not in awaited}
                 for kind in (Fencing, Overdue):
-                    yield kind(recovery=recovery, awaited=frozenset(awaited), statuses=waits, until_s=FENCED_S + 30)
+                    yield kind(recovery=recovery, statuses=waits, until_s=FENCED_S + 30)
             complete = {**statuses, A: STATUS}
             yield Settling(recovery=recovery, statuses=complete, until_s=FENCED_S + 0.01)
         statuses = dict.fromkeys(recovery.asked, STATUS)
@@ -225,7 +223,7 @@ def test_time_before_the_deadline_changes_nothing():
 
 def test_answers_are_judged_in_the_order_in_which_the_workers_were_asked():
     """So that the same answers lead to the same decision, in whatever order they arrive."""
-    state: State = Fencing(recovery=PLAIN, awaited=frozenset(ALL), statuses={}, until_s=200.0)
+    state: State = Fencing(recovery=PLAIN, statuses={}, until_s=200.0)
     effects: tuple[Effect, ...] = ()
     for worker_id in (C, A, B):
         state, effects = step(state, Answered(worker_ids=(worker_id,), status=STATUS), SETTLED_S)
@@ -263,14 +261,22 @@ def test_a_node_that_its_peers_do_not_reach_is_given_up():
 
 
 def test_silent_nodes_are_given_up_unless_most_are_silent():
-    late = Overdue(recovery=PLAIN, awaited=frozenset([A]), statuses={}, until_s=130.0)
+    late = Overdue(recovery=PLAIN, statuses={B: STATUS, C: STATUS}, until_s=130.0)
     after, effects = step(late, TimePassed(is_suspicious=False), 130.0)
     assert (after, effects) == (late, (GiveUp(nodes=("a",), loss=Silent(silent_s=30.0, is_worker=True)),))
     after, effects = step(late, TimePassed(is_suspicious=True), 130.0)
     assert (deadline(after), effects) == (130.0 + CONTROL.lease_s, ())
-    most = replace(late, awaited=frozenset([A, B]))
-    after, effects = step(most, TimePassed(is_suspicious=False), FENCED_S + 1.0)
-    assert effects == () or deadline(most) > FENCED_S + 1.0
+    most = Overdue(recovery=PLAIN, statuses={C: STATUS}, until_s=FENCED_S + 0.1)
+    after, effects = step(most, TimePassed(is_suspicious=False), FENCED_S + 0.1)
+    assert (deadline(after), effects) == (FENCED_S + 0.1 + CONTROL.lease_s, ())
+
+
+def test_an_answer_of_a_worker_that_was_not_asked_completes_nothing():
+    stranger = WorkerId(node="e", device=0)
+    state: State = Fencing(recovery=PLAIN, statuses={A: STATUS, B: STATUS}, until_s=200.0)
+    state, effects = step(state, Answered(worker_ids=(stranger,), status=STATUS), SETTLED_S)
+    assert isinstance(state, Fencing)
+    assert (state.awaited, effects) == ((C,), ())
 
 
 @pytest.mark.parametrize("cause", [PlanCause.PEER_FAILED, PlanCause.HANG])
