@@ -17,9 +17,7 @@ from oobleck.control.protocol import (
     AgentStopped,
     CommitCheckpoint,
     Configure,
-    Fence,
-    FindCheckpoints,
-    FinishStep,
+    ForWorker,
     Greeting,
     Heartbeat,
     Hello,
@@ -29,17 +27,12 @@ from oobleck.control.protocol import (
     Order,
     Pace,
     PersistState,
-    ProfileRequest,
     Raised,
-    RecordsOver,
     RemoveUnfinished,
-    SaveState,
-    ScanRequest,
     SetUpWorker,
     StartWorker,
     StateNotSaved,
     StateSaved,
-    StepRecords,
     StopAgent,
     StoragePaths,
     StoreKeys,
@@ -289,17 +282,8 @@ class Agent:
             case Order(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)
-            case (
-                Fence(device=device)
-                | FinishStep(device=device)
-                | ProfileRequest(device=device)
-                | SaveState(device=device)
-                | FindCheckpoints(device=device)
-                | ScanRequest(device=device)
-                | StepRecords(device=device)
-                | RecordsOver(device=device)
-            ):
-                self._tell(device, message)
+            case ForWorker():
+                self._tell(message.device, message)
             case StoreKeys():
                 for device in sorted(self._workers):
                     self._tell(device, message)

@@ -56,6 +56,11 @@ def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -
         assert killed["responses"][0]["measure"] == "worker_restarted"
         assert killed["steps_lost"] == 0
         wait_until_ready_again(up, "node1")
+        log = (runner.base_dir / TAG / "agent0.log").read_text()
+        moments = ("is fenced by generation 2", "follows an order", "adopts the plan of generation 2")
+        found = [log.index(moment, log.index(moments[0])) for moment in moments]
+        assert found == sorted(found), "a recovery can be followed in the log of one worker"
+        assert "[node0:0 generation 2]" in log
 
         os.kill(worker_pids(runner)["node2"], signal.SIGSEGV)
         assert newest(runner, "crashed", "node2")["root"]["entry"]["end"]["signal"] == 11

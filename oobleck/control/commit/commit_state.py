@@ -113,6 +113,11 @@ class CommitState:
         return self._applied
 
     @property
+    def generation(self) -> int:
+        """Of the order that is followed."""
+        return self._generation
+
+    @property
     def adopted(self) -> int:
         return self._adopted
 

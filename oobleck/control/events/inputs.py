@@ -12,15 +12,12 @@ from dataclasses import dataclass, replace
 from oobleck.control.journal import JournalEntry, Loss
 from oobleck.control.protocol import (
     AgentMessage,
-    Fence,
     Hello,
     MasterMessage,
-    Order,
     Pace,
-    RecordsOver,
     Resumed,
     Status,
-    StepRecords,
+    WorkerCommand,
 )
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
@@ -172,7 +169,7 @@ class SendAll:
     """Send the same to many workers, to each for its own device."""
 
     worker_ids: tuple[WorkerId, ...]
-    message: Fence | Order | StepRecords | RecordsOver
+    message: WorkerCommand
 
     def each(self) -> Iterator[Send]:
         """What is sent to each of them."""

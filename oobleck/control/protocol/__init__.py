@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from .agent_messages import (
+    AgentMessage,
+    AgentStopped,
+    ForkServerEnded,
+    Heartbeat,
+    Hello,
+    Leaving,
+    WorkerExited,
+    WorkerStarted,
+)
+from .bases import ForWorker, FromWorker
 from .checkpoint_messages import (
     CheckpointCommitted,
     CheckpointsFound,
@@ -22,50 +33,24 @@ from .checkpoint_messages import (
 from .data_position import DataPosition, LeftShard, OpenShard, digest_of_shards, visit_at
 from .ends import ErrorKind, Exited, Killed, NotStarted, ProcessEnd, Raised, ServerEnd, Unseen, WorkerEnd
 from .manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of, what_is_wrong
-from .messages import (
-    NOTHING,
+from .master_messages import (
     PROTOCOL_VERSION,
-    AgentMessage,
-    AgentStopped,
-    Banked,
-    BankRecord,
-    CommitRecord,
     Configure,
-    Doorbell,
-    Evaluating,
-    EvaluationDone,
     Fence,
-    Finished,
     FinishStep,
-    ForkServerEnded,
     Greeting,
-    Heartbeat,
-    Hello,
     KillWorker,
-    LayersMoving,
-    Leaving,
     MasterMessage,
     Order,
-    Pace,
-    PeerFailed,
-    Profiled,
     ProfileRequest,
-    Resumed,
-    Segment,
     SetUpWorker,
     StartWorker,
-    Status,
-    StepCommitted,
     StopAgent,
     StoreKeys,
-    StorePut,
     WorkerBound,
-    WorkerExited,
-    WorkerFailed,
-    WorkerMessage,
-    WorkerReady,
-    WorkerStarted,
+    WorkerCommand,
 )
+from .records import NOTHING, Banked, BankRecord, CommitRecord, Doorbell, Segment
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
@@ -75,6 +60,23 @@ from .shard_messages import (
     ScanRequest,
     ScanResult,
     StepRecords,
+)
+from .worker_messages import (
+    Evaluating,
+    EvaluationDone,
+    Finished,
+    LayersMoving,
+    Pace,
+    PeerFailed,
+    Profiled,
+    Resumed,
+    Status,
+    StepCommitted,
+    StorePut,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerReady,
+    WorkerReport,
 )
 
 __all__ = [
@@ -100,8 +102,10 @@ __all__ = [
     "FindCheckpoints",
     "FinishStep",
     "Finished",
+    "ForWorker",
     "ForkServerEnded",
     "FoundState",
+    "FromWorker",
     "Greeting",
     "Heartbeat",
     "Hello",
@@ -153,11 +157,13 @@ __all__ = [
     "StorePut",
     "Unseen",
     "WorkerBound",
+    "WorkerCommand",
     "WorkerEnd",
     "WorkerExited",
     "WorkerFailed",
     "WorkerMessage",
     "WorkerReady",
+    "WorkerReport",
     "WorkerStarted",
     "checkpoint_name",
     "digest_of_shards",

@@ -61,17 +61,12 @@ from oobleck.control.commit import (
 from oobleck.control.protocol import (
     CommitRecord,
     Evaluating,
-    EvaluationDone,
     Finished,
     LayersMoving,
     Order,
-    Pace,
-    PeerFailed,
-    RecordsFailed,
     ReplicaDigests,
-    RestoreFailed,
     Resumed,
-    StepCommitted,
+    WorkerReport,
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
@@ -80,7 +75,9 @@ from oobleck.training.comm import Group, GroupTable, LayerState, Waiter, exchang
 from oobleck.training.data import Dataset
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, install
 from oobleck.training.optim import Optimizer
+from oobleck.training.worker_log import WorkerLog
 
+from .effect_log import logged, order_text
 from .evaluation import Evaluator
 from .executor import PipelineRank
 from .layer_store import LayerStore
@@ -90,20 +87,6 @@ from .step import StepInFlight
 from .step_timer import StepTimer
 
 __all__ = ["Engine"]
-
-Report = (
-    StepCommitted
-    | Resumed
-    | Finished
-    | Evaluating
-    | EvaluationDone
-    | PeerFailed
-    | RecordsFailed
-    | RestoreFailed
-    | Pace
-    | LayersMoving
-    | ReplicaDigests
-)
 
 
 class Engine:
@@ -125,11 +108,12 @@ class Engine:
         commit_state: CommitState,
         saving: Saving | None,
         next_order: Callable[[], Order],
-        report: Callable[[Report], None],
+        report: Callable[[WorkerReport], None],
     ) -> None:
         """`next_order` waits for an order and takes it; `report` tells the master."""
         self._job = job
         self._worker_id = worker_id
+        self._log = WorkerLog(__name__, worker_id, lambda: commit_state.generation)
         self._share = share
         self._stage_sums: Group | None = None
         """Where the devices that share the stage sum."""
@@ -212,7 +196,11 @@ class Engine:
         drive(effects, self._carry_out)
 
     def _carry_out(self, effect: Effect) -> Outcome:
-        """Carry one effect out. Raises what the effect may raise."""
+        """Carry one effect out, and log it. Raises what the effect may raise."""
+        with logged(self._log, effect, self._worker_id):
+            return self._do(effect)
+
+    def _do(self, effect: Effect) -> Outcome:
         match effect:
             case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
                 return self._sections.carry_out(effect)
@@ -248,7 +236,9 @@ class Engine:
             case Evaluate():
                 return self._evaluate(effect)
             case AwaitOrder():
-                return self._next_order()
+                order = self._next_order()
+                self._log.info("follows an order: %s", order_text(order))
+                return order
             case FormGroups(keys=keys, committee=committee):
                 self._groups.form([*keys, *self._bucket_keys(committee)], self._commit_state.is_fenced)
                 self._formed_s = time.monotonic()
@@ -476,6 +466,7 @@ class Engine:
         )
         self._transfer_s = time.monotonic() - self._formed_s
         self._received_bytes = sum(tensor.nbytes for state in self._received.values() for tensor in state)
+        self._log.debug("has received %.1f MB in %.3f s", self._received_bytes / 1e6, self._transfer_s)
 
     def _sum_over(self, committee: Committee, vector: torch.Tensor) -> None:
         """Add a vector up over all who commit together, in place. Raises Interrupted or PeerLost."""
