@@ -45,7 +45,6 @@ from oobleck.control.journal import (
     NodeUnfit,
     PlanCause,
     ProtocolBroken,
-    Silent,
     TerminationNoticed,
     error_text,
 )
@@ -143,11 +142,8 @@ class Coordinator:
         self._replica_check = parts.replica_check
         self._node_retry = parts.node_retry
         self._lifecycle = parts.lifecycle
-        self._leases = parts.leases
-        self._called_s = 0.0
-        """When something was heard, or acted on, last."""
-        self._unheard_s = 0.0
-        """How long nothing was, up to the newest event, where that was longer than a lease."""
+        self._workers = parts.workers
+        self._silence = parts.silence
 
     @property
     def phase(self) -> Phase:
@@ -175,7 +171,7 @@ class Coordinator:
         self._effects.now_s = now_s
         if self.phase is Phase.ENDED:
             return []
-        self._note_call(now_s)
+        self._silence.note_call(now_s)
         try:
             self._take_in(event)
             self._lifecycle.drain_noticed()
@@ -200,7 +196,7 @@ class Coordinator:
                 self._scaling.due_s,
                 self._shutdown.due_s,
                 self._sharding.due_s if self.phase is Phase.TRAINING else math.inf,
-                self._leases.due_s if self._reconfiguration.is_begun else math.inf,
+                self._silence.due_s if self._reconfiguration.is_begun else math.inf,
             ]
         )
 
@@ -215,10 +211,10 @@ class Coordinator:
         if late_s < 0 or self.phase is Phase.ENDED:
             return []
         self._effects.now_s = now_s
-        self._note_call(now_s)
-        if late_s > self._job.control.heartbeat_interval_s:
-            self._forgive_lateness(now_s, max(late_s, self._unheard_s))
-        self._unheard_s = 0.0
+        self._silence.note_call(now_s)
+        held_up_s = self._silence.forgive(now_s, late_s)
+        if held_up_s:
+            self._hold(now_s, held_up_s)
         try:
             self._act_on_time(now_s)
             self._go_on_with_shards()
@@ -258,47 +254,22 @@ class Coordinator:
             case _:
                 assert_never(event)
 
-    def _note_call(self, now_s: float) -> None:
-        if now_s - self._called_s > self._job.control.lease_s:
-            self._unheard_s = now_s - self._called_s
-        self._called_s = now_s
-
-    def _forgive_lateness(self, now_s: float, late_s: float) -> None:
-        """We ourselves were held up: what was said meanwhile waits to be read, and nobody had our answers."""
-        self._leases.forgive(now_s)
+    def _hold(self, now_s: float, late_s: float) -> None:
+        """We ourselves were held up: nothing is overdue before what was said meanwhile is read."""
         soon_s = now_s + self._job.control.heartbeat_interval_s
         self._startup.forgive(late_s, soon_s)
         self._reconfiguration.hold(soon_s)
         self._progress.give_time()
 
-    def _judge_silence(self, now_s: float) -> None:
-        """Give silent nodes up, but not where it may be us who hear nothing."""
-        was_suspicious = self._leases.is_suspicious
-        for member in self._leases.take_lapsed(now_s):
-            self._lifecycle.fail(member.spec.name, Silent(silent_s=now_s - member.last_heard_s))
-        if self._leases.is_suspicious and not was_suspicious:
-            self._effects.notice(
-                "warning",
-                "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for",
-            )
-
-    def _hear(self, member: Member) -> None:
-        """A node said something."""
-        now_s = self._effects.now_s
-        member.last_heard_s = max(member.last_heard_s, now_s)
-        silent_s = self._leases.heard(now_s)
-        if silent_s is not None:
-            self._effects.notice("info", f"nodes are heard of again, after {silent_s:.1f} s")
-            self._progress.give_time()
-
     def _act_on_time(self, now_s: float) -> None:
         if self._reconfiguration.is_begun:  # a start has a time limit of its own
-            self._judge_silence(now_s)
+            for node, loss in self._silence.judge(now_s):
+                self._lifecycle.fail(node, loss)
         if now_s >= self._startup.deadline_s:
             self._startup.handle_deadline()
-        silent = self._reconfiguration.handle_deadline(is_suspicious=self._leases.is_suspicious)
+        silent = self._reconfiguration.handle_deadline(is_suspicious=self._silence.is_suspicious)
         self._lifecycle.give_up(silent)
-        if now_s >= self._progress.hangs_s and self._leases.is_suspicious:
+        if now_s >= self._progress.hangs_s and self._silence.is_suspicious:
             self._progress.give_time()  # steps may be committed that nobody can tell us of
         elif now_s >= self._progress.hangs_s:
             self._reconfiguration.begin([], PlanCause.HANG, detect_s=now_s - self._progress.progressed_s)
@@ -318,7 +289,8 @@ class Coordinator:
         member = self._members[node]
         if member.state not in (NodeState.CONNECTED, NodeState.READY):
             return  # late words of a node that was given up
-        self._hear(member)
+        if self._silence.hear(member, self._effects.now_s):
+            self._progress.give_time()
         try:
             check_device(member, message)
             if not self._reconfiguration.is_begun and is_of_training(message):
@@ -387,13 +359,15 @@ class Coordinator:
             case WorkerStarted():
                 pass
             case WorkerReady():
-                self._lifecycle.worker_ready(member, message)
+                self._workers.worker_ready(member, message)
                 self._train_when_ready()
             case Profiled():
                 self._effects.command(*self._preparation.take_measurement(message))
                 self._train_when_ready()
             case WorkerExited():
-                self._lifecycle.worker_exited(member, message)
+                loss = self._workers.worker_exited(member, message)
+                if loss is not None:
+                    self._lifecycle.fail(node, loss)
             case Leaving(reason=reason):
                 self._effects.record(TerminationNoticed(t_s=self._effects.now_s, node=node, reason=reason))
                 self._lifecycle.noticed(member)

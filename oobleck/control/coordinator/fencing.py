@@ -39,6 +39,7 @@ from .recovery_states import (
     Suspecting,
     TimePassed,
     Training,
+    has_all,
 )
 
 __all__ = ["answered", "begin", "decide", "end_again", "judge", "left", "overdue"]
@@ -70,7 +71,6 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
     )
     fencing = Fencing(
         recovery=recovery,
-        awaited=frozenset(begun.asked),
         statuses={},
         until_s=max(now_s, begun.heard_s) + begun.control.lease_s,
     )
@@ -117,26 +117,22 @@ def answered(state: State, answer: Answered, now_s: float) -> Step:
         return state, ()  # of an older fence, or a second time: what it said first is still true
     statuses = {**state.statuses, **dict.fromkeys(answer.worker_ids, answer.status)}
     match state:
-        case Fencing():
-            awaiting = replace(state, awaited=state.awaited.difference(answer.worker_ids), statuses=statuses)
-            return (awaiting, ()) if awaiting.awaited else _complete(awaiting, now_s)
-        case Overdue():
-            until_s = now_s + state.recovery.control.lease_s  # the others are about to answer, too
-            late = replace(
-                state, awaited=state.awaited.difference(answer.worker_ids), statuses=statuses, until_s=until_s
-            )
-            return (late, ()) if late.awaited else _complete(late, now_s)
-        case Settling():
-            return _complete(replace(state, statuses=statuses), now_s)
+        case Fencing() | Settling():
+            asking: Fencing | Overdue | Settling = replace(state, statuses=statuses)
+        case Overdue():  # the others are about to answer, too
+            asking = replace(state, statuses=statuses, until_s=now_s + state.recovery.control.lease_s)
         case _:
             assert_never(state)
+    return _go_on(asking, now_s)
 
 
-def _complete(state: Fencing | Overdue | Settling, now_s: float) -> Step:
-    """All have answered that are asked."""
+def _go_on(state: Fencing | Overdue | Settling, now_s: float) -> Step:
+    """Wait for answers, then for losses that belong together, and then use the answers."""
     recovery = state.recovery
     if not recovery.asked:
         return decide(state)
+    if not has_all(state.statuses, recovery.asked):
+        return state, ()
     if now_s >= recovery.settles_s:
         return judge(state, now_s)
     if isinstance(state, Settling):
@@ -199,15 +195,8 @@ def left(state: State, node: str, now_s: float) -> Step:
     match state:
         case Preparing() | Training() | Adopting() | Suspecting() | Deciding() | Ended():
             return state, ()
-        case Fencing() | Overdue():
-            rest = replace(
-                state,
-                recovery=_without(state.recovery, node),
-                awaited=frozenset(worker_id for worker_id in state.awaited if worker_id.node != node),
-            )
-            return (rest, ()) if rest.awaited else _complete(rest, now_s)
-        case Settling():
-            return _complete(replace(state, recovery=_without(state.recovery, node)), now_s)
+        case Fencing() | Overdue() | Settling():
+            return _go_on(replace(state, recovery=_without(state.recovery, node)), now_s)
         case Accusing() | AwaitingWorkers() | LocatingCheckpoint():
             return decide(replace(state, recovery=_without(state.recovery, node)))
         case _:

@@ -1,4 +1,4 @@
-"""Who takes part: nodes and workers come, are started again, are let go, and are lost.
+"""Which nodes take part: they come, are let go, are lost, and are tried again.
 
     connecting ── hello ──> connected ── workers ready ──> ready ── a drain ──> left
         └───────────────────────┴──────────────┴── a loss ──> lost ── a while later ──> connecting
@@ -8,11 +8,8 @@ What a change means for the plan is `reconfiguration`'s business, and before the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from oobleck.control.checkpoints import Saving
-from oobleck.control.commit import Progress
-from oobleck.control.data import Sharding
 from oobleck.control.events import Connect, Disconnect, Effects, NodeUp, RunOver
 from oobleck.control.journal import (
     AgentLeft,
@@ -28,30 +25,21 @@ from oobleck.control.journal import (
     NoWorkerStarts,
     PlanCause,
     Unfit,
-    WorkerDown,
-    WorkerEnded,
-    WorkerUp,
-    given_up_text,
 )
 from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeRetry, NodeState
-from oobleck.control.protocol import AgentStopped, KillWorker, Raised, StartWorker, StopAgent, WorkerExited, WorkerReady
+from oobleck.control.protocol import AgentStopped, KillWorker, StopAgent
 from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
-from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import WorkerId
+from oobleck.job import NodeSpec
 
+from .consequences import Consequences
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
 from .recovery_states import GiveUp
-from .shutdown import Shutdown
-from .startup import Startup
+from .worker_lifecycle import start_again
 
 __all__ = ["NodeLifecycle"]
 
-_MAX_RESTARTS = 3
-_RESTARTS_WITHIN_S = 600.0
-"""A node is given up where its workers end again after so many restarts within this time, or without a step that was
-never committed before: then something there, or in the job, ends them."""
 _MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, LossCause.UNREACHABLE})
 """What a node is tried again after."""
 
@@ -61,35 +49,23 @@ class NodeLifecycle:
 
     def __init__(
         self,
-        job: JobSpec,
         members: Membership,
         preparation: Preparation,
-        progress: Progress,
-        startup: Startup,
-        shutdown: Shutdown,
-        reconfiguration: Reconfiguration,
         node_retry: NodeRetry,
-        saving: Saving,
-        sharding: Sharding,
+        reconfiguration: Reconfiguration,
+        consequences: Consequences,
         effects: Effects,
         *,
         num_devices: int,
-        training_places: Callable[[], Iterable[WorkerId]],
     ) -> None:
-        """All nodes have `num_devices`; `training_places` are the workers of the newest plan, where they are ready."""
-        self._job = job
+        """All nodes have `num_devices`."""
         self._members = members
         self._preparation = preparation
-        self._progress = progress
-        self._startup = startup
-        self._shutdown = shutdown
-        self._reconfiguration = reconfiguration
         self._node_retry = node_retry
-        self._saving = saving
-        self._sharding = sharding
+        self._reconfiguration = reconfiguration
+        self._consequences = consequences
         self._effects = effects
         self._num_devices = num_devices
-        self._training_places = training_places
         self._num_leaving = 0
         """How many nodes have had notice, and do not train yet; some may be lost since."""
 
@@ -124,9 +100,9 @@ class NodeLifecycle:
             member.meet(event.hello, address=event.address, now_s=self._effects.now_s)
             if is_back:
                 self._find_again(member)
-            self._sharding.tell(worker_id for worker_id in self._training_places() if worker_id.node == node)
+            self._consequences.met(node)
             for device in sorted({*range(member.spec.num_devices)} - {*member.ready} - {*event.hello.workers}):
-                self._start_again(member, device)
+                self._effects.command(start_again(member, device))
             for device in sorted(member.shutdown.intersection(event.hello.workers)):
                 self._effects.send(node, KillWorker(device=device))  # said before, and lost perhaps
 
@@ -134,7 +110,7 @@ class NodeLifecycle:
         """The way to a node was lost, and is found: its agent has not ended, and what was on the way to it is lost."""
         node = member.spec.name
         self._effects.notice("info", f"{node} is reached again")
-        self._shutdown.ask_again()
+        self._consequences.way_found()
         if member.is_dismissed:
             self._effects.send(node, StopAgent(reason="drained", is_dismissal=True))
         self._reconfiguration.reach_again(node)
@@ -160,8 +136,8 @@ class NodeLifecycle:
         member.move_to(NodeState.LOST)
         self._reconfiguration.forget_pace(node)
         self._effects.command(Disconnect(node=node))
-        is_over = self._reconfiguration.is_begun
-        may_come_back = is_over and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
+        is_begun = self._reconfiguration.is_begun
+        may_come_back = is_begun and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, now_s)
         self._effects.record(
             NodeLost(
@@ -169,14 +145,12 @@ class NodeLifecycle:
                 node=node,
                 loss=loss,
                 is_requested=member.is_banned,
-                is_tried_again=is_tried_again and self._job.control.rejoin_after_s > 0,
+                is_tried_again=is_tried_again and self._node_retry.is_on,
             )
         )
-        if not is_over:
-            self._startup.node_failed(node, loss)
+        self._consequences.node_lost(node, loss)
+        if not is_begun:
             return
-        self._saving.node_lost(node)
-        self._sharding.lost(node)
         if may_come_back and not is_tried_again:
             self._tell_quarantine(node)
         if trained and not self._reconfiguration.can_spare(node):  # else it had no part in any plan
@@ -248,109 +222,8 @@ class NodeLifecycle:
         self._effects.command(Disconnect(node=node))
         self.give_up(self._reconfiguration.note_left(node))
 
-    # --- workers -----------------------------------------------------------------------------------------------
-
-    def worker_ready(self, member: Member, message: WorkerReady) -> None:
-        """A worker can be given a part. Raises ConfigError if it does not fit the others."""
-        known = member.ready.get(message.device)
-        if known is not None and known.pid == message.pid:
-            return  # said again to a new master
-        entry = WorkerUp(
-            t_s=self._effects.now_s,
-            node=member.spec.name,
-            device=message.device,
-            pid=message.pid,
-            data_digest=message.data_digest,
-            weights_digest=message.weights_digest,
-            probe_address=message.probe_address,
-            saves=message.saves,
-        )
-        self._effects.record(entry)
-        self._effects.command(*self._preparation.note_ready(member, message))
-        self._sharding.know(message.shards)
-        member.note_ready(entry, generation=self._reconfiguration.generations.current)
-        if self._reconfiguration.is_begun and member.is_ready:
-            self._reconfiguration.take_in(member.spec.name)
-
-    def worker_exited(self, member: Member, message: WorkerExited) -> None:
-        """A worker has ended: start it again, or give its node up."""
-        known = member.ready.get(message.device)
-        if member.is_dismissed or (known is not None and known.pid != message.pid):
-            return
-        if message.pid in (gone := member.gone.get(message.device, ())):
-            if message.device in member.shutdown and message.pid == gone[-1]:
-                self._start_again(member, message.device)
-            return  # else said again to a new master
-        worker_id = WorkerId(node=member.spec.name, device=message.device)
-        if isinstance(message.end, Raised):
-            self._shutdown.note_error(worker_id, message.end)
-        if self._is_worth_another_try(member, message):
-            self._restart_worker(member, worker_id, message)
-            return
-        if self._num_restarts(member) >= _MAX_RESTARTS:
-            member.last_words = given_up_text(message.end, num_restarts=_MAX_RESTARTS)
-        self.fail(member.spec.name, WorkerEnded(pid=message.pid, end=message.end))
-
-    def _is_worth_another_try(self, member: Member, message: WorkerExited) -> bool:
-        """Whether a worker that ended is started again; before training, only one that was ended from outside."""
-        if member.is_draining or self._num_restarts(member) >= _MAX_RESTARTS:
-            return False
-        return self._reconfiguration.is_begun or message.was_ended_from_outside
-
-    def _num_restarts(self, member: Member) -> int:
-        step = self._progress.furthest_step
-        return member.num_restarts(self._effects.now_s, within_s=_RESTARTS_WITHIN_S, step=step)
-
     def give_up(self, wanted: Iterable[GiveUp]) -> None:
         """Give up nodes that hold up a recovery."""
         for each in wanted:
             for node in each.nodes:
                 self.fail(node, each.loss)
-
-    def _restart_worker(self, member: Member, worker_id: WorkerId, message: WorkerExited) -> None:
-        """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.
-
-        The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
-        pipeline alone; and the survivors may go on without what they have done. Where nobody survives, all wait for
-        the workers that are started again; but the error that ended every one of them would do so again.
-        """
-        now_s = self._effects.now_s
-        trained = member.is_ready
-        also = tuple(device for device in member.taken_along if device != worker_id.device)
-        step = self._progress.furthest_step
-        member.note_restart(worker_id.device, message.pid, now_s=now_s, step=step, also=also)
-        self._reconfiguration.forget_pace(worker_id.node)
-        self._effects.record(
-            WorkerDown(
-                t_s=now_s,
-                node=worker_id.node,
-                device=worker_id.device,
-                pid=message.pid,
-                end=message.end,
-                also=also,
-            )
-        )
-        for device in also:
-            self._effects.send(worker_id.node, KillWorker(device=device))
-        self._start_again(member, worker_id.device)
-        if not self._reconfiguration.is_begun:
-            self._startup.worker_lost(worker_id)
-            return
-        self._saving.worker_lost(worker_id.node)
-        self._sharding.lost(worker_id.node)
-        if not self._members.ready and self._shutdown.is_same_error(self._training_nodes()):
-            raise RunOver(ExitCode.FAILED, "the same error ended all workers")
-        if trained and not self._reconfiguration.can_spare(worker_id.node):
-            detect_s = now_s - member.last_heard_s
-            self._reconfiguration.begin(
-                [worker_id.node], PlanCause.LOSS, loss=LossCause.WORKER_EXITED, detect_s=detect_s
-            )
-
-    def _training_nodes(self) -> tuple[str, ...]:
-        """The nodes of the newest plan whose agents live."""
-        living = {member.spec.name for member in self._members.living}
-        return tuple(node for node in self._reconfiguration.generations.plan.nodes if node in living)
-
-    def _start_again(self, member: Member, device: int) -> None:
-        member.shutdown.discard(device)
-        self._effects.send(member.spec.name, StartWorker(device=device))

@@ -15,6 +15,7 @@ from oobleck.control.scaling import Scaling
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
+from .consequences import Consequences
 from .deciding import Decider
 from .going_back import GoingBack
 from .node_lifecycle import NodeLifecycle
@@ -25,7 +26,9 @@ from .reconfiguration import Reconfiguration
 from .replanning import Replanning
 from .resuming import Resuming
 from .shutdown import Shutdown
+from .silence import Silence
 from .startup import Startup
+from .worker_lifecycle import WorkerLifecycle
 
 __all__ = ["Parts", "make_parts"]
 
@@ -48,7 +51,8 @@ class Parts:
     replica_check: ReplicaCheck
     node_retry: NodeRetry
     lifecycle: NodeLifecycle
-    leases: Leases
+    workers: WorkerLifecycle
+    silence: Silence
 
 
 def make_parts(
@@ -78,21 +82,11 @@ def make_parts(
     startup = Startup(job, nodes, members, preparation, resuming, effects)
     shutdown = Shutdown(job, members, progress, saving, reconfiguration, sharding, effects)
     node_retry = NodeRetry(first_wait_s=job.control.rejoin_after_s)
+    consequences = Consequences(startup, shutdown, saving, sharding, reconfiguration)
     lifecycle = NodeLifecycle(
-        job,
-        members,
-        preparation,
-        progress,
-        startup,
-        shutdown,
-        reconfiguration,
-        node_retry,
-        saving,
-        sharding,
-        effects,
-        num_devices=num_devices,
-        training_places=training_places,
+        members, preparation, node_retry, reconfiguration, consequences, effects, num_devices=num_devices
     )
+    workers = WorkerLifecycle(members, preparation, progress, shutdown, reconfiguration, consequences, effects)
     return Parts(
         effects=effects,
         members=members,
@@ -108,5 +102,6 @@ def make_parts(
         replica_check=ReplicaCheck(effects, degree=job.tensor_parallel),
         node_retry=node_retry,
         lifecycle=lifecycle,
-        leases=Leases(job.control, members),
+        workers=workers,
+        silence=Silence(job.control, Leases(job.control, members), effects),
     )

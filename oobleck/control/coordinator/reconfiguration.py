@@ -350,7 +350,7 @@ class Reconfiguration:
         if recovery.cause is PlanCause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
             action = Action.RESTART_WORKER
         return PlanOrdered(
-            awaited=frozenset(worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids),
+            worker_ids=tuple(worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids),
             action=action,
             layers_moved=len({(item.layer, item.target) for item in update.transfers}),
             microbatches_redone=choice.microbatches_redone,

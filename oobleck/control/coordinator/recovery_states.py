@@ -54,6 +54,7 @@ __all__ = [
     "TrainingBegun",
     "WorkersResumed",
     "WorkersWanted",
+    "has_all",
 ]
 
 _SETTLE_S = 0.01
@@ -100,6 +101,11 @@ class Recovery:
         return self.fenced_s + _SETTLE_S
 
 
+def has_all(reports: Mapping[WorkerId, object], worker_ids: tuple[WorkerId, ...]) -> bool:
+    """Whether all of these workers have reported; O(1) as long as too few have."""
+    return len(reports) >= len(worker_ids) and all(worker_id in reports for worker_id in worker_ids)
+
+
 # --- states ----------------------------------------------------------------------------------------------------------
 
 
@@ -122,8 +128,12 @@ class Adopting:
     recovery: Recovery
     ordered: PlanOrdered
     ordered_s: float
-    awaited: frozenset[WorkerId]
     resumed: Mapping[WorkerId, Resumed] = field(default_factory=dict)
+
+    @property
+    def awaited(self) -> tuple[WorkerId, ...]:
+        """Who has not reported yet."""
+        return tuple(worker_id for worker_id in self.ordered.worker_ids if worker_id not in self.resumed)
 
     @property
     def generation(self) -> int:
@@ -143,9 +153,13 @@ class Fencing:
     """All are asked where they stand."""
 
     recovery: Recovery
-    awaited: frozenset[WorkerId]
     statuses: Mapping[WorkerId, Status]
     until_s: float
+
+    @property
+    def awaited(self) -> tuple[WorkerId, ...]:
+        """Who has not answered yet."""
+        return tuple(worker_id for worker_id in self.recovery.asked if worker_id not in self.statuses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +167,13 @@ class Overdue:
     """The time for answers is over. Some may wait unread, or the question may be unheard."""
 
     recovery: Recovery
-    awaited: frozenset[WorkerId]
     statuses: Mapping[WorkerId, Status]
     until_s: float
+
+    @property
+    def awaited(self) -> tuple[WorkerId, ...]:
+        """Who has not answered yet."""
+        return tuple(worker_id for worker_id in self.recovery.asked if worker_id not in self.statuses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +291,8 @@ class FailureSuspected:
 class PlanOrdered:
     """It is decided: all have their orders."""
 
-    awaited: frozenset[WorkerId]
-    """The workers of the plan."""
+    worker_ids: tuple[WorkerId, ...]
+    """Of the plan."""
     action: Action
     layers_moved: int
     microbatches_redone: int

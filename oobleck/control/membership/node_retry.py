@@ -42,6 +42,11 @@ class NodeRetry:
         return node in self._lost
 
     @property
+    def is_on(self) -> bool:
+        """Whether lost nodes are tried again at all."""
+        return self._first_wait_s > 0
+
+    @property
     def due_s(self) -> float:
         """When the next node is to be tried; infinity for never."""
         return min((lost.due_s for lost in self._lost.values()), default=math.inf)

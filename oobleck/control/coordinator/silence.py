@@ -1,0 +1,70 @@
+"""Who is silent: nodes that are lost by it, or this master, which may have been held up or be cut off."""
+
+from __future__ import annotations
+
+from oobleck.control.events import Effects
+from oobleck.control.journal import Silent
+from oobleck.control.membership import Leases, Member
+from oobleck.job import ControlSpec
+
+__all__ = ["Silence"]
+
+
+class Silence:
+    """Knows when nodes were heard of, and when this master was last called."""
+
+    def __init__(self, control: ControlSpec, leases: Leases, effects: Effects) -> None:
+        self._control = control
+        self._leases = leases
+        self._effects = effects
+        self._called_s = 0.0
+        """When something was heard, or acted on, last."""
+        self._unheard_s = 0.0
+        """How long nothing was, up to the newest event, where that was longer than a lease."""
+
+    @property
+    def due_s(self) -> float:
+        """When somebody's silence is to be judged next."""
+        return self._leases.due_s
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Most nodes are silent, and it may be us."""
+        return self._leases.is_suspicious
+
+    def note_call(self, now_s: float) -> None:
+        """This master acts: it is not held up."""
+        if now_s - self._called_s > self._control.lease_s:
+            self._unheard_s = now_s - self._called_s
+        self._called_s = now_s
+
+    def forgive(self, now_s: float, late_s: float) -> float:
+        """Return how long this master was held up, if it acts `late_s` after it should have; else 0.
+
+        What was said meanwhile waits to be read, and nobody had our answers: no lease has lapsed.
+        """
+        unheard_s, self._unheard_s = self._unheard_s, 0.0
+        if late_s <= self._control.heartbeat_interval_s:
+            return 0.0
+        self._leases.forgive(now_s)
+        return max(late_s, unheard_s)
+
+    def hear(self, member: Member, now_s: float) -> bool:
+        """A node said something. Returns whether most nodes were silent until now."""
+        member.last_heard_s = max(member.last_heard_s, now_s)
+        silent_s = self._leases.heard(now_s)
+        if silent_s is None:
+            return False
+        self._effects.notice("info", f"nodes are heard of again, after {silent_s:.1f} s")
+        return True
+
+    def judge(self, now_s: float) -> tuple[tuple[str, Silent], ...]:
+        """Return the nodes that are lost by their silence; none where it may be us who hear nothing."""
+        was_suspicious = self._leases.is_suspicious
+        lapsed = self._leases.take_lapsed(now_s)
+        if self._leases.is_suspicious and not was_suspicious:
+            self._effects.notice(
+                "warning",
+                "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for",
+            )
+        return tuple((member.spec.name, Silent(silent_s=now_s - member.last_heard_s)) for member in lapsed)
