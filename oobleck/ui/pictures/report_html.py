@@ -11,11 +11,12 @@ from html import escape
 
 from oobleck.control.journal import Cause, History, Incident, PlanAdopted, RecoverySummary, Summary
 from oobleck.planner import Pipeline
+from oobleck.ui.node_hours_text import node_hours_text
+from oobleck.ui.words import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
 
-from .node_hours_text import node_hours_text
-from .report_charts import Marker, Series, chart, time_ticks
+from .axes import time_ticks
+from .report_charts import Marker, Series, chart
 from .report_style import STYLE
-from .words import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
 
 __all__ = ["report_html"]
 
