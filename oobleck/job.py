@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from .errors import ConfigError
+from .bounds import Bounds, bounded, check_pattern, check_spec, require
 
 __all__ = [
     "MAX_DEVICES",
     "MAX_MICROBATCHES",
     "MAX_NODES",
     "MAX_STEPS",
-    "Bounds",
     "CheckpointSpec",
     "ControlSpec",
     "DataSpec",
@@ -30,7 +29,6 @@ __all__ = [
     "ScalingSpec",
     "ScheduleName",
     "ScriptSpec",
-    "bounds_of",
     "check_model_numbers",
 ]
 
@@ -45,86 +43,12 @@ MAX_STEPS = 10**12
 _MAX_SECONDS = 1e9
 """Thirty years."""
 _LEAST_SECONDS = 1e-3
-_MAX_TEXT_CHARS = 1 << 20
 _MAX_TOKENS = 1 << 24
 MAX_MICROBATCHES = 65_536
 """Of one step: every one of them is some instructions of a worker's program."""
-_SHOWN_CHARS = 200
-
-_Number = TypeVar("_Number", int, float, int | None, float | None, int | str)
 
 
-# --- what a number may be ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """From `least` to `most`, both included, without what is `excluded`. `note` says more, for people."""
-
-    least: float
-    most: float
-    excluded: tuple[float, ...] = ()
-    note: str = ""
-
-    def __str__(self) -> str:
-        without = f", but not {' or '.join(map(_written, self.excluded))}" if self.excluded else ""
-        return f"from {_written(self.least)} to {_written(self.most)}{without}{f' ({self.note})' if self.note else ''}"
-
-    def hold(self, value: float) -> bool:
-        """Whether a number is within; what is not a number is not."""
-        return self.least <= value <= self.most and value not in self.excluded
-
-
-def _written(number: float) -> str:
-    if isinstance(number, int):
-        return f"{number:,}"
-    return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e12 else f"{number:g}"
-
-
-def _number(
-    default: _Number, least: float, most: float, *, excluded: tuple[float, ...] = (), note: str = ""
-) -> _Number:
-    """A field with a default, and the bounds of what may stand there; None and words are beyond them."""
-    bounds = Bounds(least, most, excluded, note)
-    made: _Number = field(default=default, metadata={"bounds": bounds})
-    return made
-
-
-def bounds_of(spec: object) -> dict[str, Bounds]:
-    """Return the bounds of a specification's numbers, by field; `spec` is an instance or the class."""
-    return {part.name: part.metadata["bounds"] for part in fields(spec) if "bounds" in part.metadata}  # type: ignore[arg-type]  # a dataclass
-
-
-def _check(spec: object, section: str = "") -> None:
-    """Hold a specification's numbers to their bounds, and its texts to what can be written anywhere."""
-    for name, bounds in bounds_of(spec).items():
-        value = getattr(spec, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        _require(not is_number or bounds.hold(value), section + name, value, str(bounds))
-    for part in fields(spec):  # type: ignore[arg-type]  # a dataclass
-        for text in _texts(getattr(spec, part.name)):
-            _check_text(section + part.name, text)
-
-
-def _texts(value: object) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case tuple():
-            for item in value:
-                yield from _texts(item)
-        case Mapping():
-            for key, item in value.items():
-                yield from _texts(key)
-                yield from _texts(item)
-
-
-def _check_text(field_name: str, text: str) -> None:
-    """Raise ConfigError for what no file name, no command and no message can hold."""
-    _require(len(text) <= _MAX_TEXT_CHARS, field_name, f"{text[:40]}…", f"at most {_MAX_TEXT_CHARS:,} characters")
-    whole = "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-    _require(whole, field_name, text[:40], "text of whole characters, and without null characters")
-
+# --- a model's configuration -----------------------------------------------------------------------------------
 
 _LAYERS = Bounds(1, 1_000)
 _HEADS = Bounds(1, 65_536)
@@ -150,29 +74,9 @@ def check_model_numbers(config: Mapping[str, object]) -> None:
     for key, value in config.items():
         bounds = _MODEL_BOUNDS.get(key, _ANY_NUMBER)
         if isinstance(value, int) and not isinstance(value, bool):
-            _require(bounds.hold(value), f"model.config.{key}", value, str(bounds))
+            require(bounds.hold(value), f"model.config.{key}", value, str(bounds))
         elif isinstance(value, float):
-            _require(math.isfinite(value), f"model.config.{key}", value, "finite")
-
-
-def _require(condition: bool, field_name: str, value: object, expectation: str) -> None:
-    if not condition:
-        raise ConfigError(f"{field_name}: {_shown(value)} is not possible; it must be {expectation}")
-
-
-def _shown(value: object) -> str:
-    """A value as it may stand in an error: cut where it is long."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return "a number of more than 77 digits"
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
-
-
-def _check_pattern(field_name: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"{field_name}: {pattern!r} is no regular expression: {error}") from error
+            require(math.isfinite(value), f"model.config.{key}", value, "finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +94,7 @@ class ModelSpec:
     """What is predicted; None: masked tokens by encoders such as BERT, the next token by all others."""
 
     def __post_init__(self) -> None:
-        _check(self, "model.")
+        check_spec(self, "model.")
         check_model_numbers(self.config)
 
 
@@ -218,28 +122,28 @@ class DataSpec:
     handed out to steps as they are read. A record is a sample: a row of tokens (.bin, .npy), or a line of text."""
     follow: bool = False
     """Shards grow: whoever has read all of them waits for more, until a file NAME.end lies beside a file."""
-    epochs: int = _number(1, 1, MAX_STEPS)
+    epochs: int = bounded(1, 1, MAX_STEPS)
     """How often shards are read; training ends then, if `max_steps` has not come before."""
-    shards_at_once: int | None = _number(None, 1, 64)
+    shards_at_once: int | None = bounded(None, 1, 64)
     """How many shards are read side by side; None: one, or all of those that grow."""
-    sequence_length: int = _number(64, 2, _MAX_TOKENS)
-    vocab_size: int = _number(4096, 257, 10_000_000, note="256 bytes and an end at least")
+    sequence_length: int = bounded(64, 2, _MAX_TOKENS)
+    vocab_size: int = bounded(4096, 257, 10_000_000, note="256 bytes and an end at least")
     """Size of the BPE tokenizer that is trained on the text; of tokens in files, one more than the largest can be."""
-    max_bytes: int = _number(8_000_000, 1, 2**40)
+    max_bytes: int = bounded(8_000_000, 1, 2**40)
     """How much of the text is used."""
-    validation_split: float = _number(0.0, 0, 1, excluded=(1,))
+    validation_split: float = bounded(0.0, 0, 1, excluded=(1,))
     """The share of samples that is kept for evaluation and never trained on."""
-    mlm_probability: float = _number(0.15, 0, 1, excluded=(0, 1))
+    mlm_probability: float = bounded(0.15, 0, 1, excluded=(0, 1))
     """The share of a sample's tokens that masked language models predict."""
 
     def __post_init__(self) -> None:
-        _check(self, "data.")
+        check_spec(self, "data.")
         if self.shards:
             others = bool(self.paths or self.dataset_path)
-            _require(not others, "data.shards", list(self.shards), "left out where paths or dataset_path are given")
+            require(not others, "data.shards", list(self.shards), "left out where paths or dataset_path are given")
             split = self.validation_split
-            _require(not split, "data.validation_split", split, "0 where the data is in shards")
-        _require(
+            require(not split, "data.validation_split", split, "0 where the data is in shards")
+        require(
             not (self.paths and self.dataset_path), "data.dataset_path", self.dataset_path, "left out where paths are"
         )
 
@@ -252,12 +156,12 @@ class OptimizerSpec:
     """The class of torch.optim in small letters; `TrainingArguments`' adamw_torch and adamw_torch_fused too."""
     optim_args: Mapping[str, Scalar] = field(default_factory=dict)
     """Further arguments of that class."""
-    learning_rate: float = _number(1e-3, 1e-30, 1e300)
-    adam_beta1: float = _number(0.9, 0, 1, excluded=(1,))
-    adam_beta2: float = _number(0.95, 0, 1, excluded=(1,))
-    adam_epsilon: float = _number(1e-8, 0, 1)
-    weight_decay: float = _number(0.1, 0, 1e6)
-    max_grad_norm: float = _number(1.0, 0, 1e30, note="0: off")
+    learning_rate: float = bounded(1e-3, 1e-30, 1e300)
+    adam_beta1: float = bounded(0.9, 0, 1, excluded=(1,))
+    adam_beta2: float = bounded(0.95, 0, 1, excluded=(1,))
+    adam_epsilon: float = bounded(1e-8, 0, 1)
+    weight_decay: float = bounded(0.1, 0, 1e6)
+    max_grad_norm: float = bounded(1.0, 0, 1e30, note="0: off")
     """0 turns clipping off."""
     lr_scheduler_type: Literal[
         "constant",
@@ -272,10 +176,10 @@ class OptimizerSpec:
     ] = "cosine"
     lr_scheduler_kwargs: Mapping[str, Scalar] = field(default_factory=dict)
     """Further arguments of the schedule, by the names that transformers gives them."""
-    warmup_steps: int = _number(10, 0, MAX_STEPS)
+    warmup_steps: int = bounded(10, 0, MAX_STEPS)
 
     def __post_init__(self) -> None:
-        _check(self, "optimizer.")
+        check_spec(self, "optimizer.")
 
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
@@ -287,15 +191,15 @@ _HEADER_VALUE = re.compile(r"[\t -~\xa0-\xff]{0,8000}")
 class ControlSpec:
     """How failures are noticed, in seconds."""
 
-    heartbeat_interval_s: float = _number(0.5, _LEAST_SECONDS, _MAX_SECONDS)
-    lease_s: float = _number(3.0, _LEAST_SECONDS, _MAX_SECONDS)
+    heartbeat_interval_s: float = bounded(0.5, _LEAST_SECONDS, _MAX_SECONDS)
+    lease_s: float = bounded(3.0, _LEAST_SECONDS, _MAX_SECONDS)
     """A node that was not heard of for this long is taken for lost."""
-    connect_timeout_s: float = _number(10.0, _LEAST_SECONDS, _MAX_SECONDS)
-    start_timeout_s: float = _number(120.0, _LEAST_SECONDS, _MAX_SECONDS)
+    connect_timeout_s: float = bounded(10.0, _LEAST_SECONDS, _MAX_SECONDS)
+    start_timeout_s: float = bounded(120.0, _LEAST_SECONDS, _MAX_SECONDS)
     """How long a node may take from its connection to a worker that is ready."""
-    orphan_timeout_s: float = _number(600.0, 0, _MAX_SECONDS)
+    orphan_timeout_s: float = bounded(600.0, 0, _MAX_SECONDS)
     """How long agents train on without a master before they stop, and how long a master that hears of none waits."""
-    rejoin_after_s: float = _number(10.0, 0, _MAX_SECONDS, note="0: never")
+    rejoin_after_s: float = bounded(10.0, 0, _MAX_SECONDS, note="0: never")
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
     notice_command: str | None = None
     """A shell command that succeeds when the node it runs on is about to be taken away; None: nothing is asked."""
@@ -305,21 +209,21 @@ class ControlSpec:
     """What its answer must contain then, as a regular expression; None: anything."""
     notice_headers: Mapping[str, Scalar] = field(default_factory=dict)
     """HTTP headers that it is asked with."""
-    notice_interval_s: float = _number(5.0, _LEAST_SECONDS, _MAX_SECONDS)
+    notice_interval_s: float = bounded(5.0, _LEAST_SECONDS, _MAX_SECONDS)
 
     def __post_init__(self) -> None:
-        _check(self, "control.")
+        check_spec(self, "control.")
         if self.notice_url is not None:
             is_web = re.fullmatch(r"https?://[!-~]+", self.notice_url) is not None
             expected = "an address that begins with http:// or https://, without spaces"
-            _require(is_web, "control.notice_url", self.notice_url, expected)
+            require(is_web, "control.notice_url", self.notice_url, expected)
         for name, value in self.notice_headers.items():
             is_name, is_value = _HEADER_NAME.fullmatch(name), _HEADER_VALUE.fullmatch(str(value))
-            _require(is_name is not None, "control.notice_headers", name, "names of letters, digits and '-'")
-            _require(is_value is not None, f"control.notice_headers.{name}", value, "one line of Latin letters")
+            require(is_name is not None, "control.notice_headers", name, "names of letters, digits and '-'")
+            require(is_value is not None, f"control.notice_headers.{name}", value, "one line of Latin letters")
         if self.notice_pattern is not None:
-            _check_pattern("control.notice_pattern", self.notice_pattern)
-        _require(
+            check_pattern("control.notice_pattern", self.notice_pattern)
+        require(
             self.lease_s >= 2 * self.heartbeat_interval_s,
             "control.lease_s",
             self.lease_s,
@@ -346,22 +250,22 @@ class CheckpointSpec:
     """When the state is saved, and where."""
 
     enabled: bool = True
-    save_steps: int | None = _number(None, 1, MAX_STEPS)
+    save_steps: int | None = bounded(None, 1, MAX_STEPS)
     """Save after every so many steps. Without this and `save_interval_s`, the interval follows from what a save costs
     and how often failures need one."""
-    save_interval_s: float | None = _number(None, 0, _MAX_SECONDS, excluded=(0,))
+    save_interval_s: float | None = bounded(None, 0, _MAX_SECONDS, excluded=(0,))
     """Save every so many seconds."""
-    save_total_limit: int = _number(3, 1, 1_000_000)
+    save_total_limit: int = bounded(3, 1, 1_000_000)
     """How many checkpoints are kept; older ones are removed."""
     directory: str | None = None
     """Where checkpoints lie, on every node; None is `checkpoints` in the run's directory there. Shared by all nodes,
     or a lost node takes what it saved with it."""
-    compare_steps: int = _number(100, 0, MAX_STEPS, note="0: off")
+    compare_steps: int = bounded(100, 0, MAX_STEPS, note="0: off")
     """After every so many steps the copies of each layer are compared; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        _check(self, "checkpoint.")
-        _require(
+        check_spec(self, "checkpoint.")
+        require(
             self.save_steps is None or self.save_interval_s is None,
             "checkpoint.save_interval_s",
             self.save_interval_s,
@@ -375,15 +279,15 @@ class ScalingSpec:
 
     policy: Literal["all", "efficient", "deadline"] = "all"
     """All; as many as add at least a fifth of what a node gives on average; or the fewest that end in time."""
-    deadline_s: float | None = _number(None, 0, _MAX_SECONDS, excluded=(0,))
+    deadline_s: float | None = bounded(None, 0, _MAX_SECONDS, excluded=(0,))
     """Of the policy `deadline`: seconds from the start of the run in which it is to end."""
-    hysteresis_s: float = _number(60.0, 0, _MAX_SECONDS)
+    hysteresis_s: float = bounded(60.0, 0, _MAX_SECONDS)
     """Another number of nodes has to be the better one for so long."""
 
     def __post_init__(self) -> None:
-        _check(self, "scaling.")
+        check_spec(self, "scaling.")
         is_timed = self.policy == "deadline"
-        _require(
+        require(
             (self.deadline_s is not None) == is_timed,
             "scaling.deadline_s",
             self.deadline_s,
@@ -408,84 +312,84 @@ class JobSpec:
     control: ControlSpec = field(default_factory=ControlSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
-    max_steps: int = _number(120, 1, MAX_STEPS)
-    global_batch_size: int = _number(8, 1, 1_000_000)
+    max_steps: int = bounded(120, 1, MAX_STEPS)
+    global_batch_size: int = bounded(8, 1, 1_000_000)
     """Samples in one step."""
-    microbatch_size: int = _number(1, 1, 1_000_000)
+    microbatch_size: int = bounded(1, 1, 1_000_000)
     """Samples in one microbatch; divides the global batch size."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """The last two are mixed precision: parameters stay float32; float16 scales its loss."""
-    initial_loss_scale: float = _number(65536.0, 2.0**-24, 2.0**100, note="a power of two, as 65536.0")
+    initial_loss_scale: float = bounded(65536.0, 2.0**-24, 2.0**100, note="a power of two, as 65536.0")
     """Of float16; it is halved when gradients overflow, and doubled when they have not for long."""
     activation_checkpointing: bool = False
     """Blocks keep their input alone and compute what is between again in their backward pass."""
     compile: bool = False
     """Blocks are compiled by torch when they are first run."""
     device: Literal["cpu", "cuda"] = "cpu"
-    seed: int = _number(0, -(2**63), 2**63 - 1)
-    eval_steps: int | None = _number(None, 1, MAX_STEPS)
+    seed: int = bounded(0, -(2**63), 2**63 - 1)
+    eval_steps: int | None = bounded(None, 1, MAX_STEPS)
     """Evaluate after every so many steps; None: never."""
-    max_eval_samples: int | None = _number(None, 1, MAX_STEPS)
+    max_eval_samples: int | None = bounded(None, 1, MAX_STEPS)
     """At most so many of the samples kept for evaluation; None: all."""
-    fault_threshold: int = _number(1, 0, MAX_NODES)
+    fault_threshold: int = bounded(1, 0, MAX_NODES)
     """f: the number of simultaneous node failures that never cost state."""
-    num_pipelines: int | None = _number(None, 1, MAX_NODES)
+    num_pipelines: int | None = bounded(None, 1, MAX_NODES)
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
     schedule: ScheduleName = "1f1b"
     """`auto` has every plan choose for each of its pipelines: zero-bubble where that saves time, else 1f1b."""
-    reductions_per_step: int | Literal["auto"] = _number("auto", 1, MAX_MICROBATCHES, note="or auto")  # type: ignore[assignment]  # one of its words
+    reductions_per_step: int | Literal["auto"] = bounded("auto", 1, MAX_MICROBATCHES, note="or auto")  # type: ignore[assignment]  # one of its words
     """How often a step's gradients are reduced, so that a failure costs a part of a step at most: a long step several
     times, by default. Each but the last keeps the sums so far in memory of their own."""
-    tensor_parallel: int = _number(1, 1, MAX_DEVICES)
+    tensor_parallel: int = bounded(1, 1, MAX_DEVICES)
     """Devices of a node that share each stage, by the model's own plan."""
-    device_memory_bytes: int | None = _number(None, 1, 2**50)
+    device_memory_bytes: int | None = bounded(None, 1, 2**50)
     """Memory of one device; None asks the nodes."""
     script: ScriptSpec | None = None
     """What the job comes from, if not from a file alone."""
-    torch_threads: int | None = _number(None, 1, 1024)
+    torch_threads: int | None = bounded(None, 1, 1024)
     """Threads a worker computes with; None divides a host's cores among its workers."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """From which level on workers write to their agents' logs."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_spec(self)
         valid_tag = self.tag and all(c.isalnum() or c in "._-" for c in self.tag) and self.tag[0] not in ".-"
-        _require(bool(valid_tag), "tag", self.tag, "letters, digits, '.', '_' and '-', starting with none of '.-'")
-        _require(len(self.tag) <= 40, "tag", self.tag, "at most 40 characters (it is part of a socket's path)")
-        _require(
+        require(bool(valid_tag), "tag", self.tag, "letters, digits, '.', '_' and '-', starting with none of '.-'")
+        require(len(self.tag) <= 40, "tag", self.tag, "at most 40 characters (it is part of a socket's path)")
+        require(
             self.global_batch_size % self.microbatch_size == 0,
             "global_batch_size",
             self.global_batch_size,
             f"a multiple of microbatch_size ({self.microbatch_size})",
         )
-        _require(
+        require(
             self.num_microbatches <= MAX_MICROBATCHES,
             "global_batch_size",
             self.global_batch_size,
             f"at most {MAX_MICROBATCHES:,} microbatches of {self.microbatch_size}; raise microbatch_size",
         )
-        _require(
+        require(
             math.frexp(self.initial_loss_scale)[0] == 0.5,
             "initial_loss_scale",
             self.initial_loss_scale,
             "a power of two, as 65536.0",
         )
         is_power = self.tensor_parallel & (self.tensor_parallel - 1) == 0
-        _require(is_power, "tensor_parallel", self.tensor_parallel, "a power of two: 1, 2, 4, 8, …")
-        _require(
+        require(is_power, "tensor_parallel", self.tensor_parallel, "a power of two: 1, 2, 4, 8, …")
+        require(
             self.tensor_parallel == 1 or self.schedule != "zero-bubble",
             "schedule",
             self.schedule,
             "1f1b, gpipe or auto where devices share stages (tensor_parallel)",
         )
-        _require(
+        require(
             not self.compile or (self.tensor_parallel == 1 and self.schedule != "zero-bubble"),
             "compile",
             self.compile,
             "false where devices share stages (tensor_parallel) or backward passes are split (zero-bubble)",
         )
         if self.num_pipelines is not None:
-            _require(
+            require(
                 self.num_pipelines <= self.num_microbatches,
                 "num_pipelines",
                 self.num_pipelines,

@@ -185,14 +185,14 @@ def _names(num_nodes: int, lost: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _svg(report: PlanReport) -> str:
+    from oobleck.ui.pictures import timeline_svg
     from oobleck.ui.plan_report import figures_of
-    from oobleck.ui.timeline_svg import timeline_svg
 
     return timeline_svg(figures_of(report.shown))
 
 
 def _trace(report: PlanReport) -> str:
-    from oobleck.ui.chrome_trace import chrome_trace
+    from oobleck.ui.pictures import chrome_trace
     from oobleck.ui.plan_report import figures_of
 
     return chrome_trace(figures_of(report.shown))

@@ -10,7 +10,7 @@ import typer
 from oobleck.control.journal import diagnose, history_of, summarize
 from oobleck.errors import UsageError
 from oobleck.runtime.files import find_journal, read_journal
-from oobleck.ui.report_html import report_html
+from oobleck.ui.pictures import report_html
 
 from .events import RunArgument
 from .inputs import BaseDirOption, base_dir_of

@@ -355,13 +355,13 @@ def _summaries(outcomes: list[Outcome]) -> str:
 
 
 def _picture(panels: list[RunPanel], name: str) -> str:
-    from oobleck.ui.sim_svg import sim_svg
+    from oobleck.ui.pictures import sim_svg
 
     return sim_svg(panels, title=f"Throughput through {name}")
 
 
 def _run_trace(panels: list[RunPanel]) -> str:
-    from oobleck.ui.run_trace import run_trace
+    from oobleck.ui.pictures import run_trace
 
     return run_trace(panels)
 

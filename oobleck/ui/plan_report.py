@@ -17,8 +17,7 @@ from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import Forecast, PipelineForecast
 
 from .formatting import bytes_text, count_text, layers_text, percent_text, seconds_text
-from .timeline import timeline_lines
-from .timeline_svg import Figure
+from .timeline import Figure, timeline_lines
 
 __all__ = ["AfterLosing", "PlanReport", "TemplateRow", "figures_of", "plan_report"]
 

@@ -17,7 +17,7 @@ from oobleck.schedule import Op, Span, Timeline
 
 from .formatting import percent_text, seconds_text
 
-__all__ = ["PASS_WORDS", "timeline_lines"]
+__all__ = ["PASS_WORDS", "Figure", "timeline_lines"]
 
 PASS_WORDS = {
     Op.FORWARD: "forward",
@@ -45,6 +45,16 @@ _MARKS = {
 _IDLE = ("·", "bright_black")
 _GAP = " ⋯ "
 _MIN_COLUMNS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One timeline of a picture, or of a trace."""
+
+    title: str
+    labels: tuple[str, ...]
+    """One for each stage."""
+    timeline: Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.schedule import ScheduleKind, StageCost, Timeline, compile_schedule, timeline
-from oobleck.ui.chrome_trace import chrome_trace
-from oobleck.ui.timeline import timeline_lines
-from oobleck.ui.timeline_svg import Figure, timeline_svg
+from oobleck.ui.pictures import chrome_trace, timeline_svg
+from oobleck.ui.timeline import Figure, timeline_lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 

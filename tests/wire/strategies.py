@@ -16,9 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from oobleck.bounds import Bounds, bounds_of
 from oobleck.control.protocol import Shard
 from oobleck.job import (
-    Bounds,
     CheckpointSpec,
     ControlSpec,
     DataSpec,
@@ -26,7 +26,6 @@ from oobleck.job import (
     ModelSpec,
     OptimizerSpec,
     ScalingSpec,
-    bounds_of,
 )
 from oobleck.planner import Pipeline, PipelineTemplate, StageTemplate, WorkerId
 

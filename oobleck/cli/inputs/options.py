@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from oobleck.job import DataSpec, JobSpec, bounds_of
+from oobleck.bounds import bounds_of
+from oobleck.job import DataSpec, JobSpec
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_base_dir
 from oobleck.user_path import expand_user
 

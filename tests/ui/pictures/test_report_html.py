@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from oobleck.control.journal import JobEnded, NodeLost, Unreachable, diagnose
 from oobleck.control.journal.history import history_of, mean_rates, thinned
 from oobleck.control.journal.summary import summarize
-from oobleck.ui.report_charts import ticks, time_ticks
-from oobleck.ui.report_html import report_html
+from oobleck.ui.pictures import report_html
+from oobleck.ui.pictures.axes import ticks, time_ticks
 from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

@@ -23,10 +23,11 @@ from oobleck.control.journal import (
     title,
 )
 from oobleck.planner import Pipeline
+from oobleck.ui.formatting import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
+from oobleck.ui.node_hours_text import node_hours_text
 
-from .formatting import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
-from .node_hours_text import node_hours_text
-from .report_charts import Marker, Series, chart, time_ticks
+from .axes import time_ticks
+from .report_charts import Marker, Series, chart
 from .report_style import STYLE
 
 __all__ = ["report_html"]

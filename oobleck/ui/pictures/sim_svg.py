@@ -6,49 +6,46 @@ Plain SVG, written by hand, to scale; all panels share their axes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, floor, log10
-from xml.sax.saxutils import escape
+from math import ceil, floor
 
-from .formatting import duration_text, percent_text
-from .run_panels import ACTIVITIES, Band, RunPanel
+from oobleck.ui.formatting import duration_text, percent_text
+from oobleck.ui.run_panels import ACTIVITIES, Band, RunPanel
+
+from .axes import MARGIN, NUMBER_WIDTH, WIDTH, legend, round_up, svg_file, text, tick
 
 __all__ = ["sim_svg"]
 
-_WIDTH, _MARGIN, _LABELS, _RIGHT = 1280, 20, 74, 64
+_LABELS, _RIGHT = 74, 64
 _TITLE, _PLOT, _STRIP, _GAP, _AXIS = 40, 150, 14, 34, 34
-_FONT = 'font-family="Helvetica, Arial, sans-serif"'
 _NODES = "#54a24b"
 _UNITS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _STEPS = tuple(base * 10**power for power in range(9) for base in (1, 2, 5))
 _MOST_TICKS = 12
-_COLUMNS = _WIDTH - 2 * _MARGIN - _LABELS - _RIGHT
-_NUMBER_WIDTH = 7
+_COLUMNS = WIDTH - 2 * MARGIN - _LABELS - _RIGHT
 
 
 def sim_svg(panels: Sequence[RunPanel], *, title: str) -> str:
     """Draw runs below one another and return the text of an SVG file."""
-    rate_top = _round_up(max((band.samples_per_s for panel in panels for band in panel.bands), default=0.0))
-    nodes_top = _round_up(max(count for panel in panels for _, count in panel.num_nodes))
-    height = _MARGIN + _TITLE + len(panels) * (_TITLE + _PLOT + _STRIP + _GAP) + _AXIS + _MARGIN
-    parts: list[str] = [_text(_MARGIN, _MARGIN + 16, title, 'font-weight="bold" font-size="17"')]
-    top = _MARGIN + _TITLE
+    rate_top = round_up(max((band.samples_per_s for panel in panels for band in panel.bands), default=0.0))
+    nodes_top = round_up(max(count for panel in panels for _, count in panel.num_nodes))
+    height = MARGIN + _TITLE + len(panels) * (_TITLE + _PLOT + _STRIP + _GAP) + _AXIS + MARGIN
+    parts: list[str] = [text(MARGIN, MARGIN + 16, title, 'font-weight="bold" font-size="17"')]
+    top = MARGIN + _TITLE
     for panel in panels:
         parts += _panel(panel, top, rate_top, nodes_top)
         top += _TITLE + _PLOT + _STRIP + _GAP
     parts += _legend(panels, top)
-    size = f'width="{_WIDTH}" height="{height}"'
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {_WIDTH} {height}" {_FONT} font-size="12">'
-    return "\n".join((opening, f'<rect {size} fill="white"/>', *parts, "</svg>", ""))
+    return svg_file(parts, height=height)
 
 
 def _panel(panel: RunPanel, top: int, rate_top: float, nodes_top: float) -> Iterator[str]:
-    left, floor_y = _MARGIN + _LABELS, top + _TITLE + _PLOT
+    left, floor_y = MARGIN + _LABELS, top + _TITLE + _PLOT
     scale = _COLUMNS / panel.duration_s
     numbers = f"{panel.samples_per_s:,.4g} samples/s, goodput {percent_text(panel.goodput)}"
     recoveries = f"{panel.num_recoveries:,} recoveries, {panel.steps_lost:,} steps lost"
-    yield _text(_MARGIN, top + 14, panel.name, 'font-weight="bold" font-size="15"')
-    yield _text(left + 40, top + 14, f"{numbers}; {recoveries}")
-    yield _text(left + 40, top + 30, panel.about, 'fill="#777777" font-size="11"')
+    yield text(MARGIN, top + 14, panel.name, 'font-weight="bold" font-size="15"')
+    yield text(left + 40, top + 14, f"{numbers}; {recoveries}")
+    yield text(left + 40, top + 30, panel.about, 'fill="#777777" font-size="11"')
     yield from _grid(left, floor_y, rate_top, nodes_top)
     yield f'<path d="{_area(panel.bands, left, floor_y, scale, rate_top)}" fill="{ACTIVITIES["training"][1]}"/>'
     nodes = _line(panel, left, floor_y, scale, nodes_top)
@@ -62,10 +59,10 @@ def _grid(left: int, floor_y: int, rate_top: float, nodes_top: float) -> Iterato
         y = floor_y - _PLOT * quarter / 4
         stroke = "#999999" if quarter == 0 else "#e3e3e3"
         yield f'<line x1="{left}" y1="{y}" x2="{left + _COLUMNS}" y2="{y}" stroke="{stroke}"/>'
-        yield _text(left - 6, y + 4, f"{rate_top * quarter / 4:,.4g}", 'text-anchor="end" fill="#555555"')
-        yield _text(left + _COLUMNS + 6, y + 4, f"{nodes_top * quarter / 4:,.4g}", f'fill="{_NODES}"')
+        yield text(left - 6, y + 4, f"{rate_top * quarter / 4:,.4g}", 'text-anchor="end" fill="#555555"')
+        yield text(left + _COLUMNS + 6, y + 4, f"{nodes_top * quarter / 4:,.4g}", f'fill="{_NODES}"')
     middle = floor_y - _PLOT / 2
-    yield _turned(_MARGIN + 6, middle, "samples/s", "#555555")
+    yield _turned(MARGIN + 6, middle, "samples/s", "#555555")
     yield _turned(left + _COLUMNS + _RIGHT - 8, middle, "nodes", _NODES)
 
 
@@ -116,36 +113,21 @@ def _strip(bands: Sequence[Band], left: int, y: int, scale: float) -> Iterator[s
 def _time_axis(duration_s: float, left: int, y: int, scale: float) -> Iterator[str]:
     unit_s, unit = next((each for each in _UNITS if duration_s >= 3 * each[0]), _UNITS[-1])
     step = next(step for step in _STEPS if duration_s / unit_s / step <= _MOST_TICKS)
-    for tick in range(int(duration_s / unit_s / step) + 1):
-        x = left + tick * step * unit_s * scale
-        yield f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 4}" stroke="#999999"/>'
-        yield _text(x, y + 16, f"{tick * step:g} {unit}", 'text-anchor="middle" fill="#555555"')
+    for number in range(int(duration_s / unit_s / step) + 1):
+        x = left + number * step * unit_s * scale
+        yield from tick(x, y, f"{number * step:g} {unit}", length=4, drop=16, colour="#999999")
 
 
 def _legend(panels: Sequence[RunPanel], top: int) -> Iterator[str]:
     used = {band.activity for panel in panels for band in panel.bands}
-    x = _MARGIN + _LABELS
-    for words, colour in [ACTIVITIES[each] for each in ACTIVITIES if each in used]:
-        label = "throughput" if words == "training" else words
-        yield f'<rect x="{x}" y="{top}" width="12" height="12" fill="{colour}"/>'
-        yield _text(x + 17, top + 10, label)
-        x += 24 + _NUMBER_WIDTH * (len(label) + 1)
+    shown = [ACTIVITIES[each] for each in ACTIVITIES if each in used]
+    colours = {"throughput" if words == "training" else words: colour for words, colour in shown}
+    parts, x = legend(colours, MARGIN + _LABELS, top, gap=24 + NUMBER_WIDTH)
+    yield from parts
     yield f'<line x1="{x}" y1="{top + 6}" x2="{x + 16}" y2="{top + 6}" stroke="{_NODES}" stroke-width="2"/>'
-    yield _text(x + 22, top + 10, "nodes that are there")
+    yield text(x + 22, top + 10, "nodes that are there")
 
 
-def _round_up(value: float) -> float:
-    """The next number of a kind that divides well: 1, 2, 4, 5, 8 times a power of ten."""
-    if value <= 0:
-        return 1.0
-    power = float(10 ** floor(log10(value)))
-    return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10) if step * power >= value * 0.999)
-
-
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(text)}</text>'
-
-
-def _turned(x: float, y: float, text: str, colour: str) -> str:
+def _turned(x: float, y: float, words: str, colour: str) -> str:
     turn = f'transform="rotate(-90 {x:.2f} {y:.2f})"'
-    return _text(x, y, text, f'text-anchor="middle" fill="{colour}" {turn}')
+    return text(x, y, words, f'text-anchor="middle" fill="{colour}" {turn}')

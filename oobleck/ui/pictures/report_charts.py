@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Marker", "Series", "chart", "ticks", "time_ticks"]
+from .axes import ticks
+
+__all__ = ["Marker", "Series", "chart"]
 
 _SIZE = 1000
 _LABEL_SHARE = 18.0
 """Percent of the width that a marker's label has to itself; as the style sheet has it."""
-_TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,29 +81,6 @@ def chart(
         f'role="img" aria-label="{escape(title, quote=True)}">{"".join((*grid, *lines, *marks))}</svg>'
         f"{''.join(labels)}</div></div>"
     )
-
-
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round values within [low, high], about so many: steps of 1, 2 or 5 times a power of ten."""
-    raw = (high - low) / about
-    if not (raw > 0 and math.isfinite(raw)):
-        return [low]
-    power = 10.0 ** math.floor(math.log10(raw))
-    return _multiples(low, high, power * next(factor for factor in (1, 2, 5, 10) if factor * power >= raw * 0.8))
-
-
-def time_ticks(low_s: float, high_s: float, about: int) -> list[float]:
-    """Round moments within [low_s, high_s], about so many: whole seconds, minutes, hours or days."""
-    raw_s = (high_s - low_s) / about
-    if raw_s <= _TIME_STEPS_S[0] or not math.isfinite(raw_s):
-        return ticks(low_s, high_s, about)
-    days = math.ceil(raw_s / _TIME_STEPS_S[-1]) * _TIME_STEPS_S[-1]
-    return _multiples(low_s, high_s, next((step for step in _TIME_STEPS_S if step >= raw_s * 0.8), days))
-
-
-def _multiples(low: float, high: float, step: float) -> list[float]:
-    first = math.ceil(low / step - 1e-9)
-    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _mark_labels(placed: Iterable[tuple[float, Marker]]) -> Iterator[str]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
-from oobleck.schedule import Instruction, Op, Span, Timeline
+from oobleck.schedule import Instruction, Op, Span
+from oobleck.ui.formatting import percent_text, seconds_text
+from oobleck.ui.timeline import PASS_WORDS, Figure
 
-from .formatting import percent_text, seconds_text
-from .timeline import PASS_WORDS
+from .axes import MARGIN, NUMBER_WIDTH, WIDTH, legend, svg_file, text, tick
 
-__all__ = ["Figure", "timeline_svg"]
+__all__ = ["timeline_svg"]
 
 # Distinguishable for the colour-blind, and by their brightness in print.
 _COLOURS = {
@@ -25,53 +24,39 @@ _COLOURS = {
     Op.OPTIMIZER_STEP: "#439894",
 }
 _IDLE = "#eeeeee"
-_WIDTH, _MARGIN, _LABELS = 1280, 20, 150
+_LABELS = 150
 _ROW, _BAR = 22, 18
 _TITLE, _AXIS = 26, 30
-_FONT = 'font-family="Helvetica, Arial, sans-serif"'
-_NUMBER_WIDTH = 7
 _TICKS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One timeline of a picture, or of a trace."""
-
-    title: str
-    labels: tuple[str, ...]
-    """One for each stage."""
-    timeline: Timeline
 
 
 def timeline_svg(figures: Sequence[Figure]) -> str:
     """Draw timelines below one another, on the same scale, and return the text of an SVG file."""
     longest_s = max(figure.timeline.makespan_s for figure in figures) or 1.0
-    scale = (_WIDTH - 2 * _MARGIN - _LABELS) / longest_s
+    scale = (WIDTH - 2 * MARGIN - _LABELS) / longest_s
     parts: list[str] = []
-    top = _MARGIN
+    top = MARGIN
     for figure in figures:
         parts += _figure(figure, top, scale)
         top += _height(figure)
     parts += _axis(top, longest_s, scale)
     parts += _legend(figures, top + _AXIS)
-    height = top + _AXIS + _ROW + _MARGIN
-    size = f'width="{_WIDTH}" height="{height}"'
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {_WIDTH} {height}" {_FONT} font-size="12">'
-    return "\n".join((opening, f'<rect {size} fill="white"/>', *parts, "</svg>", ""))
+    height = top + _AXIS + _ROW + MARGIN
+    return svg_file(parts, height=height)
 
 
 def _height(figure: Figure) -> int:
-    return _TITLE + _ROW * len(figure.labels) + _MARGIN // 2
+    return _TITLE + _ROW * len(figure.labels) + MARGIN // 2
 
 
 def _figure(figure: Figure, top: int, scale: float) -> Iterator[str]:
     found = figure.timeline
-    left = _MARGIN + _LABELS
+    left = MARGIN + _LABELS
     summary = f"{seconds_text(found.makespan_s)}, {percent_text(found.bubble_share)} bubble"
-    yield _text(_MARGIN, top + 15, f"{figure.title}: {summary}", 'font-weight="bold"')
+    yield text(MARGIN, top + 15, f"{figure.title}: {summary}", 'font-weight="bold"')
     for stage, (label, spans) in enumerate(zip(figure.labels, found.spans, strict=True)):
         y = top + _TITLE + stage * _ROW
-        yield _text(_MARGIN, y + 13, label)
+        yield text(MARGIN, y + 13, label)
         yield f'<rect x="{left}" y="{y}" width="{found.makespan_s * scale:.2f}" height="{_BAR}" fill="{_IDLE}"/>'
         for span in spans:
             yield _bar(span, left, y, scale)
@@ -85,9 +70,9 @@ def _bar(span: Span, left: int, y: int, scale: float) -> str:
     drawn = width - 0.5 if width > 2 else width
     bar = f'<rect x="{x:.2f}" y="{y}" width="{drawn:.2f}" height="{_BAR}" fill="{colour}"><title>{words}</title></rect>'
     number = "" if span.instruction.microbatch is None else str(span.instruction.microbatch)
-    if not number or width < _NUMBER_WIDTH * (len(number) + 1):
+    if not number or width < NUMBER_WIDTH * (len(number) + 1):
         return bar
-    return bar + _text(x + width / 2, y + 13, number, 'text-anchor="middle" pointer-events="none" font-size="11"')
+    return bar + text(x + width / 2, y + 13, number, 'text-anchor="middle" pointer-events="none" font-size="11"')
 
 
 def _describe(instruction: Instruction) -> str:
@@ -99,24 +84,16 @@ def _describe(instruction: Instruction) -> str:
 
 
 def _axis(top: int, longest_s: float, scale: float) -> Iterator[str]:
-    for tick in range(_TICKS + 1):
-        at_s = longest_s * tick / _TICKS
-        x = _MARGIN + _LABELS + at_s * scale
-        yield f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 5}" stroke="#888888"/>'
-        anchor = "end" if tick == _TICKS else "middle"
-        yield _text(x, top + 18, seconds_text(at_s), f'text-anchor="{anchor}" fill="#555555"')
+    for number in range(_TICKS + 1):
+        at_s = longest_s * number / _TICKS
+        x = MARGIN + _LABELS + at_s * scale
+        anchor = "end" if number == _TICKS else "middle"
+        yield from tick(x, top, seconds_text(at_s), length=5, drop=18, colour="#888888", anchor=anchor)
 
 
-def _legend(figures: Sequence[Figure], top: int) -> Iterator[str]:
+def _legend(figures: Sequence[Figure], top: int) -> list[str]:
     used = {span.instruction.op for figure in figures for spans in figure.timeline.spans for span in spans}
     # Both kinds of backward pass have one colour and one word.
     entries = {PASS_WORDS[op]: colour for op, colour in _COLOURS.items() if op in used} | {"idle": _IDLE}
-    x = _MARGIN + _LABELS
-    for words, colour in entries.items():
-        yield f'<rect x="{x}" y="{top}" width="12" height="12" fill="{colour}"/>'
-        yield _text(x + 17, top + 10, words)
-        x += 17 + _NUMBER_WIDTH * (len(words) + 2)
-
-
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
-    return f'<text x="{x:.2f}" y="{y}" {attributes}>{escape(text)}</text>'
+    parts, _ = legend(entries, MARGIN + _LABELS, top, gap=17 + 2 * NUMBER_WIDTH)
+    return parts

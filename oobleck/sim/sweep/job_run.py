@@ -1,0 +1,442 @@
+"""The job of a sweep: the real coordinator with its workers in closed form, started again when all state is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from math import inf
+
+from oobleck import __version__
+from oobleck.control.coordinator import Coordinator, Phase
+from oobleck.control.events import (
+    AddRequested,
+    BatchReceived,
+    Command,
+    Disconnect,
+    DrainRequested,
+    End,
+    Event,
+    MessageReceived,
+    NodeFailed,
+    NodeUp,
+    ProfileFound,
+    Record,
+    Send,
+    SendAll,
+)
+from oobleck.control.journal import AgentLost, JobStarted, Loss, NodeConnected, StepDone, Unreachable
+from oobleck.control.protocol import (
+    PROTOCOL_VERSION,
+    AgentMessage,
+    AgentStopped,
+    Fence,
+    Finished,
+    Hello,
+    Killed,
+    KillWorker,
+    PlanUpdate,
+    StartWorker,
+    StepCommitted,
+    StopAgent,
+    WorkerExited,
+    WorkerReady,
+)
+from oobleck.control.speed import found_out_s
+from oobleck.job import NodeSpec
+from oobleck.planner import WorkerId, profile_to_json
+from oobleck.planner.what_if import moved_bytes, transfer_s
+from oobleck.sim.trace import Slowed, Trace
+
+from .agenda import Agenda
+from .analytic_workers import AnalyticWorkers, CommittedSteps
+from .node_states import NodeStates
+from .reports import Reports
+from .run_log import RunLog
+from .settings import SweepSettings, most_steps
+
+__all__ = ["JobRun"]
+
+_PYTHON = "3.11.0"
+_NO_LIMIT = 2**62
+"""Steps of a job that goes on for as long as its trace does."""
+_SOON_S = 0.1
+"""How long a node waits that comes while the job is being started."""
+
+
+class JobRun:
+    """One run; its parts are called by the events of an agenda, in the order of time."""
+
+    def __init__(self, trace: Trace, settings: SweepSettings) -> None:
+        self._trace = trace
+        self._settings = settings
+        self.costs = settings.costs
+        self.log = RunLog(
+            checkpoint_interval_s=settings.checkpoint_interval_s, checkpoint_read_s=settings.costs.checkpoint_read_s
+        )
+        self._job = settings.job(most_steps(trace, settings))
+        self._fewest = min(settings.planner().templates(max(count for _, count in trace.counts)))
+        self._profile_json = profile_to_json(settings.profile)
+        self.crew = AnalyticWorkers(
+            settings.profile,
+            num_samples=settings.global_batch_size,
+            most_steps=settings.max_steps or _NO_LIMIT,
+            costs=settings.costs,
+        )
+        self.agenda = Agenda()
+        self.nodes = NodeStates(trace.nodes, trace.start)
+        self._coordinator: Coordinator | None = None
+        self._crashed: set[WorkerId] = set()
+        """Workers that have ended, and may be started again."""
+        self._update: PlanUpdate | None = None
+        self._fence = 0
+        self._untold_step = 0
+        """The first step that is committed and that nobody can tell the master of; 0 where there is none."""
+        self.is_over = False
+        """All steps of the job are committed."""
+        self._reviews_s = inf
+        """When the coordinator is next asked which nodes should train."""
+        self._reports = Reports(settings.profile) if any(isinstance(event, Slowed) for event in trace.events) else None
+        """None where all nodes are always as fast as the profile says."""
+        self._reporting = 0
+        """The number of the reports that are due."""
+
+    @property
+    def devices_per_node(self) -> int:
+        return self._settings.devices_per_node
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """No plan is being adopted, and no fence waits for answers."""
+        is_fenced = self._coordinator is not None and self._coordinator.phase is Phase.FENCING
+        return self._update is None and not is_fenced
+
+    def counts_on(self, node: str) -> bool:
+        """Whether there is a coordinator that has not given the node up."""
+        return self._coordinator is not None and node in self.nodes.members
+
+    def begin(self) -> None:
+        """Start the job on the nodes that are there at first, or wait for more."""
+        nodes = tuple(map(self._spec, self._trace.nodes))
+        self.log.record(JobStarted(t_s=0.0, version=__version__, job=self._job, nodes=nodes, started_at=""))
+        self._start()
+        for node in self.nodes.startable if self._coordinator is None else ():
+            self._await_others(node)
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The workers say that they train no further; once the master has heard all of them, the run is over."""
+        coordinator, plan = self._coordinator, self.crew.plan
+        if coordinator is None or plan is None or coordinator.phase is not Phase.TRAINING:
+            return
+        if self.agenda.is_blind:
+            self.agenda.at(self.agenda.blind_until_s, lambda: None)  # it is asked again then
+        elif all(map(self.nodes.is_well, plan.nodes)):
+            for worker_id in plan.worker_ids:
+                self._say(worker_id, Finished(device=worker_id.device, applied=self.crew.max_steps))
+
+    def move_to(self, t_s: float) -> None:
+        """Let time pass: commit the steps that fit, and adopt a plan whose time has come."""
+        update = self._update if self.crew.next_s <= t_s else None
+        for stretch in self.crew.advance(t_s):
+            self._committed(stretch)
+        self.agenda.now_s = t_s
+        if update is not None:
+            self._update = None
+            self._resume(update)
+            self.move_to(t_s)
+
+    def _committed(self, stretch: CommittedSteps) -> None:
+        record = self.crew.last_record
+        worker_id = self.crew.speaker(self.nodes.absent)
+        assert record is not None
+        first_step = self._untold_step or stretch.first_step
+        if self._coordinator is None:
+            self.log.save(stretch)
+        elif worker_id is None:
+            self._untold_step = first_step
+        else:
+            self._untold_step = 0
+            self.log.save(stretch)
+            self.agenda.now_s = max(self.agenda.now_s, stretch.end_s)
+            message = StepCommitted(device=worker_id.device, record=record)
+            self.feed(MessageReceived(node=worker_id.node, message=message), from_step=first_step)
+
+    # --- the coordinator's side ---------------------------------------------------------------------------------
+
+    def feed(self, event: Event, *, from_step: int = 0) -> None:
+        """Give the coordinator an event, if there is one, and carry out what it decides."""
+        if self._coordinator is not None:
+            self._carry_out(self._coordinator.handle(self.agenda.now_s, event), from_step=from_step)
+
+    def _say(self, worker_id: WorkerId, message: AgentMessage) -> None:
+        self.feed(MessageReceived(node=worker_id.node, message=message))
+
+    def _carry_out(self, commands: Sequence[Command], *, from_step: int = 0) -> None:
+        fence = 0
+        ordered: PlanUpdate | None = None
+        for command in commands:
+            match command:
+                case Record(entry=StepDone() as entry):
+                    self.log.record_steps(entry, from_step)
+                case Record(entry=entry):
+                    self.log.record(entry)
+                case SendAll(message=Fence(generation=fence)):
+                    pass
+                case SendAll(message=PlanUpdate(initial=True)) if self.crew.last_record is not None:
+                    self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
+                    return
+                case SendAll(message=PlanUpdate() as update):
+                    ordered = update  # the same for all, but for the device
+                case Disconnect(node=node):
+                    self.nodes.members.pop(node, None)
+                case Send(node=node, message=StartWorker(device=device)) if WorkerId(node, device) in self._crashed:
+                    self._crashed.discard(WorkerId(node, device))
+                    self._worker_restarts(WorkerId(node, device))
+                case Send(node=node, message=KillWorker(device=device)):
+                    self.end_worker(WorkerId(node, device))
+                case Send(node=node, message=StopAgent(is_dismissal=True)):
+                    self._say(WorkerId(node=node, device=0), AgentStopped(reason="drained"))
+                case End(exit_code=0):
+                    self.is_over = True
+                    return
+                case End(reason=reason):
+                    self._give_up(reason)
+                    return
+                case _:
+                    pass
+        if fence:
+            self._fence = fence
+            self._update = None
+            self.agenda.when_seen(self.agenda.now_s + self.costs.fence_s, lambda: self._answer(fence))
+        if ordered is not None:
+            self._take_update(ordered)
+        self._review_later()
+
+    def _take_update(self, update: PlanUpdate) -> None:
+        self._update = update
+        seconds = transfer_s(self._settings.profile, update.transfers)
+        self.crew.take_update(update, self.agenda.now_s + self.costs.decide_s, transfer_s=seconds)
+
+    def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
+        """Have the workers answer a fence: all who can, or those of some nodes."""
+        if generation != self._fence or self._coordinator is None or self._coordinator.phase is not Phase.FENCING:
+            return
+        plan = self.crew.plan
+        at_work = frozenset(plan.nodes) if plan is not None else frozenset()
+        well = self.nodes.well
+        idle = [
+            WorkerId(node=node, device=device)
+            for node in sorted(well - at_work)
+            for device in range(self._settings.devices_per_node)
+        ]
+        answers = self.crew.answers(generation, self.agenda.now_s, at_work - well, idle)
+        for worker_ids, status in answers:
+            speakers = (
+                worker_ids if only is None else tuple(worker_id for worker_id in worker_ids if worker_id.node in only)
+            )
+            self.feed(BatchReceived(worker_ids=speakers, message=status))
+        self._tick_later()
+
+    def answer_from(self, node: str) -> None:
+        """Have a node's workers answer the fence that stands, if one does."""
+        self._answer(self._fence, only={node})
+
+    def _tick_later(self) -> None:
+        """Let the coordinator act when the time is over in which it waits for what belongs together."""
+        coordinator = self._coordinator
+        if coordinator is None or coordinator.phase not in (Phase.PREPARING, Phase.FENCING):
+            return
+
+        def tick() -> None:
+            if self._coordinator is coordinator:
+                self._carry_out(coordinator.handle_deadline(self.agenda.now_s))
+
+        self.agenda.when_seen(coordinator.next_deadline(), tick)
+
+    def _review_later(self) -> None:
+        """Let the coordinator look at which nodes should train, when it wants to."""
+        coordinator = self._coordinator
+        if coordinator is None or coordinator.reviews_s >= self._reviews_s:
+            return
+        due_s = self._reviews_s = max(self.agenda.now_s, coordinator.reviews_s)
+
+        def look() -> None:
+            if self._reviews_s == due_s:
+                self._reviews_s = inf
+            if self._coordinator is not coordinator or self.agenda.now_s < coordinator.reviews_s:
+                self._review_later()
+            elif self.nodes.members.keys().isdisjoint(self.nodes.silent):
+                self._carry_out(coordinator.handle_deadline(self.agenda.now_s))
+            else:  # it would find a hang, which is only a loss that nobody has noticed yet
+                self.agenda.when_seen(self.agenda.now_s + self.costs.lease_s, look)
+
+        self.agenda.when_seen(due_s, look)
+
+    def report_later(self) -> None:
+        """Let the workers tell how fast they are, once they have computed at their pace for long enough."""
+        coordinator, plan, reports = self._coordinator, self.crew.plan, self._reports
+        if reports is None or coordinator is None or plan is None or not reports.untold(plan, self.crew.factors):
+            return
+        number = self._reporting = self.agenda.number()
+
+        def is_listening() -> bool:
+            return self.crew.is_computing and coordinator.phase is Phase.TRAINING
+
+        def report() -> None:
+            if self._reporting != number or self._coordinator is not coordinator or self.crew.plan is not plan:
+                return
+            if not is_listening():
+                self.report_later()
+                return
+            for worker_ids, pace in reports.tell(plan, self.crew.factors):
+                self.feed(BatchReceived(worker_ids=worker_ids, message=pace))
+                if not is_listening():
+                    break
+
+        self.agenda.when_seen(self.agenda.now_s + found_out_s(self.crew.step_s), report)
+
+    def _resume(self, update: PlanUpdate) -> None:
+        """All have adopted the plan: say so."""
+        resumed = self.crew.resumed
+        num_bytes = moved_bytes(self._settings.profile, update.transfers)
+        well = self.nodes.well
+        everybody = (worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids)
+        worker_ids = tuple(worker_id for worker_id in everybody if worker_id.node in well)
+        # The account sums up what each worker received: one of them says all of it.
+        self.feed(BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
+        self.feed(BatchReceived(worker_ids=worker_ids[1:], message=resumed))
+        if any(map(self.crew.is_training, self.nodes.silent)):
+            self.crew.stop(self.agenda.now_s)
+        self.report_later()
+
+    # --- beginnings and ends ------------------------------------------------------------------------------------
+
+    def _spec(self, node: str) -> NodeSpec:
+        return NodeSpec(name=node, host=node, devices=tuple(range(self._settings.devices_per_node)))
+
+    def _start(self) -> None:
+        """Start the job, or start it again, if the nodes that are there hold the model."""
+        nodes = self.nodes.startable
+        if self._coordinator is not None or len(nodes) < self._fewest:
+            return
+        self.nodes.members = {node: self.nodes.lives[node] for node in nodes}
+        job = self._job
+        if self._settings.max_steps is not None:
+            self.crew.max_steps = self._settings.max_steps - self.log.past_steps
+            job = replace(job, max_steps=self.crew.max_steps)
+        self._coordinator = Coordinator(job, tuple(map(self._spec, nodes)), started_at="", python_version=_PYTHON)
+        self._coordinator.start(self.agenda.now_s)
+        read_s = self.costs.checkpoint_read_s if self.log.newest_step else 0.0
+        coordinator = self._coordinator
+
+        def come_up() -> None:
+            for node in nodes:
+                if self._coordinator is coordinator:
+                    self._come_up(node)
+            if self._coordinator is coordinator:
+                self.feed(ProfileFound(profile_json=self._profile_json))
+            self._tick_later()
+
+        self.agenda.when_seen(self.agenda.now_s + self.costs.node_start_s + read_s, come_up)
+
+    def _come_up(self, node: str) -> None:
+        """A node's agent answers, and its workers are ready."""
+        if node not in self.nodes.members:
+            return
+        if not self.nodes.is_well(node):
+            self.fail(node, Unreachable(problem="it is gone"))
+            return
+        self.feed(NodeUp(node=node, hello=_hello(node, self.agenda.now_s), address=node))
+        for device in range(self._settings.devices_per_node):
+            self._say(WorkerId(node=node, device=device), _ready(device))
+
+    def _await_others(self, node: str) -> None:
+        """Note that a node is there while no coordinator is: too few are, by now."""
+        self.log.record(NodeConnected(t_s=self.agenda.now_s, node=node, agent_pid=1))
+
+    def _give_up(self, reason: str) -> None:
+        """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
+        self._coordinator, self._update, self._fence, self._reviews_s = None, None, 0, inf
+        self._untold_step = 0
+        self.crew.disband()
+        if self._reports is not None:
+            self._reports.clear()
+        self.log.lose_all(self.agenda.now_s, reason)
+        self._start()
+
+    def fail(self, node: str, loss: Loss) -> None:
+        """The coordinator learns that a node that it counts on has failed."""
+        if node in self.nodes.members:
+            self._forget_pace(node)
+            self.feed(NodeFailed(node=node, loss=loss))
+            if not self.log.is_planned:
+                self._tick_later()
+
+    def _forget_pace(self, node: str) -> None:
+        if self._reports is not None:
+            self._reports.forget(node)
+
+    def join(self, node: str) -> None:
+        """A node starts up; it takes part from when it is ready, unless something happens to it before."""
+        life = self.nodes.lives[node]
+
+        def join() -> None:
+            if node not in self.nodes.here or node in self.nodes.silent or life != self.nodes.lives[node]:
+                return
+            if self._coordinator is None:
+                self._start()
+                if self._coordinator is None:
+                    self._await_others(node)
+            elif self.nodes.members.get(node) == life:
+                return
+            elif not self.log.is_planned:  # the job is about to start
+                self.agenda.when_seen(self.agenda.now_s + self.costs.node_start_s + _SOON_S, join)
+            else:
+                self.fail(node, AgentLost())
+                self.nodes.members[node] = life
+                self.feed(AddRequested(spec=self._spec(node)))
+                self._come_up(node)
+
+        self.agenda.when_seen(self.agenda.now_s + self.costs.node_start_s, join)
+
+    def end_worker(self, worker_id: WorkerId) -> None:
+        """A worker process ends by a signal."""
+        self._crashed.add(worker_id)
+        self._forget_pace(worker_id.node)
+        self._say(worker_id, WorkerExited(device=worker_id.device, pid=1, end=Killed(signal=9)))
+
+    def _worker_restarts(self, worker_id: WorkerId) -> None:
+        life = self.nodes.lives[worker_id.node]
+
+        def ready() -> None:
+            if self.nodes.members.get(worker_id.node) == life and self.nodes.is_well(worker_id.node):
+                self._say(worker_id, _ready(worker_id.device))
+
+        self.agenda.when_seen(self.agenda.now_s + self.costs.worker_start_s, ready)
+
+    def drain(self, node: str) -> None:
+        """A node gets notice that it will be taken away."""
+        if self.nodes.is_well(node) and self.log.is_planned:
+            self.feed(DrainRequested(node=node))
+
+
+def _hello(node: str, now_s: float) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        oobleck_version=__version__,
+        python_version=_PYTHON,
+        node=node,
+        pid=1,
+        generation=0,
+        workers=(),
+        num_cores=1,
+        memory_bytes=1,
+        clock_s=now_s,
+    )
+
+
+def _ready(device: int) -> WorkerReady:
+    return WorkerReady(
+        device=device, pid=1, data_digest="", num_samples=1, layer_names=(), parameters=0, torch_version=""
+    )

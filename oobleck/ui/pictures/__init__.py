@@ -1,0 +1,10 @@
+"""Pictures to keep: a run as an HTML page, timelines and simulated runs as SVG, and both as traces for Perfetto."""
+
+from __future__ import annotations
+
+from .chrome_trace import chrome_trace, run_trace
+from .report_html import report_html
+from .sim_svg import sim_svg
+from .timeline_svg import timeline_svg
+
+__all__ = ["chrome_trace", "report_html", "run_trace", "sim_svg", "timeline_svg"]

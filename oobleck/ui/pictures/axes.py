@@ -1,0 +1,81 @@
+"""What all pictures are drawn with: round values for axes, and the pieces of a plain SVG file, written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from xml.sax.saxutils import escape
+
+__all__ = ["MARGIN", "NUMBER_WIDTH", "WIDTH", "legend", "round_up", "svg_file", "text", "tick", "ticks", "time_ticks"]
+
+WIDTH, MARGIN = 1280, 20
+NUMBER_WIDTH = 7
+"""Of a character, about."""
+_FONT = 'font-family="Helvetica, Arial, sans-serif"'
+_TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+
+
+# --- round values ---------------------------------------------------------------------------------------------
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round values within [low, high], about so many: steps of 1, 2 or 5 times a power of ten."""
+    raw = (high - low) / about
+    if not (raw > 0 and math.isfinite(raw)):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(raw))
+    return _multiples(low, high, power * next(factor for factor in (1, 2, 5, 10) if factor * power >= raw * 0.8))
+
+
+def time_ticks(low_s: float, high_s: float, about: int) -> list[float]:
+    """Round moments within [low_s, high_s], about so many: whole seconds, minutes, hours or days."""
+    raw_s = (high_s - low_s) / about
+    if raw_s <= _TIME_STEPS_S[0] or not math.isfinite(raw_s):
+        return ticks(low_s, high_s, about)
+    days = math.ceil(raw_s / _TIME_STEPS_S[-1]) * _TIME_STEPS_S[-1]
+    return _multiples(low_s, high_s, next((step for step in _TIME_STEPS_S if step >= raw_s * 0.8), days))
+
+
+def round_up(value: float) -> float:
+    """The next number of a kind that divides well: 1, 2, 4, 5, 8 times a power of ten."""
+    if value <= 0:
+        return 1.0
+    power = float(10 ** math.floor(math.log10(value)))
+    return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10) if step * power >= value * 0.999)
+
+
+def _multiples(low: float, high: float, step: float) -> list[float]:
+    first = math.ceil(low / step - 1e-9)
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+# --- pieces of SVG --------------------------------------------------------------------------------------------
+
+
+def svg_file(parts: Iterable[str], *, height: int) -> str:
+    """The text of an SVG file, `WIDTH` wide, on white."""
+    size = f'width="{WIDTH}" height="{height}"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height}" {_FONT} font-size="12">'
+    return "\n".join((opening, f'<rect {size} fill="white"/>', *parts, "</svg>", ""))
+
+
+def text(x: float, y: float, words: str, attributes: str = "") -> str:
+    return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(words)}</text>'
+
+
+def tick(
+    x: float, y: float, words: str, *, length: int, drop: int, colour: str, anchor: str = "middle"
+) -> Iterator[str]:
+    """A mark below an axis at `y`, and its label `drop` below that."""
+    yield f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + length}" stroke="{colour}"/>'
+    yield text(x, y + drop, words, f'text-anchor="{anchor}" fill="#555555"')
+
+
+def legend(colours: Mapping[str, str], x: int, y: int, *, gap: int) -> tuple[list[str], int]:
+    """Squares of colours with their words, from `x` on; also returns where the next piece may begin."""
+    parts: list[str] = []
+    for words, colour in colours.items():
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        parts.append(text(x + 17, y + 10, words))
+        x += gap + NUMBER_WIDTH * len(words)
+    return parts, x
