@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -60,7 +63,9 @@ def documented(site: Path) -> set[str]:
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
 def test_what_a_library_offers_is_on_the_api_page(site: Path, module: ModuleType):
-    assert {f"{module.__name__}.{name}" for name in module.__all__} - documented(site) == set()
+    offered = [name for name in module.__all__ if isinstance(getattr(module, name), type | FunctionType)]
+    assert len(offered) > 1
+    assert {f"{module.__name__}.{name}" for name in offered} - documented(site) == set()
 
 
 def test_the_job_of_a_script_is_on_the_api_page(site: Path):
@@ -74,3 +79,41 @@ def test_links_that_lead_nowhere_fail_the_build(tmp_path: Path):
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
     assert [link for link in wrong if link.lstrip("#").split("#")[-1] not in done.stderr] == []
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--allow-file-access-from-files",
+)
+FRAMES = """<!DOCTYPE html><body>%s<pre id="found"></pre><script>
+window.onload = () => {
+  const wide = [...document.querySelectorAll("iframe")].filter(
+    frame => frame.contentDocument.documentElement.scrollWidth > frame.clientWidth);
+  document.getElementById("found").textContent = JSON.stringify(wide.map(frame => frame.src + " " + frame.clientWidth));
+};
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_no_page_scrolls_sideways_on_a_phone_or_a_desk(site: Path, tmp_path: Path):
+    pages = sorted(site.glob("*.html"))
+    frames = "".join(
+        f'<iframe src="{page.as_uri()}" width="{w}" height="900"></iframe>' for page in pages for w in (390, 1280)
+    )
+    (tmp_path / "frames.html").write_text(FRAMES % frames, encoding="utf-8")
+    command = [
+        str(BROWSER),
+        *QUIET,
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        (tmp_path / "frames.html").as_uri(),
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+    found = re.search(r'<pre id="found">(.*?)</pre>', shown, re.DOTALL)
+    assert found, shown[-2000:]
+    assert json.loads(unescape(found[1])) == []

@@ -182,31 +182,31 @@ python tools/paper.py --traces DIR --output docs/paper.md --picture docs/images/
 
 """
 _FINDINGS = (
-    "Oobleck's rows agree within 2 % in all five synthetic traces. They do not agree in the spot traces: the paper does",
-    "not say when a node that has joined is first used, and no rule was found that fits both traces. The rules by which",
-    "Bamboo and Varuna roll back and wait are only partly known. Varuna agrees within 4 % if failures are rare. If steps",
-    "are long and failures frequent, its result depends on the exact moments of its checkpoints.",
+    "Oobleck's rows agree within 2 % in all five synthetic traces. They do not agree in the spot traces: the paper",
+    "does not say when a node that has joined is first used, and no rule was found that fits both traces. The rules",
+    "by which Bamboo and Varuna roll back and wait are only partly known. Varuna agrees within 4 % if failures are",
+    "rare. If steps are long and failures frequent, its result depends on the exact moments of its checkpoints.",
 )
 _OURS_WORDS = (
-    "Share of the ideal without overhead, which at every moment has the system's own throughput for the nodes present.",
-    "Before the arrow: the original's rules on the published throughputs. After it: the decisions of our coordinator and",
-    "planner, on profiles that are estimated for the same models on A40s (`oobleck sim`, sweep mode).",
+    "Share of the ideal without overhead, which at every moment has the system's own throughput for the nodes",
+    "present. Before the arrow: the original's rules on the published throughputs. After it: the decisions of our",
+    "coordinator and planner, on profiles that are estimated for the same models on A40s (`oobleck sim`, sweep mode).",
 )
 _TABLE_WORDS = (
-    "This table plays one failure in ten minutes by rules alone, on the published throughputs. A recovery stops training",
-    "for 0.3 s. What differs is what happens to the step in flight:",
+    "This table plays one failure in ten minutes by rules alone, on the published throughputs. A recovery stops",
+    "training for 0.3 s. What differs is what happens to the step in flight:",
     "",
     "- *always finished*: the whole pipelines finish it. That costs 1 / (P - 1) of a step with P pipelines.",
     "- *finished or run again*: the faster option is used. It costs no more than the part of the step that was done.",
     "- *in sections*: the default for long steps. At the end of each section of about 8 s, the gradients are summed",
-    "  beside the computation, and all owners keep the sums: a partial commit. A loss costs the work since the last one,",
-    "  and refilling the pipelines, which is counted here. The sums of the 6.7B model (1.7 GB a node, 0.14 s at 100 Gb/s)",
-    "  run beside the computation.",
+    "  beside the computation, and all owners keep the sums: a partial commit. A loss costs the work since the last",
+    "  one, and refilling the pipelines, which is counted here. The sums of the 6.7B model (1.7 GB a node, 0.14 s at",
+    "  100 Gb/s) run beside the computation.",
     "",
-    "Without sections, the two models with few pipelines, whose steps take 70 and 250 s, lose most of the work done on a",
-    "step: the broken pipeline's part is lost with its sums. The paper does not publish the number of pipelines and the",
-    "size of microbatches. We assume 7, 7, 7, 3 and 2 pipelines, from the fewest nodes that hold each model, and 32, 8, 3,",
-    "2 and 2 samples.",
+    "Without sections, the two models with few pipelines, whose steps take 70 and 250 s, lose most of the work done",
+    "on a step: the broken pipeline's part is lost with its sums. The paper does not publish the number of pipelines",
+    "and the size of microbatches. We assume 7, 7, 7, 3 and 2 pipelines, from the fewest nodes that hold each model,",
+    "and 32, 8, 3, 2 and 2 samples.",
 )
 _USUAL = 23
 """Nodes, on average over a trace that loses one after the other from 30 to 15."""
@@ -336,12 +336,7 @@ def page(traces: Mapping[str, Trace]) -> str:
 
 def report(traces: Mapping[str, Trace]) -> str:
     """The tables, as Markdown."""
-    lines = [
-        "## Under the original's rules",
-        "",
-        "Samples/s, and the difference from the published value in percent.",
-        "",
-    ]
+    lines = ["## Under the original's rules", "", "Samples/s, and the difference from the published value.", ""]
     lines += _head(("model", "system", *TRACES))
     for model in MODELS:
         for system, published in PUBLISHED.items():

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it finds 
 
 from rich.console import Console
 
-from oobleck.control.journal import JournalEntry, NodeState, ProfileKnown, RecoveryDone, RunView
+from oobleck.control.journal import JournalEntry, NodeState, ProfileKnown, RunView
 from oobleck.errors import UserError
 from oobleck.runtime.files import read_journal
 from oobleck.ui.dashboard import Dashboard
@@ -36,7 +36,6 @@ _COMMAND = "oobleck up --local 4 --kill node2@40"
 _WIDTH, _HEIGHT = 92, 26
 _SHOWN_AFTER_S = 1.0
 """The dashboard is drawn so long after the recovery."""
-_KEPT_AFTER_S = 3.0
 _WEB_FONT = re.compile(r"@font-face \{[^}]*\}\s*")
 """rich has the picture load its font from a server; the reader's own will do."""
 
@@ -69,9 +68,11 @@ def dashboard_svg(entries: Sequence[JournalEntry], *, at_s: float) -> str:
 
 
 def excerpt(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
-    """What the pictures need of a journal: all up to a moment after its first recovery, without the profile."""
-    done_s = next((entry.t_s for entry in entries if isinstance(entry, RecoveryDone)), 0.0)
-    return [entry for entry in entries if entry.t_s <= done_s + _KEPT_AFTER_S and not isinstance(entry, ProfileKnown)]
+    """What the pictures need of a journal: all up to the last step that they show, without the profile."""
+    recovery = find_recovery(entries)
+    assert recovery is not None, "pictures() was drawn before"
+    last_s = max(recovery.done.t_s + _SHOWN_AFTER_S, *(step.t_s for step in recovery.steps))
+    return [entry for entry in entries if entry.t_s <= last_s and not isinstance(entry, ProfileKnown)]
 
 
 def main() -> int:
