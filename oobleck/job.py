@@ -289,7 +289,7 @@ class ControlSpec:
 
     heartbeat_interval_s: float = _number(0.5, _LEAST_SECONDS, _MAX_SECONDS)
     lease_s: float = _number(3.0, _LEAST_SECONDS, _MAX_SECONDS)
-    """A node that was not heard of for this long is taken for lost."""
+    """A node that was not heard of for this long is marked as lost."""
     connect_timeout_s: float = _number(10.0, _LEAST_SECONDS, _MAX_SECONDS)
     start_timeout_s: float = _number(120.0, _LEAST_SECONDS, _MAX_SECONDS)
     """How long a node may take from its connection to a worker that is ready."""

@@ -1,6 +1,6 @@
 """The streams that a process was started with: they may be closed, full, broken, or know only ASCII.
 
-A command whose answer cannot be written fails. What goes on for days does not: its output is lost, and it goes on.
+A command whose answer cannot be written fails. A run of days does not: it continues, without its output.
 """
 
 from __future__ import annotations

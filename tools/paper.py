@@ -203,7 +203,7 @@ _TABLE_WORDS = (
     "- *in sections*, as it is by default where it takes long: at the end of each section of about 8 s gradients are",
     "  reduced beside the computation and committed by all their owners, so a loss costs what was begun since. The",
     "  reductions of the 6.7B model (1.7 GB a node, 0.14 s at 100 Gb/s) run beside the computation; filling the",
-    "  pipelines anew is counted.",
+    "  pipelines is counted.",
     "",
     "Without sections, the two models with few pipelines, whose steps take 70 and 250 s, lose most of what is done of",
     "a step: the broken pipeline's work, thrown away with its sums.",

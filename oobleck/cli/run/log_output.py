@@ -1,4 +1,4 @@
-"""What is logged while a run goes on, on standard error, which may be a pipe that nobody reads."""
+"""What is logged during a run, on standard error, which may be a pipe that nobody reads."""
 
 from __future__ import annotations
 

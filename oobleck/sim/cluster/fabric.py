@@ -61,7 +61,7 @@ class Wait:
 class Fabric:
     """Mail between the stages of pipelines and between holders of layers, and all-reduces.
 
-    Whoever has a stake in a change is told of it through what it gave to `watch`.
+    Whatever a change concerns is notified through what it gave to `watch`.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Fabric:
         self._watchers[worker_id] = announce
 
     def forget(self) -> None:
-        """Everybody is gone: what comes next counts generations from the beginning."""
+        """All is gone: what comes next counts generations from the beginning."""
         self.newest = 0
         self._ended.clear()
         self._newest_end = 0

@@ -358,7 +358,7 @@ class VirtualWorker:
 
     @property
     def _tells(self) -> bool:
-        """It tells of microbatches: of a pipeline's stages, the last one knows of losses."""
+        """It reports microbatches: of a pipeline's stages, the last one knows of losses."""
         return self._seat is not None and self._seat.is_last
 
     def _record(self, step: int, generation: int) -> CommitRecord:

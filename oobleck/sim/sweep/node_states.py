@@ -8,7 +8,7 @@ __all__ = ["NodeStates"]
 
 
 class NodeStates:
-    """Mutable: what the trace has done to nodes, and what the coordinator knows of it."""
+    """What the trace has done to nodes, and what the coordinator knows of it."""
 
     def __init__(self, nodes: Iterable[str], start: Iterable[str]) -> None:
         self.here = set(start)

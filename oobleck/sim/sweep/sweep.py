@@ -4,7 +4,7 @@ Months of a cluster of thousands of nodes take seconds, since nothing happens be
 sent, and steps are summed up. Decisions are the coordinator's and the planner's own; workers answer at once
 (see `crew`), and what takes time is said by `costs` and by the schedule's timeline on the profile.
 
-When the coordinator cannot go on, its job is started again from the newest checkpoint, as soon as the nodes
+When the coordinator cannot continue, its job is started again from the newest checkpoint, as soon as the nodes
 that are there hold the model.
 """
 
@@ -86,7 +86,7 @@ __all__ = ["sweep"]
 _CONTROL = ControlSpec()
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
-"""Steps of a job that goes on for as long as its trace does."""
+"""Steps of a job that continues for as long as its trace does."""
 _SOON_S = 0.1
 """How long a node waits that comes while the job is being started."""
 
@@ -454,7 +454,7 @@ class _Sweep:
             self._go_silent(node, self._costs.lease_s, Cause.LEASE_EXPIRED, "not heard of")
 
     def _go_silent(self, node: str, notice_s: float, cause: Cause, evidence: str) -> None:
-        """A node stops; whoever waits for it stops with it; the coordinator notices after a while."""
+        """A node stops; all workers that wait for it stop with it; the coordinator notices after a while."""
         if node in self._nodes.members and not self._agenda.is_blind:
             self._feed(MessageReceived(node=node, message=Heartbeat(sequence=0)))  # its last
         number = self._nodes.silent[node] = self._agenda.number()
@@ -529,7 +529,7 @@ class _Sweep:
             self._reports.forget(node)
 
     def _be_heard(self, nodes: Iterable[str]) -> None:
-        """Nodes that were frozen or cut off are well again: they go on, or join anew if they were given up."""
+        """Nodes that were frozen or cut off are well again: they continue, or join again if they were given up."""
         for node in nodes:
             if node in self._nodes.frozen or node in self._nodes.cut:
                 continue

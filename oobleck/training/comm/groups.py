@@ -195,7 +195,7 @@ class Reduction:
 
     @property
     def poll_s(self) -> float | None:
-        """How often it must be looked at; None where whoever waits is woken."""
+        """How often it must be looked at; None where its waiter is woken."""
         return self._sum.poll_s
 
     def is_done(self) -> bool:
@@ -270,7 +270,7 @@ class GroupTable:
         def form_all() -> None:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
                 formed.extend(pool.map(lambda key: self._form_one(key, networks[key]), missing))
-            for group in formed:  # everybody in the order of the keys: NCCL's own barriers could deadlock otherwise
+            for group in formed:  # all in the order of the keys: NCCL's own barriers could deadlock otherwise
                 self._open_nccl(group)
 
         try:
@@ -288,7 +288,7 @@ class GroupTable:
         self._board.forget([group.key.name for group in formed])
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
-        """Let go of every other group, and of what was told of groups of older generations: none is formed any more."""
+        """Let go of every other group, and of what is known of groups of older generations: none is formed any more."""
         wanted = set(keys)
         self._give_up([self._groups.pop(key) for key in sorted(self._groups.keys() - wanted)])
         self._board.forget_before(generation)

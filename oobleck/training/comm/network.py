@@ -48,7 +48,7 @@ class _Closable(Protocol):
 
 
 class Network:
-    """Mutable: a Gloo device, what is connected through it, and what must not be let go before that has ended."""
+    """A Gloo device, what is connected through it, and what must not be let go before that has ended."""
 
     def __init__(self, address: str) -> None:
         """Listen at an address. Raises ConfigError for a useless one."""

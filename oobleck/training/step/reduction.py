@@ -160,7 +160,7 @@ class GradientReducer:
 
     @property
     def poll_s(self) -> float | None:
-        """How often it must be looked at while it is not done; None where whoever waits is woken."""
+        """How often it must be looked at while it is not done; None where its waiter is woken."""
         return min((each.poll_s for each in self._pending if each.poll_s is not None), default=None)
 
     @property
