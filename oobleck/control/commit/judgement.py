@@ -12,8 +12,8 @@ was left out of the plan in force, but has not heard of it yet, still holds the 
 took no part in what was committed since, as its lack of reduced gradients shows.
 
 Rejected: a commit in two phases, with the master as the one who decides. It costs every step a round trip to the
-master, and stops all workers when the master is gone. Here no step waits for the master: the answers to a fence are enough to
-find out what was decided without it, since the all-reduce itself is the vote.
+master, and stops all workers when the master is gone. Here no step waits for the master: the answers to a fence are
+enough to find out what was decided without it, since the all-reduce itself is the vote.
 
 Until the first step under a plan is committed, or the first section of one is committed, workers keep what they sent
 away for it. A worker that has still to do that keeps those layers at the version before, so they do not count.
