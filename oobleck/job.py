@@ -217,7 +217,7 @@ class DataSpec:
     """In place of `paths`: files, patterns of file names, or streams (redis://HOST:PORT/KEY), of any lengths, that are
     handed out to steps as they are read. A record is a sample: a row of tokens (.bin, .npy), or a line of text."""
     follow: bool = False
-    """Shards grow: whoever has read all of them waits for more, until a file NAME.end lies beside a file."""
+    """Shards grow: a run that has read all of them waits for more, until a file NAME.end lies beside a file."""
     epochs: int = _number(1, 1, MAX_STEPS)
     """How often shards are read; training ends then, if `max_steps` has not come before."""
     shards_at_once: int | None = _number(None, 1, 64)

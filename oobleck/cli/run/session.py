@@ -212,5 +212,5 @@ class Session:
 
 
 def _hangup() -> tuple[signal.Signals, ...]:
-    """SIGHUP, unless whoever started us (nohup, for one) has it ignored."""
+    """SIGHUP, unless our parent (nohup, for one) has it ignored."""
     return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)

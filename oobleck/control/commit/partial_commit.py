@@ -135,7 +135,7 @@ class PartialCommit:
         except PeerLost as error:
             yield from self._fail(section, error)
         except Interrupted:
-            pass  # a fence came first: whoever ordered it decides what becomes of the section
+            pass  # a fence came first: its sender decides what becomes of the section
 
     def settle(self) -> Effects:
         """Wait until the section on its way is committed. Raises Interrupted or PeerLost; it is still there then."""

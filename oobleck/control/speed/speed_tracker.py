@@ -26,7 +26,7 @@ REPORTS_NEEDED = 5
 _FEWEST = 3
 """Of fewer workers nobody can tell which is the slow one."""
 _SLOW = 1.5
-"""So many times the usual time is slow whatever the noise, and whoever it is compared with."""
+"""So many times the usual time is slow whatever the noise, and whatever it is compared with."""
 _SLOWER_THAN_PEERS = 1.25
 """Slow where reports hardly vary, and peers do the same work."""
 _NOISES = 3.0

@@ -112,7 +112,7 @@ class NodeCheckpoints:
         return bool(in_memory) and max(in_memory) > max(on_disk, default="")
 
     def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
-        """Where nothing of a checkpoint is, a manifest would say that there were; whoever wrote some must find it."""
+        """Where nothing of a checkpoint is, a manifest would claim layers; a node that wrote some must find them."""
         try:
             self._checkpoints.commit(manifest)
         except FileNotFoundError:

@@ -137,7 +137,7 @@ class Fabric:
         if worker_id in contributions:
             raise Violation(f"{worker_id} posts all-reduce {sequence} of {label(key)} twice")
         contributions[worker_id] = value
-        # Whoever posts a reduction has completed the one two before it, so nobody asks for that any more.
+        # A worker that posts a reduction has completed the one two before it, so nobody asks for that any more.
         self._reductions.pop((key, sequence - 3), None)
         if len(contributions) == len(key.members):
             self._note(key, key.members)

@@ -81,7 +81,7 @@ class HeldLayers:
             raise Violation(f"step {step}: layer {layer} on {self._worker_id} sums microbatches {what}")
 
     def state(self, layer: int) -> Version:
-        """What is sent of a layer to whoever is to hold it."""
+        """What is sent of a layer to the worker that is to hold it."""
         if layer not in self.held and layer not in self.kept:
             raise Violation(f"{self._worker_id} is to send layer {layer}, which it does not hold")
         return self.kept[layer] if layer in self.kept else self.held[layer]

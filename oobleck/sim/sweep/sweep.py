@@ -570,7 +570,7 @@ class _Sweep:
                 self._crew.stop(self._agenda.now_s)
             self._end_worker(WorkerId(node, device))
             if node not in self._nodes.members:
-                self._join(node)  # given up; whoever runs the job takes it back
+                self._join(node)  # given up; its user takes it back
 
     def _end_worker(self, worker_id: WorkerId) -> None:
         self._crashed.add(worker_id)

@@ -144,7 +144,7 @@ class Group:
 
     def give_up(self, under_way: Sum) -> None:
         """Wait no more for a sum, nor for any other of this group."""
-        if under_way.poll_s is not None:  # one in the host's memory is kept by whoever may still write to it
+        if under_way.poll_s is not None:  # one in the host's memory is kept by what may still write to it
             self._given_up.append(under_way)
         self.abort()
 

@@ -1,6 +1,6 @@
 """Evaluation between two steps: every pipeline takes its share of the samples forward, and all sum their losses.
 
-Nothing of a step is in flight meanwhile, so a failure costs some time alone: whoever is interrupted gives up, and
+Nothing of a step is in flight meanwhile, so a failure costs some time alone: a worker that is interrupted gives up, and
 recovery continues as it does between any two steps. A plan that takes effect at a step whose evaluation is due begins
 with it, so that all who are in the plan agree; and plans take effect there until the coordinator is told the outcome.
 """

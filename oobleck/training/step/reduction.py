@@ -290,7 +290,7 @@ def commit(
     waiter: Waiter,
     interrupted: Callable[[], bool],
 ) -> Commit:
-    """Take part in the commit. Whoever returns from it knows that all have reduced all their gradients.
+    """Take part in the commit. A worker that returns from it knows that all have reduced all their gradients.
 
     Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
     """
