@@ -121,7 +121,7 @@ class DataSpec:
     """In place of `paths`: files, patterns of file names, or streams (redis://HOST:PORT/KEY), of any lengths, that are
     handed out to steps as they are read. A record is a sample: a row of tokens (.bin, .npy), or a line of text."""
     follow: bool = False
-    """Shards grow: whoever has read all of them waits for more, until a file NAME.end lies beside a file."""
+    """Shards grow: a run that has read all of them waits for more, until a file NAME.end lies beside a file."""
     epochs: int = bounded(1, 1, MAX_STEPS)
     """How often shards are read; training ends then, if `max_steps` has not come before."""
     shards_at_once: int | None = bounded(None, 1, 64)
@@ -193,7 +193,7 @@ class ControlSpec:
 
     heartbeat_interval_s: float = bounded(0.5, _LEAST_SECONDS, _MAX_SECONDS)
     lease_s: float = bounded(3.0, _LEAST_SECONDS, _MAX_SECONDS)
-    """A node that was not heard of for this long is taken for lost."""
+    """A node that was not heard of for this long is marked as lost."""
     connect_timeout_s: float = bounded(10.0, _LEAST_SECONDS, _MAX_SECONDS)
     start_timeout_s: float = bounded(120.0, _LEAST_SECONDS, _MAX_SECONDS)
     """How long a node may take from its connection to a worker that is ready."""

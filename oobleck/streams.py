@@ -1,6 +1,6 @@
 """The streams that a process was started with: they may be closed, full, broken, or know only ASCII.
 
-A command whose answer cannot be written fails. What goes on for days does not: its output is lost, and it goes on.
+A command whose answer cannot be written fails. A run of days does not: it continues, without its output.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _text_stream(stream: TextIO | None, number: int, *, errors: str) -> TextIO:
 
 
 def _make_blocking(number: int) -> None:
-    """Whoever started us may share a pipe with us that does not wait for its reader; theirs stays as it is."""
+    """Our parent may share a pipe with us that does not wait for its reader; theirs stays as it is."""
     try:
         if os.get_blocking(number) or stat.S_ISREG(os.fstat(number).st_mode):
             return

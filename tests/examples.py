@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 __all__ = ["examples"]
 
 _DEEP = 20_000
-_HASTE = 8
+_HASTE = 14
 # A failure's trace says what happened; explaining it by coverage costs more than it tells.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 

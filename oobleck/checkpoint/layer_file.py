@@ -90,7 +90,7 @@ def fsync_directory(path: Path) -> None:
 def read_layer_file(path: Path) -> LayerFile:
     """Map a layer's file; its data is read when it is looked at. Raises CorruptCheckpoint that names the file.
 
-    The map is private: whoever writes to it changes nothing but its own copy (torch wants memory that can be written).
+    The map is private: a writer changes nothing but its own copy (torch wants memory that can be written).
     """
     try:
         with path.open("rb") as file:

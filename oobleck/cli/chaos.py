@@ -31,7 +31,7 @@ def chaos(
     local: Annotated[
         int | None,
         typer.Option(
-            "--local", metavar="N", parser=whole(1, MAX_NODES), help="Play it on a new run, on N virtual nodes."
+            "--local", metavar="N", parser=whole(1, MAX_NODES), help="Play it on a new run of N virtual nodes."
         ),
     ] = None,
     tag: TagOption = None,
@@ -46,10 +46,10 @@ def chaos(
             "--steps",
             metavar="N",
             parser=whole(1, MAX_STEPS),
-            help="Its steps; by default it goes on to the trace's end.",
+            help="Its steps. By default the run continues to the trace's end.",
         ),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the dashboard.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of the dashboard.")] = False,
     summary: Annotated[
         Path | None, typer.Option("--summary", metavar="FILE", help="Write its closing summary as JSON.")
     ] = None,
@@ -58,7 +58,7 @@ def chaos(
     """Play a failure trace on a run: kill, freeze, slow down and add its nodes, crash its master.
 
     On a run that is active, or, with --local, on a new one on virtual nodes of this machine, which is stopped at the
-    trace's end. Times count from the first step, or from now where training goes on already.
+    trace's end. Times count from the first step, or from now if training is under way already.
     """
     if not 0 < speedup <= 1e6:
         raise UsageError(f"--speedup: {speedup:g} is not possible; it must be above 0, and at most 1,000,000")

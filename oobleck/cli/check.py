@@ -26,16 +26,16 @@ _MAX_SLOWNESS = 1e6
 
 
 def check(
-    hostfile: Annotated[Path | None, typer.Argument(help="Nodes to check, one a line.", show_default=False)] = None,
+    hostfile: Annotated[Path | None, typer.Argument(help="Nodes to check, one per line.", show_default=False)] = None,
     local: Annotated[
         int | None, typer.Option("--local", metavar="N", help="Check N virtual nodes of this machine.")
     ] = None,
     python: Annotated[
-        str | None, typer.Option("--python", help="Interpreter on the nodes; by default the path of this one.")
+        str | None, typer.Option("--python", help="Python interpreter on the nodes; by default, the path of this one.")
     ] = None,
     ssh_config: Annotated[
         Path | None,
-        typer.Option("--ssh-config", metavar="FILE", help="Read this ssh config in place of ~/.ssh/config."),
+        typer.Option("--ssh-config", metavar="FILE", help="Read this ssh config instead of ~/.ssh/config."),
     ] = None,
     slow_factor: Annotated[
         float,

@@ -91,10 +91,10 @@ def export_checkpoint(
     where: WhereArgument,
     target: Annotated[Path, typer.Argument(help="The model directory to write.")],
     *,
-    form: Annotated[str, typer.Option("--format", help="hf: as transformers' save_pretrained writes it.")] = "hf",
+    form: Annotated[str, typer.Option("--format", help="hf: the format of transformers' save_pretrained.")] = "hf",
     base_dir: BaseDirOption = None,
 ) -> None:
-    """Write a checkpoint's weights as a model directory for `from_pretrained`. Every byte is verified before."""
+    """Write a checkpoint's weights as a model directory for `from_pretrained`. Every byte is verified first."""
     if form != "hf":
         raise UsageError(f"--format: {form} is not known; it is hf")
     directory, manifest = _one(where, base_dir)

@@ -64,7 +64,7 @@ def kill(
 def add(
     nodes: NodesArgument, *, tag: TagOption = None, as_json: JsonOption = False, base_dir: BaseDirOption = None
 ) -> None:
-    """Take nodes into a run, or take lost ones back. Training goes on; they join between two steps."""
+    """Take nodes into a run, or take lost ones back. Training continues; they join between two steps."""
     run = find_run(base_dir_of(base_dir), tag)
     refused: list[OobleckError] = []
     for node in nodes:

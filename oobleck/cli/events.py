@@ -32,7 +32,7 @@ __all__ = ["events"]
 RunArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="RUN", help="Tag of the run, or its journal; the newest run if left out.", show_default=False
+        metavar="RUN", help="Tag of the run, or its journal; by default, the newest run.", show_default=False
     ),
 ]
 
@@ -40,14 +40,14 @@ RunArgument = Annotated[
 def events(
     run: RunArgument = None,
     *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the run until it ends.")] = False,
     as_json: JsonOption = False,
     base_dir: BaseDirOption = None,
 ) -> None:
-    """Explain each failure of a run, running or finished: its cause first, then what followed from it, what was done,
-    what it cost, and what is left for you to do.
+    """Explain each failure of a run, active or finished: its cause first, then its consequences, what was
+    done, what it cost, and what is left for you to do.
 
-    With --json each incident is one line; with --follow it is told when it is over.
+    With --json each incident is one line; with --follow it is printed once it is over.
     """
     path = find_journal(base_dir_of(base_dir), run)
     if follow:

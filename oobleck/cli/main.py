@@ -66,7 +66,7 @@ COMMANDS: tuple[Command, ...] = (
         help="Test nodes before a job, and name the faulty and the slow ones.",
         examples=(
             ("oobleck check hosts.txt", "every node alone, then in pairs"),
-            ("oobleck check hosts.txt --json", "for a program; the exit status is 0 only when all are healthy"),
+            ("oobleck check hosts.txt --json", "machine-readable; the exit status is 0 only when all are healthy"),
         ),
     ),
     Command(
@@ -83,8 +83,8 @@ COMMANDS: tuple[Command, ...] = (
         target="oobleck.cli.sim:sim",
         help="Play a failure trace: what a job would do on a cluster that fails like that.",
         examples=(
-            ("oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …", "on an estimate's step times"),
-            ("oobleck sim --failures trace.json --policy oobleck,varuna,restart …", "beside other systems"),
+            ("oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …", "with estimated step times"),
+            ("oobleck sim --failures trace.json --policy oobleck,varuna,restart …", "compared with other systems"),
         ),
     ),
     Command(
@@ -99,7 +99,7 @@ COMMANDS: tuple[Command, ...] = (
             Command(
                 name="generate",
                 target="oobleck.cli.trace:generate_trace",
-                help="Draw a trace from published or own rates.",
+                help="Generate a trace from published rates, or from your own.",
                 examples=(
                     ("oobleck trace generate --nodes 2048 --duration 54d --preset llama3", "hardware failures"),
                     ("oobleck trace generate --nodes 64 --duration 1d --mtbf 10m --repair 1h", "one in ten minutes"),
@@ -109,13 +109,13 @@ COMMANDS: tuple[Command, ...] = (
                 name="convert",
                 target="oobleck.cli.trace:convert_trace",
                 help="Read a public trace of another format.",
-                examples=(("oobleck trace convert fault_trace.json --nodes 400", "its format is recognised"),),
+                examples=(("oobleck trace convert fault_trace.json --nodes 400", "the format is detected"),),
             ),
             Command(
                 name="info",
                 target="oobleck.cli.trace:trace_info",
-                help="Tell what is in a trace.",
-                examples=(("oobleck trace info trace.json", "nodes, rates, how many there are when"),),
+                help="Show what is in a trace.",
+                examples=(("oobleck trace info trace.json", "nodes, rates, nodes that are up over time"),),
             ),
         ),
     ),
@@ -175,7 +175,7 @@ COMMANDS: tuple[Command, ...] = (
         help="Show what a run is doing.",
         examples=(
             ("oobleck status", "the only active run"),
-            ("oobleck status gpt2-demo --json", "a run by its tag, for a program"),
+            ("oobleck status gpt2-demo --json", "a run by its tag, machine-readable"),
         ),
     ),
     Command(
@@ -184,7 +184,7 @@ COMMANDS: tuple[Command, ...] = (
         help="Explain what went wrong in a run.",
         examples=(
             ("oobleck events", "the newest run: each failure with its cause, what was done, what it cost"),
-            ("oobleck events gpt2-demo --follow", "tell of failures as they happen"),
+            ("oobleck events gpt2-demo --follow", "report failures as they happen"),
         ),
     ),
     Command(
@@ -192,7 +192,7 @@ COMMANDS: tuple[Command, ...] = (
         target="oobleck.cli.report:report",
         help="Write one HTML page about a run.",
         examples=(
-            ("oobleck report", "the newest run, beside its journal"),
+            ("oobleck report", "the newest run; the page goes next to its journal"),
             ("oobleck report gpt2-demo -o report.html", "a run by its tag"),
         ),
     ),
@@ -211,7 +211,7 @@ COMMANDS: tuple[Command, ...] = (
         help="Take nodes into a run, or lost ones back.",
         examples=(
             ("oobleck add node2", "take a lost node back"),
-            ("oobleck add 'node7 slots=1 port=2222'", "a new node, as a hostfile would name it"),
+            ("oobleck add 'node7 slots=1 port=2222'", "a new node, written as in a hostfile"),
         ),
     ),
     Command(
@@ -226,7 +226,7 @@ COMMANDS: tuple[Command, ...] = (
         help="Play a failure trace on a run.",
         examples=(
             ("oobleck chaos examples/chaos.json --local 4", "on a new run of the default job"),
-            ("oobleck chaos trace.json --tag gpt2-demo --speedup 60", "on a run that is active, a minute a second"),
+            ("oobleck chaos trace.json --tag gpt2-demo --speedup 60", "on an active run, one minute per second"),
         ),
     ),
     Command(
@@ -251,7 +251,7 @@ _EXAMPLES: Examples = (
     ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
     ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
     ("oobleck status", "see what the run is doing, from another terminal"),
-    ("oobleck kill node2", "lose a node, and watch the run go on without it"),
+    ("oobleck kill node2", "lose a node, and watch the run continue without it"),
 )
 
 
@@ -296,7 +296,7 @@ def _application(arguments: Sequence[str], commands: Sequence[Command], environm
     """The application with all commands named, and the one that the arguments name loaded."""
     app = typer.Typer(
         name="oobleck",
-        help="Resilient distributed training of large models: nodes fail, training goes on.",
+        help="Resilient distributed training of large models: nodes fail, training continues.",
         epilog=f"{_listed(_EXAMPLES)}\n\n{EXIT_CODES_TEXT}",
         no_args_is_help=True,
         rich_markup_mode=None,

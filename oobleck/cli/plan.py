@@ -23,16 +23,20 @@ __all__ = ["plan"]
 def plan(
     *,
     profile_file: Annotated[
-        Path | None, typer.Option("--profile", metavar="FILE", help="Profile of the model on a device, as JSON.")
+        Path | None, typer.Option("--profile", metavar="FILE", help="JSON profile of the model on a device.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="Estimate: gpt3-6.7b, …, or a config.json of transformers."),
+        typer.Option(
+            "--model", metavar="NAME", help="Estimate for this model: gpt3-6.7b, …, or a transformers config.json."
+        ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", metavar="NAME", help="Estimate: A40, A100, H100, H200, CPU, or a data sheet as .json."
+            "--device",
+            metavar="NAME",
+            help="Estimate for this device: A40, A100, H100, H200, CPU, or a data sheet (.json).",
         ),
     ] = None,
     nodes: Annotated[
@@ -48,7 +52,7 @@ def plan(
             "--fault-threshold",
             metavar="F",
             parser=whole(0, MAX_NODES),
-            help="Simultaneous node failures that never cost state.",
+            help="Number of simultaneous node failures that never cost state.",
         ),
     ] = 1,
     global_batch: Annotated[
@@ -60,7 +64,7 @@ def plan(
             "--microbatch",
             metavar="b",
             parser=whole(1, MAX_BATCH),
-            help="Samples in one microbatch; a profile has its own.",
+            help="Samples in one microbatch; a profile sets its own.",
         ),
     ] = None,
     sequence_length: Annotated[
@@ -69,14 +73,14 @@ def plan(
             "--sequence-length",
             metavar="T",
             parser=whole(1, MAX_TOKENS),
-            help="Tokens of a sample; a profile has its own.",
+            help="Tokens in a sample; a profile sets its own.",
         ),
     ] = None,
     precision: Annotated[
-        str, typer.Option("--precision", help="float32 or bfloat16: of estimates, and of the peak that MFU refers to.")
+        str, typer.Option("--precision", help="float32 or bfloat16, for estimates and for the peak that MFU refers to.")
     ] = "bfloat16",
     recompute: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Estimate with activations that are computed twice.")
+        bool, typer.Option("--activation-checkpointing", help="Estimate with activation recomputation.")
     ] = False,
     pipelines: Annotated[
         int | None,
@@ -85,15 +89,18 @@ def plan(
         ),
     ] = None,
     schedule: Annotated[
-        str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto: the quicker of the last two.")
+        str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto (the faster of the last two).")
     ] = "1f1b",
     after_losing: Annotated[
-        str | None, typer.Option("--after-losing", metavar="NODES", help="Show what follows the loss: node3,node7.")
+        str | None,
+        typer.Option(
+            "--after-losing", metavar="NODES", help="Show what happens after losing these nodes: node3,node7."
+        ),
     ] = None,
     as_json: JsonOption = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the timeline: .svg, or .png with the plot extra."),
+        typer.Option("--plot", metavar="FILE", help="Draw the timeline as .svg, or as .png with the plot extra."),
     ] = None,
     chrome_trace: Annotated[
         Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the timeline for Perfetto.")
@@ -101,7 +108,7 @@ def plan(
 ) -> None:
     """Show the pipelines that a job would use, how long a step would take, and what failures would do.
 
-    Nothing is started and no device is needed: all comes from a profile that was measured, or from an estimate.
+    Nothing is started and no device is needed: the numbers come from a measured profile, or from an estimate.
     """
     from .make_report import make_report, show_report
     from .pictures import picture_writer, write_output

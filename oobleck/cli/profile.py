@@ -23,27 +23,25 @@ def profile(
         list[str] | None,
         typer.Argument(metavar="[JOB.yaml | SCRIPT.py] [-- ARGUMENTS]", help="The job; without one, the default job."),
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default what the job says.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default, the job's device.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job.")
     ] = None,
     workers: Annotated[
         int,
-        typer.Option(
-            "--workers", metavar="N", parser=whole(1, 1024), help="How many workers are to share this machine."
-        ),
+        typer.Option("--workers", metavar="N", parser=whole(1, 1024), help="Workers that will share this machine."),
     ] = 1,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here as well.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure even if there is a profile already.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if there is a profile.")] = False,
     as_json: JsonOption = False,
     base_dir: BaseDirOption = None,
 ) -> None:
     """Measure a job's layers as its workers run them, and keep the profile where runs look for it.
 
-    It depends on the model, its shapes, the precision, the device and the versions; while these are the same it is
-    measured once.
+    It depends on the model, its shapes, the precision, the device and the versions; while these stay the
+    same, it is measured once.
     """
     from oobleck.planner import profile_from_json
     from oobleck.runtime.files import ProfileFiles, RunDirectory

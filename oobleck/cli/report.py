@@ -23,11 +23,11 @@ def report(
     *,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Where the page goes; by default beside the journal."),
+        typer.Option("-o", "--output", metavar="FILE", help="File to write; by default, next to the journal."),
     ] = None,
     base_dir: BaseDirOption = None,
 ) -> None:
-    """Write one self-contained HTML page about a run, running or finished.
+    """Write one self-contained HTML page about a run, active or finished.
 
     It shows throughput and nodes over time, the loss, where the time went, every failure with its cause and cost, and
     the plan of each generation.

@@ -1,4 +1,4 @@
-"""`oobleck sim`: what a job would do on a cluster that fails as a trace says, by itself and beside other systems."""
+"""`oobleck sim`: what a job would do on a cluster that fails as a trace says, alone or compared with other systems."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ _SPARE_START_S = 60.0
 
 def sim(
     *,
-    failures: Annotated[Path, typer.Option("--failures", metavar="FILE", help="The trace: see `oobleck trace`.")],
+    failures: Annotated[Path, typer.Option("--failures", metavar="FILE", help="Failure trace; see `oobleck trace`.")],
     profile_file: Annotated[
-        Path | None, typer.Option("--profile", metavar="FILE", help="Profile of the model on a device, as JSON.")
+        Path | None, typer.Option("--profile", metavar="FILE", help="JSON profile of the model on a device.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Estimate: gpt3-6.7b, …, or a config.json.")
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Estimate for this model: gpt3-6.7b, …, or a config.json."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="Estimate: A40, A100, H100, …, or a data sheet.")
+        str | None,
+        typer.Option("--device", metavar="NAME", help="Estimate for this device: A40, A100, H100, …, or a data sheet."),
     ] = None,
     global_batch: Annotated[
         int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
@@ -56,18 +58,18 @@ def sim(
             "--microbatch",
             metavar="b",
             parser=whole(1, MAX_BATCH),
-            help="Samples in one microbatch; a profile has its own.",
+            help="Samples in one microbatch; a profile sets its own.",
         ),
     ] = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option("--sequence-length", metavar="T", parser=whole(1, MAX_TOKENS), help="Tokens of a sample."),
+        typer.Option("--sequence-length", metavar="T", parser=whole(1, MAX_TOKENS), help="Tokens in a sample."),
     ] = None,
     precision: Annotated[
-        str, typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, of estimates.")
+        str, typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, for estimates.")
     ] = "bfloat16",
     recompute: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Estimate with activations that are computed twice.")
+        bool, typer.Option("--activation-checkpointing", help="Estimate with activation recomputation.")
     ] = False,
     nodes: Annotated[
         int | None,
@@ -75,7 +77,7 @@ def sim(
             "--nodes",
             metavar="N",
             parser=whole(1, MAX_NODES),
-            help="The trace's first N nodes, or healthy ones beside them.",
+            help="Use the trace's first N nodes, or add healthy ones to reach N.",
         ),
     ] = None,
     devices_per_node: Annotated[
@@ -92,14 +94,12 @@ def sim(
             metavar="TIME",
             parser=duration_s,
             show_default="30m",
-            help="From one to the next.",
+            help="Time between checkpoints.",
         ),
     ] = 1800.0,
     spares: Annotated[
         int,
-        typer.Option(
-            "--spares", metavar="S", parser=whole(0, _MAX_SPARES), help="Nodes that stand by, beside the others."
-        ),
+        typer.Option("--spares", metavar="S", parser=whole(0, _MAX_SPARES), help="Additional nodes that stand by."),
     ] = 0,
     spare_start: Annotated[
         float,
@@ -108,7 +108,7 @@ def sim(
             metavar="TIME",
             parser=duration_s,
             show_default="1m",
-            help="Until a spare is there.",
+            help="Time until a spare is ready.",
         ),
     ] = _SPARE_START_S,
     fault_threshold: Annotated[
@@ -118,38 +118,40 @@ def sim(
             "--fault-threshold",
             metavar="F",
             parser=whole(0, MAX_NODES),
-            help="Simultaneous losses that cost no state.",
+            help="Number of simultaneous losses that cost no state.",
         ),
     ] = 1,
     pipelines: Annotated[
-        int | None, typer.Option("--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Exactly P pipelines.")
+        int | None,
+        typer.Option("--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Use exactly P pipelines."),
     ] = None,
     scaling: Annotated[
         str,
         typer.Option(
             "--scaling",
             metavar="all|efficient|deadline=TIME",
-            help="Of policy oobleck: use all nodes; those that add enough; or the fewest that end in time.",
+            help="Policy oobleck: use all nodes, only those that add enough throughput, or the fewest that finish "
+            "in time.",
         ),
     ] = "all",
     steps: Annotated[
         int | None,
         typer.Option(
-            "--steps", metavar="N", parser=whole(1, MAX_STEPS), help="Of policy oobleck: the job ends after N steps."
+            "--steps", metavar="N", parser=whole(1, MAX_STEPS), help="Policy oobleck: the job ends after N steps."
         ),
     ] = None,
     reductions: Annotated[
         str,
-        typer.Option("--reductions-per-step", metavar="R", help="How often gradients are reduced in a step, or auto."),
+        typer.Option("--reductions-per-step", metavar="R", help="Gradient reductions per step, or auto."),
     ] = "auto",
     schedule: Annotated[
         str,
-        typer.Option("--schedule", metavar="KIND", help="Of policy oobleck: 1f1b, gpipe, zero-bubble, or auto."),
+        typer.Option("--schedule", metavar="KIND", help="Policy oobleck: 1f1b, gpipe, zero-bubble, or auto."),
     ] = "1f1b",
     seed: Annotated[
         int,
         typer.Option(
-            "--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Of what is drawn in the cluster mode."
+            "--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Seed of random choices in cluster mode."
         ),
     ] = 0,
     mode: Annotated[
@@ -157,15 +159,16 @@ def sim(
         typer.Option(
             "--mode",
             metavar="sweep|cluster",
-            help="sweep: from event to event; cluster: master and agents on virtual nodes.",
+            help="sweep: from event to event; cluster: the real master and agents on virtual nodes.",
         ),
     ] = "sweep",
     summary: Annotated[
         Path | None,
-        typer.Option("--summary", metavar="FILE", help="Write the summary (of several, by policy) as JSON."),
+        typer.Option("--summary", metavar="FILE", help="Write the summary as JSON (by policy, if there are several)."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the runs: .svg, or .png with the plot extra.")
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the runs as .svg, or as .png with the plot extra."),
     ] = None,
     chrome_trace: Annotated[
         Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the runs for Perfetto.")
@@ -174,7 +177,7 @@ def sim(
 ) -> None:
     """Play a failure trace: goodput, lost time by cause, recoveries, and throughput over time.
 
-    Policy `oobleck` runs the real decisions; the others are models with their sources. Nothing is started.
+    Policy `oobleck` runs the real decision code; the others are models of published systems. Nothing is started.
     """
     from oobleck.sim.policies import POLICIES
     from oobleck.sim.trace import with_nodes, with_spares

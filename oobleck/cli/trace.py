@@ -21,10 +21,10 @@ __all__ = ["convert_trace", "generate_trace", "read_trace", "trace_info"]
 
 OutputOption = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Where the trace goes; standard output if left out."),
+    typer.Option("-o", "--output", metavar="FILE", help="File to write; by default, standard output."),
 ]
 SeedOption = Annotated[
-    int, typer.Option("--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Of everything that is drawn.")
+    int, typer.Option("--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Seed of all random choices.")
 ]
 
 
@@ -35,7 +35,8 @@ def generate_trace(
         typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes of the cluster: node0, node1, …"),
     ],
     duration: Annotated[
-        float, typer.Option("--duration", metavar="TIME", parser=duration_s, help="Length: 10m, 3.1h, 54d.")
+        float,
+        typer.Option("--duration", metavar="TIME", parser=duration_s, help="Length of the trace: 10m, 3.1h, 54d."),
     ],
     preset: Annotated[
         str | None,
@@ -47,14 +48,15 @@ def generate_trace(
     ] = None,
     mtbf: Annotated[
         float | None,
-        typer.Option(
-            "--mtbf", metavar="TIME", parser=duration_s, help="Own rate: mean time between losses, of all nodes."
-        ),
+        typer.Option("--mtbf", metavar="TIME", parser=duration_s, help="Mean time between losses, over all nodes."),
     ] = None,
     shape: Annotated[
         float | None,
         typer.Option(
-            "--weibull-shape", metavar="K", parser=real(0.1, 10), help="Of lifetimes; below 1 losses come in clusters."
+            "--weibull-shape",
+            metavar="K",
+            parser=real(0.1, 10),
+            help="Shape of lifetimes; below 1, losses come in clusters.",
         ),
     ] = None,
     batches: Annotated[
@@ -63,12 +65,12 @@ def generate_trace(
     ] = None,
     repair: Annotated[
         float | None,
-        typer.Option("--repair", metavar="TIME", parser=duration_s, help="Every lost node is back after this time."),
+        typer.Option("--repair", metavar="TIME", parser=duration_s, help="Time after which a lost node is back."),
     ] = None,
     no_repair: Annotated[bool, typer.Option("--no-repair", help="Lost nodes never come back.")] = False,
     notice: Annotated[
         float | None,
-        typer.Option("--notice", metavar="TIME", parser=duration_s, help="Losses are announced this long before."),
+        typer.Option("--notice", metavar="TIME", parser=duration_s, help="Announce losses this long in advance."),
     ] = None,
     fail_slow: Annotated[
         float | None,
@@ -76,15 +78,15 @@ def generate_trace(
             "--fail-slow",
             metavar="RATE",
             parser=real(0, 1e6),
-            help="Slow-downs in 1,000 node-days: 24 minutes, 1.1 to 2 times.",
+            help="Slowdowns per 1,000 node-days, each 24 minutes long, by 1.1 to 2 times.",
         ),
     ] = None,
     seed: SeedOption = 0,
     output: OutputOption = None,
 ) -> None:
-    """Draw a failure trace from published rates, or from your own.
+    """Generate a failure trace from published failure rates, or from your own.
 
-    The same options give the same trace everywhere. `oobleck trace info` shows what was drawn.
+    The same options give the same trace everywhere. `oobleck trace info` shows what was generated.
     """
     from oobleck.sim.trace import generate
 
@@ -111,7 +113,7 @@ def convert_trace(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="oobleck, bamboo, infinitehbd, parcae, skypilot or lanl; recognised if left out.",
+            help="oobleck, bamboo, infinitehbd, parcae, skypilot or lanl; detected by default.",
         ),
     ] = None,
     nodes: Annotated[
@@ -120,15 +122,15 @@ def convert_trace(
             "--nodes",
             metavar="N",
             parser=whole(1, MAX_NODES),
-            help="Size of the cluster, where the file names only nodes that fail.",
+            help="Size of the cluster, if the file names only nodes that fail.",
         ),
     ] = None,
     seed: SeedOption = 0,
     output: OutputOption = None,
 ) -> None:
-    """Read a public trace of failures or preemptions, and write it as one of ours.
+    """Convert a public trace of failures or preemptions to Oobleck's format.
 
-    Where the file tells only how many nodes there are, which of them goes is drawn from the seed.
+    If the file has only node counts, the nodes that leave are chosen at random, by the seed.
     """
     from oobleck.sim.trace import FORMATS, convert, detect_format
 
@@ -144,7 +146,7 @@ def convert_trace(
 def trace_info(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace.")], *, as_json: JsonOption = False
 ) -> None:
-    """Tell what is in a trace: its nodes, how often they are lost, how many at once, and when how many are there."""
+    """Show what is in a trace: its nodes, how often they are lost, how many at once, and how many are up over time."""
     from oobleck.sim.trace import facts_of
 
     trace = read_trace(file)

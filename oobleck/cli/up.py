@@ -35,7 +35,7 @@ def up(
         list[str] | None,
         typer.Argument(
             metavar="[HOSTFILE] [SCRIPT.py] [-- ARGUMENTS]",
-            help="Nodes to train on, one a line; a script that returns the job; and what it wants to be told.",
+            help="Nodes to train on, one per line; a script that defines the job; and the script's own arguments.",
             show_default=False,
         ),
     ] = None,
@@ -56,48 +56,55 @@ def up(
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of weights, samples and dropout.")] = None,
     fault_threshold: Annotated[
         int | None,
-        typer.Option("-f", "--fault-threshold", metavar="F", help="Simultaneous node failures that never cost state."),
+        typer.Option(
+            "-f", "--fault-threshold", metavar="F", help="Number of simultaneous node failures that never cost state."
+        ),
     ] = None,
     pipelines: Annotated[
         int | None, typer.Option("--pipelines", metavar="N", help="Ask the planner for exactly N pipelines.")
     ] = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option("--tp", metavar="N", help="Devices of a node that share each stage; virtual nodes have so many."),
+        typer.Option("--tp", metavar="N", help="Devices of a node that share each stage; virtual nodes get this many."),
     ] = None,
     scaling: Annotated[
         str | None,
         typer.Option(
             "--scaling",
             metavar="all|efficient|deadline=TIME",
-            help="Use all nodes; those that add enough; or the fewest that end in time (deadline=2h).",
+            help="Use all nodes, only those that add enough throughput, or the fewest that finish in time "
+            "(deadline=2h).",
         ),
     ] = None,
     tag: Annotated[str | None, typer.Option("--tag", help="Name of the run.")] = None,
     kill: Annotated[
         list[str] | None,
-        typer.Option("--kill", metavar="NODE@STEP", help="Kill a node once a step is committed, to see it recover."),
+        typer.Option(
+            "--kill", metavar="NODE@STEP", help="Kill a node once this step is committed, to see the run recover."
+        ),
     ] = None,
     python: Annotated[
-        str | None, typer.Option("--python", help="Interpreter on the nodes; by default the path of this one.")
+        str | None, typer.Option("--python", help="Python interpreter on the nodes; by default, the path of this one.")
     ] = None,
     ssh_config: Annotated[
         Path | None,
         typer.Option(
             "--ssh-config",
             metavar="FILE",
-            help="Read this ssh config in place of ~/.ssh/config, as `ssh -F` does: Host, User, Port, IdentityFile, …",
+            help="Read this ssh config instead of ~/.ssh/config, as `ssh -F` does: Host, User, Port, IdentityFile, …",
         ),
     ] = None,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and start nothing.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the dashboard.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Show the plan without starting anything.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of the dashboard.")] = False,
     as_json: JsonOption = False,
     summary: Annotated[
         Path | None, typer.Option("--summary", metavar="FILE", help="Write the closing summary as JSON.")
     ] = None,
     save_every: Annotated[
         str | None,
-        typer.Option("--save-every", metavar="STEPS|TIME", help="Save every so many steps (50), or so often (5m)."),
+        typer.Option(
+            "--save-every", metavar="STEPS|TIME", help="Save every so many steps (50), or at this interval (5m)."
+        ),
     ] = None,
     keep: Annotated[int | None, typer.Option("--keep", metavar="N", help="Keep the N newest checkpoints.")] = None,
     resume: Annotated[
@@ -105,12 +112,12 @@ def up(
         typer.Option(
             "--resume",
             metavar="auto|never|PATH",
-            help="Go on with what is left of a run of this name; begin with the seed, and keep what is there; or begin "
-            "from the checkpoint at PATH.",
+            help="Continue what is left of a run of this name (auto); start from the seed, and keep its files "
+            "(never); or start from the checkpoint at PATH.",
         ),
     ] = "auto",
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Do not check the nodes of a hostfile first, which takes ten seconds.")
+        bool, typer.Option("--no-check", help="Skip the check of the hostfile's nodes, which takes ten seconds.")
     ] = False,
     metrics: Annotated[
         str | None,
@@ -122,7 +129,7 @@ def up(
 ) -> None:
     """Train a job on the nodes of a hostfile, or on virtual nodes of this machine.
 
-    Training goes on when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
+    Training continues when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
     """
     hostfile, script, arguments = _parse_words(words or [])
     nodes = read_nodes(hostfile, local)

@@ -29,7 +29,7 @@ class LossCase:
     num_alike: int
     """How many losses this one stands for, itself included."""
     decision: Decision | None
-    """None where training cannot go on without a checkpoint or more nodes."""
+    """None where training cannot continue without a checkpoint or more nodes."""
     failure: str = ""
     """Why, if there is no decision."""
 

@@ -1,6 +1,6 @@
 """The agent: starts the workers of one node, relays between them and the master, and reports their ends.
 
-It outlives its connection: without a master, training goes on until a new one connects, or until the orphan
+It outlives its connection: without a master, training continues until a new one connects, or until the orphan
 timeout, when it ends its workers and itself.
 """
 
@@ -155,7 +155,7 @@ class Agent:
 
     @property
     def _patience_s(self) -> float:
-        """For how long it goes on without a master's word."""
+        """For how long it continues without a master's word."""
         return self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
 
     # --- the conversation with a master ----------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Agent:
                     await self._take_leave()
                 talk.cancel_scope.cancel()
         except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, trio.TooSlowError):
-            pass  # the master is gone or talks nonsense; training goes on, and another may come
+            pass  # the master is gone or talks nonsense; training continues, and another may come
         finally:
             await _close(connection)
 

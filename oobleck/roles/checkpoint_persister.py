@@ -33,7 +33,7 @@ _Task = StateSaved | PersistState | CommitCheckpoint | RemoveUnfinished
 
 
 class CheckpointPersister:
-    """Mutable: has what is still to be written. `run` must be running."""
+    """Writes the states that workers leave in memory; `run` must be running."""
 
     def __init__(self, store: CheckpointStore, say: Callable[[AgentMessage], None]) -> None:
         self._store = store

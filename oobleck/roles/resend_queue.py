@@ -20,7 +20,7 @@ _ALIVE = Heartbeat(sequence=None)
 
 
 class ResendQueue:
-    """Mutable: messages in order; the oldest are dropped when a master is away for too long."""
+    """Messages in order; the oldest are dropped when a master is away for too long."""
 
     def __init__(self, *, limit: int) -> None:
         self._unsaid: deque[AgentMessage] = deque(maxlen=limit)

@@ -114,7 +114,7 @@ class SSHCluster:
         """Start the node's agent and connect to it. Raises NodeUnreachable.
 
         One that a killed master has left is taken up with by `attach`, or AgentGone is raised; else it is ended before,
-        for it would go on with the work of the run before.
+        for it would continue with the work of the run before.
         """
         async with self._tending[node.name]:
             connection = await self._connection(node)
@@ -136,7 +136,7 @@ class SSHCluster:
                 raise NodeUnreachable(node.name, reason) from error
 
     async def _check_if_returning(self, node: NodeSpec) -> None:
-        """Test a node alone that the run goes on without. Raises NodeUnfit with its fault."""
+        """Test a node alone that the run continues without. Raises NodeUnfit with its fault."""
         if not self._checks_returning or node.name not in self._let_go:
             return
         report = await check_nodes(

@@ -11,7 +11,7 @@ What each one means to the worker that executes it:
     BACKWARD_INPUT   compute the gradient of the input alone, and keep what the weights still need
     BACKWARD_WEIGHT  compute the gradients of the weights, and drop the activations
     SEND_B           hand the gradient of the input to the link to the virtual stage before; do not wait
-    BANK             begin to sum the gradients so far over each parameter's owner set, beside what follows; all
+    COMMIT_SECTION   begin to sum the gradients so far over each parameter's owner set, beside what follows; all
                      microbatches up to this one are in them, and no other
     REDUCE_GRAD      sum the gradients over each parameter's owner set
     COMMIT           agree with every worker of every pipeline that the step is complete

@@ -194,7 +194,7 @@ class _Run:
         return True
 
     def _commit(self, stage: int) -> None:
-        """Wait for the others; the last to come lets all go on."""
+        """Wait for the others; the last to come lets all continue."""
         self._at_commit.append(stage)
         if len(self._at_commit) < self._schedule.num_stages:
             return

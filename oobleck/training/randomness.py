@@ -55,7 +55,7 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Within the block the CPU's generator draws from `seed`; afterwards it goes on where it was."""
+    """Within the block the CPU's generator draws from `seed`; afterwards it continues where it was."""
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:

@@ -1,4 +1,4 @@
-"""The tasks that keep a person informed while a run goes on: a dashboard on a terminal, or plain lines.
+"""The tasks that keep a person informed during a run: a dashboard on a terminal, or plain lines.
 
 Both poll a machine that others feed, so a slow terminal holds up nobody. Writing to a terminal can block
 for as long as its user likes (Ctrl-S), so it happens on a helper thread; this file is that adapter.

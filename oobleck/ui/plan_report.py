@@ -274,7 +274,7 @@ def _losses(report: PlanReport, losses: LossReport) -> RenderableType:
 
 def _by_action(cases: Sequence[LossCase]) -> Iterator[tuple[Text, list[LossCase]]]:
     def key(case: LossCase) -> tuple[str, bool]:
-        return ("cannot go on", False) if case.decision is None else (case.decision.action, case.decision.redundant)
+        return ("cannot continue", False) if case.decision is None else (case.decision.action, case.decision.redundant)
 
     for action, is_redundant in sorted({key(case) for case in cases}):
         alike = [case for case in cases if key(case) == (action, is_redundant)]

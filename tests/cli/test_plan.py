@@ -90,7 +90,7 @@ def test_a_loss_that_ends_training_is_named(tmp_path, capsys):
         {"lost": ["node0", "node1"], "alike": 1, "action": None, "reason": "no living node holds layer 0"}
     ]
     run("--profile", path, "--nodes", 2, "--global-batch", 4)
-    assert "cannot go on" in capsys.readouterr().out
+    assert "cannot continue" in capsys.readouterr().out
 
 
 def test_one_node_has_nothing_to_lose_in_pairs(tmp_path, capsys):

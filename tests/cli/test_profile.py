@@ -33,7 +33,9 @@ def test_a_profile_is_measured_once_for_the_same_job(tmp_path: Path, capsys: pyt
     capsys.readouterr()
 
     assert main(["profile", str(job), "--json", *base]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out) == json.loads(output.read_text()), "to the last digit: not measured anew"
+    assert json.loads(capsys.readouterr().out) == json.loads(output.read_text()), (
+        "to the last digit: not measured again"
+    )
     assert main(["profile", str(job), "--set", "bf16=true", *base]) == ExitCode.DONE
     assert "measured: " in " ".join(capsys.readouterr().out.split())
     assert len(list((tmp_path / "base" / "measured" / "profile").glob("*.json"))) == 2

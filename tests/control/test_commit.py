@@ -62,43 +62,43 @@ def test_an_undisturbed_run_commits_every_step_in_turn():
         assert world.ended.exit_code == 0
 
 
-@examples(150)
+@examples(80)
 @given(scenario=scenarios(("kill",)))
 def test_killed_nodes_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@examples(100)
+@examples(60)
 @given(scenario=scenarios(("crash", "blip")))
 def test_workers_that_end_and_come_back_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@examples(300)
+@examples(200)
 @given(scenario=scenarios(KINDS))
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@examples(200)
+@examples(120)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=IN_SECTIONS))
 def test_sections_of_a_step_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@examples(150)
+@examples(80)
 @given(scenario=scenarios(("join", "master", "master"), max_faults=6))
 def test_nodes_may_join_while_masters_come_and_go(scenario: Scenario):
     play(scenario)
 
 
-@examples(100)
+@examples(60)
 @given(scenario=scenarios(("kill", "crash", "blip", "join", "drain", "master"), max_faults=5))
 def test_masters_may_come_and_go(scenario: Scenario):
     play(scenario)
 
 
-@examples(100)
+@examples(70)
 @given(scenario=scenarios(("kill", "cut", "crash", "hang", "stick"), max_faults=1, is_timely=True))
 def test_losing_f_nodes_never_ends_a_run(scenario: Scenario):
     world = play(scenario)

@@ -184,8 +184,8 @@ TRACE = {
 def test_a_trace_is_played_on_a_new_run(runner: Runner, endless_reference: Reference, tmp_path: Path) -> None:
     trace, summary_file = tmp_path / "trace.json", tmp_path / "summary.json"
     trace.write_text(json.dumps(TRACE))
-    worker_id = ("--tag", TAG, "--base-dir", str(runner.base_dir), "--plain")
-    given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *worker_id)
+    of_the_run = ("--tag", TAG, "--base-dir", str(runner.base_dir), "--plain")
+    given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *of_the_run)
     with runner.background(
         "chaos", str(trace), "--local", "4", "--speedup", "10", *given, "--summary", str(summary_file)
     ) as played:

@@ -99,10 +99,10 @@ def play_really(runner: Runner, trace: str, path: Path) -> list[dict[str, Any]]:
     path.write_text(trace)
     keys = ("num_pipelines=2", "control.rejoin_after_s=0", "torch_threads=1", "checkpoint.enabled=false")
     settings = [word for key in keys for word in ("--set", key)]
-    worker_id = ("--tag", TAG, "--base-dir", str(runner.base_dir))
+    of_the_run = ("--tag", TAG, "--base-dir", str(runner.base_dir))
     with runner.up("--tag", TAG, "--steps", str(ENDLESS), *settings, nodes=("--local", "4", str(SCRIPT))) as up:
         up.wait_for_step(2)
-        command = [sys.executable, "-m", "oobleck", "chaos", str(path), *worker_id]
+        command = [sys.executable, "-m", "oobleck", "chaos", str(path), *of_the_run]
         played = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert played.returncode == 0, played.stdout + played.stderr
         assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0

@@ -95,7 +95,7 @@ def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
         up.wait_for("no step lost")
         up.wait_for_step(6)
         survivors = {node: process for node, process in before.items() if node != "node2"}
-        assert worker_pids(runner) == {node: pid for node, (pid, _) in before.items()}, "none was started anew"
+        assert worker_pids(runner) == {node: pid for node, (pid, _) in before.items()}, "none was started again"
         assert all(started_at(pid) == start for pid, start in survivors.values()), "the same processes live on"
         assert started_at(before["node2"][0]) is None
         stopped = oobleck("stop", TAG, "--base-dir", str(runner.base_dir))

@@ -6,7 +6,7 @@ Every run trains the same small transformer (4 layers, hidden 128) at default se
 of the signal, by this process's clock: `next step` to the first step committed after it, as it appears in the
 journal; `stall` is the summary's `stall_s`. A killed master leads to no recovery: there `stall` is by how much the
 longest step that was committed meanwhile was longer than the longest of those before, and `next step` is how long a
-new master takes from the start of its process until it tells of a step. The baseline is torchrun's elastic restart of
+new master takes from the start of its process until it reports a step. The baseline is torchrun's elastic restart of
 the same model with a checkpoint each step, on the same machine in the same run. The table is Markdown.
 """
 
@@ -325,7 +325,7 @@ def measure_torchrun(directory: Path, *, at_step: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """What rank 0 of torchrun's job tells of a step."""
+    """What rank 0 of torchrun's job reports of a step."""
 
     step: int
     restart: int

@@ -56,7 +56,7 @@ class Target(Protocol):
         """Kill the run's master, and start it again `down_s` seconds later; returns when it listens."""
 
     def wait_until(self, at_s: float) -> bool:
-        """Wait until `time.monotonic()` is `at_s`; returns whether the run goes on."""
+        """Wait until `time.monotonic()` is `at_s`; returns whether the run continues."""
 
 
 def name_nodes(trace: Trace, here: Sequence[str], spares: Sequence[str] = ()) -> dict[str, str]:
@@ -108,7 +108,7 @@ class Player:
         return self._target.wait_until(began_s + trace.duration_s / self._speedup)
 
     def _strike(self, event: TraceEvent) -> str:
-        """Let an event happen; returns what was done. What the run refuses is told, and the trace goes on."""
+        """Let an event happen; returns what was done. What the run refuses is told, and the trace continues."""
         try:
             return self._do(event)
         except NoActiveRun:

@@ -7,8 +7,8 @@
 
 A line is a host, then `key=value` words: `slots` (how many devices), `devices` (which ones), `port` (of SSH), and
 `address` (where training's own traffic goes, see below). Brackets hold numbers and ranges, kept as wide as they are
-written: node[08-11,20]. A host may appear again with other devices; without `devices=` it goes on after those that
-are taken.
+written: node[08-11,20]. A host may appear again with other devices; without `devices=` it takes those
+that follow the ones that are taken.
 
 Tensors do not go through SSH. Process groups listen at the address that SSH reached the node by, unless `address=`
 names another of the node's addresses, or one of its network interfaces:

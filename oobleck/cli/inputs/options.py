@@ -49,12 +49,10 @@ BaseDirOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 TagArgument = Annotated[
-    str | None, typer.Argument(help="Tag of the run; may be left out when exactly one is active.", show_default=False)
+    str | None, typer.Argument(help="Tag of the run; optional if exactly one is active.", show_default=False)
 ]
 
-TagOption = Annotated[
-    str | None, typer.Option("--tag", help="Tag of the run; may be left out when exactly one is active.")
-]
+TagOption = Annotated[str | None, typer.Option("--tag", help="Tag of the run; optional if exactly one is active.")]
 
 
 def base_dir_of(given: Path | None) -> Path:

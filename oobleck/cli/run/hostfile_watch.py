@@ -1,4 +1,4 @@
-"""A hostfile that is edited while its run goes on: new lines join, lines that are gone are drained.
+"""A hostfile that is edited during its run: new lines join, lines that are gone are drained.
 
 Only differences between two versions of the file count: nodes that were added or drained by commands stay as they are.
 """

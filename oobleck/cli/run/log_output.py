@@ -1,4 +1,4 @@
-"""What is logged while a run goes on, on standard error, which may be a pipe that nobody reads."""
+"""What is logged during a run, on standard error, which may be a pipe that nobody reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def background_logging() -> Iterator[None]:
-    """Have a thread write what is logged, warnings included: the caller never waits for whoever reads it."""
+    """Have a thread write what is logged, warnings included: the caller never waits for its reader."""
     handler = _Handler()
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)

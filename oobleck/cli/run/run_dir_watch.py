@@ -1,4 +1,4 @@
-"""Notices when the directory of a run that goes on is removed, and makes what its master keeps there again."""
+"""Notices when the directory of an active run is removed, and makes what its master keeps there again."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ async def watch_run_directory(
                 continue
             listen()
             say(
-                f"somebody has removed {directory.path} while the run goes on: its journal, metrics and control socket "
+                f"somebody has removed {directory.path} during the run: its journal, metrics and control socket "
                 "are made again; logs and checkpoints that were there are gone until the next save"
             )

@@ -84,8 +84,8 @@ class Run:
     summary: Path | None
     base_dir: Path
     resume: str = "auto"
-    """`auto` takes over a run that goes on without its master, or goes on from the newest checkpoint; `never` starts
-    anew; a path names the checkpoint to begin from."""
+    """`auto` takes over a run that lives without its master, or continues from the newest checkpoint; `never`
+    starts from scratch; a path names the checkpoint to begin from."""
     check: bool = True
     """Check the nodes of a hostfile before anything is started there."""
     metrics: MetricsAddress | None = None
@@ -147,7 +147,7 @@ def _tell_of_crash(run: Run, error: BaseException) -> None:
     with suppress(OSError):  # what broke may be where this is written to
         sys.stderr.write(
             f"oobleck: the master has crashed. Its agents train on for up to {minutes:g} minutes without it: the same "
-            "command takes the run over until then, and goes on from its newest state after that\n"
+            "command takes the run over until then, and continues from its newest state after that\n"
         )
 
 
@@ -288,7 +288,7 @@ async def _give_memory_back(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Past:
-    """What a master before this one has left: its journal, and, where agents live, a run that goes on."""
+    """What a master before this one has left: its journal, and, where agents live, a run that is still active."""
 
     entries: tuple[JournalEntry, ...] = ()
     replayed: ReplayedRun | None = None
@@ -305,7 +305,7 @@ class _Past:
 
 
 async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, known: Sequence[NodeSpec]) -> _Past:
-    """Look for a run that goes on without its master; the journal of any other is set aside.
+    """Look for a run that continues without its master; the journal of any other is set aside.
 
     Raises UsageError for one that trains another job.
     """
@@ -316,13 +316,13 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, kno
         if await _is_any_alive(cluster, replayed.nodes):
             if replayed.gap is not None:
                 set_aside(directory.journal)
-                text = f"the run goes on without its master, and cannot be taken over: {sentence(replayed.gap)}"
+                text = f"the run continues without its master, and cannot be taken over: {sentence(replayed.gap)}"
                 return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
             if replayed.job != run.job:
                 changed = ", ".join(changed_keys(replayed.job, run.job))
                 raise UsageError(
-                    f"the run {run.job.tag} goes on without its master, and its job differs from this one in "
-                    f"{changed}; give the same job to take it over, or --resume never to end it and start anew"
+                    f"the run {run.job.tag} continues without its master, and its job differs from this one in "
+                    f"{changed}; give the same job to take it over, or --resume never to end it and start from scratch"
                 )
             return _Past(entries=entries, replayed=replayed)
     set_aside(directory.journal)

@@ -37,7 +37,7 @@ _log = logging.getLogger("oobleck.up")
 
 
 class Session:
-    """Mutable: follows the journal, and turns what is asked from outside into events and signals."""
+    """Follows the journal, and turns requests from outside into events and signals."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Session:
         master.listen(self.view.heard)
 
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
-        """Start what keeps a person informed. The run goes on when nobody can be."""
+        """Start what keeps a person informed. The run continues if it cannot be."""
         self._terminal = output if output.isatty() else None
         if wants_dashboard(console_on(output), plain=plain):
             nursery.start_soon(lambda: run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
@@ -80,7 +80,7 @@ class Session:
         nursery.start_soon(tell_of_lost_output, output, self._note_lost_output)
 
     def _note_lost_output(self, reason: str) -> None:
-        text = f"output cannot be written ({reason}); the run goes on without it, and `oobleck status` shows it"
+        text = f"output cannot be written ({reason}); the run continues without it, and `oobleck status` shows it"
         self.remark("warning", text)
         _log.warning("%s", text)
 
@@ -118,7 +118,7 @@ class Session:
             asked = False
             async for number in signals:
                 if number == signal.SIGHUP:
-                    self.remark("warning", "the terminal is gone; the run goes on, and `oobleck stop` ends it")
+                    self.remark("warning", "the terminal is gone; the run continues, and `oobleck stop` ends it")
                     if self._terminal is not None:
                         self._terminal.is_lost = True  # a write to it may never come back
                     continue
@@ -160,7 +160,7 @@ class Session:
     async def _kill_on_request(self, node: str) -> None:
         self._check_living(node)
         if not await self._master.kill(node):
-            raise UsageError(f"{node} has no process of this run that can be killed; `oobleck status` tells how it is")
+            raise UsageError(f"{node} has no process of this run that can be killed; `oobleck status` shows its state")
 
     async def _signal(self, request: SignalRequest) -> Mapping[str, object]:
         spec = self._spec(request.node)
@@ -215,5 +215,5 @@ class Session:
 
 
 def _hangup() -> tuple[signal.Signals, ...]:
-    """SIGHUP, unless whoever started us (nohup, for one) has it ignored."""
+    """SIGHUP, unless our parent (nohup, for one) has it ignored."""
     return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)

@@ -19,7 +19,7 @@ def choose_nodes(
 ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
     """Return the nodes to begin with, and what the journal should say.
 
-    Nodes that were reached and found faulty are left out, unless none would be left. Whoever could not be reached is
+    Nodes that were reached and found faulty are left out, unless none would be left. A node that was not reached is
     the run's to try again. Slow nodes take part: they get fewer microbatches.
     """
     at_fault = {checked.verdict.node for checked in report.nodes if _is_at_fault(checked)}

@@ -48,7 +48,7 @@ class Candidate:
 
 
 class Restoring:
-    """Mutable: the question under way, its answers, and what was found broken."""
+    """The question under way, its answers, and what was found broken."""
 
     def __init__(self, effects: Effects, *, run: str, directory: str | None) -> None:
         """`directory`: where to look as well, a checkpoint or a directory of checkpoints."""
@@ -101,7 +101,7 @@ class Restoring:
         self._broken.add(name)
 
     def begin_from(self, name: str) -> None:
-        """The run goes on from this checkpoint: it, and what is older, are its own past."""
+        """The run continues from this checkpoint: it, and what is older, are its own past."""
         self._origin = self._origin or name
 
     def problems(self) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class Restoring:
         return [each for each in self._candidates() if each.is_on_disk and each.directory is None]
 
     def _past(self, candidate: Candidate | None) -> frozenset[str]:
-        """This run, and those that it goes on from, one after the other."""
+        """This run, and those that it continues from, one after the other."""
         found = {each.run: each for each in sorted(self._candidates(), key=_AGE, reverse=True)}
         past, run = {self._run}, candidate.run if candidate else None
         while run is not None and run not in past:

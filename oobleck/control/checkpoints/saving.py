@@ -90,7 +90,7 @@ class _Save:
 
 
 class Saving:
-    """Mutable: the policy, the saves under way, and the checkpoints that are complete."""
+    """The policy, the saves under way, and the checkpoints that are complete."""
 
     def __init__(self, job: JobSpec, members: Membership, effects: Effects, *, run: str) -> None:
         self._job = job
@@ -165,13 +165,13 @@ class Saving:
             )
         if self.complete:
             step = self.complete[-1].step
-            return f"the same command goes on from the checkpoint of step {step}, once what failed is mended"
+            return f"the same command continues from the checkpoint of step {step}, once what failed is mended"
         return "nothing is left of what was trained: mend what failed, and begin again"
 
     # --- what happens ----------------------------------------------------------------------------------------
 
     def begin_from(self, origin: str) -> None:
-        """The run goes on from this checkpoint: its own will say so."""
+        """The run continues from this checkpoint: its own will say so."""
         self._origin = self._origin or origin
 
     def judge_end(self, reads_to_the_end: Callable[[DataPosition | None], bool]) -> None:
@@ -207,7 +207,7 @@ class Saving:
             self._arm()
 
     def step_done(self, record: CommitRecord) -> None:
-        """Note a committed step; one that everybody was to save after may have been missed."""
+        """Note a committed step; one that all were to save after may have been missed."""
         self._last_step = record.step
         self._losses[record.step] = record.loss
         self._losses.pop(record.step - _LOSSES_KEPT, None)
@@ -348,10 +348,10 @@ class Saving:
         self._arm()
 
     def failed(self, node: str, message: StateNotSaved) -> None:
-        """A part of a save has failed, so the rest cannot be used. Training goes on, and says so."""
+        """A part of a save has failed, so the rest cannot be used. Training continues, and says so."""
         if not message.name:  # a node has no place to save in, and there will be no save
             self._failure = f"{node}: {message.reason}"
-            self._effects.notice("error", f"nothing can be saved: {self._failure}; training goes on")
+            self._effects.notice("error", f"nothing can be saved: {self._failure}; training continues")
         elif not self._is_over(message.name):
             self._tried_step = max(self._tried_step, message.step)
             self._saves.setdefault(message.name, _Save(message.name, message.step, 0, self._effects.now_s))

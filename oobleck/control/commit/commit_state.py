@@ -60,7 +60,7 @@ class CommitState:
     def answer(self, fence: Fence) -> Status:
         """Raise the fence and say where this worker stands; from now on nothing older is applied.
 
-        An older order that the training thread has not taken yet is not worth following any more.
+        An older order that the training thread has not taken yet is dropped.
         """
         with self._lock:
             self._fence = max(self._fence, fence.generation)
@@ -171,7 +171,7 @@ class CommitState:
             self._microbatches_done += count
 
     def note_broken(self) -> None:
-        """Note that a program failed half-way: this worker's part of the step in flight is worth nothing."""
+        """Note that a program failed half-way: this worker's part of the step in flight is discarded."""
         with self._lock:
             self._broken = True
 

@@ -72,7 +72,7 @@ __all__ = ["Follower", "RecordBoard"]
 
 
 class RecordBoard(Protocol):
-    """What was told of the records that steps take. The control thread fills it."""
+    """What is known of the records that steps take. The control thread fills it."""
 
     def is_told(self, step: int) -> bool:
         """Whether it is known what a step takes."""
@@ -87,7 +87,7 @@ class RecordBoard(Protocol):
 class Follower:
     """The training thread's course. `run` never ends; the driver looks after `partial_commit` during programs.
 
-    Mutable: what is in force, and what is done of the step in flight.
+    Its state is what is in force, and what is done of the step in flight.
     """
 
     def __init__(

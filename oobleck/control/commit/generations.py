@@ -32,7 +32,7 @@ class _Ordered:
 
 
 class Generations:
-    """Mutable: grows by one with every `begin`, and notes what each `update` says."""
+    """Grows by one with every `begin`, and notes what each plan update says."""
 
     def __init__(self, *, max_steps: int) -> None:
         self.current = 0
@@ -119,12 +119,16 @@ class Generations:
     ) -> int | None:
         """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
 
-        It can when all survivors have the same plan in force, nobody was told to forget the step, at least one
+        It can when all survivors have the same plan in force, no worker was ordered to forget the step, at least one
         pipeline is whole, and none of the whole ones failed half-way. `lost` are the nodes that have no part in that
         plan any more. Returns the step, or None: then it is forgotten and run again.
         """
         if verdict.adopted is None or verdict.adopted < self._forgot or verdict.applied >= self._max_steps:
             return None
+        # Shares and segments mean something under one plan only: of survivors with two plans in force, a microbatch
+        # could be counted by both or by none. And a pipeline that failed half-way has sums of which nobody knows what
+        # is in them. Finding that out microbatch by microbatch was rejected: such failures are rare, and a step is
+        # cheap beside a rule that would have to be right for each of them.
         plan = self._ordered[verdict.adopted].plan
         broken = broken_pipelines(plan, lost)
         failed = frozenset(worker_id for worker_id, status in statuses.items() if status.broken)
@@ -132,6 +136,7 @@ class Generations:
             if failed and index not in broken and not failed.isdisjoint(pipeline.worker_ids):
                 return None
         step = verdict.applied + 1
+        # Segments of an earlier recovery of the same step stay as they are dealt: they may be done already.
         if self._segments_for != (verdict.adopted, step):
             self._segments_for, self._segments = (verdict.adopted, step), ()
         dealt = deal_microbatches(
@@ -209,7 +214,7 @@ class Generations:
         )
 
     def _pipeline_generations(self, plan: ExecutionPlan, old: _Ordered | None, lost: frozenset[str]) -> tuple[int, ...]:
-        """Keep the groups of pipelines that lost nobody and were not stopped half-way; form the others anew."""
+        """Keep the groups of pipelines that lost no node and were not stopped half-way; form the others again."""
         kept = {}
         if old is not None:
             kept = {

@@ -1,7 +1,7 @@
-"""Who holds everybody up: read from what all survivors wait for, and from whom they can reach.
+"""Who blocks the others: read from what all survivors wait for, and from whom they can reach.
 
 Two kinds of trouble leave no process dead. Between two nodes the network may be cut: both reach the master, and not
-each other. Or a worker computes, or sleeps, for ever: everybody waits for it, and it waits for nobody.
+each other. Or a worker computes, or sleeps, for ever: all wait for it, and it waits for nobody.
 """
 
 from __future__ import annotations

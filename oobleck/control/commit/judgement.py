@@ -1,21 +1,25 @@
 """What the survivors' answers to a fence mean for the step in flight. Pure functions; no state.
 
-The rule of the commit (see `standing`): a worker applies step k only after an all-reduce in which all
+The rule of the commit (see `commit_state`): a worker applies step k only after an all-reduce in which all
 took part, each with its gradients of k fully reduced. Hence, once all survivors have answered:
 
     applied k, all          -> k is committed
     applied k, some         -> k is committed; the others hold its reduced gradients, and catch up
     applied k - 1, all      -> k is not committed; it is finished by the whole pipelines, or forgotten
 
-The dead may have told of a step that no survivor has applied: it is committed all the same. And a worker that
-was left out of the plan in force, but has not come to hear of it, still holds the layers of the plan before; it
-took no part in what was committed since, which its lack of reduced gradients tells.
+The dead may have reported a step that no survivor has applied: it is committed all the same. And a worker that
+was left out of the plan in force, but has not heard of it yet, still holds the layers of the plan before; it
+took no part in what was committed since, as its lack of reduced gradients shows.
+
+Rejected: a commit in two phases, with the master as the one who decides. It costs every step a round trip to the
+master, and stops all workers when the master is gone. Here no step waits for the master: the answers to a fence are
+enough to find out what was decided without it, since the all-reduce itself is the vote.
 
 Until the first step under a plan is committed, or the first section of one is committed, workers keep what they sent
 away for it. A worker that has still to do that keeps those layers at the version before, so they do not count.
 
 Sections follow the same rule: what some survivor has committed counts, and the others who hold its reduced gradients
-commit it too. What nobody who lives has committed does not count, since nothing was made of it.
+commit it too. A section that no survivor has committed does not count, since nothing was made of it.
 """
 
 from __future__ import annotations
@@ -83,9 +87,9 @@ def judge(
 ) -> Verdict:
     """Read the survivors' answers; O(workers).
 
-    `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation; `section_of`
+    `committed` is the newest step that was ever reported as committed, `plans` the plans by generation; `section_of`
     says what is committed of a step after so many of its sections under the plan of a generation.
-    Spares and newcomers hold no layers: they count for nothing here.
+    Spares and newcomers hold no layers: they are ignored here.
     """
     holders = {worker_id: status for worker_id, status in statuses.items() if status.layers}
     # Thousands of workers answer alike, with one value between them.
@@ -93,6 +97,8 @@ def judge(
     records = [status.last_record for status in alike.values() if status.last_record is not None]
     newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
     applied = max([newest.step if newest else 0, *(status.applied for status in alike.values())])
+    # They catch up from their own sums instead of copying layers: the sums are the same bits on all workers, and the
+    # layers with their optimizer state would have to cross the network, from the few that have applied the step.
     behind = {key for key, status in alike.items() if status.reduced == applied}
     late = {key for key, status in alike.items() if status.applied != applied and key not in behind}
     alike = {key: status for key, status in alike.items() if key not in late}

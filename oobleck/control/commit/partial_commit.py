@@ -47,7 +47,7 @@ class Section:
 
 
 class PartialCommit:
-    """Mutable: what is committed of the step in flight, and the section that is about to be."""
+    """What is committed of the step in flight, and the section that is about to be."""
 
     def __init__(self, commit_state: CommitState, *, device: int) -> None:
         self._commit_state = commit_state
@@ -135,7 +135,7 @@ class PartialCommit:
         except PeerLost as error:
             yield from self._fail(section, error)
         except Interrupted:
-            pass  # a fence came first: whoever ordered it decides what becomes of the section
+            pass  # a fence came first: its sender decides what becomes of the section
 
     def settle(self) -> Effects:
         """Wait until the section on its way is committed. Raises Interrupted or PeerLost; it is still there then."""
@@ -205,7 +205,7 @@ class PartialCommit:
         self._number, self.loss = record.number, record.loss
 
     def _fail(self, section: Section, error: PeerLost) -> Effects:
-        """Have it known at once that a section failed: others wait for it, and this pipeline's own work goes on."""
+        """Report at once that a section failed: others wait for it, and this pipeline's own work continues."""
         section.failure = error
         assert self._update is not None
         yield Say(PeerFailed(device=self._device, generation=self._update.generation, detail=str(error)))

@@ -20,7 +20,7 @@ _STEPS_TIMED = 20
 
 
 class Progress:
-    """Mutable: moves with every step that is told to be committed."""
+    """The newest committed step, and what depends on it."""
 
     def __init__(self, job: JobSpec, effects: Effects) -> None:
         self._job = job

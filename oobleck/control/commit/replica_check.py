@@ -32,7 +32,7 @@ def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool
 
 
 class ReplicaCheck:
-    """Mutable: the digests of the newest step that was told of."""
+    """The digests of the newest step that was reported."""
 
     def __init__(self, effects: Effects, *, degree: int = 1) -> None:
         """Where `degree` devices share each stage, those of like rank have copies of the same part."""

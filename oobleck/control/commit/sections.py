@@ -2,7 +2,7 @@
 
 A long step may reduce its gradients several times. At the end of each section but the last, all owners of a
 parameter get the sum of its gradients so far: they are committed, and no failure can take them any more. A plan that
-comes into force in the middle of a step deals out anew what is not committed.
+comes into force in the middle of a step deals out again what is not committed.
 
 Everything here follows from a plan, what was committed before it, and the number of sections in a whole step; so all
 workers and the coordinator agree without talking. Pure functions; no state.

@@ -272,7 +272,7 @@ class ShareLossScale:
     committee: Committee | None
     """None for a spare, which is not there to hear it."""
     is_current: bool
-    """This worker holds the state from which training goes on."""
+    """This worker holds the state from which training continues."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _SHOWN_CHARS = 120
 _PREFETCHED = 8
 """Shards that are looked into before they are opened."""
 _SURVEY_LIMIT = 4096
-"""Records that one answer tells of, at most."""
+"""Records that one answer reports, at most."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class _Draft:
 
 
 class RecordAssigner:
-    """Mutable: the position after all that was taken, and what is known of the records that come next."""
+    """The position after all that was taken, and what is known of the records that come next."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
     a worker has answered ──> records known ──> dealt to steps ahead, and told to all ──> committed with their steps
                                                      │
-        a plan goes back, or leaves a shard out:     └── dealt anew, in another edition
+        a plan goes back, or leaves a shard out:     └── dealt again, in another edition
 
 A part of the coordinator's machine. What it deals is in the journal before it is told, so that a new master deals on
 where the one before has stopped.
@@ -38,7 +38,7 @@ from .record_assigner import MAX_LEFT, MAX_OPEN, RecordAssigner
 __all__ = ["ShardRemains", "Sharding"]
 
 STEPS_AHEAD = 32
-"""Steps whose records are told before they are begun: so many, workers go on without a master."""
+"""Steps whose records are told before they are begun: so many steps workers can run without a master."""
 _ATTEMPTS = 3
 """How often a shard is tried before it is in quarantine."""
 _RETRY_S = 1.0
@@ -51,7 +51,7 @@ _POLL_S = 0.25
 
 @dataclass(slots=True)
 class ShardRemains:
-    """What a journal tells of the shards."""
+    """What a journal says of the shards."""
 
     names: tuple[str, ...] = ()
     placed: DataPlaced | None = None
@@ -75,7 +75,7 @@ class ShardRemains:
 
 
 class Sharding:
-    """Mutable: the dealer, what it has dealt to steps that are not committed, and the failures of shards."""
+    """The dealer, what it has dealt to steps that are not committed, and the failures of shards."""
 
     def __init__(
         self, job: JobSpec, progress: Progress, effects: Effects, *, worker_ids: Callable[[], Iterable[WorkerId]]
@@ -181,9 +181,9 @@ class Sharding:
             return 0
         if goes_back or update.restore is not None or not self._assignment_version:
             start = position or DataPosition(shards=digest_of_shards(self._names))
-            self._worker_id(update, start.with_another_try())
+            self._begin_at(update, start.with_another_try())
         elif self._must_deal_anew:
-            self._worker_id(update, self._position_after(update.boundary))
+            self._begin_at(update, self._position_after(update.boundary))
         self._must_deal_anew = False
         self._regroups_s = math.inf
         self._asked = None
@@ -197,7 +197,7 @@ class Sharding:
             if step > self._progress.last_step:
                 self._effects.send_all(hearers, records)
 
-    def _worker_id(self, update: PlanUpdate, position: DataPosition) -> None:
+    def _begin_at(self, update: PlanUpdate, position: DataPosition) -> None:
         assert self._assigner is not None
         self._assignment_version += 1
         self._placed_generation = update.generation
@@ -237,9 +237,9 @@ class Sharding:
         for found in message.found:
             is_in_order = all(before < after for before, after in pairwise(found.bounds))
             if found.shard not in range(len(self._names)) or not found.bounds or not is_in_order:
-                raise PeerError(f"tells of records {found.bounds[:3]} in shard {found.shard} of {len(self._names)}")
+                raise PeerError(f"reports records {found.bounds[:3]} in shard {found.shard} of {len(self._names)}")
             if found.items and len(found.items) != len(found.bounds) - 1:
-                raise PeerError(f"tells of {len(found.items)} sizes of {len(found.bounds) - 1} records")
+                raise PeerError(f"reports {len(found.items)} sizes of {len(found.bounds) - 1} records")
 
     def _take_found(self, found: ScanResult) -> bool:
         assert self._assigner is not None
@@ -301,7 +301,7 @@ class Sharding:
         self._is_stopped = True
 
     def takes_regrouping(self) -> bool:
-        """Whether all are to begin the step in flight anew now."""
+        """Whether all are to begin the step in flight again now."""
         if self._effects.now_s < self._regroups_s:
             return False
         self._regroups_s = math.inf

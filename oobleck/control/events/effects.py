@@ -21,7 +21,7 @@ class RunOver(Exception):
 
 
 class Effects:
-    """Mutable: the commands so far, and the time of the event that they follow from."""
+    """The commands so far, and the time of the event that they follow from."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -105,7 +105,7 @@ class AddRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillRequested:
-    """The user has a node killed, to see the run go on: it is not tried again."""
+    """The user has a node killed, to see the run recover: it is not tried again."""
 
     node: str
 

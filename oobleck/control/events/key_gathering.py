@@ -26,7 +26,7 @@ _GATHER_S = 0.005
 
 
 class KeyGathering:
-    """Mutable: keys that wait for others."""
+    """Keys that wait for others."""
 
     def __init__(self) -> None:
         self._waiting: list[PassOn] = []

@@ -37,7 +37,7 @@ class Finished:
 
 
 def read_finished(entries: Iterable[JournalEntry]) -> Finished | None:
-    """Find the end of a finished run; None for a run that goes on, ended otherwise, or saved nothing. O(entries)."""
+    """Find the end of a finished run; None for a run that is active, ended otherwise, or saved nothing. O(entries)."""
     job: JobSpec | None = None
     end: JobEnded | None = None
     saved: CheckpointSaved | None = None

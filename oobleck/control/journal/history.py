@@ -38,7 +38,7 @@ class History:
 
 
 def history_of(entries: Iterable[JournalEntry], *, now_s: float | None = None) -> History:
-    """Collect a run's history: O(entries). `now_s` is the age of a run that goes on; None ends it at its last entry."""
+    """Collect a run's history: O(entries). `now_s` is the age of an active run; None ends it at its last entry."""
     account = TimeAccount()
     started: JobStarted | None = None
     rates: list[tuple[float, float, float]] = []

@@ -122,7 +122,7 @@ class Summary:
 
     tag: str
     exit_code: int | None
-    """None while the run goes on."""
+    """None while the run is active."""
     reason: str
     max_steps: int
     steps_committed: int
@@ -159,7 +159,7 @@ class Summary:
 
     @property
     def last_step(self) -> int:
-        """The newest step that is committed, by this run or by those that it goes on from."""
+        """The newest step that is committed, by this run or by those that it continues from."""
         return self.begun_after + self.steps_committed
 
     def to_dict(self) -> dict[str, object]:

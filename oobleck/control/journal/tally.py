@@ -29,7 +29,7 @@ class _Run:
 
 
 class StepTally:
-    """Mutable: takes commits in as the journal tells them. When a step comes again, those from it on were lost."""
+    """Counts the commits of a journal. When a step comes again, those from it on were lost."""
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
@@ -39,7 +39,7 @@ class StepTally:
         self._times_s: list[tuple[float, int]] = []
 
     def begin_after(self, step: int) -> None:
-        """The run goes on from a checkpoint of this step, which another run has saved."""
+        """The run continues from a checkpoint of this step, which another run has saved."""
         if not self._runs:
             self._first_step = step + 1
 

@@ -223,7 +223,7 @@ class RunView:
             )
 
     def _work_state(self, stage: Stage, broken: bool) -> WorkState:
-        """A stage of a broken pipeline waits for a new plan; a whole pipeline goes on during a recovery."""
+        """A stage of a broken pipeline waits for a new plan; a whole pipeline continues during a recovery."""
         if self._nodes.get(_node(stage)) is NodeState.LOST:
             return WorkState.LOST
         if self._ended is not None:

@@ -39,13 +39,13 @@ def are_most(num_silent: int, num_all: int) -> bool:
 def patience_s(*, lease_s: float, orphan_timeout_s: float, has_others: bool) -> float:
     """For how long most nodes may be silent before they are lost.
 
-    Without others there is nobody to go on with, and nothing to be gained by giving up before the agents do.
+    Without others there is nobody to continue with, and nothing to be gained by giving up before the agents do.
     """
     return max(lease_s, min(orphan_timeout_s, _MOST_SILENT_S) if has_others else orphan_timeout_s)
 
 
 class Leases:
-    """Mutable: knows whom it looks at again, and whether it suspects itself. Costs O(nodes) a look."""
+    """The nodes to look at again, and whether the master suspects itself. A look costs O(nodes)."""
 
     def __init__(self, control: ControlSpec, members: Membership) -> None:
         self._control = control
@@ -139,7 +139,7 @@ class Leases:
         return False
 
     def _trust_again(self, now_s: float, silent_s: float) -> None:
-        """Some are heard of again: the others are about to be, as long as they were silent, or until reached anew."""
+        """Some are heard of again: the others are about to be, as long as they were silent, or until reached again."""
         longest_s = self._control.lease_s + self._control.connect_timeout_s
         self._spared_until_s = now_s + max(self._control.lease_s, min(silent_s, longest_s))
         self._silent_since_s = self._waited_for_s = math.inf

@@ -70,7 +70,7 @@ class Member:
     gone: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By device, until another worker is ready there: the process ids of those whose end was taken in.
 
-    A new master is told again of all of them.
+    All of them are reported again to a new master.
     """
     shutdown: set[int] = field(default_factory=set)
     """Devices whose worker was told to end, to be started again once it has."""

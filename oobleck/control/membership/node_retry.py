@@ -1,7 +1,7 @@
 """Lost nodes that may come back: when each is tried again.
 
-A node that was frozen or cut off finds, once it is reachable again, that the run went on without it. What still runs
-there is ended, and it joins anew. One that is lost again and again costs the others a recovery each time: it is in
+A node that was frozen or cut off finds, once it is reachable again, that the run continued without it. What still runs
+there is ended, and it joins again. One that is lost again and again costs the others a recovery each time: it is in
 quarantine until the user wants it back.
 """
 
@@ -29,7 +29,7 @@ class _Lost:
 
 
 class NodeRetry:
-    """Mutable: the nodes to try again, each after twice the time of the try before."""
+    """The nodes to try again, each after twice the time of the try before."""
 
     def __init__(self, *, first_wait_s: float) -> None:
         """`first_wait_s`: after this time a lost node is tried for the first time; 0 for never."""

@@ -14,7 +14,7 @@ _NAMES_SHOWN = 8
 
 @dataclass(slots=True)
 class StartupFailures:
-    """Mutable: what nodes could not start for."""
+    """What nodes could not start for."""
 
     num_nodes: int
     """Of the job."""

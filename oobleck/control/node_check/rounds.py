@@ -113,7 +113,7 @@ class CheckVerdict:
 
 
 class NodeCheck:
-    """Mutable: takes results in, says what to test next, and what is known.
+    """Takes results in, and says what to test next and what is known.
 
     A round costs O(nodes · pairs tested); there are few pairs.
     """

@@ -61,7 +61,7 @@ class DataPosition:
         return merged((visit, visit + 1) for visit in opened if visit not in unread)
 
     def with_another_try(self) -> DataPosition:
-        """Take shards out of quarantine: they go on where they were left, and it is their turn."""
+        """Take shards out of quarantine: they continue where they were left, and it is their turn."""
         again = (OpenShard(visit=left.visit, next=left.next, records=left.records) for left in self.left)
         return replace(self, open=(*again, *self.open), left=())
 

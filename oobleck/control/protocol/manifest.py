@@ -67,7 +67,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A complete checkpoint: the model's state after a step, and what says how to go on from there.
+    """A complete checkpoint: the model's state after a step, and what says how to continue from there.
 
     The position in the data is a function of (seed, step, global batch size), so these are all that is kept of it;
     where the data is in shards, it is `position`.

@@ -35,7 +35,7 @@ class ScanRange:
     start: int
     """Where to begin."""
     limit: int
-    """How many records to tell of, at most."""
+    """How many records to report, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class RecordsOver(ForWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsFailed(FromWorker):
-    """A record of the step in flight cannot be read by this worker; its part of the step is worth nothing."""
+    """A record of the step in flight cannot be read by this worker; its part of the step is discarded."""
 
     outlives_worker: ClassVar[bool] = True
     generation: int

@@ -45,7 +45,7 @@ _STEPS_NEEDED = 5
 
 
 class Scaling:
-    """Mutable: the target, what the policy has wanted since when, and what steps and changes were measured to take."""
+    """The target, what the policy has wanted since when, and what steps and changes were measured to take."""
 
     def __init__(self, job: JobSpec, members: Membership, progress: Progress, effects: Effects) -> None:
         self._job = job
@@ -162,7 +162,7 @@ class Scaling:
     ) -> list[tuple[str, ...]]:
         """Return the sets of nodes that may rest; the planner tells which of them is best.
 
-        Those who train go on, as far as they are wanted; slow ones rest first.
+        Those who train continue, as far as they are wanted; slow ones rest first.
         """
         nodes = [member.spec.name for member in self._members.ready if not member.is_draining]
         number = len(nodes) - self._limit(planner, len(nodes))

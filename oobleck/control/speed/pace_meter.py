@@ -11,7 +11,7 @@ INTERVAL_S = 1.0
 
 
 class PaceMeter:
-    """Mutable: adds up computation, and hands out a report when it is due."""
+    """Adds up computation, and hands out a report when it is due."""
 
     def __init__(self, device: int, now_s: float) -> None:
         self._device = device

@@ -27,7 +27,7 @@ class _Waiting:
 
 
 class SlowNodeRetry:
-    """Mutable: the nodes that rest for being slow, and those that were tried again."""
+    """The nodes that rest for being slow, and those that were tried again."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting] = {}
@@ -52,7 +52,7 @@ class SlowNodeRetry:
             self._waiting[node] = _Waiting(wait_s, now_s + wait_s)
 
     def forget(self, node: str) -> None:
-        """A node is lost, or begins anew: it is as good as any."""
+        """A node is lost, or starts again: nothing is held against it."""
         self._waiting.pop(node, None)
 
     def take_due(self, now_s: float) -> list[str]:

@@ -1,7 +1,7 @@
 """How fast each node computes, against what its stage should take and against the others.
 
 A node counts as slow when, for some time, it has taken clearly longer than its peers: those that hold the same layers,
-or all where there are few of them. What slows all of them down alike is no reason to plan anew. How much longer is
+or all where there are few of them. What slows all of them down alike is no reason to replan. How much longer is
 clear depends on how much the reports of one worker vary. A node is taken for normal again only once it is clearly
 faster than that, so that nobody is moved back and forth.
 """
@@ -26,17 +26,17 @@ REPORTS_NEEDED = 5
 _FEWEST = 3
 """Of fewer workers nobody can tell which is the slow one."""
 _SLOW = 1.5
-"""So many times the usual time is slow whatever the noise, and whoever it is compared with."""
+"""So many times the usual time is slow whatever the noise, and whatever it is compared with."""
 _SLOWER_THAN_PEERS = 1.25
 """Slow where reports hardly vary, and peers do the same work."""
 _NOISES = 3.0
 """Slow beyond so many times the variation of one worker's reports."""
 _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
-"""Of what makes a node slow: less is normal again; a slow node that changed by more is planned for anew."""
+"""Of what makes a node slow: less is normal again; a slow node that changed by more is replanned for."""
 
 
 class SpeedTracker:
-    """Mutable: the latest reports of each worker in the plan."""
+    """The latest reports of each worker in the plan."""
 
     def __init__(self) -> None:
         self._ratios: dict[WorkerId, deque[float]] = {}
@@ -60,7 +60,7 @@ class SpeedTracker:
         self._is_round_over |= len(self._heard) >= len(plan.worker_ids)
 
     def forget(self, node: str) -> None:
-        """A node is lost, or its worker starts anew: it is taken for normal."""
+        """A node is lost, or its worker starts again: it is taken for normal."""
         self._ratios = {worker_id: ratios for worker_id, ratios in self._ratios.items() if worker_id.node != node}
         self.slow = {name: factor for name, factor in self.slow.items() if name != node}
 

@@ -39,7 +39,7 @@ class Situation:
     before: tuple[int, ...]
     """Nodes of each old pipeline."""
     alive: tuple[int, ...]
-    """Nodes of each old pipeline that may go on in it."""
+    """Nodes of each old pipeline that may continue in it."""
     num_free: int
     """Spares and joined nodes."""
     sizes: tuple[int, ...]
@@ -99,12 +99,12 @@ def _move(action: str, counts: Sequence[int], situation: Situation, detail: str)
 
 
 def _reinstantiate(situation: Situation) -> Move | None:
-    """Let every pipeline go on with the nodes it has left."""
+    """Let every pipeline continue with the nodes it has left."""
     counts, _ = _refill(situation)
     shrunk = [index for index in situation.broken if counts[index] < situation.before[index]]
     if any(counts[index] for index in shrunk):
         detail = listed(
-            f"pipeline {index} goes on with {counted(situation.fit(counts[index]), 'node')}"
+            f"pipeline {index} continues with {counted(situation.fit(counts[index]), 'node')}"
             for index in shrunk
             if counts[index]
         )
@@ -196,7 +196,7 @@ def _rebuild(situation: Situation, choose: Choose) -> Move | None:
     if not sizes:
         return None
     placed = continue_pipelines(sizes, situation, among=range(len(situation.before)))
-    return Move(action="rebuild", pipelines=placed, detail=f"all nodes are planned anew: {described(sizes)}")
+    return Move(action="rebuild", pipelines=placed, detail=f"all nodes are planned again: {described(sizes)}")
 
 
 def continue_pipelines(

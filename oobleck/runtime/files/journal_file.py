@@ -33,7 +33,7 @@ class JournalWriter:
     """Appends entries to a file; the port `Journal`, for one thread.
 
     What a full disk does not take is kept and written later (`LineFile`), between two `JournalGap` entries; the first
-    is there as long as the disk is full, so that nobody takes what the journal has for all there is. Training goes on
+    is there as long as the disk is full, so that the journal is not read as if it had all there is. Training continues
     meanwhile.
     """
 

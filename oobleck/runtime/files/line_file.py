@@ -21,7 +21,7 @@ _COPY_BYTES = 1 << 20
 
 
 class LineFile:
-    """Mutable: the file and the lines that wait for it. Writing raises nothing; `is_whole` says how it went."""
+    """The file and the lines that wait for it. Writing raises nothing; `is_whole` says how it went."""
 
     def __init__(self, path: Path, *, max_bytes: int = _MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the file, which need not exist; a torn last line is removed. Raises OSError."""

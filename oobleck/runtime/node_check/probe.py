@@ -32,7 +32,7 @@ _NOT_FOUND: Final = 127
 
 
 class RemoteProbe:
-    """Mutable: `failure` says why it is of no use any more."""
+    """`failure` says why it is of no use any more."""
 
     def __init__(self, spec: NodeSpec, pass_on: Callable[[str, StorePut], Awaitable[None]]) -> None:
         """`pass_on(node, put)` takes rendezvous keys of this node's to others."""

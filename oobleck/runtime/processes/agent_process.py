@@ -1,7 +1,7 @@
 """The agent's process: `python -m oobleck.runtime.processes.agent_process`, started over SSH.
 
 It binds its socket, forks into the background, and tells the waiting SSH command where to connect, in one line of
-JSON. Where an agent of the same job and node runs already, it tells of that one: so a master that comes back finds
+JSON. Where an agent of the same job and node runs already, it names that one: so a master that comes back finds
 its agents.
 """
 
@@ -40,7 +40,7 @@ from .workers import ForkingWorkerHost
 __all__ = ["main"]
 
 _BACKLOG = 128
-"""Masters that look for an agent which is stopped: it turns all but the newest away once it goes on."""
+"""Masters that look for an agent which is stopped: it turns all but the newest away once it continues."""
 
 _log = logging.getLogger("oobleck.agent")
 
@@ -80,7 +80,7 @@ def _become_agent(arguments: argparse.Namespace) -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run the agent of one node in the background.")
     parser.add_argument("--tag", required=True, help="the job's name")
-    parser.add_argument("--run", required=True, help="what tells this run from others of the same name")
+    parser.add_argument("--run", required=True, help="id that distinguishes this run from others of the same name")
     parser.add_argument("--node", required=True, help="the node's name in the job")
     parser.add_argument("--log", required=True, help="file to log to")
     parser.add_argument("--cache", required=True, help="directory for tokenizers and tokenised text")

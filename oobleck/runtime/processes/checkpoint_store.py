@@ -30,7 +30,7 @@ _ONLY_COPY = "only-copy"
 """A file that says that the memory it lies in has what no disk has."""
 _STALE_ONLY_COPY_S = 7 * 86_400.0
 _STALE_S = 86_400.0
-"""Memory of a run that nobody has gone on with for so long is given back by the next run of another name."""
+"""Memory of a run that nobody has continued for so long is given back by the next run of another name."""
 
 
 class NodeCheckpoints:
@@ -111,7 +111,7 @@ class NodeCheckpoints:
         return bool(in_memory) and max(in_memory) > max(on_disk, default="")
 
     def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
-        """Where nothing of a checkpoint is, a manifest would say that there were; whoever wrote some must find it."""
+        """Where nothing of a checkpoint is, a manifest would claim layers; a node that wrote some must find them."""
         try:
             self._checkpoints.commit(manifest)
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Trio's clock for a process that may be stopped: the time in which it could not run is not counted.
 
 A process that is stopped (a signal, a virtual machine that moves, swapping) finds all of its time limits over once it
-goes on: handshakes, commands and answers would fail that nobody was slow with. This clock goes on where it stood, so
-that everybody has the time that was left.
+continues: handshakes, commands and answers would fail although no peer was slow. This clock continues where it
+stopped, so that each of them has the time that was left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HELD_UP_S = 1.0
 
 
 class PatientClock(trio.abc.Clock):
-    """Mutable: looked at by trio before and after each time that it sleeps. A look costs about a microsecond."""
+    """Trio reads it before and after each time that it sleeps. A read costs about a microsecond."""
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

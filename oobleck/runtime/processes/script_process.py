@@ -82,7 +82,7 @@ class CallbackProcess:
         try:
             self._send.send_nowait(entry)
         except trio.WouldBlock:
-            _log.warning("callbacks are too slow: %s is not told to them", type(entry).__name__)
+            _log.warning("callbacks are too slow: %s is not passed on to them", type(entry).__name__)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the process is gone, which was said
 

@@ -4,6 +4,10 @@ asyncssh runs on a loop of trio-asyncio, inside the trio thread. Its coroutines 
 `aio_as_trio`; byte streams use its callbacks directly, which may poke trio's primitives because they run in the
 same thread, so no asyncio task is spent on a message.
 
+Rejected: the `ssh` program. It is a process for each node, whose reasons to fail are text for people, and which gives
+no byte stream to a socket on the other side without a helper there. And asyncio for all of the master: nurseries, and
+cancelling that reaches everything, are what its failure paths rest on.
+
 Importing trio-asyncio replaces the process's asyncio policy, so nothing but the SSH side of the master imports
 this.
 """

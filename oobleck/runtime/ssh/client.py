@@ -48,7 +48,7 @@ class SSHOptions:
     keepalive_interval_s: float = 5.0
     keepalive_count_max: int = 3
     logins: Logins = field(default_factory=Logins, repr=False, compare=False)
-    """Mutable: shared by all who connect with these options."""
+    """What all connections with these options share."""
     host_key_files: HostKeyFiles = field(default_factory=HostKeyFiles, repr=False, compare=False)
     """Mutable, too."""
 
@@ -228,7 +228,7 @@ def _explain_host_key(
     files = " and ".join(str(path) for path in known_hosts.readable) or str(known_hosts.files[0])
     if known_hosts.knows_host(options.host_key_files):
         return (
-            f"{_target(node)} shows another host key than {files} has for it: it was installed anew, or somebody else "
+            f"{_target(node)} shows another host key than {files} has for it: it was reinstalled, or another machine "
             f"answers in its place; if you know that it is the right one, `ssh-keygen -R` removes the old key"
         )
     words = [

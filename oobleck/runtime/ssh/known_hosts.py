@@ -51,7 +51,7 @@ class KnownHosts:
 
 
 class HostKeyFiles:
-    """Mutable: known_hosts files as they were when they were read last. One that has changed is read again."""
+    """The known_hosts files as they were when they were read last. One that has changed is read again."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, ...], _Index]] = {}

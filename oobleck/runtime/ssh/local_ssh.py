@@ -89,7 +89,7 @@ class _Doorkeeper:
         self._logins: dict[trio.CancelScope, None] = {}
 
     async def serve(self, listener: trio.SocketListener) -> None:
-        """Take in whoever comes, until cancelled."""
+        """Accept every client, until cancelled."""
         async with listener, trio.open_nursery() as logins:
             while True:
                 stream = await accept(listener)

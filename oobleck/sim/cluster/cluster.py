@@ -248,7 +248,7 @@ class VirtualCluster:
                 await self.kill(node)
 
     def end_all(self) -> None:
-        """End all agents, those out of reach too: a run that starts anew finds nothing of the one before."""
+        """End all agents, those out of reach too: a run that starts again finds nothing of the one before."""
         for machine in self._machines.values():
             if machine.agent is not None:
                 machine.agent.end()
@@ -291,13 +291,13 @@ class VirtualCluster:
         self._nursery.start_soon(self._give_up_links, machine)
 
     def thaw(self, name: str) -> None:
-        """A frozen node goes on where it stood."""
+        """A frozen node continues where it stood."""
         machine = self._machines[name]
         machine.gate.open()
         self._note_frost(machine)
 
     def freeze_agent(self, name: str, frozen_s: float) -> None:
-        """The agent of a node is stopped for a while; its workers go on."""
+        """The agent of a node is stopped for a while; its workers continue."""
         machine = self._machines[name]
         if (process := machine.agent) is not None:
             process.frozen_until_s = max(process.frozen_until_s, self._world.time.now_s + frozen_s)
@@ -316,7 +316,7 @@ class VirtualCluster:
             link.near.freeze()
 
     def thaw_master(self) -> None:
-        """It goes on where it stood, or another has taken its place."""
+        """It continues where it stood, or another has taken its place."""
         self._master_frozen_until_s = 0.0
         for link in self._links():
             link.near.thaw()
@@ -343,7 +343,7 @@ class VirtualCluster:
                     process.kill()
 
     def crash_fork_server(self, name: str) -> None:
-        """What forks a node's workers ends by a signal: those that live go on, others wait for the next one."""
+        """What forks a node's workers ends by a signal: those that live continue, others wait for the next one."""
         self._machines[name].end_fork_server()
 
     def crash_agent(self, name: str) -> None:

@@ -56,7 +56,7 @@ class VirtualTime(trio.abc.Clock):
     def deadline_to_sleep_time(self, deadline: float) -> float:
         """Go on to the deadline, or to the calls before it: trio asks only when no task can run."""
         if _scheduler.GLOBAL_RUN_CONTEXT.runner.waiting_for_idle:
-            return _SOME_S  # who waits for all others to be blocked goes on now, before time does
+            return _SOME_S  # a task that waits for all others to be blocked continues now, before time does
         calls = self._calls
         due_s = min(calls[0][0], deadline) if calls else deadline
         if due_s == math.inf:
@@ -71,7 +71,7 @@ def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float
     """Run `main` in virtual time; the same seed gives the same order of events, in any process.
 
     Raises trio.TooSlowError at `horizon_s` virtual seconds: without it, tasks that wait for one another would wait for
-    ever. Raises Livelock when tasks keep one another busy and time cannot go on.
+    ever. Raises Livelock when tasks keep one another busy and time cannot continue.
     """
     time = time or VirtualTime()
     watch = _Watch(time)
@@ -80,7 +80,7 @@ def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float
         with trio.fail_after(horizon_s):
             with watch.scope:
                 return await main()
-            raise Livelock(f"tasks keep one another busy at {time.now_s:g} s, and time cannot go on")
+            raise Livelock(f"tasks keep one another busy at {time.now_s:g} s, and time cannot continue")
 
     with _scheduling(seed):
         return trio.run(bounded, clock=time, instruments=[watch])
@@ -113,7 +113,7 @@ def _scheduling(seed: int) -> Iterator[None]:
     if missing:
         raise RuntimeError(f"trio {trio.__version__} has no {missing[0]} any more; look for what took its place")
     before, state = _scheduler._ALLOW_DETERMINISTIC_SCHEDULING, _scheduler._r.getstate()
-    _scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]  # Final for everybody else
+    _scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]  # Final for everyone else
     _scheduler._r.seed(seed)
     try:
         yield

@@ -61,7 +61,7 @@ class Wait:
 class Fabric:
     """Mail between the stages of pipelines and between holders of layers, and all-reduces.
 
-    Whoever has a stake in a change is told of it through what it gave to `watch`.
+    Whatever a change concerns is notified through what it gave to `watch`.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Fabric:
         self._watchers[worker_id] = announce
 
     def forget(self) -> None:
-        """Everybody is gone: what comes next counts generations from the beginning."""
+        """All is gone: what comes next counts generations from the beginning."""
         self.newest = 0
         self._ended.clear()
         self._newest_end = 0
@@ -137,7 +137,7 @@ class Fabric:
         if worker_id in contributions:
             raise Violation(f"{worker_id} posts all-reduce {sequence} of {label(key)} twice")
         contributions[worker_id] = value
-        # Whoever posts a reduction has completed the one two before it, so nobody asks for that any more.
+        # A worker that posts a reduction has completed the one two before it, so nobody asks for that any more.
         self._reductions.pop((key, sequence - 3), None)
         if len(contributions) == len(key.members):
             self._note(key, key.members)

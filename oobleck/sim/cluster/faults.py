@@ -48,7 +48,7 @@ class Faults:
     ) -> None:
         """`submit` feeds the master, as its user would.
 
-        `crash_master` and `freeze_master` take the seconds until it is started again, or goes on.
+        `crash_master` and `freeze_master` take the seconds until it is started again, or continues.
         """
         self._trace = trace
         self._cluster = cluster

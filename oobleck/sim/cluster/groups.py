@@ -16,7 +16,7 @@ __all__ = ["GroupTable"]
 
 
 class GroupTable:
-    """Mutable: the groups of one worker. Members find each other by what they put on a board that all read."""
+    """The groups of one worker. Members find each other by what they put on a board that all read."""
 
     def __init__(
         self,

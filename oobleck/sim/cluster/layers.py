@@ -42,7 +42,7 @@ INITIAL = Version(0, 0, 0)
 
 
 class HeldLayers:
-    """Mutable: the layers of one worker, and those of the plan before that it keeps until all have adopted."""
+    """The layers of one worker, and those of the plan before that it keeps until all have adopted."""
 
     def __init__(self, worker_id: WorkerId, *, num_microbatches: int) -> None:
         """`num_microbatches` make a whole step."""
@@ -55,7 +55,7 @@ class HeldLayers:
         return tuple(self.held[layer].digest for layer in layers)
 
     def fold(self, summed: Mapping[int, tuple[int, ...]], record: SectionRecord) -> None:
-        """Put a section's sums to those of the layers: everybody is under the new plan then."""
+        """Put a section's sums to those of the layers: all workers are under the new plan then."""
         newer: dict[tuple[int, int], Version] = {}
         for layer, version in self.held.items():
             key = version.digest, id(summed[layer])  # layers of a bucket share their sum
@@ -81,7 +81,7 @@ class HeldLayers:
             raise Violation(f"step {step}: layer {layer} on {self._worker_id} sums microbatches {what}")
 
     def state(self, layer: int) -> Version:
-        """What is sent of a layer to whoever is to hold it."""
+        """What is sent of a layer to the worker that is to hold it."""
         if layer not in self.held and layer not in self.kept:
             raise Violation(f"{self._worker_id} is to send layer {layer}, which it does not hold")
         return self.kept[layer] if layer in self.kept else self.held[layer]
@@ -93,7 +93,7 @@ class HeldLayers:
     def adopt(
         self, wanted: Collection[int], received: dict[int, Version], keeping: dict[int, Version], *, initial: bool
     ) -> None:
-        """Hold the layers of a plan, with what was received, and keep others; `initial` ones begin anew."""
+        """Hold the layers of a plan, with what was received, and keep others; `initial` ones begin again."""
         if initial:
             self.held = dict.fromkeys(wanted, INITIAL)
         else:

@@ -51,7 +51,7 @@ class _Running:
 
 
 class Programs:
-    """Mutable: the program that one worker runs, and what it ran lately."""
+    """The program that one worker runs, and what it ran lately."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ __all__ = ["Records"]
 
 
 class Records:
-    """Mutable: what was told by now, of all editions. Where data is not in shards, no step needs any."""
+    """What was told by now, of all editions. Where data is not in shards, no step needs any."""
 
     def __init__(self, shards: VirtualShards, *, items: int) -> None:
         """Each record predicts `items` tokens."""

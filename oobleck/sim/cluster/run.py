@@ -241,7 +241,7 @@ class _Simulation:
         self._life.cancel()
 
     def _freeze_master(self, cluster: VirtualCluster, nursery: trio.Nursery, frozen_s: float) -> None:
-        """The master is stopped, and goes on where it stood."""
+        """The master is stopped, and continues where it stood."""
         coordinator = self._coordinator
         if self._master is None or coordinator is None:
             return

@@ -30,11 +30,11 @@ class _Posted:
     summed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By layer, once all sums are here: the microbatches in them."""
     totals: int | None = None
-    """The sequence number of the all-reduce over everybody, once that is posted."""
+    """The sequence number of the all-reduce over all workers, once that is posted."""
 
 
 class SectionSums:
-    """Mutable: the all-reduces of the section on its way, if there is one."""
+    """The all-reduces of the section on its way, if there is one."""
 
     def __init__(self, commit_state: CommitState, fabric: Fabric, groups: GroupTable, layers: HeldLayers) -> None:
         """`layers` get the sums of what is committed."""
@@ -70,7 +70,7 @@ class SectionSums:
         return True
 
     def post_totals(self) -> Moves:
-        """Take part in the all-reduce over everybody. Raises PeerLost."""
+        """Take part in the all-reduce over all workers. Raises PeerLost."""
         posted = self._section
         yield self._pause("about to commit", [self._commit_key])
         mine = posted.mine if self._tells else ()

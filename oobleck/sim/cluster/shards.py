@@ -11,7 +11,7 @@ __all__ = ["VirtualShards"]
 
 
 class VirtualShards:
-    """The same for all workers. Mutable: shards may spoil, and grow."""
+    """The same for all workers. Shards may become unreadable, and grow."""
 
     def __init__(self, names: Sequence[str], lengths: Sequence[int | None]) -> None:
         """A length of None is endless."""

@@ -17,7 +17,7 @@ __all__ = ["Transfers"]
 
 
 class Transfers:
-    """Mutable: what one worker exchanged for the plan in force."""
+    """What one worker exchanged for the plan in force."""
 
     def __init__(
         self,

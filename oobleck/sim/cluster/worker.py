@@ -1,7 +1,7 @@
 """Virtual workers: drivers of the follower and its `CommitState`, like `training.step.engine`, in virtual time.
 
 What is done, and in which order, is `control.commit.follower`'s. Here each effect becomes moves: the training thread is
-a generator that yields wherever the real one may be preempted or has to wait, so that whoever steps it chooses the
+a generator that yields wherever the real one may be preempted or has to wait, so that the caller of `step` chooses the
 interleaving. What must never happen, such as a layer that nobody sent, raises `Violation` on the spot."""
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ class VirtualWorker:
 
     @property
     def _tells(self) -> bool:
-        """It tells of microbatches: of a pipeline's stages, the last one knows of losses."""
+        """It reports microbatches: of a pipeline's stages, the last one knows of losses."""
         return self._seat is not None and self._seat.is_last
 
     def _record(self, step: int, generation: int) -> CommitRecord:

@@ -20,7 +20,7 @@ _STATES = {
 
 
 class Ledger:
-    """Mutable: written from the beginning of a run to its end. Steps may be fractions: a mean over many."""
+    """The record of one run, from its beginning to its end. Steps may be fractions: a mean over many."""
 
     def __init__(self, *, batch_size: int, tokens_per_sample: int) -> None:
         self._batch_size = batch_size

@@ -36,7 +36,7 @@ _REROUTE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """A job, and who is told of progress: seconds that are simulated."""
+    """A job, and who receives its progress: seconds that are simulated."""
 
     job: SweepSettings
     report: Callable[[float], None] = lambda _: None
@@ -61,7 +61,7 @@ def _restart(trace: Trace, settings: PolicySettings) -> Outcome:
     job = settings.job
     rules = Rules(
         name="restart",
-        about="Checkpoint and restart: all stop at a loss, and go on from the newest checkpoint with the nodes left",
+        about="Checkpoint and restart: all stop at a loss and continue from the newest checkpoint with those left",
         throughput=Plans(job),
         batch_size=job.global_batch_size,
         tokens_per_sample=job.profile.sequence_length,
@@ -76,7 +76,7 @@ def _varuna(trace: Trace, settings: PolicySettings) -> Outcome:
     job = settings.job
     rules = Rules(
         name="varuna",
-        about="Varuna (EuroSys'22): a grid of equal pipelines is chosen anew at each loss, from the newest checkpoint",
+        about="Varuna (EuroSys'22): a grid of equal pipelines is chosen again at each loss, from the newest checkpoint",
         throughput=Grids(job),
         batch_size=job.global_batch_size,
         tokens_per_sample=job.profile.sequence_length,

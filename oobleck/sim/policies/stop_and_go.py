@@ -1,4 +1,4 @@
-"""Systems that stop at a loss and go on after a pause: all of them but those that reroute work.
+"""Systems that stop at a loss and continue after a pause: all of them but those that reroute work.
 
 They differ in how fast so many nodes are, how long the pause is, and what of the work is lost: the step in flight,
 or everything since the newest checkpoint. Training is followed in fractions of steps.
@@ -46,7 +46,7 @@ class Rules:
     tokens_per_sample: int = 1
     start_s: float = 0.0
     pause_s: float
-    """From a loss until training goes on; a loss within it begins it anew."""
+    """From a loss until training continues; a loss within it begins it again."""
     rolls_back: Callable[[Collection[str], Sequence[str]], bool] | None = _always
     """Whether a loss of these of the nodes in use costs all steps since the newest checkpoint; None for never."""
     rollback_pause_s: float | None = None

@@ -62,7 +62,7 @@ class Plans:
 class Grids:
     """Equal pipelines of one depth: `depth` times as many nodes as there are pipelines, the rest idle.
 
-    Systems without heterogeneous pipelines train so. The best depth is chosen anew for each number of nodes, or is
+    Systems without heterogeneous pipelines train so. The best depth is chosen again for each number of nodes, or is
     the one given.
     """
 

@@ -10,7 +10,7 @@ __all__ = ["Agenda"]
 
 
 class Agenda:
-    """Mutable: virtual time, and the actions that it leads to; those of one moment in the order they were put in."""
+    """Virtual time, and the actions that it leads to; those of one moment in the order they were put in."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

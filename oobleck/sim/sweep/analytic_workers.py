@@ -56,7 +56,7 @@ class _Pending:
 
 
 class AnalyticWorkers:
-    """Mutable: all that the sweep mode knows of workers. Times only go forward."""
+    """All that the sweep mode knows of workers. Times only go forward."""
 
     def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: RecoveryCosts) -> None:
         self.max_steps = most_steps
@@ -131,7 +131,7 @@ class AnalyticWorkers:
             self._stopped_s = None
 
     def is_training(self, node: str) -> bool:
-        """Tell whether everybody waits for a node that stops."""
+        """Tell whether all workers wait for a node that stops."""
         plans = [self._plan, self._pending.update.plan if self._pending else None]
         return any(plan is not None and node in plan.nodes for plan in plans)
 
@@ -151,7 +151,7 @@ class AnalyticWorkers:
         return self._plan is not None and self._pending is None and self._applied >= self.max_steps
 
     def speaker(self, absent: Container[str]) -> WorkerId | None:
-        """A worker of the plan in force that can tell of commits: its node is none of these."""
+        """A worker of the plan in force that can report commits: its node is none of these."""
         return next(
             (
                 worker_id

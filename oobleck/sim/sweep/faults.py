@@ -147,7 +147,7 @@ class Faults:
         self._agenda.when_seen(since_s + self._costs.lease_s, notice)
 
     def _be_heard(self, nodes: Iterable[str]) -> None:
-        """Nodes that were frozen or cut off are well again: they go on, or join anew if they were given up."""
+        """Nodes that were frozen or cut off are well again: they continue, or join again if they were given up."""
         for node in nodes:
             if node in self._nodes.stuck:
                 continue
@@ -165,4 +165,4 @@ class Faults:
                 self._crew.stop(self._agenda.now_s)
             self._run.end_worker(WorkerId(node, device))
             if node not in self._nodes.members:
-                self._run.join(node)  # given up; whoever runs the job takes it back
+                self._run.join(node)  # given up; its user takes it back

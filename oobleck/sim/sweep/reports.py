@@ -1,4 +1,4 @@
-"""What a sweep's master is told of how fast nodes compute, many reports at once.
+"""What a sweep's master hears of how fast nodes compute, many reports at once.
 
 Workers report once a second or once a step. As long as nobody's pace changes the reports change no decision, so they
 are left out until somebody's has changed for as many of them as the master wants to agree.
@@ -17,14 +17,14 @@ __all__ = ["Reports"]
 
 
 class Reports:
-    """Mutable: how many times the usual time each worker takes, as the master was told."""
+    """How many times the usual time each worker takes, as the master was told."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._told: dict[WorkerId, float] = {}
 
     def forget(self, node: str) -> None:
-        """A node's worker starts anew: the master takes it for normal, and is told again."""
+        """A node's worker starts again: the master treats it as normal, and hears of it again."""
         self._told = {worker_id: factor for worker_id, factor in self._told.items() if worker_id.node != node}
 
     def clear(self) -> None:
@@ -41,7 +41,7 @@ class Reports:
     def tell(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[WorkerId, ...], Pace]]:
         """Tell what is untold: yields (workers, what each of them says), round by round.
 
-        Who stops listening, for a plan is made anew, has heard only those that have said it often enough.
+        Who stops listening, for a plan is made again, has heard only those that have said it often enough.
         """
         untold = frozenset(self.untold(plan, factors))
         groups: dict[tuple[StageTemplate, float], list[WorkerId]] = defaultdict(list)

@@ -32,7 +32,7 @@ __all__ = ["RunLog"]
 
 
 class RunLog:
-    """Mutable: takes in what coordinators record, in the order of time."""
+    """Collects what coordinators record, in the order of time."""
 
     def __init__(self, *, checkpoint_interval_s: float, checkpoint_read_s: float) -> None:
         self.entries: list[JournalEntry] = []
@@ -45,7 +45,7 @@ class RunLog:
         self._past_generations = 0
         self._generation = 0
         self.past_steps = 0
-        """Steps that the coordinator at hand does not count, for it was started from their checkpoint."""
+        """Steps that the current coordinator does not count, for it was started from their checkpoint."""
         self._step = 0
         """The newest of those that are not lost."""
         self._saved_step = 0
@@ -58,7 +58,7 @@ class RunLog:
         return self._generation > 0
 
     def record(self, entry: JournalEntry) -> None:
-        """Write an entry of the coordinator at hand; its end with an error is not the run's."""
+        """Write an entry of the current coordinator; its end with an error is not the run's."""
         match entry:
             case NodeConnected(node=node):
                 self.connected.add(node)

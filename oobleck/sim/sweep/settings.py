@@ -33,7 +33,7 @@ class SweepSettings:
     schedule: ScheduleName = "1f1b"
     costs: RecoveryCosts = field(default_factory=RecoveryCosts)
     checkpoint_interval_s: float = 1800.0
-    """From one checkpoint to the next; they are written while training goes on."""
+    """From one checkpoint to the next; they are written while training continues."""
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
     max_steps: int | None = None
     """The job ends after so many; None: with the trace."""

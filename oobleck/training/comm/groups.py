@@ -145,7 +145,7 @@ class Group:
 
     def give_up(self, under_way: Sum) -> None:
         """Wait no more for a sum, nor for any other of this group."""
-        if under_way.poll_s is not None:  # one in the host's memory is kept by whoever may still write to it
+        if under_way.poll_s is not None:  # one in the host's memory is kept by what may still write to it
             self._given_up.append(under_way)
         self.abort()
 
@@ -196,7 +196,7 @@ class Reduction:
 
     @property
     def poll_s(self) -> float | None:
-        """How often it must be looked at; None where whoever waits is woken."""
+        """How often it must be looked at; None where its waiter is woken."""
         return self._sum.poll_s
 
     def is_done(self) -> bool:
@@ -272,7 +272,7 @@ class GroupTable:
         def form_all() -> None:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
                 formed.extend(pool.map(lambda key: self._form_one(key, networks[key]), missing))
-            for group in formed:  # everybody in the order of the keys: NCCL's own barriers could deadlock otherwise
+            for group in formed:  # all in the order of the keys: NCCL's own barriers could deadlock otherwise
                 self._open_nccl(group)
 
         try:
@@ -292,7 +292,7 @@ class GroupTable:
         self._board.forget([group.key.name for group in formed])
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
-        """Let go of every other group, and of what was told of groups of older generations: none is formed any more."""
+        """Let go of every other group, and of what is known of groups of older generations: none is formed any more."""
         unwanted = sorted(self._groups.keys() - set(keys))
         for key in unwanted:
             self._log.debug("puts %s aside", key.name)

@@ -6,7 +6,7 @@ of its devices has an epoll instance of its own, and the kernel tells what is re
 together share a device, and when they end, their connections are shut down: first what we say (a peer that is slower
 still gets all that it was sent), after a while what we hear as well.
 
-Gloo takes in whoever connects, waits for ever for the first word, and ends the process when no descriptor is left. So
+Gloo accepts every connection, waits for ever for the first word, and ends the process when no descriptor is left. So
 strangers find nobody at home but in the moment in which groups are formed: the kernel drops what they send.
 """
 
@@ -48,7 +48,7 @@ class _Closable(Protocol):
 
 
 class Network:
-    """Mutable: a Gloo device, what is connected through it, and what must not be let go before that has ended."""
+    """A Gloo device, what is connected through it, and what must not be let go before that has ended."""
 
     def __init__(self, address: str) -> None:
         """Listen at an address. Raises ConfigError for a useless one."""

@@ -1,7 +1,7 @@
 """A worker's doorbell: a port on the data plane's address, where peers can try whether they reach this worker.
 
 Process groups hang for ever when packets are dropped between two nodes that both reach the master. When no step is
-committed any more, everybody rings at everybody: who does not answer is cut off, or gone.
+committed any more, all workers probe each other: one that does not answer is cut off, or gone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Gloo's sends and receives read and write a tensor's address as memory of the host, and its sums copy tensors of a GPU
 on streams that are waited for in no way that could be given up. So tensors are copied here, in the order of the
-stream that computes: a `Courier` waits for the copy on a thread of its own, since the training thread must go on to
+stream that computes: a `Courier` waits for the copy on a thread of its own, since the training thread has to
 launch what is computed next, and hands it to Gloo. Everything works on the CPU's tensors too, where nothing needs it.
 """
 
@@ -103,7 +103,7 @@ class Courier:
         threading.Thread(target=self._run, daemon=True, name=name).start()
 
     def take(self, task: Callable[[], None]) -> None:
-        """Run a task after those that were taken before; it tells of its failures itself."""
+        """Run a task after those that were taken before; it reports its failures itself."""
         self._tasks.put(task)
 
     def close(self) -> None:

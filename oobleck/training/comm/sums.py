@@ -18,7 +18,7 @@ class Sum(Protocol):
 
     @property
     def poll_s(self) -> float | None:
-        """How often it must be looked at; None where whoever waits is woken."""
+        """How often it must be looked at; None where its waiter is woken."""
         ...
 
     def is_done(self) -> bool:
@@ -86,7 +86,7 @@ class StagedSum:
 
 
 class NcclSum:
-    """Of a tensor on a GPU of its own. Nobody tells when it is there, so whoever waits looks again and again."""
+    """Of a tensor on a GPU of its own. Nothing announces that it is there, so the waiter polls."""
 
     poll_s = 2e-4
 

@@ -3,7 +3,7 @@
 A layer's state is a sequence of tensors, the same on all sides, and counts as one row of elements. Chunks are copied
 out of the source's own tensors and into the target's new ones, a few at a time, so that neither needs memory for more
 than the layers that it receives and `WINDOW_BYTES` on either way. All chunks of an exchange are numbered in an order
-that alternates between sources; everybody sends and receives in that order, so the lowest chunk that is not there
+that alternates between sources; all sends and receives in that order, so the lowest chunk that is not there
 yet is always under way, whatever the windows are.
 """
 

@@ -1,7 +1,7 @@
 """The data to train on: samples by index, as tensors.
 
 Some samples may be kept for evaluation: which ones depends on their number alone, so that they are the same whatever
-the seed, the nodes, and the run that goes on from a checkpoint.
+the seed, the nodes, and the run that continues from a checkpoint.
 """
 
 from __future__ import annotations

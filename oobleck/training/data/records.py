@@ -1,4 +1,4 @@
-"""What a worker was told of the records that steps take: a board that the control thread fills.
+"""What a worker knows of the records that steps take: a table that the control thread fills.
 
 Records have numbers, in the order in which steps take them, so that a record of a shard is a sample as any other.
 """

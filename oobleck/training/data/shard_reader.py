@@ -24,7 +24,7 @@ class Extent:
 
 
 class ShardReader(Protocol):
-    """A shard. What was told of a position stays true as long as records are read from there, or gone back to."""
+    """A shard. What was said of a position stays true as long as records are read from there, or gone back to."""
 
     def survey(self, start: int, limit: int) -> Extent:
         """Return the records that begin at `start`, at most `limit`; 0 is the beginning. Raises ShardUnreadable."""

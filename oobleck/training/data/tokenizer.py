@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, trained on the text at hand, or one from a file.
+"""A byte-level BPE tokenizer, trained on the given text, or one from a file.
 
 Byte-level, so that any text can be encoded and decoded without loss. Training is deterministic: equal text,
 vocabulary size and version of the tokenizers library give equal tokens.

@@ -36,7 +36,7 @@ class LossScale:
         return replace(self, scale=min(self.scale * 2, _LARGEST), good_steps=0)
 
     def as_numbers(self) -> tuple[float, ...]:
-        """What a rank needs to be told to go on alike: whole numbers and a power of two."""
+        """What a rank needs to continue alike: whole numbers and a power of two."""
         return (self.scale, float(self.good_steps), float(self.num_skipped))
 
     @classmethod

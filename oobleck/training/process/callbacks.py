@@ -12,7 +12,7 @@ them can hold up training. So they see what the journal tells: losses, rates, ev
     on_log           after each step and each evaluation: logs=
     on_evaluate      an evaluation is done: metrics={"eval_loss": …}
     on_save          a checkpoint is complete on disk
-    on_recovery      the run goes on after a loss, a join or a departure: recovery=, the journal's entry
+    on_recovery      the run continues after a loss, a join or a departure: recovery=, the journal's entry
     on_train_end     the run ends
 """
 
@@ -44,7 +44,7 @@ __all__ = ["CallbackRunner"]
 
 
 class CallbackRunner:
-    """Calls callbacks, one event after the other. One that raises is told of on stderr, and goes on to be called."""
+    """Calls callbacks, one event after the other. One that raises is reported on stderr, and continues to be called."""
 
     def __init__(self, callbacks: Sequence[object], job: JobSpec) -> None:
         self._callbacks = callbacks

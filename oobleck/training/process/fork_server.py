@@ -7,6 +7,11 @@ integers: (FORKED, pid), and (pid, wait status) when the worker is gone.
 
 The server runs a single thread and no torch operation, so that forking is safe; it ends when its last client
 has left.
+
+Rejected: Python's own fork server (`multiprocessing.forkserver`). It belongs to the process that started it and ends
+with it, so agents could not share one, and a worker's parent would end with the first of them. Starting workers as
+processes of their own needs no server, but costs the seconds of the imports each time: a worker that is killed should
+be back in a fraction of one.
 """
 
 from __future__ import annotations

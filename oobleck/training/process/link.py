@@ -37,7 +37,7 @@ class AgentLink:
             with self._writing:
                 self._socket.sendall(frame)
         except OSError as error:
-            _log.error("the agent cannot be told: %s", error)
+            _log.error("the agent cannot be reached: %s", error)
             os._exit(_EXIT_AGENT_GONE)
 
     def receive(self) -> WorkerBound:
@@ -47,7 +47,7 @@ class AgentLink:
                 data = self._socket.recv(1 << 16)
                 self._arrived.extend(self._decoder.feed(data))
             except (OSError, PeerError) as error:
-                _log.error("the agent's words cannot be understood: %s", error)
+                _log.error("the agent's message is not valid: %s", error)
                 os._exit(_EXIT_AGENT_GONE)
             if not data:
                 _log.error("the agent is gone")

@@ -236,7 +236,7 @@ class _Worker:
         return status
 
     def _explain(self, fence: Fence) -> None:
-        """Answer a fence that asks why nothing goes on; ringing takes its time, so on a thread of its own."""
+        """Answer a fence that asks why no step is committed; probing takes its time, so on a thread of its own."""
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
         status = self._answer(fence)
         self._log.warning("nothing goes on; waits for %s", ", ".join(map(str, waits_for)) or "nobody")

@@ -1,7 +1,7 @@
 """Evaluation between two steps: every pipeline takes its share of the samples forward, and all sum their losses.
 
-Nothing of a step is in flight meanwhile, so a failure costs some time alone: whoever is interrupted gives up, and
-recovery goes on as it does between any two steps. A plan that takes effect at a step whose evaluation is due begins
+Nothing of a step is in flight meanwhile, so a failure costs some time alone: a worker that is interrupted gives up, and
+recovery continues as it does between any two steps. A plan that takes effect at a step whose evaluation is due begins
 with it, so that all who are in the plan agree; and plans take effect there until the coordinator is told the outcome.
 """
 
@@ -37,7 +37,7 @@ class Evaluator:
     """Evaluates a job's model on the samples that are kept for it."""
 
     def __init__(self, job: JobSpec, dataset: Dataset, *, waiter: Waiter, on_progress: Callable[[int], None]) -> None:
-        """`on_progress` is called with the step every second or so, for whoever waits for another step.
+        """`on_progress` is called with the step every second or so, for others that wait for the next step.
 
         Raises ConfigError where there are fewer samples than one microbatch has.
         """

@@ -27,7 +27,7 @@ _LOSS_SCALE = "training.loss_scale"
 
 
 class LayerStore:
-    """Mutable: changes with every plan, and every step that is applied."""
+    """The layers of one worker; they change with every plan, and with every step that is applied."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class LayerStore:
         self._sections = sections
         self._kept: dict[int, LayerState] = {}
         self.loss_scale: LossScale | None = LossScale(scale=job.initial_loss_scale)
-        """None where others went on without this worker: it must be told before it takes part again."""
+        """None where others continued without this worker: it must be told before it takes part again."""
 
     @property
     def scale(self) -> float:
@@ -118,7 +118,7 @@ class LayerStore:
         """Tell newcomers the loss scale that the others have come to. Raises what `sum_up` raises.
 
         `sum_up` adds a vector up over all who train, in place; None for a spare, which is not there to hear it.
-        `is_current` if this worker holds the state from which training goes on.
+        `is_current` if this worker holds the state from which training continues.
         """
         if not self._precision.scales_loss:
             return

@@ -160,7 +160,7 @@ class GradientReducer:
 
     @property
     def poll_s(self) -> float | None:
-        """How often it must be looked at while it is not done; None where whoever waits is woken."""
+        """How often it must be looked at while it is not done; None where its waiter is woken."""
         return min((each.poll_s for each in self._pending if each.poll_s is not None), default=None)
 
     @property
@@ -290,7 +290,7 @@ def commit(
     waiter: Waiter,
     interrupted: Callable[[], bool],
 ) -> Commit:
-    """Take part in the commit. Whoever returns from it knows that all have reduced all their gradients.
+    """Take part in the commit. A worker that returns from it knows that all have reduced all their gradients.
 
     Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
     """

@@ -65,7 +65,7 @@ class _Posted:
 
 
 class SectionSums:
-    """Mutable: the committed sums, and the section that is on its way to them. The executor's `SectionCommitter`."""
+    """The committed sums, and the section that is on its way to them. The executor's `SectionCommitter`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class SectionSums:
         carry_out: Callable[[Effects], None],
         on_folded: Callable[[], None],
     ) -> None:
-        """`tells` if this worker tells of losses and counts: of the devices that share a stage, one does.
+        """`tells`: whether this worker reports losses and counts: of the devices that share a stage, one does.
 
         `work` is what is done of the step in flight, `carry_out` carries out what `partial_commit` asks for, and
         `on_folded` is called whenever another section is committed.

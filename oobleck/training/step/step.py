@@ -24,7 +24,7 @@ __all__ = ["StepInFlight"]
 
 
 class StepInFlight:
-    """Mutable: one step after the other. Gradients are in the parameters' `grad`, what is done in `work`."""
+    """Runs one step after the other. Gradients are in the parameters' `grad`, what is done in `work`."""
 
     def __init__(
         self,

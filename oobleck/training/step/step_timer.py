@@ -13,11 +13,11 @@ __all__ = ["StepTimer"]
 _STEPS_TIMED = 16
 """Over how many steps it is told what was computed and what waited for."""
 _BUSY_TIMES = 16
-"""How many stretches of computation are remembered, to tell how long a recovery kept everybody waiting."""
+"""How many stretches of computation are remembered, to tell how long a recovery kept all workers waiting."""
 
 
 class StepTimer:
-    """Mutable: grows with each stretch of computation, and is ruled off after each step."""
+    """Adds up stretches of computation, and closes the account after each step."""
 
     def __init__(self, device: int) -> None:
         self._pace = PaceMeter(device, time.monotonic())

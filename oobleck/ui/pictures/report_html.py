@@ -96,7 +96,7 @@ def _header(history: History, summary: Summary) -> str:
 def _state(summary: Summary) -> str:
     """How the run stands, in a word's colour and its own words."""
     if summary.exit_code is None:
-        kind, text = "on", "goes on"
+        kind, text = "on", "continues"
     else:
         kind = "well" if summary.exit_code == 0 else "failed"
         text = summary.reason.splitlines()[0] if summary.reason else "ended"

@@ -47,19 +47,19 @@ def test_an_undisturbed_run_takes_every_record_once_an_epoch():
         assert taken == min(all_records, shape.max_steps * shape.num_microbatches), shape
 
 
-@examples(120)
+@examples(80)
 @given(scenario=scenarios(("kill", "crash", "blip", "join", "drain")))
 def test_records_are_taken_once_whatever_is_killed(scenario: Scenario):
     play(scenario)
 
 
-@examples(80)
+@examples(50)
 @given(scenario=scenarios((*KINDS, "grow", "grow", "spoil"), max_faults=6))
 def test_faults_of_all_kinds_break_no_promise_about_records(scenario: Scenario):
     play(scenario)
 
 
-@examples(60)
+@examples(40)
 @given(scenario=scenarios(("master", "master", "kill", "grow", "spoil"), max_faults=6))
 def test_masters_may_come_and_go_while_records_are_dealt(scenario: Scenario):
     play(scenario)

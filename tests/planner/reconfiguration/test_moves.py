@@ -18,7 +18,7 @@ def moves(
 def test_a_shrunk_pipeline_goes_on() -> None:
     move = moves((3, 3), (3, 2))["reinstantiate"]
     assert move.pipelines == ((0, 3), (1, 2))
-    assert move.detail == "pipeline 1 goes on with 2 nodes"
+    assert move.detail == "pipeline 1 continues with 2 nodes"
 
 
 def test_a_pipeline_that_is_gone_leaves_the_others() -> None:
@@ -100,4 +100,4 @@ def test_a_rebuild_keeps_what_it_can() -> None:
         m for m in all_moves(situation, lambda _n, kept: () if kept else (2, 2, 2, 2)) if m.action == "rebuild"
     )
     assert rebuild.pipelines == ((0, 2), (1, 2), (2, 2), (None, 2))
-    assert rebuild.detail == "all nodes are planned anew: 4 pipelines of 2 nodes"
+    assert rebuild.detail == "all nodes are planned again: 4 pipelines of 2 nodes"

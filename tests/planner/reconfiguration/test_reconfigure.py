@@ -205,7 +205,7 @@ def test_a_pipeline_that_lost_a_node_takes_the_smaller_template() -> None:
     decision = planner.reconfigure(plan, lost=["node3"])
     assert [len(pipeline.nodes) for pipeline in decision.plan.pipelines] == [2, 1]
     assert decision.action == "reinstantiate"
-    assert decision.reason == "node3 lost; pipeline 1 goes on with 1 node; 6 layers to copy"
+    assert decision.reason == "node3 lost; pipeline 1 continues with 1 node; 6 layers to copy"
     assert decision.plan.pipelines[0].nodes == ("node0", "node1")
     assert {transfer.target.node for transfer in decision.transfers} == {"node2"}
 

@@ -56,16 +56,16 @@ def test_memory_of_a_run_whose_agent_lives_is_kept(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
 def test_what_another_user_has_put_in_our_place_is_not_emptied(tmp_path: Path) -> None:
     user = 54_321
-    worker_id = Path("/dev/shm") / f"oobleck-{user}"
+    elsewhere = Path("/dev/shm") / f"oobleck-{user}"
     stale = left_behind(tmp_path, "stale", 9 * DAY_S)
     for path in (tmp_path, stale, *stale.rglob("*")):
         os.chown(path, user, user)
-    worker_id.symlink_to(tmp_path)
+    elsewhere.symlink_to(tmp_path)
     try:
         said = as_user(user, lambda: NodeCheckpoints(AgentDir("run", "node0"), default_directory=tmp_path))
     finally:
-        worker_id.unlink()
-    assert f"{worker_id} must be a directory that belongs to you, and not a link; it is a link of user 0" in said
+        elsewhere.unlink()
+    assert f"{elsewhere} must be a directory that belongs to you, and not a link; it is a link of user 0" in said
     assert (stale / "node0" / "device0.1").exists()
 
 

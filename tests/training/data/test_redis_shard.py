@@ -17,7 +17,7 @@ from oobleck.training.data.redis_shard import entry_id, position_of
 from oobleck.training.data.shard_readers import NO_TOKEN, ShardSet
 from tests.examples import examples
 from tests.redis_server import needs_redis, serve_redis
-from tests.training.test_shards import LENGTH, save_tokenizer
+from tests.training.data.test_shards import LENGTH, save_tokenizer
 
 
 @pytest.fixture(scope="module", name="port")
