@@ -1,4 +1,5 @@
 # `make demo` trains the default job on four local nodes and kills one; `make test` runs the checks and tests.
+# `make docs` builds the documentation as a site.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
 # The tests of real runs (tests/e2e) take turns, and all others run beside them; those that compare times have the
@@ -8,11 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOCK_VENV := .venv-lock
+SITE := site
 SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo test test-all test-runs test-others lint types format lock clean
+.PHONY: demo test test-all test-runs test-others docs lint types format lock clean
 
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
@@ -30,6 +32,11 @@ test-runs: $(STAMP)
 
 test-others: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" --ignore tests/e2e
+
+# Any broken link, anchor or reference fails.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir $(SITE)/.doctrees docs $(SITE)
+	@echo $(SITE)/index.html
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -60,4 +67,4 @@ lock:
 	rm -rf $(LOCK_VENV)
 
 clean:
-	rm -rf $(VENV) $(LOCK_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) $(SITE) .mypy_cache .ruff_cache .pytest_cache .hypothesis

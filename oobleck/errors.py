@@ -4,6 +4,7 @@
     ├── UserError             bad input; the message says what to change
     │   ├── UsageError        the command line                                 (exit code 2)
     │   └── ConfigError       a file: job, hostfile, profile, trace            (exit code 78)
+    │       ├── DataError     the data that a job names                        (exit code 78)
     │       └── PlanningError no plan satisfies what was asked for             (exit code 78)
     ├── PeerError             the other side broke the protocol
     └── ResourceLost          the world took something away
@@ -24,6 +25,7 @@ __all__ = [
     "AgentGone",
     "ConfigError",
     "CorruptCheckpoint",
+    "DataError",
     "NodeUnreachable",
     "OobleckError",
     "PeerError",
@@ -51,6 +53,10 @@ class UsageError(UserError):
 
 class ConfigError(UserError):
     """A file (job, hostfile, profile, trace) that cannot be used as it is."""
+
+
+class DataError(ConfigError):
+    """The data that a job names cannot be used as it is."""
 
 
 class PlanningError(ConfigError):

@@ -348,6 +348,8 @@ class JobSpec:
     """What the job comes from, if not from a file alone."""
     torch_threads: int | None = bounded(None, 1, 1024)
     """Threads a worker computes with; None divides a host's cores among its workers."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """From which level on workers write to their agents' logs."""
 
     def __post_init__(self) -> None:
         check_spec(self)

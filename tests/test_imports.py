@@ -106,7 +106,7 @@ def test_the_walk_sees_relative_and_absolute_imports_inside_functions_too():
     names = {name for _, _, name in imported()}
     assert {
         "oobleck.control.journal.entries",
-        "oobleck.ui.words",
+        "oobleck.ui.formatting",
         "oobleck.cli.run.run_job",
         "trio",
         "trio_asyncio",

@@ -3,7 +3,7 @@
     python tools/mutations.py                  all of them, about ten minutes on two cores
     python tools/mutations.py stale_answers    some of them
     python tools/mutations.py --end-to-end     those of what workers do that real workers are tried with, too
-    python tools/mutations.py --table          the table of docs/cluster_gear.md
+    python tools/mutations.py --table          the table of docs/cluster_mode.md
 
 Every mutation is applied to a copy of the package, and the property is run there: unchanged code passes it (the tests
 see to that), so a failure is the mutation's. Exits with 1 if one is not caught.
@@ -58,22 +58,22 @@ MUTATIONS = (
     Mutation(
         name="stale_answers",
         what="answers to an older fence are not dropped",
-        file="oobleck/control/coordinator/reconfiguration.py",
-        old="if self.is_fencing and status.generation == self.generations.current:",
-        new="if self.is_fencing:",
+        file="oobleck/control/coordinator/fencing.py",
+        old=" or answer.status.generation != state.recovery.generation:",
+        new=":",
         caught_by="tests/control/coordinator/test_coordinator.py::test_answers_to_an_older_fence_count_for_nothing",
     ),
     Mutation(
         name="dead_holders",
-        what="layers are read from nodes that are lost, which stay in the plan",
-        file="oobleck/control/coordinator/reconfiguration.py",
-        old="absent = frozenset(self.lost_for(in_force))",
-        new="absent: frozenset[str] = frozenset()",
+        what="lost nodes stay in the plan, and layers are read from them",
+        file="oobleck/control/coordinator/deciding.py",
+        old="lost=frozenset(self._members.without_part(in_force)),",
+        new="lost=frozenset(),",
         caught_by=KILLS,
     ),
     Mutation(
         name="unfenced_commit",
-        what="a worker applies a step although a fence came before",
+        what="a worker applies a step after a fence",
         file="oobleck/control/commit/commit_state.py",
         old="        with self._lock:\n            self._check_fence()\n            self._move_to(record)",
         new="        with self._lock:\n            self._move_to(record)",
@@ -81,45 +81,45 @@ MUTATIONS = (
     ),
     Mutation(
         name="commit_without_agreement",
-        what="a step is committed without the all-reduce over everybody",
+        what="a step is committed without the all-reduce over all workers",
         file="oobleck/sim/cluster/worker.py",
         old="        said = yield from self._groups.sum(key, sequence, step)\n        yield from",
         new=(
-            "        banked = self._follower.bank.microbatches\n"
-            "        said = tuple(each for each in range(self._job.num_microbatches) if each not in banked)\n"
+            "        partial = self._follower.partial_commit.microbatches\n"
+            "        said = tuple(each for each in range(self._job.num_microbatches) if each not in partial)\n"
             "        yield from"
         ),
         caught_by=KILLS,
     ),
     Mutation(
-        name="unfenced_bank",
-        what="a section of a step is banked after an answer said that it is not",
+        name="unfenced_section",
+        what="a section is committed after the worker has answered that it is not",
         file="oobleck/control/commit/commit_state.py",
-        old="            self._check_fence()\n            self._bank(record)",
-        new="            self._bank(record)",
+        old="            self._check_fence()\n            self._commit_section(record)",
+        new="            self._commit_section(record)",
         caught_by=ANSWERS,
     ),
     Mutation(
-        name="bank_left_behind",
-        what="who holds the sums of a section that others have banked is not told to bank it",
+        name="section_left_behind",
+        what="a worker with the sums of a section that others have committed is not ordered to commit it",
         file="oobleck/control/commit/generations.py",
-        old="_record(verdict, banked) if verdict.is_bank_behind else None",
+        old="_record(verdict, partial) if verdict.is_section_behind else None",
         new="None",
         caught_by=SECTIONS,
     ),
     Mutation(
-        name="banked_twice",
-        what="what is banked of a step is dealt out again with a plan in the middle of it",
+        name="committed_twice",
+        what="microbatches of committed sections are assigned again by a plan in the middle of the step",
         file="oobleck/control/commit/sections.py",
-        old="    gone = frozenset(banked)\n",
+        old="    gone = frozenset(partial)\n",
         new="    gone = frozenset(())\n",
         caught_by=SECTIONS,
     ),
     Mutation(
         name="behind_but_trusted",
-        what="layers are read from workers that missed a section which others have banked",
+        what="layers are read from workers that missed a section which others have committed",
         file="oobleck/control/commit/judgement.py",
-        old="    missed = {key for key in alike if banks[key] != bank and key not in behind_bank}\n",
+        old="    missed = {key for key in alike if sections[key] != section and key not in behind_section}\n",
         new="    missed = set()\n",
         caught_by="tests/control/commit/test_judgement.py::test_who_missed_a_section_holds_nothing",
     ),
@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="forgotten_step",
-        what="a step that workers were told to forget is finished after all",
+        what="a step that workers were ordered to forget is finished after all",
         file="oobleck/control/commit/generations.py",
         old="verdict.adopted is None or verdict.adopted < self._forgot or",
         new="verdict.adopted is None or",
@@ -149,7 +149,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="broken_segments",
-        what="segments stay with a pipeline that broke since they were dealt",
+        what="segments stay with a pipeline that has broken since they were assigned",
         file="oobleck/control/commit/judgement.py",
         old="kept = tuple(segment for segment in segments if segment.pipeline in whole)",
         new="kept = tuple(segments)",
@@ -157,7 +157,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="dealt_twice",
-        what="microbatches that were dealt before are dealt again",
+        what="microbatches that were assigned before are assigned again",
         file="oobleck/control/commit/judgement.py",
         old="done = {microbatch for segment in kept for microbatch in segment.microbatches}",
         new="done: set[int] = set()",
@@ -165,7 +165,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="half_a_program",
-        what="a pipeline that failed half-way is asked to finish the step",
+        what="a pipeline that failed in the middle of a step is ordered to finish it",
         file="oobleck/control/commit/generations.py",
         old="if failed and index not in broken and not failed.isdisjoint(pipeline.worker_ids):",
         new="if failed and index in broken and not failed.isdisjoint(pipeline.worker_ids):",
@@ -173,7 +173,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="nobody_catches_up",
-        what="those who have not applied a step that others have are not told to",
+        what="workers that have not applied a step that others have are not ordered to",
         file="oobleck/control/commit/judgement.py",
         old="catch_up=newest if behind else None,",
         new="catch_up=None,",
@@ -181,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reused_groups",
-        what="the group of a pipeline that was stopped half-way is kept",
+        what="the group of a pipeline that was stopped in the middle of a step is kept",
         file="oobleck/control/commit/generations.py",
         old="                if lost.isdisjoint(pipeline.nodes)\n            }",
         new="            }",
@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="lost_evaluation",
-        what="a step is finished first where an evaluation that was broken off is due before it",
+        what="a step is finished before an interrupted evaluation that comes first",
         file="oobleck/control/coordinator/replanning.py",
         old="return has_records and not evaluates_first and",
         new="return has_records and",
@@ -197,7 +197,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="needless_repetition",
-        what="a step is run again although finishing it is quicker",
+        what="a step is run again although finishing it is faster",
         file="oobleck/control/coordinator/replanning.py",
         old="if finish_s <= again_s + _WORTH_FORGETTING_S:",
         new="if finish_s <= 0:",
@@ -207,7 +207,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="unheard_words",
-        what="an agent does not repeat to a new master what the one before may not have heard",
+        what="an agent does not repeat to a new master what the previous one may not have received",
         file="oobleck/roles/agent.py",
         old="        self._resend_queue.repeat_unheard()\n",
         new="",
@@ -215,7 +215,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="endless_lease",
-        what="a node that says nothing is never given up",
+        what="a silent node is never given up",
         file="oobleck/control/membership/leases.py",
         old="        lapses_s = max(member.last_heard_s + self._control.lease_s, self._spared_until_s)\n",
         new="        lapses_s = max(member.last_heard_s + 1e9, self._spared_until_s)\n",
@@ -223,15 +223,15 @@ MUTATIONS = (
     ),
     Mutation(
         name="unsettled_takeover",
-        what="a master takes over without fencing, though orders may not have arrived",
-        file="oobleck/control/coordinator/coordinator.py",
-        old="        if not replayed.is_settled:\n",
-        new="        if False:\n",
+        what="a master takes over without a fence although orders may not have arrived",
+        file="oobleck/control/coordinator/takeover.py",
+        old="    if not replayed.is_settled:\n",
+        new="    if False:\n",
         caught_by="tests/control/coordinator/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
     ),
     Mutation(
         name="no_restart",
-        what="a worker that ended is not started again",
+        what="a worker that ended is not restarted",
         file="oobleck/control/coordinator/node_lifecycle.py",
         old="        self._effects.send(member.spec.name, StartWorker(device=device))\n",
         new="",
@@ -247,7 +247,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="tries_forgotten",
-        what="a slow node that was tried too early waits no longer than before",
+        what="a slow node that was tried too early waits no longer the next time",
         file="oobleck/control/speed/slow_node_retry.py",
         old="min(2 * before.wait_s, _LONGEST_WAIT * found_out_s)",
         new="before.wait_s",
@@ -263,7 +263,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="unclaimed_reduction",
-        what="a worker joins a commit without saying that it has the reduced gradients",
+        what="a worker joins a commit without recording that it has the reduced gradients",
         file=FOLLOWER,
         old="        self._commit_state.note_reduced(step)\n",
         new="",
@@ -271,40 +271,40 @@ MUTATIONS = (
     ),
     Mutation(
         name="adopted_first",
-        what="a plan is adopted before its layers are there",
+        what="a plan is adopted before its layers have arrived",
         file=FOLLOWER,
-        old="        yield Exchange(order, moving)\n",
-        new="        self._standing.adopt(order, tuple(layers))\n        yield Exchange(order, moving)\n",
+        old="        yield Exchange(update, moving)\n",
+        new="        self._commit_state.adopt(update, tuple(layers))\n        yield Exchange(update, moving)\n",
         caught_by=KILLS,
     ),
     Mutation(
         name="fenced_reduction",
-        what="after a fence a worker posts a step's sums where others still wait for those of a section",
+        what="after a fence a worker posts a step's sums while others still wait for those of a section",
         file=FOLLOWER,
         old="            raise Interrupted  # it may have left out a section,",
         new="            pass  #",
-        caught_by=SECTIONS,
+        caught_by="tests/control/test_commit.py::test_no_sum_is_posted_after_a_fence_that_left_out_a_section",
     ),
     Mutation(
         name="section_kept_back",
-        what="a section that was not banked is not given back",
+        what="a section that was not committed is not returned to the gradients",
         file="oobleck/control/commit/partial_commit.py",
         old="            yield GiveBack(section.number)\n",
         new="",
         caught_by=SECTIONS,
-        end_to_end="tests/e2e/test_sections.py::test_what_is_banked_is_not_run_again_by_a_plan_within_the_step",
+        end_to_end="tests/e2e/test_sections.py::test_what_is_committed_is_not_run_again_by_a_plan_within_the_step",
     ),
     Mutation(
         name="no_catching_up",
-        what="a worker does not apply the step that it is ordered to catch up with",
+        what="a worker does not apply a step that it is ordered to catch up with",
         file=FOLLOWER,
-        old="        if order.catch_up is not None and self._commit_state.catch_up(order.catch_up):\n",
-        new="        if False and order.catch_up is not None:\n",
+        old="        if update.catch_up is not None and self._commit_state.catch_up(update.catch_up):\n",
+        new="        if False and update.catch_up is not None:\n",
         caught_by=KILLS,
     ),
     Mutation(
         name="share_done_twice",
-        what="a pipeline that finishes a step computes its own share once more",
+        what="a pipeline that finishes a step computes its own share again",
         file=FOLLOWER,
         old="        if self._share_done:\n",
         new="        if self._share_done and ends_under_plan:\n",
@@ -313,7 +313,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="segments_done_twice",
-        what="a pipeline that is ordered again to finish a step computes its segments once more",
+        what="a pipeline that is ordered a second time to finish a step computes its segments again",
         file=FOLLOWER,
         old=" and segment.segment not in self._segments_done:\n",
         new=":\n",
@@ -321,10 +321,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="never_finished",
-        what="a step that is ordered to be finished is left out",
+        what="a step that workers are ordered to finish is skipped",
         file=FOLLOWER,
-        old="        elif self._commit_state.applied == order.finish - 1:\n",
-        new="        elif self._commit_state.applied == order.finish:\n",
+        old="        elif self._commit_state.applied == update.finish - 1:\n",
+        new="        elif self._commit_state.applied == update.finish:\n",
         caught_by=KILLS,
         end_to_end="tests/e2e/test_losses.py::test_killed_nodes_cost_no_step_and_change_no_loss",
     ),
@@ -332,7 +332,7 @@ MUTATIONS = (
         name="evaluated_within_a_step",
         what="a plan in the middle of a step begins with an evaluation",
         file=FOLLOWER,
-        old="        if not self.bank.before:  # else",
+        old="        if not self.partial_commit.before:  # else",
         new="        if True:  # else",
         caught_by=SECTIONS,
     ),

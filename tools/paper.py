@@ -168,11 +168,11 @@ PUBLISHED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     },
 }
 _PREFACE = """\
-# The paper's figures on failures, again
+# The paper's figures, reproduced
 
-The results of the SOSP'23 paper under failures are simulated: throughputs measured for 15 to 30 nodes with one A40
-each, played through traces. `6h` to `10m` lose one node an interval, from 30 to 15; GCP and P3 are spot instances. The
-same inputs are played here, by
+The SOSP'23 paper simulates its results under failures. It measures the throughput of 15 to 30 nodes with one A40 each
+and plays traces on these numbers. In the traces `6h` to `10m` one node is lost per interval, from 30 nodes down to 15;
+GCP and P3 are traces of spot instances. This page uses the same inputs:
 
 ```
 python tools/paper.py --traces DIR --output docs/paper.md --picture docs/images/paper.svg
@@ -182,31 +182,31 @@ python tools/paper.py --traces DIR --output docs/paper.md --picture docs/images/
 
 """
 _FINDINGS = (
-    "Oobleck's rows agree within 2 % in all five synthetic traces. In the spot traces they do not: when exactly a node",
-    "that has joined is used is not published, and what it would have to be to agree in both traces was not found.",
-    "Bamboo and Varuna roll back, or wait, by rules that are known only in part; where failures are rare Varuna agrees",
-    "within 4 %, where a step is long and failures are frequent the exact moment of a checkpoint decides.",
+    "Oobleck's rows agree within 2 % in all five synthetic traces. They do not agree in the spot traces: the paper does",
+    "not say when a node that has joined is first used, and no rule was found that fits both traces. The rules by which",
+    "Bamboo and Varuna roll back and wait are only partly known. Varuna agrees within 4 % if failures are rare. If steps",
+    "are long and failures frequent, its result depends on the exact moments of its checkpoints.",
 )
 _OURS_WORDS = (
-    "Share of the zero-overhead ideal (the system's own throughput for the nodes there at every moment): under the",
-    "original's rules on the published throughputs, and as our coordinator and planner decide on profiles estimated",
-    "for the same models on A40s (the sweep gear of `oobleck sim`).",
+    "Share of the ideal without overhead, which at every moment has the system's own throughput for the nodes present.",
+    "Before the arrow: the original's rules on the published throughputs. After it: the decisions of our coordinator and",
+    "planner, on profiles that are estimated for the same models on A40s (`oobleck sim`, sweep mode).",
 )
 _TABLE_WORDS = (
-    "One failure in ten minutes by rules alone, on the published throughputs: a recovery stops training for 0.3 s, and",
-    "what becomes of the step in flight makes the difference. The tables do not say how many pipelines there were, nor",
-    "how large microbatches: 7, 7, 7, 3 and 2 pipelines are assumed, from the fewest nodes that hold the model, and",
-    "32, 8, 3, 2 and 2 samples. Where the step is",
+    "This table plays one failure in ten minutes by rules alone, on the published throughputs. A recovery stops training",
+    "for 0.3 s. What differs is what happens to the step in flight:",
     "",
-    "- *always finished* by the whole pipelines, it costs 1 / (P - 1) of a step with P pipelines;",
-    "- *finished or run again* by all survivors, whichever is done first, it costs no more than what is done of it;",
-    "- *in sections*, as it is by default where it takes long: at the end of each section of about 8 s gradients are",
-    "  reduced beside the computation and banked by all their owners, so a loss costs what was begun since. The",
-    "  reductions of the 6.7B model (1.7 GB a node, 0.14 s at 100 Gb/s) run beside the computation; filling the",
-    "  pipelines anew is counted.",
+    "- *always finished*: the whole pipelines finish it. That costs 1 / (P - 1) of a step with P pipelines.",
+    "- *finished or run again*: the faster option is used. It costs no more than the part of the step that was done.",
+    "- *in sections*: the default for long steps. At the end of each section of about 8 s, the gradients are summed",
+    "  beside the computation, and all owners keep the sums: a partial commit. A loss costs the work since the last one,",
+    "  and refilling the pipelines, which is counted here. The sums of the 6.7B model (1.7 GB a node, 0.14 s at 100 Gb/s)",
+    "  run beside the computation.",
     "",
-    "Without sections, the two models with few pipelines, whose steps take 70 and 250 s, lose most of what is done of",
-    "a step: the broken pipeline's work, thrown away with its sums.",
+    "Without sections, the two models with few pipelines, whose steps take 70 and 250 s, lose most of the work done on a",
+    "step: the broken pipeline's part is lost with its sums. The paper does not publish the number of pipelines and the",
+    "size of microbatches. We assume 7, 7, 7, 3 and 2 pipelines, from the fewest nodes that hold each model, and 32, 8, 3,",
+    "2 and 2 samples.",
 )
 _USUAL = 23
 """Nodes, on average over a trace that loses one after the other from 30 to 15."""
@@ -232,7 +232,7 @@ def original_rules(system: str, model: str) -> Rules:
 
 
 class Step(StrEnum):
-    """What becomes of the step in flight."""
+    """What happens to the step in flight."""
 
     FINISHED = "always finished"
     CHOSEN = "finished or run again"
@@ -257,14 +257,14 @@ def _lost_share(step: Step, model: str, done: float) -> float:
     """Return what a loss costs of the step in flight, when this share of it is done.
 
     Finishing makes the whole pipelines take the broken one's share on top of their own. All wait for that, so it costs
-    1 / (P - 1) of a step, whenever the loss comes. Running it again costs what is done. What is banked is spared both.
+    1 / (P - 1) of a step, whenever the loss comes. Running it again costs what is done. Committed sections cost none.
     """
     num_pipelines = _PIPELINES[model]
-    banked = _banked_share(model, done) if step is Step.SECTIONS else 0.0
-    finishing = (1 - banked) / (num_pipelines - 1)
+    committed = _committed_share(model, done) if step is Step.SECTIONS else 0.0
+    finishing = (1 - committed) / (num_pipelines - 1)
     if step is Step.FINISHED:
         return finishing
-    return min(done - banked * (1 - _fill_share(model)), finishing)
+    return min(done - committed * (1 - _fill_share(model)), finishing)
 
 
 def _fill_share(model: str) -> float:
@@ -274,8 +274,8 @@ def _fill_share(model: str) -> float:
     return (stages - 1) / (microbatches + stages - 1)
 
 
-def _banked_share(model: str, done: float) -> float:
-    """The share of a step's microbatches that is banked: whole sections, which are through the pipelines."""
+def _committed_share(model: str, done: float) -> float:
+    """The share of a step's microbatches that is committed: whole sections, which are through the pipelines."""
     fill = _fill_share(model)
     sections = max(1, min(_MOST_SECTIONS, int(_usual_step_s(model) / _SECTION_S)))
     return max(0.0, min(sections - 1, (done - fill) / (1 - fill) * sections // 1)) / sections
@@ -336,7 +336,12 @@ def page(traces: Mapping[str, Trace]) -> str:
 
 def report(traces: Mapping[str, Trace]) -> str:
     """The tables, as Markdown."""
-    lines = ["## Under the original's rules", "", "Samples/s, and how far from the published value.", ""]
+    lines = [
+        "## Under the original's rules",
+        "",
+        "Samples/s, and the difference from the published value in percent.",
+        "",
+    ]
     lines += _head(("model", "system", *TRACES))
     for model in MODELS:
         for system, published in PUBLISHED.items():
@@ -354,7 +359,7 @@ def report(traces: Mapping[str, Trace]) -> str:
             f"{_share(theirs, model, traces[name]):.3f} → {our_share(model, traces[name]):.3f}" for name in TRACES
         )
         lines.append(f"| {model} | {' | '.join(before_and_after)} |")
-    lines += ["", "## What becomes of the step in flight", "", *_TABLE_WORDS, ""]
+    lines += ["", "## The step in flight", "", *_TABLE_WORDS, ""]
     lines += _head(("model", "seconds a step", "pipelines", *Step))
     for model in MODELS:
         shares = (f"{_share(our_rules(model, step), model, traces['10m']):.3f}" for step in Step)
@@ -378,7 +383,7 @@ def picture(trace: Trace) -> str:
         for name, table in (("Varuna", VARUNA), ("Oobleck", OOBLECK))
     }
     shares["this Oobleck"] = ours
-    title = "What is left of training at one failure in ten minutes, from 30 nodes down to 15"
+    title = "Throughput kept at one failure in ten minutes, from 30 nodes down to 15"
     return bars_svg(shares, MODELS, title=title, axis="share of the system's own ideal")
 
 

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from oobleck.control.journal import JournalEntry, PlanAdopted, RecoveryDone, StepDone
+from oobleck.control.journal import JournalEntry, PlanAdopted, RecoveryDone, StepDone, sentence
 from oobleck.runtime.files import read_journal
 
 __all__ = ["Recovery", "find_recovery", "main", "recovery_svg"]
 
 _WIDTH, _MARGIN, _LABELS = 960, 20, 120
 _ROW, _BAR = 34, 22
+_LAST_TICK = 12
+"""Room for the right half of the label at the end of an axis."""
 _STEPS_AROUND = 2
 _COLOURS = {"step": "#4c78a8", "finished": "#439894", "silent": "#bab0ac", "decide": "#f2a541", "adopt": "#b279a2"}
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
@@ -84,7 +86,7 @@ def recovery_svg(recovery: Recovery) -> str:
         _Bar(start_s=done.began_s, stop_s=recovery.ordered_s, kind="decide", text="fence and decide"),
         _Bar(start_s=recovery.ordered_s, stop_s=done.t_s, kind="adopt", text="finish the step, adopt the plan"),
     ]
-    parts = [_text(_MARGIN, _MARGIN + 12, done.describe(), bold=True)]
+    parts = [_text(_MARGIN, _MARGIN + 12, sentence(done), bold=True)]
     top = _MARGIN + 40
     parts += _panel(top, [("steps", steps), ("recovery", phases)], begin_s=done.began_s)
     top += 2 * _ROW + 64
@@ -94,8 +96,8 @@ def recovery_svg(recovery: Recovery) -> str:
     parts += _panel(top, rows, begin_s=done.began_s, labels=220)
     top += 3 * _ROW + 50
     caption = (
-        f"noticed {_ms(done.detect_s)} after the last word of {', '.join(done.nodes) or 'all'}; orders "
-        f"{_ms(done.decide_s)} later; layers copied in {_ms(done.transfer_s)}; nobody computed for {_ms(done.stall_s)}"
+        f"noticed {_ms(done.detect_s)} after the last message of {', '.join(done.nodes) or 'all'}; orders "
+        f"{_ms(done.decide_s)} later; layers copied in {_ms(done.transfer_s)}; no progress for {_ms(done.stall_s)}"
     )
     parts.append(_text(_MARGIN, top, caption))
     height = top + _MARGIN
@@ -123,7 +125,7 @@ def _panel(
     """Rows of bars over an axis that counts from `begin_s`."""
     bars = [bar for _, row in rows for bar in row]
     first_s, last_s = min(bar.start_s for bar in bars), max(bar.stop_s for bar in bars)
-    left, width = _MARGIN + labels, _WIDTH - 2 * _MARGIN - labels
+    left, width = _MARGIN + labels, _WIDTH - 2 * _MARGIN - labels - _LAST_TICK
     scale = width / ((last_s - first_s) or 1.0)
     for index, (label, row) in enumerate(rows):
         y = top + index * _ROW

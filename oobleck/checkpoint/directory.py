@@ -68,11 +68,14 @@ class CheckpointDirectory:
     def persist(self, name: str, slot: Slot) -> tuple[Shard, ...]:
         """Write the layers of a slot, one file each. O(size). Raises OSError, or CorruptCheckpoint for a bad slot.
 
-        The slot is verified before its bytes are written, and must be the same after, so that what is broken in
-        memory never gets a checksum that says it is whole.
+        The slot must hold the state of that name, is verified before its bytes are written, and must be the same
+        after: its worker may have saved a newer state into it since the caller found it, and what is broken in memory
+        must never get a checksum that says it is whole.
         """
+        sequence = slot.sequence  # first: whatever is saved into the slot from here on changes it
+        if not slot.holds(name):
+            raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} has another state than {name} by now")
         slot.verify()
-        sequence = slot.sequence
         layout = slot.memory.layout
         target = self.path / name
         target.mkdir(mode=0o700, parents=True, exist_ok=True)

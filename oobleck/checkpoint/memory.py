@@ -181,6 +181,10 @@ class Slot:
         """What the writer says of the state it saved."""
         return bytes(memoryview(self.memory._map)[self._note_start : self._note_start + self._fields()[2]])
 
+    def holds(self, name: str) -> bool:
+        """Whether the writer's note says that the state is of this name."""
+        return f'"{name}"'.encode() in self.note
+
     @property
     def data(self) -> memoryview:
         start = self.memory._sizes.data(self.number)

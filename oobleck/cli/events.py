@@ -9,9 +9,21 @@ from typing import Annotated
 
 import typer
 
-from oobleck.control.journal import Diagnosis, Incident, JournalEntry, diagnose
+from oobleck.control.journal import (
+    Diagnosis,
+    Finding,
+    Incident,
+    JournalEntry,
+    advice,
+    diagnose,
+    evidence_detail,
+    evidence_text,
+    response_text,
+    title,
+)
 from oobleck.runtime.files import find_journal, follow_journal, read_journal
 from oobleck.ui.incident_text import incident_lines, incident_news
+from oobleck.wire import encode_json
 
 from .inputs import BaseDirOption, JsonOption, base_dir_of
 
@@ -52,11 +64,46 @@ def events(
 
 def _tell(incident: Incident, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({**asdict(incident), "title": incident.title, "advice": incident.advice}))
+        typer.echo(json.dumps(_to_json(incident)))
     elif incident.ended_s is None:
         typer.echo(incident_news(incident))
     else:
         typer.echo("\n".join((*incident_lines(incident), "")))
+
+
+def _to_json(incident: Incident) -> dict[str, object]:
+    """The incident as JSON-able values: enums for programs, each with its sentence for people."""
+    return {
+        "number": incident.number,
+        "title": title(incident),
+        "root": _finding_to_json(incident.root),
+        "consequences": [_finding_to_json(finding) for finding in incident.consequences],
+        "responses": [asdict(response) for response in incident.responses],
+        "actions": [response_text(response) for response in incident.responses],
+        "stall_s": incident.stall_s,
+        "microbatches_redone": incident.microbatches_redone,
+        "steps_lost": incident.steps_lost,
+        "bytes_moved": incident.bytes_moved,
+        "lost": incident.lost,
+        "ended_s": incident.ended_s,
+        "is_fatal": incident.is_fatal,
+        "repeated": incident.repeated,
+        "remedies": incident.remedies,
+        "advice": advice(incident),
+    }
+
+
+def _finding_to_json(finding: Finding) -> dict[str, object]:
+    """A finding, with the journal entry that it is known by, as the journal has it."""
+    return {
+        "t_s": finding.t_s,
+        "failure": finding.failure,
+        "node": finding.node,
+        "device": None if finding.worker_id is None else finding.worker_id.device,
+        "is_tried_again": finding.is_tried_again,
+        "evidence": f"{evidence_text(finding)}\n{evidence_detail(finding)}".strip(),
+        "entry": json.loads(encode_json(finding.evidence)),
+    }
 
 
 def _news(entries: Iterator[JournalEntry | None]) -> Iterator[Incident]:

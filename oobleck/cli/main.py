@@ -255,14 +255,14 @@ _EXAMPLES: Examples = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, commands: Sequence[Command] = COMMANDS) -> int:
     """Run a command line (by default this process's) and return its exit status.
 
     Errors of ours become a message on stderr. Anything else is a bug and keeps its traceback.
     """
     open_standard_streams()
     stdout = as_output(sys.stdout)
-    status = _run(list(sys.argv[1:] if arguments is None else arguments), stdout)
+    status = _run(list(sys.argv[1:] if arguments is None else arguments), commands, stdout)
     failure = settle(stdout)
     if failure is None or status != ExitCode.DONE or stdout.lasting:
         return status
@@ -271,9 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.FAILED
 
 
-def _run(given: list[str], stdout: Output) -> int:
+def _run(given: list[str], commands: Sequence[Command], stdout: Output) -> int:
     try:
-        _application(given, os.environ)(args=given, prog_name="oobleck")
+        _application(given, commands, os.environ)(args=given, prog_name="oobleck")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.DONE if end.code is None else ExitCode.FAILED
     except KeyboardInterrupt:
@@ -292,7 +292,7 @@ def _run(given: list[str], stdout: Output) -> int:
     return ExitCode.DONE
 
 
-def _application(arguments: Sequence[str], environment: Mapping[str, str]) -> typer.Typer:
+def _application(arguments: Sequence[str], commands: Sequence[Command], environment: Mapping[str, str]) -> typer.Typer:
     """The application with all commands named, and the one that the arguments name loaded."""
     app = typer.Typer(
         name="oobleck",
@@ -305,7 +305,7 @@ def _application(arguments: Sequence[str], environment: Mapping[str, str]) -> ty
     )
     app.callback()(_oobleck)
     # A shell that completes a command line passes it in this variable instead of the arguments.
-    _add_commands(app, COMMANDS, arguments or environment.get("COMP_WORDS", "").split()[1:])
+    _add_commands(app, commands, arguments or environment.get("COMP_WORDS", "").split()[1:])
     return app
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["sim"]
 
-_GEARS = ("sweep", "cluster")
+_MODES = ("sweep", "cluster")
 _MAX_SPARES = 1_024
 _SPARE_START_S = 60.0
 """A warm standby takes about a minute."""
@@ -149,13 +149,13 @@ def sim(
     seed: Annotated[
         int,
         typer.Option(
-            "--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Of what is drawn in the cluster gear."
+            "--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Of what is drawn in the cluster mode."
         ),
     ] = 0,
-    gear: Annotated[
+    mode: Annotated[
         str,
         typer.Option(
-            "--gear",
+            "--mode",
             metavar="sweep|cluster",
             help="sweep: from event to event; cluster: master and agents on virtual nodes.",
         ),
@@ -183,8 +183,8 @@ def sim(
     from .plan_profile import ProfileSource, profile_of
 
     names = _names(policy, known=tuple(POLICIES))
-    if gear not in _GEARS:
-        raise UsageError(f"--gear is {gear!r}; it must be {' or '.join(_GEARS)}")
+    if mode not in _MODES:
+        raise UsageError(f"--mode is {mode!r}; it must be {' or '.join(_MODES)}")
     write_picture = picture_writer(plot) if plot is not None else None
     source = ProfileSource(
         file=profile_file,
@@ -212,7 +212,7 @@ def sim(
         seed=seed,
     )
     settings = replace(settings, scaling=parse_scaling(scaling, settings.scaling), max_steps=steps)
-    outcomes = [_play(name, trace, settings, gear=gear, quiet=as_json) for name in names]
+    outcomes = [_play(name, trace, settings, mode=mode, quiet=as_json) for name in names]
     panels = [_panel(outcome, trace) for outcome in outcomes]
     if summary is not None:
         write_output(summary, _summaries(outcomes).encode())
@@ -272,11 +272,11 @@ def _settings(
     )
 
 
-def _play(name: str, trace: Trace, settings: SweepSettings, *, gear: str, quiet: bool) -> Outcome:
+def _play(name: str, trace: Trace, settings: SweepSettings, *, mode: str, quiet: bool) -> Outcome:
     from oobleck.sim.policies import POLICIES, PolicySettings
 
     with _progress(name, trace.duration_s, quiet=quiet) as report:
-        if name == "oobleck" and gear == "cluster":
+        if name == "oobleck" and mode == "cluster":
             return _play_cluster(trace, settings, report)
         return POLICIES[name](trace, PolicySettings(job=settings, report=report))
 

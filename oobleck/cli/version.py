@@ -13,7 +13,7 @@ from oobleck import __version__
 
 from .inputs import JsonOption
 
-__all__ = ["version"]
+__all__ = ["installed", "version"]
 
 _PACKAGES = ("torch", "transformers", "trio", "asyncssh")
 
@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "transformers", "trio", "asyncssh")
 def version(*, as_json: JsonOption = False) -> None:
     """Show the versions of Oobleck, of Python, and of the packages that decide what runs."""
     versions = {"oobleck": __version__, "python": platform.python_version()}
-    versions |= {package: _installed(package) for package in _PACKAGES}
+    versions |= {package: installed(package) for package in _PACKAGES}
     if as_json:
         typer.echo(json.dumps(versions))
         return
@@ -29,7 +29,7 @@ def version(*, as_json: JsonOption = False) -> None:
         typer.echo(f"{name} {number}")
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
     """The version of a package, without importing it."""
     try:
         return version_of(package)

@@ -9,11 +9,11 @@ from oobleck.errors import PlanningError
 
 from .catalog import Catalog
 from .decision import Decision
+from .formatting import counted
 from .plan import ExecutionPlan, PipelineTemplate, WorkerId
 from .profiles import Profile
 from .reconfiguration import reconfigure
 from .settings import PlannerSettings
-from .words import counted
 
 __all__ = ["Planner"]
 

@@ -17,29 +17,22 @@ from oobleck.control.protocol import (
     AgentStopped,
     CommitCheckpoint,
     Configure,
-    Fence,
-    FindCheckpoints,
-    FinishStep,
-    ForkServerEnded,
+    ForWorker,
     Greeting,
     Heartbeat,
     Hello,
     KillWorker,
     Leaving,
     MasterMessage,
-    Order,
     Pace,
     PersistState,
-    ProfileRequest,
-    RecordsOver,
+    PlanUpdate,
+    Raised,
     RemoveUnfinished,
-    SaveState,
-    ScanRequest,
     SetUpWorker,
     StartWorker,
     StateNotSaved,
     StateSaved,
-    StepRecords,
     StopAgent,
     StoragePaths,
     StoreKeys,
@@ -80,8 +73,8 @@ _LEAVE_S = 5.0
 class _Worker:
     handle: WorkerHandle
     outgoing: trio.MemorySendChannel[WorkerBound]
-    traceback: str | None = None
-    user_error: str | None = None
+    error: Raised | None = None
+    """The exception that ends it, once it has said so."""
 
 
 @dataclass(slots=True)
@@ -254,7 +247,7 @@ class Agent:
 
     async def _watch_fork_server(self) -> None:
         while True:
-            self._resend_queue.add(ForkServerEnded(reason=await self._host.server_ended()))
+            self._resend_queue.add(await self._host.server_ended())
 
     def request_leave(self, reason: str) -> None:
         """Ask the master to drain this node."""
@@ -286,20 +279,11 @@ class Agent:
             case KillWorker(device=device):
                 if device in self._workers:
                     self._workers[device].handle.kill()
-            case Order(device=device, generation=generation):
+            case PlanUpdate(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)
-            case (
-                Fence(device=device)
-                | FinishStep(device=device)
-                | ProfileRequest(device=device)
-                | SaveState(device=device)
-                | FindCheckpoints(device=device)
-                | ScanRequest(device=device)
-                | StepRecords(device=device)
-                | RecordsOver(device=device)
-            ):
-                self._tell(device, message)
+            case ForWorker():
+                self._tell(message.device, message)
             case StoreKeys():
                 for device in sorted(self._workers):
                     self._tell(device, message)
@@ -354,7 +338,7 @@ class Agent:
             handle = await self._host.start(setup)
         except WorkersUnavailable as error:
             self._starting.remove(device)
-            self._resend_queue.add(AgentStopped(reason=f"no worker can be started: {error}", is_failure=True))
+            self._resend_queue.add(AgentStopped(reason=str(error), is_failure=True))
             return
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
         worker = _Worker(handle, outgoing)
@@ -372,16 +356,7 @@ class Agent:
             end = await handle.wait()
             nursery.cancel_scope.cancel()
         del self._workers[device]
-        self._resend_queue.add(
-            WorkerExited(
-                device=device,
-                pid=handle.pid,
-                exit_code=end.exit_code,
-                signal=end.signal,
-                traceback=worker.traceback,
-                user_error=worker.user_error,
-            )
-        )
+        self._resend_queue.add(WorkerExited(device=device, pid=handle.pid, end=worker.error or end))
         self._worker_ended.set()
         self._worker_ended = trio.Event()
 
@@ -405,9 +380,8 @@ class Agent:
             except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError):
                 return
             match message:
-                case WorkerFailed():
-                    worker.traceback = message.traceback
-                    worker.user_error = message.user_error
+                case WorkerFailed(end=error):
+                    worker.error = error
                 case StorePut(key=key, value=value):
                     for other in sorted(self._workers.keys() - {device}):
                         self._tell(other, StoreKeys(keys=((key, value),)))

@@ -29,7 +29,16 @@ from oobleck.control.events import (
     SendAll,
     StoreProfile,
 )
-from oobleck.control.journal import Cause, JournalEntry
+from oobleck.control.journal import (
+    AgentLost,
+    ConnectionLost,
+    JournalEntry,
+    Loss,
+    NotReading,
+    ProtocolBroken,
+    Unfit,
+    Unreachable,
+)
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
 from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
@@ -214,7 +223,7 @@ class _Tunnel:
         try:
             self._post.send_nowait(message)
         except trio.WouldBlock:
-            self._fail(Cause.CONNECTION_LOST, f"took none of {_MESSAGES_BUFFERED} messages")
+            self._fail(NotReading(num_unread=_MESSAGES_BUFFERED))
             self.scope.cancel()
 
     async def run(self, cluster: Cluster, hello_timeout_s: float) -> None:
@@ -225,12 +234,12 @@ class _Tunnel:
                     if not await self._is_only_out_of_reach(cluster, hello_timeout_s):
                         break
                     await trio.sleep(wait_s)
-        except AgentGone as error:
-            self._fail(Cause.CONNECTION_LOST, error.reason)
+        except AgentGone:
+            self._fail(AgentLost())
         except NodeUnfit as error:
-            self._fail(Cause.UNFIT, error.reason)
+            self._fail(Unfit(fault=error.reason))
         except NodeUnreachable as error:
-            self._fail(Cause.UNREACHABLE, error.reason)
+            self._fail(Unreachable(problem=error.reason))
         finally:
             self.closed.set()
 
@@ -264,13 +273,13 @@ class _Tunnel:
         except* LinkLost:
             is_link_lost = True
         except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
-            self._fail(Cause.CONNECTION_LOST, "its connection was lost")
+            self._fail(ConnectionLost())
         except* trio.TooSlowError:
             is_link_lost = self._attach
             if not self._attach:
-                self._fail(Cause.UNREACHABLE, f"its agent said nothing within {hello_timeout_s:g} s")
+                self._fail(Unreachable(problem=f"its agent said nothing within {hello_timeout_s:g} s"))
         except* PeerError as errors:
-            self._fail(Cause.CONNECTION_LOST, f"broke the protocol: {errors.exceptions[0]}")
+            self._fail(ProtocolBroken(problem=str(errors.exceptions[0])))
         return is_link_lost
 
     async def _read(self, connection: AgentConnection) -> None:
@@ -292,5 +301,5 @@ class _Tunnel:
             except trio.BrokenResourceError:
                 return  # who reads finds out what it is that was lost
 
-    def _fail(self, cause: Cause, evidence: str) -> None:
-        self._events.send_nowait(NodeFailed(node=self._spec.name, cause=cause, evidence=evidence))
+    def _fail(self, loss: Loss) -> None:
+        self._events.send_nowait(NodeFailed(node=self._spec.name, loss=loss))

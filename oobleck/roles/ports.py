@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -12,8 +11,10 @@ import trio
 from oobleck.control.journal import JournalEntry
 from oobleck.control.protocol import (
     AgentMessage,
+    ForkServerEnded,
     Manifest,
     MasterMessage,
+    ProcessEnd,
     SetUpWorker,
     Shard,
     StoragePaths,
@@ -30,7 +31,6 @@ __all__ = [
     "LinkLost",
     "MasterConnection",
     "ProfileCache",
-    "WorkerEnd",
     "WorkerHandle",
     "WorkerHost",
 ]
@@ -109,14 +109,6 @@ class ProfileCache(Protocol):
     def store(self, key: str, profile_json: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerEnd:
-    """How a worker process ended; one of the two is set, or neither when nobody could tell."""
-
-    exit_code: int | None = None
-    signal: int | None = None
-
-
 class WorkerHandle(Protocol):
     """A worker process, from its agent's side."""
 
@@ -129,7 +121,7 @@ class WorkerHandle(Protocol):
         """Wait for the next message. Raises trio.EndOfChannel or trio.BrokenResourceError when it is gone."""
         ...
 
-    async def wait(self) -> WorkerEnd:
+    async def wait(self) -> ProcessEnd:
         """Wait until the process is gone."""
         ...
 
@@ -149,8 +141,8 @@ class WorkerHost(Protocol):
         """Start a worker and set it up. Raises WorkersUnavailable where none can be started."""
         ...
 
-    async def server_ended(self) -> str:
-        """Wait until the process that forks workers ends; returns how it ended, and what is done about it."""
+    async def server_ended(self) -> ForkServerEnded:
+        """Wait until the process that forks workers ends; returns how it ended, and whether there is another."""
         ...
 
 

@@ -144,7 +144,7 @@ class SSHCluster:
         )
         verdict = report.nodes[0].verdict
         if verdict.health is Health.FAULTY:
-            raise NodeUnfit(node.name, f"it is not taken in again: {verdict.reason}")
+            raise NodeUnfit(node.name, verdict.reason)
         self._let_go.discard(node.name)
 
     async def is_alive(self, node: NodeSpec) -> bool:

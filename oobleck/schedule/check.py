@@ -5,7 +5,7 @@ It trusts nothing about how a schedule was made. In order:
 1. each program alone: every microbatch passes every chunk once forward and once backward, with the load,
    the sends and the receives that its place in the chain needs, each after what it depends on; activations
    in flight stay within the stage's bound; the step's tail is complete, at the end, and on all stages; so is
-   what they bank, and each holds whole microbatches;
+   what they commit, and each holds whole microbatches;
 2. each link: the target receives what the source sends, in the same order;
 3. all together: no deadlock with bounded links.
 
@@ -37,22 +37,24 @@ def check_schedule(schedule: Schedule, *, max_in_flight: Sequence[int] | None = 
     assert max_in_flight is None or len(max_in_flight) == schedule.num_stages
     for stage in range(schedule.num_stages):
         check_program(schedule, stage, None if max_in_flight is None else max_in_flight[stage])
-    _check_banks(schedule)
+    _check_section_commits(schedule)
     ends = [_ends_of(schedule, stage) for stage in range(schedule.num_stages)]
     _check_order(ends)
     _check_progress(ends, buffers)
 
 
-def _check_banks(schedule: Schedule) -> None:
-    banks = [[each for each in program if each.op is Op.BANK] for program in schedule.programs]
-    wanted = {bank.microbatch: bank for of_stage in banks for bank in of_stage}
-    for stage, of_stage in enumerate(banks):
-        program, found = schedule.programs[stage], [bank.microbatch for bank in of_stage]
-        for microbatch, bank in sorted(wanted.items(), key=lambda item: item[0] or 0):
+def _check_section_commits(schedule: Schedule) -> None:
+    section_ends = [[each for each in program if each.op is Op.COMMIT_SECTION] for program in schedule.programs]
+    wanted = {section_commit.microbatch: section_commit for of_stage in section_ends for section_commit in of_stage}
+    for stage, of_stage in enumerate(section_ends):
+        program, found = schedule.programs[stage], [section_commit.microbatch for section_commit in of_stage]
+        for microbatch, section_commit in sorted(wanted.items(), key=lambda item: item[0] or 0):
             if microbatch not in found:
-                raise ScheduleError(f"{bank} is missing, which other stages have", stage=stage, index=len(program))
+                raise ScheduleError(
+                    f"{section_commit} is missing, which other stages have", stage=stage, index=len(program)
+                )
             if found.count(microbatch) > 1:
-                raise ScheduleError(f"{bank} is twice", stage=stage, index=len(program))
+                raise ScheduleError(f"{section_commit} is twice", stage=stage, index=len(program))
 
 
 class _End(NamedTuple):

@@ -47,8 +47,8 @@ def check_program(schedule: Schedule, stage: int, max_in_flight: int | None) -> 
         if microbatch >= schedule.num_microbatches or chunk >= schedule.num_chunks:
             counts = f"{schedule.num_microbatches} microbatches and {schedule.num_chunks} chunks"
             raise _error(stage, index, instruction, f"is outside of the schedule's {counts}")
-        if instruction.op is Op.BANK:
-            _check_bank(stage, index, instruction, seen)
+        if instruction.op is Op.COMMIT_SECTION:
+            _check_section_commit(stage, index, instruction, seen)
             continue
         rule = rules[chunk].get(instruction.op)
         if rule is None:
@@ -66,11 +66,11 @@ def check_program(schedule: Schedule, stage: int, max_in_flight: int | None) -> 
     _check_completeness(stage, program, rules, seen)
 
 
-def _check_bank(stage: int, index: int, instruction: Instruction, seen: list[list[int]]) -> None:
-    """A bank holds the microbatches up to its own whole, and nothing of any other; the last are the step's own."""
+def _check_section_commit(stage: int, index: int, instruction: Instruction, seen: list[list[int]]) -> None:
+    """A partial commit holds the microbatches up to its own whole, no others; the last are the step's own."""
     assert instruction.microbatch is not None
     if instruction.microbatch >= len(seen[0]) - 1:
-        raise _error(stage, index, instruction, "banks nothing that the end of the step does not reduce")
+        raise _error(stage, index, instruction, "commits nothing that the end of the step does not reduce")
     for done_of in seen:
         for microbatch, done in enumerate(done_of):
             if microbatch <= instruction.microbatch and done & _BOTH_PARTS != _BOTH_PARTS:

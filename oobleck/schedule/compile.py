@@ -15,9 +15,9 @@ from .instruction import STEP_TAIL, Instruction, Op, Program
 from .orders import ORDERS, Order, PipelineShape
 from .schedule import Schedule, ScheduleError, ScheduleKind, check_numbers
 
-__all__ = ["BANKING_KINDS", "compile_schedule", "section_stops"]
+__all__ = ["SECTIONED_KINDS", "compile_schedule", "section_stops"]
 
-BANKING_KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
+SECTIONED_KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 """The kinds whose backward passes are whole and in order, so that there is a moment between two sections."""
 
 
@@ -35,8 +35,8 @@ def compile_schedule(
 
     `num_microbatches` is the pipeline's own share; none at all is allowed, and leaves a step in which the
     pipeline adds zeros to the reduction. With `commits=False` the programs end with the last backward pass:
-    an extra program that finishes another pipeline's share of an interrupted step. Gradients are banked at the end of
-    each of `num_sections` sections of like size but the last, whose gradients the step's own reduction sums.
+    an extra program that finishes another pipeline's share of an interrupted step. Gradients are committed at the end
+    of each of `num_sections` sections of like size but the last, whose gradients the step's own reduction sums.
 
     Raises `ScheduleError` where the numbers make no schedule. O(stages · microbatches · chunks); results
     are kept, and calling again with the same numbers costs a look-up.
@@ -46,21 +46,23 @@ def compile_schedule(
         raise ScheduleError(f"num_chunks is {num_chunks}; {kind.value} takes 1 (only interleaved takes more)")
     if num_stages == 1 and num_chunks > 1:
         raise ScheduleError(f"num_chunks is {num_chunks} with one stage, which would send to itself; use 1")
-    if num_sections > 1 and kind not in BANKING_KINDS:
+    if num_sections > 1 and kind not in SECTIONED_KINDS:
         raise ScheduleError(
             f"num_sections is {num_sections}; {kind.value} takes 1: its gradients are never of a section"
         )
     if not 1 <= num_sections <= max(1, num_microbatches):
         raise ScheduleError(f"num_sections is {num_sections} with {num_microbatches} microbatches; each needs one")
     shape = PipelineShape(num_stages, num_microbatches, num_chunks)
-    banks = frozenset(stop - 1 for stop in section_stops(num_microbatches, num_sections)[:-1])
+    section_ends = frozenset(stop - 1 for stop in section_stops(num_microbatches, num_sections)[:-1])
     tail = STEP_TAIL if commits else ()
     return Schedule(
         kind=kind,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         num_chunks=num_chunks,
-        programs=tuple(_compile_program(ORDERS[kind], shape, stage, banks) + tail for stage in range(num_stages)),
+        programs=tuple(
+            _compile_program(ORDERS[kind], shape, stage, section_ends) + tail for stage in range(num_stages)
+        ),
     )
 
 
@@ -69,20 +71,20 @@ def section_stops(num_microbatches: int, num_sections: int) -> tuple[int, ...]:
     return tuple(num_microbatches * (number + 1) // num_sections for number in range(num_sections))
 
 
-def _compile_program(order: Order, shape: PipelineShape, stage: int, banks: Collection[int]) -> Program:
+def _compile_program(order: Order, shape: PipelineShape, stage: int, section_ends: Collection[int]) -> Program:
     last = shape.num_stages - 1, shape.num_chunks - 1
     return tuple(
         chain.from_iterable(
             _expand(op, microbatch, chunk, (stage, chunk) == (0, 0), (stage, chunk) == last)
-            + ((_bank(microbatch),) if op is Op.BACKWARD and microbatch in banks else ())
+            + ((_section_commit(microbatch),) if op is Op.BACKWARD and microbatch in section_ends else ())
             for op, microbatch, chunk in order(shape, stage)
         )
     )
 
 
 @lru_cache(maxsize=4096)
-def _bank(microbatch: int) -> Instruction:
-    return Instruction(Op.BANK, microbatch)
+def _section_commit(microbatch: int) -> Instruction:
+    return Instruction(Op.COMMIT_SECTION, microbatch)
 
 
 # Stages share these tuples, which is what makes compiling cheap; they are small, and bounded in number.

@@ -38,7 +38,7 @@ class Op(StrEnum):
     RECV_F = "recv_f"
     SEND_B = "send_b"
     RECV_B = "recv_b"
-    BANK = "bank"
+    COMMIT_SECTION = "commit_section"
     REDUCE_GRAD = "reduce_grad"
     COMMIT = "commit"
     OPTIMIZER_STEP = "optimizer_step"

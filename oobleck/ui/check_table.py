@@ -11,7 +11,7 @@ from rich.text import Text
 
 from oobleck.control.node_check import CheckedNode, CheckReport, Health
 
-from .words import bytes_text, one_line
+from .formatting import bytes_text, one_line
 
 __all__ = ["check_table"]
 

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from oobleck.control.journal import EventLine, NodeState, NodeView, RunSnapshot, RunState
 
+from .formatting import count_text, duration_text, one_line, percent_text, seconds_text
 from .pipeline_map import pipeline_lines
-from .words import count_text, duration_text, one_line, percent_text, seconds_text
 
 __all__ = ["Dashboard", "dashboard_lines"]
 

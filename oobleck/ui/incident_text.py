@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oobleck.control.journal import Finding, Incident
+from oobleck.control.journal import Finding, Incident, advice, evidence_detail, evidence_text, response_text, title
 
-from .words import bytes_text, duration_text, one_line, seconds_text
+from .formatting import bytes_text, duration_text, one_line, seconds_text
 
 __all__ = ["incident_lines", "incident_news"]
 
@@ -17,7 +17,8 @@ _MAX_EVIDENCE_LINES = 12
 def incident_news(incident: Incident) -> str:
     """One line for an incident that has just begun."""
     root = incident.root
-    return f"[{duration_text(root.t_s)}] #{incident.number} {incident.title}: {one_line(root.evidence)}; recovering …"
+    what = f"[{duration_text(root.t_s)}] #{incident.number} {title(incident)}"
+    return f"{what}: {one_line(evidence_text(root))}; recovering …"
 
 
 def incident_lines(incident: Incident) -> tuple[str, ...]:
@@ -27,17 +28,17 @@ def incident_lines(incident: Incident) -> tuple[str, ...]:
 
 def _lines(incident: Incident) -> Iterator[str]:
     fatal = "; the job ended over it" if incident.is_fatal else ""
-    yield f"[{duration_text(incident.root.t_s)}] #{incident.number} {incident.title}{fatal}"
+    yield f"[{duration_text(incident.root.t_s)}] #{incident.number} {title(incident)}{fatal}"
     yield from _told("because", _evidence(incident.root))
     shown = incident.consequences[:_MAX_CONSEQUENCES]
-    yield from _told("then", (f"{_who(finding)}{one_line(finding.evidence)}" for finding in shown))
+    yield from _told("then", (f"{_who(finding)}{one_line(evidence_text(finding))}" for finding in shown))
     if len(incident.consequences) > len(shown):
         yield from _told("", (f"and {len(incident.consequences) - len(shown)} more",))
-    yield from _told("done", (one_line(action) for action in incident.actions))
+    yield from _told("done", (one_line(response_text(response)) for response in incident.responses))
     yield from _told(
         "cost", ("not known yet: the recovery is under way" if incident.ended_s is None else _cost(incident),)
     )
-    yield from _told("to do", (incident.advice,))
+    yield from _told("to do", (advice(incident),))
 
 
 def _told(label: str, texts: Iterator[str] | tuple[str, ...]) -> Iterator[str]:
@@ -52,9 +53,13 @@ def _who(finding: Finding) -> str:
 
 
 def _evidence(finding: Finding) -> Iterator[str]:
-    """The last lines of an evidence that has many, as tracebacks do."""
-    lines = finding.evidence.strip().splitlines()
-    for line in lines[-_MAX_EVIDENCE_LINES:]:
+    """What it is, and the last lines of what more there is, as of a traceback."""
+    yield from _lines_of(evidence_text(finding))
+    yield from _lines_of(evidence_detail(finding))
+
+
+def _lines_of(text: str) -> Iterator[str]:
+    for line in text.strip().splitlines()[-_MAX_EVIDENCE_LINES:]:
         indent = len(line) - len(line.lstrip())
         yield " " * indent + one_line(line)
 

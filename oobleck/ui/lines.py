@@ -6,9 +6,9 @@ ones stay readable; the first step, the last, and the first after an event are a
 
 from __future__ import annotations
 
-from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, RecordsDealt, StepDone, level_of
+from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, RecordsDealt, StepDone, level_of, sentence
 
-from .words import count_text, duration_text, one_line, seconds_text
+from .formatting import count_text, duration_text, one_line, seconds_text
 
 __all__ = ["LineFormatter"]
 
@@ -35,7 +35,7 @@ class LineFormatter:
         self._tell_next = True
         level = level_of(entry)
         prefix = "" if level == "info" else f"{level}: "
-        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(entry.describe())}"
+        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(sentence(entry))}"
         # The step before an event tells where the run stood when it came; the last one, where it ended.
         pending, self._untold = self._untold, None
         return (self._line(pending), line) if pending and isinstance(entry, JobEnded) else (line,)

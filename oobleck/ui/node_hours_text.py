@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oobleck.control.journal import NodeSummary
 
-from .words import hours_text, percent_text
+from .formatting import hours_text, percent_text
 
 __all__ = ["node_hours_text"]
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from oobleck.control.journal import PipelineView, StageView, WorkState
 
-from .words import layers_text, one_line
+from .formatting import layers_text, one_line
 
 __all__ = ["STATE_STYLES", "pipeline_lines"]
 

@@ -16,8 +16,8 @@ from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import Forecast, PipelineForecast
 
+from .formatting import bytes_text, count_text, layers_text, percent_text, seconds_text
 from .timeline import Figure, timeline_lines
-from .words import bytes_text, count_text, layers_text, percent_text, seconds_text
 
 __all__ = ["AfterLosing", "PlanReport", "TemplateRow", "figures_of", "plan_report"]
 

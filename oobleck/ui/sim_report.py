@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .formatting import count_text, duration_text, percent_text
 from .run_panels import RunPanel
 from .step_chart import step_chart
-from .words import count_text, duration_text, percent_text
 
 __all__ = ["sim_report"]
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from .words import duration_text
+from .formatting import duration_text
 
 __all__ = ["column_means", "step_chart"]
 

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from oobleck.control.journal import RecoverySummary, Summary
 
+from .formatting import bytes_text, count_text, duration_text, percent_text, seconds_text
 from .node_hours_text import node_hours_text
-from .words import bytes_text, count_text, duration_text, percent_text, seconds_text
 
 __all__ = ["summary_table"]
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from oobleck.schedule import Op, Span, Timeline
 
-from .words import percent_text, seconds_text
+from .formatting import percent_text, seconds_text
 
 __all__ = ["PASS_WORDS", "Figure", "timeline_lines"]
 

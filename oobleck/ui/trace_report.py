@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from .formatting import duration_text
 from .step_chart import step_chart
-from .words import duration_text
 
 __all__ = ["trace_report"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from oobleck.checkpoint import (
     Manifest,
     TensorSpec,
     checkpoint_name,
+    find_slots,
     read_layer_file,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint
@@ -41,8 +43,7 @@ def save(directory: CheckpointDirectory, step: int) -> Manifest:
     while not reports:
         pass
     assert reports[0].problem is None
-    state, slot = StateReader(memory, "device0", directory)._slots()[0]
-    assert state.name == name
+    slot = max(find_slots(memory, "device0"), key=lambda each: each.sequence)
     manifest = manifest_of(step, NUM_LAYERS, directory.persist(name, slot))
     directory.commit(manifest)
     return manifest
@@ -70,6 +71,26 @@ def test_the_library_reads_our_files_and_we_read_its_own(directory: CheckpointDi
     theirs = read_layer_file(tmp_path / "theirs.safetensors")
     assert theirs.metadata == {"by": "them"}
     assert bytes(theirs.tensors["bias"][1]) == bytes(expected["bias"].view(torch.uint8).numpy())
+
+
+def test_a_slot_that_has_a_newer_state_by_now_is_not_written_under_the_older_name(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    reports: queue.SimpleQueue[SavedLayers] = queue.SimpleQueue()
+    saver = FlashSaver(tmp_path / "memory", "device0", metadata={"config": "{}"}, report=reports.put)
+    names = {step: checkpoint_name(RUN, step=step, generation=1) for step in (10, 20, 30)}
+
+    def save_in_memory(step: int) -> None:
+        saver.save(state_after(step, NUM_LAYERS), name=names[step], step=step, generation=1)
+        assert reports.get(timeout=60.0).problem is None
+
+    save_in_memory(10)
+    (found,) = find_slots(tmp_path / "memory", "device0")
+    save_in_memory(20)
+    save_in_memory(30)  # where the state of step 10 was
+    with pytest.raises(CorruptCheckpoint, match="another state than step-00000010"):
+        directory.persist(names[10], found)
+    assert directory.names() == ()
+    directory.persist(names[30], found)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +227,7 @@ def test_a_slot_that_changed_in_memory_is_not_written(directory: CheckpointDirec
     memory = FlashMemory.create(tmp_path / "m.1", layout)
     slot = memory.next_slot()
     slot.begin()
-    slot.seal(b"")
+    slot.seal(b'"step-00000001.x.1"')
     slot.data[3] ^= 1
     with pytest.raises(CorruptCheckpoint, match="has changed"):
         directory.persist("step-00000001.x.1", slot)

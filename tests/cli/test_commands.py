@@ -24,7 +24,7 @@ LEFT_OUT = {
     "oobleck plan … --after-losing node3": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck plan … --after-losing node3,node7": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck plan … --schedule auto": "--profile gpt2.json --nodes 13 --global-batch 128",
-    "oobleck sim --failures trace.json --gear cluster …": (
+    "oobleck sim --failures trace.json --mode cluster …": (
         "--model gpt3-2.7b --device A100 --global-batch 128 --microbatch 2"
     ),
     "oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …": "--global-batch 512 --microbatch 2",
@@ -57,6 +57,7 @@ ELSEWHERE = (
         "tests/cli/test_control_commands.py; the run of tests/e2e is stopped after its step",
     ),
     (r"make (demo|test)", "CI runs them"),
+    (r"make docs", "tests/test_docs_site.py builds the site"),
     (r"pip install .", "`make` does it"),
     (r"python -m oobleck.runtime.processes.agent_process", "what the master runs on a node, in every run"),
     (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),
@@ -64,7 +65,7 @@ ELSEWHERE = (
         r"python tools/mutations.py( --end-to-end)?",
         "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code",
     ),
-    (r"python tools/(paper|recovery_timeline).py .*", "tests/tools has a test of each"),
+    (r"python tools/(paper|recovery_timeline|pictures).py.*", "tests/tools has a test of each"),
 )
 """What is not run by this file or on a run of tests/e2e, and why, or who runs it."""
 

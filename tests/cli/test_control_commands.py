@@ -77,7 +77,9 @@ async def test_kill_reaches_the_run_that_was_named(runs, oobleck):
 
 async def test_what_the_run_says_is_wrong_is_told(runs, oobleck):
     code, out, err = await oobleck("kill", "node7", "--tag", "first")
-    assert (code, out, err) == (2, "", "oobleck: there is no node 'node7'; the nodes are node1\n")
+    assert (code, out) == (2, "")
+    assert "'node7'" in err
+    assert err.endswith("node1\n"), "those that there are"
 
 
 @pytest.mark.parametrize(("options", "now", "how"), [((), False, "after its step"), (("--now",), True, "at once")])
@@ -95,13 +97,14 @@ async def test_every_command_speaks_json(runs, oobleck, command):
 
 async def test_without_a_tag_several_runs_are_an_error_that_lists_them(runs, oobleck):
     code, _, err = await oobleck("stop")
-    assert (code, err) == (2, "oobleck: 2 runs are active: say which one (active: first, second)\n")
+    assert code == 2
+    assert "(active: first, second)" in err
 
 
 async def test_an_unknown_tag_is_an_error_that_lists_the_active_ones(runs, oobleck):
     code, _, err = await oobleck("status", "third")
     assert code == 2
-    assert "no run with tag third is active" in err
+    assert "third" in err
     assert "(active: first, second)" in err
 
 
@@ -114,7 +117,7 @@ async def test_a_run_of_another_version_is_told_as_that(nursery, oobleck, tmp_pa
     await nursery.start(serve_control, directory.control_socket, answer)
     code, _, err = await oobleck("status")
     assert code == 1
-    assert "run odd is of another version of Oobleck" in err
+    assert "another version" in err
 
 
 async def test_nodes_are_added_one_by_one_and_those_that_are_refused_are_told(nursery, oobleck, tmp_path):
@@ -123,7 +126,7 @@ async def test_nodes_are_added_one_by_one_and_those_that_are_refused_are_told(nu
     async def answer(request):
         asked.append(request.node)
         if request.node in ("node1", "node3"):
-            raise UsageError(f"{request.node} is in the run already")
+            raise UsageError(f"refused: {request.node}")
         return {"adding": request.node}
 
     directory = RunDirectory(base_dir=tmp_path, tag="only")
@@ -131,5 +134,6 @@ async def test_nodes_are_added_one_by_one_and_those_that_are_refused_are_told(nu
     await nursery.start(serve_control, directory.control_socket, answer)
     code, out, err = await oobleck("add", "node1", "node2", "node3", "node4")
     assert asked == ["node1", "node2", "node3", "node4"]
-    assert (code, out) == (2, "node2 joins run only\nnode4 joins run only\n")
-    assert err == "oobleck: node1 is in the run already\noobleck: node3 is in the run already\n"
+    assert code == 2
+    assert [line.split()[0] for line in out.splitlines()] == ["node2", "node4"]
+    assert err == "oobleck: refused: node1\noobleck: refused: node3\n"

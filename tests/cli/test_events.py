@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.control.journal.entries import JournalEntry
+from oobleck.control.journal import JournalEntry
 from oobleck.wire import encode_json
 from tests.control.journals import run_with_a_loss
 
@@ -31,6 +31,10 @@ def test_failures_are_told_in_words_and_as_json(tmp_path, capsys):
     (incident,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert incident["root"]["failure"] == "contact_lost"
     assert incident["lost"] == ["node3"]
+    assert incident["root"]["evidence"] == "its connection was lost"
+    assert incident["root"]["entry"]["loss"] == {"@type": "ConnectionLost"}
+    assert [response["measure"] for response in incident["responses"]] == ["node_left_out", "plan_changed"]
+    assert incident["remedies"] == ["reach_machine", "is_tried_again"]
     assert incident["advice"]
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from oobleck import __version__
-from oobleck.cli import main as main_module
 from oobleck.cli.main import COMMANDS, Command, main
 from oobleck.errors import (
     ConfigError,
@@ -37,11 +37,9 @@ def run(monkeypatch, capsys):
 
     def run(*arguments: str, raises: BaseException | None = None) -> tuple[int, str, str]:
         if raises is not None:
-            sys.modules[__name__].boom = fail_with(raises)
-            command = Command(name="boom", target=f"{__name__}:boom", help="Go wrong.")
-            monkeypatch.setattr(main_module, "COMMANDS", (*COMMANDS, command))
-            monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
-        code = main(list(arguments))
+            monkeypatch.setitem(sys.modules, "boom", SimpleNamespace(boom=fail_with(raises)))
+        command = Command(name="boom", target="boom:boom", help="Go wrong.")
+        code = main(list(arguments), commands=(*COMMANDS, command))
         return code, *capsys.readouterr()
 
     return run

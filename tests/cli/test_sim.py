@@ -81,10 +81,10 @@ def test_the_chrome_trace_covers_the_whole_run(arguments: list[str], tmp_path: P
     assert {event["name"] for event in slices} <= {words for words, _ in ACTIVITIES.values()}
 
 
-def test_the_gears_agree(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_modes_agree(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--json"]) == 0
     swept = json.loads(capsys.readouterr().out)
-    assert main([*arguments, "--gear", "cluster", "--json"]) == 0
+    assert main([*arguments, "--mode", "cluster", "--json"]) == 0
     played = json.loads(capsys.readouterr().out)
     assert played["steps_committed"] == pytest.approx(swept["steps_committed"], rel=0.02)
     assert [r["action"] for r in played["recoveries"]] == [r["action"] for r in swept["recoveries"]]
@@ -117,7 +117,7 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
         (["--policy", "magic"], 2, "names 'magic'; it must be of oobleck, restart"),
         (["--policy", ","], 2, "--policy is empty"),
         (["--schedule", "interleaved"], 2, "must be one of 1f1b, gpipe, zero-bubble, auto"),
-        (["--gear", "third"], 2, "must be sweep or cluster"),
+        (["--mode", "third"], 2, "must be sweep or cluster"),
         (["--plot", "r.pdf"], 2, "must be .svg or .png"),
         (["--checkpoint-interval", "0"], 2, "--checkpoint-interval is 0"),
         (["--nodes", "1"], 78, "the model needs at least 2 nodes"),

@@ -4,8 +4,8 @@ import json
 import platform
 
 import oobleck
-from oobleck.cli import version as version_module
 from oobleck.cli.main import main
+from oobleck.cli.version import installed
 
 
 def test_versions_are_listed(capsys):
@@ -22,4 +22,4 @@ def test_versions_as_json(capsys):
 
 
 def test_a_package_that_is_missing_is_said_to_be():
-    assert version_module._installed("no-such-package-at-all") == "not installed"
+    assert installed("no-such-package-at-all") == "not installed"

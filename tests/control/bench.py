@@ -19,15 +19,15 @@ from oobleck.control.events.inputs import (
     Send,
     SendAll,
 )
-from oobleck.control.journal.entries import Cause, JournalEntry
-from oobleck.control.protocol.messages import (
+from oobleck.control.journal import ConnectionLost, JournalEntry, Loss
+from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
-    Doorbell,
     Heartbeat,
     Hello,
     MasterMessage,
-    Order,
+    PlanUpdate,
+    ProbeAddress,
     Resumed,
     Status,
     StepCommitted,
@@ -37,6 +37,8 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
+
+LOST = ConnectionLost()
 
 __all__ = ["Bench", "hello", "ready", "sends"]
 
@@ -135,8 +137,8 @@ class Bench:
     def up(self, node: str, **fields) -> list[Command]:
         return self.feed(NodeUp(node=node, hello=hello(node, **fields), address="10.0.0.1"))
 
-    def fail(self, node: str, evidence: str = "its connection was lost") -> list[Command]:
-        return self.feed(NodeFailed(node=node, cause=Cause.CONNECTION_LOST, evidence=evidence))
+    def fail(self, node: str, loss: Loss = LOST) -> list[Command]:
+        return self.feed(NodeFailed(node=node, loss=loss))
 
     def prepare(self) -> None:
         """Bring everybody up, and training under way."""
@@ -144,7 +146,9 @@ class Bench:
             self.up(spec.name)
             for device in range(spec.num_devices):
                 worker_id = WorkerId(node=spec.name, device=device)
-                self.say(spec.name, ready(device, doorbell=Doorbell(worker_id=worker_id, host="10.0.0.1", port=9)))
+                self.say(
+                    spec.name, ready(device, probe_address=ProbeAddress(worker_id=worker_id, host="10.0.0.1", port=9))
+                )
         self.feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
 
     def commit(self, node: str, step: int, **fields) -> list[Command]:
@@ -181,8 +185,8 @@ class Bench:
         return max(getattr(message, "generation", 0) for message in self.messages(self.commands))
 
     @property
-    def orders(self) -> list[Order]:
-        return [message for message in self.messages(self.commands) if isinstance(message, Order)]
+    def updates(self) -> list[PlanUpdate]:
+        return [message for message in self.messages(self.commands) if isinstance(message, PlanUpdate)]
 
     @property
     def ended(self) -> End | None:

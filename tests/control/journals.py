@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
-    Cause,
+    ConnectionLost,
     JobEnded,
     JobStarted,
     JournalEntry,
+    LossCause,
     NodeConnected,
     NodeLost,
     PlanAdopted,
+    PlanCause,
     RecoveryDone,
     RecoveryStarted,
     StepDone,
     WorkerUp,
 )
-from oobleck.control.protocol.messages import CommitRecord
+from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
 
@@ -93,7 +95,8 @@ def recovered(t_s: float, generation: int, *nodes: str, stall_s: float = 0.05, *
         began_s=fields.pop("began_s", t_s),
         generation=generation,
         nodes=nodes,
-        cause=fields.pop("cause", Cause.CONNECTION_LOST),
+        cause=(cause := fields.pop("cause", PlanCause.LOSS if nodes else PlanCause.PEER_FAILED)),
+        loss=LossCause.CONNECTION_LOST if cause is PlanCause.LOSS else None,
         action=fields.pop("action", Action.REBUILD),
         detect_s=0.01,
         decide_s=0.003,
@@ -125,11 +128,12 @@ def run_with_a_loss(
             yield NodeLost(
                 t_s=now_s - 0.3,
                 node=victim,
-                cause=Cause.CONNECTION_LOST,
-                evidence="connection closed",
+                loss=ConnectionLost(),
                 is_tried_again=True,
             )
-            yield RecoveryStarted(t_s=now_s - 0.3, generation=2, nodes=(victim,), cause=Cause.CONNECTION_LOST)
+            yield RecoveryStarted(
+                t_s=now_s - 0.3, generation=2, nodes=(victim,), cause=PlanCause.LOSS, loss=LossCause.CONNECTION_LOST
+            )
             survivors = rows[1][:-1]
             after = plan(rows[0], *rows[2:], microbatches=8 * num_pipelines, spares=survivors)
             reason = "pipeline 1 cannot go on alone; its microbatches go to the others"

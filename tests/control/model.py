@@ -12,7 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from oobleck import __version__
-from oobleck.control.commit.sections import banked_after
+from oobleck.control.commit.sections import committed_after
 from oobleck.control.coordinator.coordinator import Coordinator, Phase
 from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import (
@@ -35,8 +35,8 @@ from oobleck.control.events.inputs import (
     StopRequested,
 )
 from oobleck.control.events.key_gathering import bundle_keys
-from oobleck.control.journal.entries import Cause, JobEnded, JournalEntry, PlanAdopted, StepDone
-from oobleck.control.protocol.messages import (
+from oobleck.control.journal import ConnectionLost, JobEnded, JournalEntry, PlanAdopted, StepDone, Unreachable
+from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     AgentStopped,
@@ -45,8 +45,9 @@ from oobleck.control.protocol.messages import (
     Fence,
     Heartbeat,
     Hello,
+    Killed,
     KillWorker,
-    Order,
+    PlanUpdate,
     RecordRun,
     StartWorker,
     StopAgent,
@@ -192,7 +193,7 @@ class World:
         self.ended: End | None = None
         self.journal: list[JournalEntry] = []
         self.made: list[str] = []
-        self._orders: dict[int, Order] = {}
+        self._updates: dict[int, PlanUpdate] = {}
         self._copied: frozenset[int] = frozenset()
         self._done: list[CommitRecord] = []
         """The committed steps since what was last gone back to, and those before it."""
@@ -299,19 +300,19 @@ class World:
         """All of a node ends; what it said last may be lost as well (by `lose`)."""
         self._end_workers(node)
         node.is_dead = True
-        node.up.append(NodeFailed(node=node.spec.name, cause=Cause.CONNECTION_LOST, evidence="its connection was lost"))
+        node.up.append(NodeFailed(node=node.spec.name, loss=ConnectionLost()))
 
     def _cut(self, node: VirtualNode) -> None:
         node.is_cut = True
         node.down.clear()
         node.up.clear()
-        node.up.append(NodeFailed(node=node.spec.name, cause=Cause.CONNECTION_LOST, evidence="its connection was lost"))
+        node.up.append(NodeFailed(node=node.spec.name, loss=ConnectionLost()))
 
     def _crash(self, worker_id: WorkerId) -> None:
         node = self.nodes[worker_id.node]
         del node.workers[worker_id.device]
-        self._fabric.end(worker_id, max(self._orders))
-        node.up.append(WorkerExited(device=worker_id.device, pid=node.pids[worker_id.device], signal=9))
+        self._fabric.end(worker_id, max(self._updates))
+        node.up.append(WorkerExited(device=worker_id.device, pid=node.pids[worker_id.device], end=Killed(signal=9)))
 
     def _replace_master(self) -> None:
         """The master is killed: what it sent may be lost; what it was told is told again to the next one."""
@@ -329,7 +330,7 @@ class World:
 
     def _end_workers(self, node: VirtualNode) -> None:
         for worker_id in node.worker_ids:
-            self._fabric.end(worker_id, max(self._orders))
+            self._fabric.end(worker_id, max(self._updates))
 
     # --- moves -------------------------------------------------------------------------------------------------
 
@@ -418,7 +419,7 @@ class World:
             for node in list(self.nodes.values()):
                 while node.up:
                     self._deliver_up(node)
-                while node.down and not isinstance(node.down[0], Order):
+                while node.down and not isinstance(node.down[0], PlanUpdate):
                     self._deliver_down(node)
 
     def _connect(self, spec: NodeSpec) -> None:
@@ -428,7 +429,7 @@ class World:
     def _attach(self, node: VirtualNode) -> None:
         """An agent answers the next master: first of all who it is, then what the one before may not have heard."""
         if node.is_dead or node.is_cut:
-            node.up.append(NodeFailed(node=node.spec.name, cause=Cause.UNREACHABLE, evidence="it does not answer"))
+            node.up.append(NodeFailed(node=node.spec.name, loss=Unreachable(problem="it does not answer")))
         else:
             node.up.appendleft(self._node_up(node))
 
@@ -497,7 +498,7 @@ class World:
 
     @property
     def plan_places(self) -> tuple[WorkerId, ...]:
-        return self._orders[max(self._orders)].plan.worker_ids
+        return self._updates[max(self._updates)].plan.worker_ids
 
     def standing_still(self) -> str:
         """What everybody waits for, for the message of a violation."""
@@ -533,9 +534,9 @@ class World:
         self._restored_generation = generation
 
     def _check_message(self, message: object) -> None:
-        if not isinstance(message, Order):
+        if not isinstance(message, PlanUpdate):
             return
-        first = self._orders.setdefault(message.generation, message)
+        first = self._updates.setdefault(message.generation, message)
         if replace(first, device=0) != replace(message, device=0):
             raise Violation(f"generation {message.generation} orders different things")
         for item in message.transfers:
@@ -552,7 +553,7 @@ class World:
                     raise Violation(f"step {step} takes {runs} on {worker.worker_id}, elsewhere {self.taken[step]}")
             worker.taken.clear()
             for layer, version in (worker.kept | worker.layers).items():
-                known = versions.setdefault((version.step, version.banked), version)
+                known = versions.setdefault((version.step, version.partial), version)
                 if known != version:
                     raise Violation(f"layer {layer} on {worker.worker_id} is {version}, elsewhere {known}")
         self._versions |= {step: version for (step, _), version in versions.items()}
@@ -581,22 +582,22 @@ class World:
                         f"{worker.worker_id} claims layer {layer} at {worker.commit_state.applied}: {version}"
                     )
                 if worker.is_settled and layer in worker.layers:
-                    self._check_bank(worker, version)
+                    self._check_section_commit(worker, version)
                 is_settled = worker.commit_state.adopted == newest and worker.is_settled
                 if layer in worker.layers and version.step < longest - 1 and is_settled:
                     raise Violation(f"layer {layer} on {worker.worker_id} is {longest - version.step} steps behind")
 
-    def _check_bank(self, worker: SteppedWorker, version: Version) -> None:
-        """Hold a worker to what it would answer of the sections that it has banked."""
+    def _check_section_commit(self, worker: SteppedWorker, version: Version) -> None:
+        """Hold a worker to what it would answer of the sections that it has committed."""
         status = worker.commit_state.answer(Fence(device=0, generation=0, lost=()))
-        order = self._orders.get(status.adopted)
-        if order is None:
+        update = self._updates.get(status.adopted)
+        if update is None:
             return
-        before = order.banked.microbatches if status.applied == order.boundary else ()
-        number = 0 if status.banked is None else status.banked.number
-        claimed = banked_after(order.plan, before, order.num_sections, number)
-        if version.banked != claimed:
-            raise Violation(f"{worker.worker_id} claims to have banked {claimed}: {version}")
+        before = update.partial.microbatches if status.applied == update.boundary else ()
+        number = 0 if status.partial is None else status.partial.number
+        claimed = committed_after(update.plan, before, update.num_sections, number)
+        if version.partial != claimed:
+            raise Violation(f"{worker.worker_id} claims to have committed {claimed}: {version}")
 
     def check_end(self) -> None:
         """What must hold when the run is over."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from oobleck.control.commit.commit_state import Interrupted, PeerLost
 from oobleck.control.commit.groups import PlaceInPlan
 from oobleck.control.commit.worker_effects import Compute
-from oobleck.control.protocol.messages import WorkerMessage
+from oobleck.control.protocol import WorkerMessage
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, WorkerId
 from oobleck.schedule import Instruction, Op, compile_schedule
@@ -38,11 +38,11 @@ class SteppedPrograms(Programs):
         try:
             for instruction in schedule.programs[seat.stage]:
                 assert instruction.microbatch is not None
-                if instruction.op is Op.BANK:
-                    yield from self.carry_out(self.bank.begin(work.step))
+                if instruction.op is Op.COMMIT_SECTION:
+                    yield from self.carry_out(self.partial_commit.begin(work.step))
                 else:
                     yield from self._instruct(instruction, program.microbatches[instruction.microbatch], work, seat)
-                    yield from self.carry_out(self.bank.look())
+                    yield from self.carry_out(self.partial_commit.look())
         except (Interrupted, PeerLost):
             self.spoiled.add(seat.lane_key)
             raise

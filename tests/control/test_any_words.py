@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.protocol.messages import AgentMessage, PeerFailed, StepCommitted
+from oobleck.control.protocol import AgentMessage, PeerFailed, StepCommitted
 from tests.control.bench import Bench, ready
 from tests.control.commit.test_judgement import record
 from tests.control.model import Shape

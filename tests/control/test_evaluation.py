@@ -10,8 +10,8 @@ from oobleck.control.commit.progress import Progress
 from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.effects import Effects
 from oobleck.control.events.inputs import Record
-from oobleck.control.journal.entries import Cause, Evaluated, NodeLost, PlanAdopted, RecoveryStarted
-from oobleck.control.protocol.messages import Evaluating, EvaluationDone, Order
+from oobleck.control.journal import Evaluated, NodeLost, PlanAdopted, PlanCause, RecoveryStarted, sentence
+from oobleck.control.protocol import Evaluating, EvaluationDone, PlanUpdate
 from tests.control.bench import Bench, record
 from tests.control.model import Shape
 
@@ -40,7 +40,7 @@ def test_an_evaluation_that_goes_on_is_no_hang_and_one_that_says_nothing_is():
     bench.beat_until(bench.now_s + 9.9, *NODES)
     assert not bench.journal(RecoveryStarted)
     bench.beat_until(bench.now_s + 5.0, *NODES)
-    assert bench.journal(RecoveryStarted)[0].cause is Cause.HANG
+    assert bench.journal(RecoveryStarted)[0].cause is PlanCause.HANG
 
 
 def test_an_evaluation_is_told_once_by_whichever_pipeline_tells_it_first():
@@ -50,7 +50,7 @@ def test_an_evaluation_is_told_once_by_whichever_pipeline_tells_it_first():
     bench.say("n0", done(3))
     bench.say("n2", done(6, loss=1.5))
     assert [(entry.step, entry.loss) for entry in bench.journal(Evaluated)] == [(3, 2.0), (6, 1.5)]
-    assert bench.journal(Evaluated)[0].describe() == "evaluation after step 3: loss 2.0000 (8 samples)"
+    assert sentence(bench.journal(Evaluated)[0]) == "evaluation after step 3: loss 2.0000 (8 samples)"
 
 
 def test_one_that_is_told_during_a_recovery_counts_and_prolongs_nothing():
@@ -69,7 +69,7 @@ def test_words_about_a_device_that_a_node_does_not_have_cost_it():
     assert [entry.node for entry in bench.journal(NodeLost)] == ["n1"]
 
 
-def plan_after_a_loss(bench: Bench, applied: int) -> Order:
+def plan_after_a_loss(bench: Bench, applied: int) -> PlanUpdate:
     """What is ordered once n2 is lost and the others have told that this step is their last."""
     bench.commit("n0", applied)
     bench.fail("n2")
@@ -77,14 +77,14 @@ def plan_after_a_loss(bench: Bench, applied: int) -> Order:
     for node in ("n0", "n1"):
         bench.answer(node, adopted=1, applied=applied, last_record=record(applied), layers=(0, 1, 2, 3))
     bench.wait(0.1)
-    return bench.orders[-1]
+    return bench.updates[-1]
 
 
 @pytest.mark.parametrize(("applied", "finish"), [(1, 2), (2, None), (3, 4)])
 def test_a_plan_takes_effect_where_an_evaluation_was_broken_off(applied: int, finish: int | None):
     """It begins with the evaluation there; a step that follows no evaluation is finished as ever."""
-    order = plan_after_a_loss(training(eval_steps=2), applied)
-    assert (order.finish, order.boundary) == (finish, finish or applied)
+    update = plan_after_a_loss(training(eval_steps=2), applied)
+    assert (update.finish, update.boundary) == (finish, finish or applied)
 
 
 def test_an_evaluation_that_is_told_is_not_made_again():

@@ -12,12 +12,13 @@ from oobleck.control.data.record_assigner import RecordAssigner
 from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
 from oobleck.control.events.effects import Effects
 from oobleck.control.events.inputs import Record, Send, SendAll
+from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.journal.data_view import DataView
-from oobleck.control.journal.entries import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
-from oobleck.control.protocol.data_position import DataPosition, OpenShard, digest_of_shards
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     CommitRecord,
-    Order,
+    DataPosition,
+    OpenShard,
+    PlanUpdate,
     RecordsFailed,
     RecordsOver,
     Restore,
@@ -25,6 +26,7 @@ from oobleck.control.protocol.messages import (
     ScanRequest,
     ScanResult,
     StepRecords,
+    digest_of_shards,
 )
 from oobleck.errors import PeerError
 from oobleck.job import DataSpec, JobSpec
@@ -48,10 +50,10 @@ class Bench:
 
     def begin(self, *, generation: int = 1, boundary: int = 0, position: DataPosition | None = None) -> int:
         self.sharding.know(NAMES)
-        return self.order(generation=generation, boundary=boundary, position=position)
+        return self.update(generation=generation, boundary=boundary, position=position)
 
-    def order(self, *, generation: int, boundary: int, position: DataPosition | None = None) -> int:
-        order = Order(
+    def update(self, *, generation: int, boundary: int, position: DataPosition | None = None) -> int:
+        update = PlanUpdate(
             device=0,
             generation=generation,
             plan=ExecutionPlan(pipelines=()),
@@ -62,7 +64,7 @@ class Bench:
         )
         if position:
             self.progress.go_back(boundary, generation=generation)
-        return self.sharding.follow(order, position=position)
+        return self.sharding.follow(update, position=position)
 
     def go_on(self, *, now_s: float = 0.0) -> list[object]:
         """Let it go on; returns what it says to workers."""
@@ -197,7 +199,7 @@ def test_the_third_failure_puts_a_shard_in_quarantine_and_deals_anew_without_it(
         assert bench.sharding.takes_regrouping() is (wait_s != 0.0)
         is_same = bench.sharding.can_finish(2, generation=attempt)
         assert is_same is (attempt < 3)
-        assert bench.order(generation=attempt + 1, boundary=1) == (1 if attempt < 3 else 2)
+        assert bench.update(generation=attempt + 1, boundary=1) == (1 if attempt < 3 else 2)
     assert not bench.sharding.can_finish(2, generation=3), "its records were taken back"
     said = bench.go_on()
     bench.answer(bench.survey(said), bench.asked(bench.survey(said)))
@@ -219,7 +221,7 @@ def test_going_back_to_a_checkpoint_goes_back_in_the_data():
     first = [each for each in bench.go_on() if isinstance(each, StepRecords)]
     for step in (1, 2, 3):
         bench.commit(step)
-    assert bench.order(generation=2, boundary=2, position=first[1].after) == 2
+    assert bench.update(generation=2, boundary=2, position=first[1].after) == 2
     bench.effects.take()
     survey = bench.survey(bench.go_on())
     bench.answer(survey, bench.asked(survey))

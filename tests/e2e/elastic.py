@@ -48,13 +48,8 @@ class Elastic:
             self.up.wait_for("] step ")
 
     def stop(self) -> Outcome:
-        self.command_stop()
-        self.outcome = self.up.finish()
+        self.outcome = stopped(self._runner, self.up)
         return self.outcome
-
-    def command_stop(self) -> None:
-        done = oobleck("stop", TAG, "--base-dir", str(self._runner.base_dir))
-        assert done.returncode == 0, done.stderr
 
 
 @contextmanager
@@ -79,6 +74,42 @@ def elastic_run(
     assert run.outcome is not None, "the test must end the run"
     assert_all_is_right(run.outcome, reference, loses_steps=loses_steps)
     assert runner.left_over() == []
+
+
+def run_with_a_kill(runner: Runner, *options: str, kill: str) -> Outcome:
+    """Run a job without end that loses a node (`node@step`), and stop it some steps after it has recovered.
+
+    A run of few steps may be over before a busy master hears of the step to kill at, and then nobody is lost.
+    """
+    with runner.up(*options, "--steps", str(ENDLESS), "--kill", kill) as up:
+        up.wait_for("no step lost")
+        up.wait_for_steps(6)
+        outcome = stopped(runner, up)
+    assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [[kill.partition("@")[0]]]
+    assert_nothing_lost(outcome, len(outcome.losses))
+    return outcome
+
+
+def run_without_a_kill(runner: Runner, *options: str, steps: int) -> Outcome:
+    """Run the same job undisturbed, for at least so many steps."""
+    with runner.up(*options, "--steps", str(ENDLESS)) as up:
+        up.wait_for_step(steps)
+        outcome = stopped(runner, up)
+    assert_nothing_lost(outcome, len(outcome.losses))
+    return outcome
+
+
+def stopped(runner: Runner, up: Up) -> Outcome:
+    done = oobleck("stop", TAG, "--base-dir", str(runner.base_dir))
+    assert done.returncode == 0, done.stderr
+    return up.finish()
+
+
+def assert_nothing_lost(outcome: Outcome, steps: int) -> None:
+    assert outcome.exit_code == 0, outcome.output
+    summary = outcome.summary
+    assert summary["steps_committed"] == steps
+    assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
 
 
 def each_loss(job_file: Path, cache_dir: Path, *, evaluations: list[float] | None = None) -> Reference:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -139,14 +141,14 @@ def test_a_layer_without_a_living_copy_costs_the_steps_since_the_checkpoint(
         up.wait_for("checkpoint of step 10")
         plan = next(entry["plan"] for entry in runner.journal() if entry["@type"] == "PlanAdopted")
         victims = [pipeline["nodes"][0] for pipeline in plan["pipelines"]]
-        for node in victims:
-            killed = oobleck("kill", node, "--tag", TAG, "--base-dir", str(runner.base_dir))
-            assert killed.returncode == 0, killed.stderr
+        for pid in [pid for node in victims for pid in runner.pids(node)]:
+            os.kill(pid, signal.SIGKILL)
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
     gaps = [abs(one - other) for one, other in zip(outcome.losses, reference, strict=True)]
     assert max(gaps) < TOLERANCE, gaps
     assert outcome.summary["samples_missing"] == 0
+    assert "checkpoint" in [recovery["action"] for recovery in outcome.summary["recoveries"]]
 
 
 @pytest.mark.slow
@@ -238,18 +240,18 @@ def test_what_a_finished_run_has_made_outlives_all_that_comes_after(
     before = files_in(directory.path / made)
     from_scratch = runner.run(*options(runner, directory, "--resume", "never", every=2), *short)
     assert len(from_scratch.losses) == 6
-    assert "checkpoints of other runs lie in the same directory and stay" in from_scratch.output
+    assert "checkpoints of other runs" in from_scratch.output
     further = runner.run(*options(runner, directory, every=2), "--steps", "12", "--keep", "1")
     assert further.summary["begun_after"] == 6
     assert len(further.losses) == 6
     other = runner.run(*options(runner, directory), *short, "--set", "model.n_embd=16")
     assert other.exit_code == ExitCode.CONFIG
-    assert "this tag has trained another model" in other.output
+    assert "another model" in other.output
     assert files_in(directory.path / made) == before
     assert sorted(steps_of(directory)) == [6, 6, 12]
     nowhere = runner.run(*options(runner, directory, "--resume", "/nonexistent"), *short)
     assert nowhere.exit_code == 78
-    assert "there is no checkpoint that can be used" in nowhere.output
+    assert "no checkpoint" in nowhere.output
 
 
 @pytest.mark.slow

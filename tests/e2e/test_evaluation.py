@@ -8,9 +8,10 @@ import pytest
 
 from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_override
 
+from .elastic import TOLERANCE, assert_nothing_lost
 from .harness import Runner
 from .reference import each_reference_loss
-from .test_losses import TOLERANCE, assert_nothing_lost, largest_gap
+from .test_losses import largest_gap
 
 STEPS = 12
 SETTINGS = ("eval_steps=3", "data.validation_split=0.4", "max_eval_samples=150", f"max_steps={STEPS}")

@@ -12,8 +12,8 @@ import pytest
 from oobleck.cli.chaos_run.play import name_nodes, not_played
 from oobleck.cli.trace import read_trace
 
+from .elastic import assert_nothing_lost
 from .harness import TAG, Outcome, Runner
-from .test_losses import assert_nothing_lost
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ("--tag", TAG, "--set", "torch_threads=1", "--set", "data.max_bytes=200000")
@@ -62,17 +62,18 @@ def test_a_stream_is_trained_on_while_it_is_written(runner: Runner, tmp_path: Pa
 
 def test_llama_from_a_script_with_evaluation_and_callbacks(runner: Runner) -> None:
     """`llama.py`: its arguments arrive, its callbacks hear of steps, evaluations and the recovery."""
-    options = ("--set", "eval_steps=4", "--set", "num_pipelines=2", "--kill", "node3@6")
-    arguments = ("--hidden-size", "32", "--layers", "3", "--steps", "12")
+    steps = 60  # so that a busy master hears of the step to kill at long before the last
+    options = ("--set", "eval_steps=20", "--set", "num_pipelines=2", "--kill", "node3@6")
+    arguments = ("--hidden-size", "32", "--layers", "3", "--steps", str(steps))
     outcome = _script(runner, "llama.py", *arguments, options=options)
-    assert_nothing_lost(outcome, 12)
+    assert_nothing_lost(outcome, steps)
     evaluated = _entries(runner, "Evaluated")
-    assert [entry["step"] for entry in evaluated] == [4, 8, 12]
+    assert [entry["step"] for entry in evaluated] == [20, 40, 60]
     losses = [entry["loss"] for entry in evaluated]
     assert losses == sorted(losses, reverse=True), "it learns"
     log = (runner.base_dir / TAG / "script.log").read_text()
-    assert "step 12: {'loss': " in log
-    assert "step 8: {'eval_loss': " in log
+    assert f"step {steps}: {{'loss': " in log
+    assert "step 40: {'eval_loss': " in log
     assert "node3 lost; " in log
     assert "failed" not in log
 

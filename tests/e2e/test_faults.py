@@ -149,7 +149,7 @@ def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_hostfile_edits_a
         run.up.wait_for_steps(3)
 
         hostfile.write_text("alpha\nbeta slotz=1\ngamma\ndelta\n")
-        assert "unknown key 'slotz'" in run.up.wait_for("the hostfile's edit is not followed")
+        assert "unknown key 'slotz'" in run.up.wait_for("hostfile")
         hostfile.write_text("beta\ngamma\ndelta\nepsilon\n")
         run.up.wait_for("alpha has left")
         run.up.wait_for("epsilon taken in; absorb")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .elastic import assert_nothing_lost
 from .harness import TAG, Runner, incidents, worker_pids
-from .test_losses import assert_nothing_lost
 
 STEPS = 300
 """Enough for the trap to be set while steps take ten milliseconds."""

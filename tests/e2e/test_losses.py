@@ -11,16 +11,16 @@ import pytest
 
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.control.coordinator.planning import schedules_for
-from oobleck.control.journal.entries import PlanAdopted, ProfileKnown
+from oobleck.control.journal import PlanAdopted, ProfileKnown
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, SplitBackward, profile_from_json, profile_to_json
 from oobleck.runtime.files.journal_reading import follow_journal
 from oobleck.schedule import ScheduleKind
 
+from .elastic import TOLERANCE, Reference, assert_losses, assert_nothing_lost, run_with_a_kill, run_without_a_kill
 from .harness import LLAMA, TAG, Outcome, Runner, oobleck, started_at, worker_pids
 from .reference import reference_losses
 
-TOLERANCE = 1e-9
 KILL_STEP = 8
 
 
@@ -29,11 +29,11 @@ def largest_gap(losses: list[float], others: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(losses, others, strict=True))
 
 
-def assert_nothing_lost(outcome: Outcome, steps: int) -> None:
-    assert outcome.exit_code == 0, outcome.output
-    summary = outcome.summary
-    assert summary["steps_committed"] == steps
-    assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
+def gap_after_a_kill(runner: Runner, *options: str, kill: str) -> float:
+    """How far the losses of a run that loses a node are from those of one that does not."""
+    killed = run_with_a_kill(runner, *options, kill=kill)
+    undisturbed = run_without_a_kill(runner, *options, steps=len(killed.losses))
+    return largest_gap(killed.losses, undisturbed.losses[: len(killed.losses)])
 
 
 @pytest.fixture(scope="module")
@@ -107,20 +107,12 @@ def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
 
 
 def test_a_llama_survives_a_kill_by_another_job_file_alone(runner: Runner) -> None:
-    path = str(runner.job_file(LLAMA))
-    undisturbed = runner.run("--job", path)
-    killed = runner.run("--job", path, "--kill", f"node2@{KILL_STEP}")
-    assert_nothing_lost(undisturbed, 24)
-    assert_nothing_lost(killed, 24)
-    assert largest_gap(killed.losses, undisturbed.losses) < TOLERANCE
+    assert gap_after_a_kill(runner, "--job", str(runner.job_file(LLAMA)), kill=f"node2@{KILL_STEP}") < TOLERANCE
 
 
 def test_float32_agrees_within_its_own_tolerance(runner: Runner) -> None:
-    path = str(runner.job_file())
-    undisturbed = runner.run("--job", path, "--dtype", "float32")
-    killed = runner.run("--job", path, "--dtype", "float32", "--kill", f"node1@{KILL_STEP}")
-    assert_nothing_lost(killed, 24)
-    assert largest_gap(killed.losses, undisturbed.losses) < 1e-4
+    options = ("--job", str(runner.job_file()), "--dtype", "float32")
+    assert gap_after_a_kill(runner, *options, kill=f"node1@{KILL_STEP}") < 1e-4
 
 
 def test_the_cache_of_tokens_is_made_once(runner: Runner, undisturbed: Outcome) -> None:
@@ -135,20 +127,19 @@ def test_the_cache_of_tokens_is_made_once(runner: Runner, undisturbed: Outcome) 
     assert when_made() == before
 
 
-def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, undisturbed: Outcome) -> None:
+def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, endless_reference: Reference) -> None:
     """Weights' gradients come later than inputs'; a node is killed meanwhile."""
-    outcome = runner.run("--job", str(job_file_with(runner, "zero-bubble")), "--kill", f"node3@{KILL_STEP}")
-    assert_nothing_lost(outcome, len(undisturbed.losses))
-    assert largest_gap(outcome.losses, undisturbed.losses) < TOLERANCE
+    path = job_file_with(runner, "zero-bubble")
+    assert_losses(run_with_a_kill(runner, "--job", str(path), kill=f"node3@{KILL_STEP}").losses, endless_reference)
 
 
-def test_each_pipeline_runs_the_schedule_that_its_timeline_chooses(runner: Runner, undisturbed: Outcome) -> None:
+def test_each_pipeline_runs_the_schedule_that_its_timeline_chooses(
+    runner: Runner, endless_reference: Reference
+) -> None:
     """Of two stages, the zero-bubble one; once a node is killed, 1F1B where a single stage is left. No loss changes."""
     path = job_file_with(runner, "auto")
     profile = let_splits_pay(runner, path)
-    outcome = runner.run("--job", str(path), "--kill", f"node3@{KILL_STEP}")
-    assert_nothing_lost(outcome, len(undisturbed.losses))
-    assert largest_gap(outcome.losses, undisturbed.losses) < TOLERANCE
+    assert_losses(run_with_a_kill(runner, "--job", str(path), kill=f"node3@{KILL_STEP}").losses, endless_reference)
     job = load_job(path.read_text(), source=str(path))
     journal = tuple(filter(None, follow_journal(runner.base_dir / TAG / "journal.jsonl")))
     assert [entry.profile_json for entry in journal if isinstance(entry, ProfileKnown)] == [profile_to_json(profile)]

@@ -1,4 +1,4 @@
-"""Long steps that bank what they have done in sections: losses in the middle of one, and what comes of them."""
+"""Long steps that commit what they have done in sections: losses in the middle of one, and what comes of them."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def kill(runner: Runner, nodes: Sequence[str], processes: str = "*") -> None:
 
 
 def plans_within_steps(runner: Runner) -> list[dict[str, Any]]:
-    """The plans that came into force in the middle of a step, what was banked of it with them."""
-    return [entry for entry in entries(runner, "PlanAdopted") if entry["banked"]["microbatches"]]
+    """The plans that came into force in the middle of a step, what was committed of it with them."""
+    return [entry for entry in entries(runner, "PlanAdopted") if entry["partial"]["microbatches"]]
 
 
 def assert_right(runner: Runner, outcome: Outcome, expected: list[float]) -> None:
@@ -85,7 +85,7 @@ def assert_right(runner: Runner, outcome: Outcome, expected: list[float]) -> Non
     assert runner.left_over() == []
 
 
-def test_what_is_banked_is_not_run_again_by_a_plan_within_the_step(runner: Runner) -> None:
+def test_what_is_committed_is_not_run_again_by_a_plan_within_the_step(runner: Runner) -> None:
     """Each pipeline loses a node in the middle of a step, so that none could finish it."""
     with runner.up(*options(runner)) as up:
         wait_for_middle_of_step(runner, up, 3)
@@ -94,9 +94,9 @@ def test_what_is_banked_is_not_run_again_by_a_plan_within_the_step(runner: Runne
     assert_right(runner, outcome, reference(runner))
     (plan,) = plans_within_steps(runner)
     assert plan["boundary"] == 2
-    banked = plan["banked"]["microbatches"]
-    assert banked == sorted(set(banked))
-    assert MICROBATCHES / SECTIONS <= len(banked) < MICROBATCHES
+    partial = plan["partial"]["microbatches"]
+    assert partial == sorted(set(partial))
+    assert MICROBATCHES / SECTIONS <= len(partial) < MICROBATCHES
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_nodes_that_die_in_the_middle_of_a_step_change_no_loss(
 
 @pytest.mark.slow
 def test_loss_upon_loss_within_one_step_changes_no_loss(runner: Runner) -> None:
-    """Of six nodes four die, two by two; sums that were banked before the first loss have moved by the second."""
+    """Of six nodes four die, two by two; sums that were committed before the first loss have moved by the second."""
     with runner.up(*options(runner), nodes=("--local", "6")) as up:
         wait_for_middle_of_step(runner, up, 3)
         kill(runner, one_of_each_pipeline(runner))
@@ -147,7 +147,7 @@ def test_workers_that_come_back_and_nodes_that_join_within_a_step_change_no_loss
 
 
 @pytest.mark.slow
-def test_a_master_that_dies_in_the_middle_of_a_step_is_succeeded_and_learns_what_is_banked(runner: Runner) -> None:
+def test_a_master_that_dies_in_the_middle_of_a_step_is_succeeded_and_learns_what_is_committed(runner: Runner) -> None:
     with runner.up(*options(runner)) as first:
         wait_for_middle_of_step(runner, first, 3)
         first.process.kill()
@@ -161,7 +161,7 @@ def test_a_master_that_dies_in_the_middle_of_a_step_is_succeeded_and_learns_what
 
 
 @pytest.mark.slow
-def test_devices_that_share_stages_bank_their_shares(runner: Runner) -> None:
+def test_devices_that_share_stages_commit_their_shares(runner: Runner) -> None:
     with runner.up(*options(runner, WIDE), "--set", "tensor_parallel=2") as up:
         wait_for_middle_of_step(runner, up, 3)
         kill(runner, ("node0", "node3"))
@@ -171,7 +171,7 @@ def test_devices_that_share_stages_bank_their_shares(runner: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_sums_that_are_banked_in_float16_have_the_scale_of_the_others(runner: Runner) -> None:
+def test_sums_that_are_committed_in_float16_have_the_scale_of_the_others(runner: Runner) -> None:
     """The loss scale starts far too high, and steps are skipped before and after the kill."""
     half = (*options(runner, steps=12), "--dtype", "float16", "--set", "initial_loss_scale=268435456.0")
     undisturbed = runner.run(*half)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from .elastic import ENDLESS, TOLERANCE, Elastic, Reference, assert_all_is_right
+from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, stopped
 from .harness import Runner, Up
 
 STALLS_S = (2.8, 5.0)
@@ -87,8 +87,7 @@ def test_a_master_that_is_stopped_while_it_starts_begins_all_the_same(
         up.wait_for("starts on")
         stall([up.process.pid], 12.0)  # longer than any handshake may take
         up.wait_for_step(5)
-        Elastic(runner, up).command_stop()
-        assert_all_is_right(up.finish(), endless_reference)
+        assert_all_is_right(stopped(runner, up), endless_reference)
     assert losses_of_nodes(runner) == []
 
 
@@ -177,8 +176,7 @@ def ride_out(runner: Runner, reference: Reference, *, seed: int, stalls: int) ->
             storm.strike()
             up.wait_for("] step ")
             up.wait_for_steps(storm.random.randint(2, 20))
-        Elastic(runner, up).command_stop()
-        outcome = up.finish()
+        outcome = stopped(runner, up)
     story = f"seed {seed}: {storm.done}\n{outcome.output}"
     assert outcome.exit_code == 0, story
     assert (outcome.summary["samples_repeated"], outcome.summary["samples_missing"]) == (0, 0), story

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from .elastic import ENDLESS, TOLERANCE, Elastic, Reference
+from .elastic import ENDLESS, TOLERANCE, Reference, stopped
 from .harness import TAG, Runner, Up, oobleck
 
 LEASE_S = 1.5
@@ -170,8 +170,7 @@ def ride_out(runner: Runner, reference: Reference, *settings: str, seed: int, fa
             storm.up.wait_for_steps(storm.random.randint(1, 2 * steps // faults - 1))
             storm.strike()
         storm.up.wait_for_step(steps)
-        Elastic(runner, storm.up).command_stop()
-        outcome = storm.up.finish()
+        outcome = stopped(runner, storm.up)
     story = f"seed {seed}: {storm.done}\n{outcome.output}"
     assert outcome.exit_code == 0, story
     assert len(storm.done) == faults, story
@@ -200,6 +199,6 @@ def test_a_long_storm_changes_no_loss(runner: Runner, endless_reference: Referen
 def test_a_storm_over_steps_in_sections_changes_no_loss(
     runner: Runner, endless_reference: Reference, seed: int
 ) -> None:
-    """As many sections as the microbatches allow: faults find some banked, some under way."""
+    """As many sections as the microbatches allow: faults find some committed, some under way."""
     ride_out(runner, endless_reference, "reductions_per_step=4", seed=100 + seed, faults=20, steps=200)
     assert max(entry["num_sections"] for entry in runner.journal() if entry["@type"] == "PlanAdopted") > 1

@@ -12,8 +12,8 @@ import pytest
 
 from oobleck.checkpoint import CheckpointDirectory
 
-from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, assert_losses, each_loss
-from .harness import LLAMA, TAG, Outcome, Runner, Up, kill_everything, oobleck, worker_pids
+from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, assert_losses, each_loss, stopped
+from .harness import LLAMA, Runner, kill_everything, worker_pids
 from .test_checkpoints import first_step_of, steps_of
 from .test_losses import KILL_STEP
 
@@ -43,12 +43,6 @@ def reference(runner: Runner, path: Path) -> tuple[Reference, list[float]]:
     return each_loss(path, runner.directory / "cache", evaluations=evaluations), evaluations
 
 
-def _stop(runner: Runner, up: Up) -> Outcome:
-    done = oobleck("stop", TAG, "--base-dir", str(runner.base_dir))
-    assert done.returncode == 0, done.stderr
-    return up.finish()
-
-
 def _evaluated(runner: Runner) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in runner.journal() if entry["@type"] == "Evaluated"}
 
@@ -68,7 +62,7 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
     """
     with runner.up("--job", str(path), "--tp", "2", "--kill", f"node2@{KILL_STEP}") as up:
         up.wait_for_step(42)
-        outcome = _stop(runner, up)
+        outcome = stopped(runner, up)
     assert_all_is_right(outcome, reference[0])
     assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [["node2"]]
     _assert_evaluated(runner, reference[1])
@@ -108,14 +102,14 @@ def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
         kill_everything(runner, up)
     take_in(runner.journal())
     assert first_step_of(runner) >= 6, "the second run has gone on"
-    recoveries = [entry["action"] for entry in runner.journal() if entry["@type"] == "RecoveryDone"]
-    assert recoveries[-1] == "restart_worker", recoveries
     assert not [entry for entry in runner.journal() if entry["@type"] == "NodeLost"]
+    recoveries = [entry for entry in runner.journal() if entry["@type"] == "RecoveryDone"]
+    assert [entry["action"] for entry in recoveries] == ["reinstantiate", "restart_worker"], recoveries
     newest, *_ = steps_of(directory)
     shutil.rmtree(runner.memory)
     with runner.up(*options, nodes=("--local", "2")) as up:
         up.wait_for_step(newest + 6)
-        outcome = _stop(runner, up)
+        outcome = stopped(runner, up)
     assert outcome.exit_code == 0, outcome.output
     assert first_step_of(runner) == newest + 1, outcome.output
     take_in(runner.journal())

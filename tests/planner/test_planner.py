@@ -33,7 +33,7 @@ def test_a_start_uses_all_nodes_and_says_so() -> None:
 
 def test_a_start_below_the_fault_threshold_says_so() -> None:
     decision = planner().initial_plan(nodes(1))
-    assert decision.reason == "1 node forms 1 pipeline (1 node); f = 1 asks for 2"
+    assert "f = 1 asks for 2" in decision.reason
     assert not decision.redundant
 
 
@@ -56,7 +56,7 @@ def test_the_rest_of_a_step_is_what_the_slowest_has_left() -> None:
 
 def test_spares_are_told() -> None:
     decision = planner(uniform_profile(2), num_pipelines=1, fault_threshold=0).initial_plan(nodes(4))
-    assert decision.reason == "2 nodes form 1 pipeline (2 nodes), 2 spares left"
+    assert "2 spares" in decision.reason
     assert decision.plan.spares == ("node2", "node3")
 
 
@@ -121,20 +121,20 @@ def test_impossible_starts_are_named(names: list[str], options: dict[str, int], 
 def test_a_layer_that_fits_nowhere_is_named_with_the_bytes_missing() -> None:
     layers = [make_layer(name="small"), make_layer(name="huge", param_bytes=100)]
     profile = make_profile(layers, memory_bytes=150)
-    with pytest.raises(PlanningError, match=r"layer 1 \(huge\) fits on no number of nodes.* 251 bytes too few"):
+    with pytest.raises(PlanningError, match=r"layer 1 \(huge\) .* 251 bytes too few"):
         planner(profile).initial_plan(nodes(3))
 
 
 def test_too_few_nodes_are_told_how_many_it_takes() -> None:
     profile = uniform_profile(8, memory_bytes=60)
-    with pytest.raises(PlanningError, match="needs at least 3 nodes of 1 × test device; there are 2"):
+    with pytest.raises(PlanningError, match=r"at least 3 nodes .*there are 2"):
         planner(profile).initial_plan(nodes(2))
     with pytest.raises(PlanningError, match="there is 1"):
         planner(profile).initial_plan(nodes(1))
 
 
 def test_more_devices_than_layers_are_named() -> None:
-    with pytest.raises(PlanningError, match="3 layers cannot be spread over the 4 devices of a node with at most 1"):
+    with pytest.raises(PlanningError, match=r"3 layers .*4 devices"):
         planner(uniform_profile(3), devices_per_node=4).initial_plan(nodes(3))
 
 
@@ -142,7 +142,7 @@ def test_a_model_whose_activations_never_fit_is_named() -> None:
     # One layer fits by itself, but the first of two stages keeps two microbatches in flight, and both layers
     # together are too large for one.
     layers = [make_layer(param_bytes=0, activation_bytes=60) for _ in range(2)]
-    with pytest.raises(PlanningError, match=r"fits on no number of nodes.*120 for each microbatch in flight"):
+    with pytest.raises(PlanningError, match=r"120 for each microbatch in flight"):
         planner(make_profile(layers, memory_bytes=100)).initial_plan(nodes(2))
 
 

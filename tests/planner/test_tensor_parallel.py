@@ -69,5 +69,5 @@ def test_a_layer_is_held_by_a_group_only_if_every_device_holds_its_share() -> No
 
 
 def test_devices_that_make_no_whole_groups_are_refused() -> None:
-    with pytest.raises(PlanningError, match="tensor_parallel is 2, and nodes have 3 devices"):
+    with pytest.raises(PlanningError, match=r"tensor_parallel is 2.*3 devices"):
         TensorParallelPlanner(make_profile([1.0] * 8), PlannerSettings(num_microbatches=4, devices_per_node=3), 2)

@@ -10,17 +10,21 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     AgentMessage,
     AgentStopped,
+    ErrorKind,
+    Exited,
     Fence,
     FinishStep,
     ForkServerEnded,
     Greeting,
     Heartbeat,
     Hello,
+    Killed,
     Leaving,
-    Order,
+    PlanUpdate,
+    Raised,
     StartWorker,
     Status,
     StepCommitted,
@@ -48,7 +52,7 @@ class Desk:
         self.host = VirtualHost()
         self.ended: str | None = None
         self.ended_s = 0.0
-        self._post, self._links = trio.open_memory_channel[Link](10)
+        self.post, self._links = trio.open_memory_channel[Link](10)
 
     async def run(self) -> None:
         async def accept():
@@ -60,7 +64,7 @@ class Desk:
     async def connect(self, *, configured: bool = True, devices: tuple[int, ...] = (0,)) -> Link:
         """Come as a master, and have workers started."""
         link = Link()
-        self._post.send_nowait(link)
+        self.post.send_nowait(link)
         await link.master.send([GREETING])
         assert isinstance(await link.master.receive(), Hello)
         if configured:
@@ -151,9 +155,10 @@ async def test_a_notice_of_termination_is_passed_on_once(autojump_clock: MockClo
 async def test_the_end_of_the_fork_server_is_passed_on(autojump_clock: MockClock):
     async with running() as desk:
         link = await desk.connect()
-        for reason in ("killed by signal 9; it is started again", "exit code 3; it is not started again"):
-            await desk.host.end_server.send(reason)
-            assert await hear(link, ForkServerEnded) == ForkServerEnded(reason=reason)
+        for end, is_restarted in ((Killed(signal=9), True), (Exited(exit_code=3), False)):
+            ended = ForkServerEnded(end=end, is_restarted=is_restarted)
+            await desk.host.end_server.send(ended)
+            assert await hear(link, ForkServerEnded) == ended
 
 
 async def test_workers_are_set_up_and_reported(autojump_clock: MockClock):
@@ -173,7 +178,7 @@ async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
         for _ in range(2):
             await hear(link, WorkerStarted)
         layout = plan(("n0", "n1"))
-        order = Order(
+        update = PlanUpdate(
             device=1,
             generation=4,
             plan=layout,
@@ -182,10 +187,10 @@ async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
             boundary=0,
         )
         fence = Fence(device=1, generation=4, lost=())
-        await link.master.send([fence, order, FinishStep(device=1), FinishStep(device=7)])
+        await link.master.send([fence, update, FinishStep(device=1), FinishStep(device=7)])
         other = await desk.host.worker(1)
         await other.hears(FinishStep)
-        assert other.told == [fence, order, FinishStep(device=1)]
+        assert other.told == [fence, update, FinishStep(device=1)]
         assert (await desk.host.worker(0)).told == []
 
 
@@ -194,7 +199,7 @@ async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
         await hear(link, WorkerStarted)
-        order = Order(
+        update = PlanUpdate(
             device=0,
             generation=4,
             plan=plan(("n0", "n1")),
@@ -202,11 +207,11 @@ async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_
             schedules=(ScheduleKind.ONE_F_ONE_B,),
             boundary=0,
         )
-        await link.master.send([order])
-        await (await desk.host.worker()).hears(Order)
+        await link.master.send([update])
+        await (await desk.host.worker()).hears(PlanUpdate)
         link.cut()
         again = Link()
-        desk._post.send_nowait(again)
+        desk.post.send_nowait(again)
         await again.master.send([GREETING])
         hello = await again.master.receive()
         assert isinstance(hello, Hello)
@@ -246,18 +251,18 @@ async def test_the_end_of_a_worker_is_told_with_its_last_words(autojump_clock: M
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
         worker = await desk.host.worker()
-        worker.say(WorkerFailed(traceback="ValueError: bad"))
-        worker.end(exit_code=1)
-        exited = await hear(link, WorkerExited)
-        assert exited == WorkerExited(device=0, pid=worker.pid, exit_code=1, traceback="ValueError: bad")
+        error = Raised(kind=ErrorKind.CODE, message="ValueError: bad", traceback="Traceback\nValueError: bad")
+        worker.say(WorkerFailed(end=error))
+        worker.end(Exited(exit_code=1))
+        assert await hear(link, WorkerExited) == WorkerExited(device=0, pid=worker.pid, end=error)
 
 
 async def test_a_worker_may_be_started_again_in_its_place(autojump_clock: MockClock):
     async with running() as desk:
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
-        (await desk.host.worker()).end(signal=9)
-        assert (await hear(link, WorkerExited)).signal == 9
+        (await desk.host.worker()).end(Killed(signal=9))
+        assert (await hear(link, WorkerExited)).end == Killed(signal=9)
         await link.master.send([StartWorker(device=0)])
         assert (await hear(link, WorkerStarted, where=lambda said: said.pid == 101)).device == 0
 
@@ -286,7 +291,7 @@ async def test_a_child_that_holds_a_dead_workers_socket_delays_its_report_by_two
         await link.master.send([StartWorker(device=0)])
         worker = await desk.host.worker()
         began_s = trio.current_time()
-        worker.end(closes_socket=False, signal=9)
+        worker.end(Killed(signal=9), closes_socket=False)
         await hear(link, WorkerExited)
         assert trio.current_time() - began_s == pytest.approx(2.0)
 
@@ -298,7 +303,7 @@ async def test_a_worker_that_cannot_be_understood_any_more_is_killed(nonsense: E
         await link.master.send([StartWorker(device=0)])
         worker = await desk.host.worker()
         worker.say(nonsense)
-        assert (await hear(link, WorkerExited)).signal == 9
+        assert (await hear(link, WorkerExited)).end == Killed(signal=9)
         assert worker.is_killed
 
 
@@ -434,7 +439,7 @@ async def test_a_worker_asked_for_before_the_job_is_known_costs_the_master_its_c
 async def test_a_stranger_is_turned_away(greeting, autojump_clock: MockClock):
     async with running() as desk:
         link = Link()
-        desk._post.send_nowait(link)
+        desk.post.send_nowait(link)
         await link.master.send([greeting])
         await until_closed(link)
         await desk.connect()
@@ -443,7 +448,7 @@ async def test_a_stranger_is_turned_away(greeting, autojump_clock: MockClock):
 async def test_a_master_that_does_not_greet_is_not_waited_for(autojump_clock: MockClock):
     async with running() as desk:
         link = Link()
-        desk._post.send_nowait(link)
+        desk.post.send_nowait(link)
         began_s = trio.current_time()
         await until_closed(link)
         assert trio.current_time() - began_s == pytest.approx(10.0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import trio
 
-from oobleck.control.protocol.checkpoint_messages import SavedState
-from oobleck.control.protocol.manifest import Manifest, Shard
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     AgentMessage,
     LayersPersisted,
+    Manifest,
     PersistState,
     RemoveUnfinished,
+    SavedState,
+    Shard,
     StateNotSaved,
     StateSaved,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from oobleck.control.protocol.messages import Finished, Heartbeat, Pace, StorePut
+from oobleck.control.protocol import Finished, Heartbeat, Pace, StorePut
 from oobleck.roles.resend_queue import ResendQueue
 
 

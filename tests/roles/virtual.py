@@ -10,21 +10,24 @@ import trio
 import trio.testing
 
 from oobleck import __version__
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     Configure,
+    ForkServerEnded,
     Greeting,
     Hello,
+    Killed,
     MasterMessage,
+    ProcessEnd,
     SetUpWorker,
+    Unseen,
     WorkerBound,
     WorkerMessage,
 )
 from oobleck.job import ControlSpec, JobSpec
 from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import WorkerEnd
 from oobleck.wire import FrameDecoder, encode_frame
 
 __all__ = ["TAG", "Link", "VirtualHost", "VirtualWorker", "agent_hello", "configure", "make_agent"]
@@ -67,7 +70,7 @@ class VirtualWorker:
         self.is_killed = False
         self._say, self._said = trio.open_memory_channel[WorkerMessage | Exception](1000)
         self._ended = trio.Event()
-        self._end = WorkerEnd()
+        self._end: ProcessEnd = Unseen()
         self._heard = trio.Condition()
 
     async def send(self, messages: Sequence[WorkerBound]) -> None:
@@ -85,14 +88,14 @@ class VirtualWorker:
             raise said
         return said
 
-    async def wait(self) -> WorkerEnd:
+    async def wait(self) -> ProcessEnd:
         await self._ended.wait()
         return self._end
 
     def kill(self) -> None:
         if not self._ended.is_set():
             self.is_killed = True
-            self.end(signal=9)
+            self.end(Killed(signal=9))
 
     # --- what the test does --------------------------------------------------------------------------------
 
@@ -100,9 +103,9 @@ class VirtualWorker:
         for message in messages:
             self._say.send_nowait(message)
 
-    def end(self, *, closes_socket: bool = True, **fields: int) -> None:
+    def end(self, how: ProcessEnd, *, closes_socket: bool = True) -> None:
         """The process ends; a child of its own may hold its socket open."""
-        self._end = WorkerEnd(**fields)
+        self._end = how
         self._ended.set()
         if closes_socket:
             self._say.close()
@@ -123,9 +126,9 @@ class VirtualHost:
         self.prepared: list[Path] = []
         self.start_s = 0.0
         self._started = trio.Condition()
-        self.end_server, self._server_ends = trio.open_memory_channel[str](1)
+        self.end_server, self._server_ends = trio.open_memory_channel[ForkServerEnded](1)
 
-    async def server_ended(self) -> str:
+    async def server_ended(self) -> ForkServerEnded:
         return await self._server_ends.receive()
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:

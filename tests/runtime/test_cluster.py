@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from oobleck.control.protocol.messages import PROTOCOL_VERSION, Greeting, Hello
+from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello
 from oobleck.errors import NodeUnreachable
 from oobleck.roles.ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster

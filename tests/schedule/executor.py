@@ -31,8 +31,8 @@ class Worker:
         self.input_gradients: dict[tuple[int | None, int], int] = {}
         self.pending_weights: dict[tuple[int | None, int], tuple[int, int]] = {}
         self.weight_gradients: dict[int, int] = {}
-        self.banked: dict[int | None, dict[int, int]] = {}
-        """Gradients as they were at each bank, by the microbatch up to which it goes."""
+        self.partial: dict[int | None, dict[int, int]] = {}
+        """Gradients as they were at each commit, by the microbatch up to which it goes."""
         self.held = 0
         self.finished: list[Op] = []
 
@@ -61,8 +61,8 @@ class Worker:
                     self._accumulate(key)
             case Op.BACKWARD_WEIGHT:
                 self._accumulate(key)
-            case Op.BANK:
-                self.banked[instruction.microbatch] = dict(self.weight_gradients)
+            case Op.COMMIT_SECTION:
+                self.partial[instruction.microbatch] = dict(self.weight_gradients)
             case tail:
                 self.finished.append(tail)
 
@@ -147,12 +147,12 @@ def _compare(schedule: Schedule, workers: list[Worker]) -> None:
         found = [worker.weight_gradients.get(chunk, 0) for chunk in range(schedule.num_chunks)]
         if found != expected[worker.stage :: schedule.num_stages]:
             raise Broken(f"stage {worker.stage} has wrong gradients")
-        if worker.banked.keys() != workers[0].banked.keys():
-            raise Broken(f"stage {worker.stage} banks other microbatches than stage 0")
-        for microbatch, banked in worker.banked.items():
+        if worker.partial.keys() != workers[0].partial.keys():
+            raise Broken(f"stage {worker.stage} commits other microbatches than stage 0")
+        for microbatch, partial in worker.partial.items():
             assert microbatch is not None
-            if banked.get(0, 0) != _gradients(schedule, microbatch + 1)[worker.stage]:
-                raise Broken(f"stage {worker.stage} banks wrong gradients")
+            if partial.get(0, 0) != _gradients(schedule, microbatch + 1)[worker.stage]:
+                raise Broken(f"stage {worker.stage} commits wrong gradients")
         if worker.held or worker.finished != workers[0].finished:
             raise Broken(f"stage {worker.stage} ends with {worker.held} activations after {worker.finished}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from oobleck.schedule import BANKING_KINDS, Schedule, ScheduleKind, compile_schedule
+from oobleck.schedule import SECTIONED_KINDS, Schedule, ScheduleKind, compile_schedule
 
 
 @st.composite
@@ -12,7 +12,7 @@ def schedules(draw: st.DrawFn, *, min_microbatches: int = 0, max_microbatches: i
     kind = draw(st.sampled_from(ScheduleKind))
     num_chunks = draw(st.integers(1, 4)) if kind is ScheduleKind.INTERLEAVED else 1
     num_microbatches = draw(st.integers(min_microbatches, max_microbatches))
-    most_sections = max(1, min(4, num_microbatches)) if kind in BANKING_KINDS else 1
+    most_sections = max(1, min(4, num_microbatches)) if kind in SECTIONED_KINDS else 1
     return compile_schedule(
         kind,
         num_stages=draw(st.integers(1 if num_chunks == 1 else 2, 7)),

@@ -46,7 +46,9 @@ def is_accepted(schedule: Schedule) -> bool:
 def test_a_dropped_instruction_is_caught_and_its_stage_named(place):
     schedule, stage, index = place
     program = list(schedule.programs[stage])
-    assume(program[index].op is not Op.BANK or schedule.num_stages > 1)  # alone, it is a step with fewer sections
+    assume(
+        program[index].op is not Op.COMMIT_SECTION or schedule.num_stages > 1
+    )  # alone, it is a step with fewer sections
     del program[index]
     with pytest.raises(ScheduleError) as caught:
         check_schedule(with_program(schedule, stage, program))
@@ -112,8 +114,8 @@ def test_a_swap_of_what_depends_on_each_other_is_caught(place, data):
     assume(later)
     other = data.draw(st.sampled_from(later))
     # Loading and receiving do not depend on each other, nor do the gradients of input and weights.
-    # The input's gradient may be sent before the others are banked or after.
-    free = ({Op.LOAD, Op.RECV_F}, {Op.SEND_B, Op.BACKWARD_WEIGHT}, {Op.SEND_B, Op.BANK})
+    # The input's gradient may be sent before the others are committed or after.
+    free = ({Op.LOAD, Op.RECV_F}, {Op.SEND_B, Op.BACKWARD_WEIGHT}, {Op.SEND_B, Op.COMMIT_SECTION})
     assume({first.op, program[other].op} not in free)
     program[index], program[other] = program[other], program[index]
     assert not is_accepted(with_program(schedule, stage, program))
@@ -171,33 +173,53 @@ def test_a_deadlock_is_told_with_both_its_ends():
 
 def test_a_stage_without_a_tail_among_stages_that_commit_is_caught():
     schedule = compile_schedule(ScheduleKind.GPIPE, num_stages=2, num_microbatches=1)
-    with pytest.raises(ScheduleError, match="a program that commits ends with reduce_grad commit optimizer_step"):
+    with pytest.raises(ScheduleError, match="reduce_grad commit optimizer_step"):
         check_schedule(with_program(schedule, 1, list(schedule.programs[1][:-3])))
     with pytest.raises(ScheduleError, match=r"stage 1, instruction 0: a program that commits ends with"):
         check_schedule(with_program(schedule, 1, []))
 
 
-BANKED = """\
+PARTIAL = """\
 1f1b stages=2 microbatches=2 chunks=1
-0: load:0 forward:0 send_f:0 load:1 forward:1 send_f:1 recv_b:0 backward:0 bank:0 recv_b:1 backward:1
-1: load:0 recv_f:0 forward:0 backward:0 send_b:0 bank:0 load:1 recv_f:1 forward:1 backward:1 send_b:1
+0: load:0 forward:0 send_f:0 load:1 forward:1 send_f:1 recv_b:0 backward:0 commit_section:0 recv_b:1 backward:1
+1: load:0 recv_f:0 forward:0 backward:0 send_b:0 commit_section:0 load:1 recv_f:1 forward:1 backward:1 send_b:1
 """
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("backward:0 bank:0", "bank:0 backward:0", "(bank:0): comes before the backward pass of microbatch 0"),
-        ("bank:0 recv_b:1 backward:1", "recv_b:1 backward:1 bank:0", "comes after a backward pass of microbatch 1"),
-        ("bank:0 recv_b", "bank:1 recv_b", "(bank:1): banks nothing that the end of the step does not reduce"),
-        ("bank:0 recv_b", "recv_b", "stage 0, instruction 10: bank:0 is missing, which other stages have"),
-        ("bank:0 load:1", "bank:0 bank:0 load:1", "stage 1, instruction 12: bank:0 is twice"),
+        (
+            "backward:0 commit_section:0",
+            "commit_section:0 backward:0",
+            "(commit_section:0): comes before the backward pass of microbatch 0",
+        ),
+        (
+            "commit_section:0 recv_b:1 backward:1",
+            "recv_b:1 backward:1 commit_section:0",
+            "comes after a backward pass of microbatch 1",
+        ),
+        (
+            "commit_section:0 recv_b",
+            "commit_section:1 recv_b",
+            "(commit_section:1): commits nothing that the end of the step does not reduce",
+        ),
+        (
+            "commit_section:0 recv_b",
+            "recv_b",
+            "stage 0, instruction 10: commit_section:0 is missing, which other stages have",
+        ),
+        (
+            "commit_section:0 load:1",
+            "commit_section:0 commit_section:0 load:1",
+            "stage 1, instruction 12: commit_section:0 is twice",
+        ),
     ],
 )
-def test_a_bank_of_other_microbatches_than_it_says_is_caught(old, new, message):
-    assert is_accepted(parse_schedule(BANKED))
-    text = BANKED.replace(old, new, 1)
-    assert text != BANKED
+def test_a_commit_of_other_microbatches_than_it_says_is_caught(old, new, message):
+    assert is_accepted(parse_schedule(PARTIAL))
+    text = PARTIAL.replace(old, new, 1)
+    assert text != PARTIAL
     with pytest.raises(ScheduleError) as caught:
         check_schedule(parse_schedule(text))
     assert message in str(caught.value)

@@ -146,10 +146,10 @@ def test_sections_are_of_like_length_and_none_is_empty(num_microbatches, data):
     assert min(lengths) >= 1
 
 
-def test_every_stage_banks_at_the_end_of_each_section_but_the_last():
+def test_every_stage_commits_at_the_end_of_each_section_but_the_last():
     schedule = compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=3, num_microbatches=8, num_sections=3)
     for program in schedule.programs:
-        assert [instruction.microbatch for instruction in program if instruction.op is Op.BANK] == [1, 4]
+        assert [instruction.microbatch for instruction in program if instruction.op is Op.COMMIT_SECTION] == [1, 4]
 
 
 def test_sections_that_a_schedule_cannot_have_are_refused():

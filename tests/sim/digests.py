@@ -32,7 +32,7 @@ def _cluster() -> Iterator[tuple[str, str]]:
     model = FailureModel(mean_time_to_failure_s=200.0, batches={1: 3, 2: 1}, repairs=((1.0, 20.0),))
     for seed in _SEEDS:
         trace = generate(model, num_nodes=6, duration_s=60.0, seed=seed)
-        yield f"cluster gear {seed}", _play(trace, Setting(num_nodes=6), seed)
+        yield f"cluster mode {seed}", _play(trace, Setting(num_nodes=6), seed)
 
 
 def _play(trace: Trace, setting: Setting, seed: int) -> str:
@@ -56,7 +56,7 @@ def _sweep() -> Iterator[tuple[str, str]]:
     for seed in _SEEDS:
         trace = generate(model, num_nodes=20, duration_s=21_600.0, seed=seed)
         settings = SweepSettings(profile=_uneven_profile(seed), global_batch_size=256)
-        yield f"sweep gear {seed}", journal_digest(tuple(sweep(trace, settings)))
+        yield f"sweep mode {seed}", journal_digest(tuple(sweep(trace, settings)))
 
 
 def _uneven_profile(seed: int) -> Profile:
@@ -76,7 +76,7 @@ def _uneven_profile(seed: int) -> Profile:
 
 
 def digests() -> dict[str, str]:
-    """Play the golden traces and some that are drawn, in both gears."""
+    """Play the golden traces and some that are drawn, in both modes."""
     return {**dict(_golden()), **dict(_cluster()), **dict(_sweep())}
 
 

@@ -7,8 +7,8 @@ it, or layers of different histories are put together; here is the rest.
 from __future__ import annotations
 
 from oobleck.control.events.inputs import Disconnect, SendAll
-from oobleck.control.journal.entries import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
-from oobleck.control.protocol.messages import Order
+from oobleck.control.journal import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
+from oobleck.control.protocol import PlanUpdate
 from oobleck.sim.cluster.fabric import Violation
 from oobleck.sim.cluster.run import ClusterRun
 
@@ -57,7 +57,7 @@ def _check_steps(played: ClusterRun) -> None:
 
 def _check_orders(played: ClusterRun) -> None:
     """All of a generation are ordered the same, and layers are read from nodes that are not known to be gone."""
-    orders: dict[tuple[int, int], Order] = {}
+    updates: dict[tuple[int, int], PlanUpdate] = {}
     gone: set[str] = set()
     life = 0
     for decided in played.decisions:
@@ -67,13 +67,17 @@ def _check_orders(played: ClusterRun) -> None:
             match command:
                 case Disconnect(node=node):
                     gone.add(node)
-                case SendAll(message=Order() as order):
-                    first = orders.setdefault((life, order.generation), order)
-                    if (first.plan, first.transfers, first.boundary) != (order.plan, order.transfers, order.boundary):
-                        raise Violation(f"generation {order.generation} orders different things")
-                    for item in order.transfers:
+                case SendAll(message=PlanUpdate() as update):
+                    first = updates.setdefault((life, update.generation), update)
+                    if (first.plan, first.transfers, first.boundary) != (
+                        update.plan,
+                        update.transfers,
+                        update.boundary,
+                    ):
+                        raise Violation(f"generation {update.generation} orders different things")
+                    for item in update.transfers:
                         if {item.source.node, item.target.node} & gone:
-                            raise Violation(f"generation {order.generation} moves a layer with a lost node: {item}")
+                            raise Violation(f"generation {update.generation} moves a layer with a lost node: {item}")
                 case _:
                     entry = getattr(command, "entry", None)
                     if isinstance(entry, NodeConnected):

@@ -30,13 +30,13 @@ def test_every_kind_preset_format_and_policy_is_on_the_page() -> None:
 def test_the_costs_of_the_page_are_the_defaults() -> None:
     costs = RecoveryCosts()
     rows = dict(re.findall(r"^\| ([^|]+) \| ([0-9.]+)[^|]* \|", PAGE, flags=re.MULTILINE))
-    assert float(rows["noticing a node whose connection ends"]) == costs.detect_s
-    assert float(rows["noticing a node that says nothing"]) == costs.lease_s
-    assert float(rows["asking all survivors"]) == costs.fence_s
+    assert float(rows["detecting a closed connection"]) == costs.detect_s
+    assert float(rows["detecting a silent node"]) == costs.lease_s
+    assert float(rows["fencing all survivors"]) == costs.fence_s
     assert float(rows["deciding"]) == costs.decide_s
     assert float(rows["forming groups"]) == costs.regroup_s
-    assert float(rows["a node that is there until its workers are ready"]) == costs.node_start_s
-    assert float(rows["a worker that is started again"]) == costs.worker_start_s
+    assert float(rows["starting the workers of a new node"]) == costs.node_start_s
+    assert float(rows["restarting a worker"]) == costs.worker_start_s
     assert float(rows["reading a checkpoint, when all copies of a layer are lost"]) == costs.checkpoint_read_s
 
 

@@ -1,4 +1,4 @@
-"""On how many nodes to train, played through: in the sweep gear, and with the real master and agents."""
+"""On how many nodes to train, played through: in the sweep mode, and with the real master and agents."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import (
-    Cause,
+from oobleck.control.journal import (
     JobEnded,
     JournalEntry,
     Notice,
     PlanAdopted,
+    PlanCause,
     RecoveryDone,
     ScalingDecided,
     StepsDone,
@@ -99,7 +99,7 @@ def test_nodes_that_come_and_are_worth_it_are_taken_after_a_minute() -> None:
     assert (first.num_nodes, decided.num_nodes) == (4, 6)
     assert 560 <= decided.t_s <= 600
     (recovery,) = [entry for entry in journal if isinstance(entry, RecoveryDone)]
-    assert (recovery.cause, set(recovery.nodes)) == (Cause.SCALED, {"node4", "node5"})
+    assert (recovery.cause, set(recovery.nodes)) == (PlanCause.SCALED, {"node4", "node5"})
 
 
 def finishing(scaling: ScalingSpec, *events: TraceEvent, max_steps: int = 100) -> tuple[JournalEntry, ...]:
@@ -150,7 +150,7 @@ def test_nodes_are_set_aside_between_two_steps_and_nobody_computes_in_vain() -> 
     assert played.end.reason == "all 200 steps are committed"
     (recovery,) = entries(played, RecoveryDone)
     assert isinstance(recovery, RecoveryDone)
-    assert (recovery.cause, recovery.nodes) == (Cause.SCALED, ("n2", "n3"))
+    assert (recovery.cause, recovery.nodes) == (PlanCause.SCALED, ("n2", "n3"))
     assert (recovery.steps_lost, recovery.microbatches_redone) == (0, 0)
     plan = entries(played, PlanAdopted)[-1]
     assert isinstance(plan, PlanAdopted)

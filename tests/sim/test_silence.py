@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import Cause, NodeLost, PlanAdopted, StepDone
+from oobleck.control.journal import LossCause, NodeLost, PlanAdopted, StepDone
 from oobleck.sim.cluster.run import ClusterRun
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
@@ -92,7 +92,7 @@ def test_a_silence_while_nodes_are_asked_where_they_stand_loses_no_more_of_them(
 def test_one_of_many_that_freezes_is_lost_soon_after_its_lease():
     played = run(Frozen(t_s=STRUCK_S, node="n1"))
     (lost,) = [entry for entry in played.entries if isinstance(entry, NodeLost)]
-    assert (lost.node, lost.cause) == ("n1", Cause.LEASE_EXPIRED)
+    assert (lost.node, lost.loss.cause) == ("n1", LossCause.LEASE_EXPIRED)
     assert lost.t_s <= STRUCK_S + Setting().job.control.lease_s + 0.5
 
 
@@ -157,7 +157,7 @@ def swept(*events: TraceEvent) -> list[NodeLost]:
 
 
 @pytest.mark.parametrize("stall_s", STALLS_S)
-def test_the_sweep_gear_loses_nobody_by_a_silence_of_most(stall_s: float):
+def test_the_sweep_mode_loses_nobody_by_a_silence_of_most(stall_s: float):
     at_s = 100.0
     assert swept(MasterFrozen(t_s=at_s, frozen_s=stall_s)) == []
     assert swept(Partitioned(t_s=at_s, nodes=NODES), Healed(t_s=at_s + stall_s)) == []
@@ -166,5 +166,5 @@ def test_the_sweep_gear_loses_nobody_by_a_silence_of_most(stall_s: float):
     assert swept(*frozen, *(Thawed(t_s=at_s + stall_s, node=node) for node in NODES)) == []
 
 
-def test_the_sweep_gear_loses_a_node_whose_agent_is_stopped_for_longer_than_its_lease():
+def test_the_sweep_mode_loses_a_node_whose_agent_is_stopped_for_longer_than_its_lease():
     assert [lost.node for lost in swept(AgentFrozen(t_s=100.0, node="n1", frozen_s=30.0))] == ["n1"]

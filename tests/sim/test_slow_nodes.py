@@ -1,4 +1,4 @@
-"""Nodes that become slow, in both gears: they get less to do, rest, and get another chance."""
+"""Nodes that become slow, in both modes: they get less to do, rest, and get another chance."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.journal.entries import (
-    Cause,
-    JournalEntry,
-    PaceChanged,
-    PlanAdopted,
-    RecoveryDone,
-    StepDone,
-    StepsDone,
-)
+from oobleck.control.journal import JournalEntry, PaceChanged, PlanAdopted, PlanCause, RecoveryDone, StepDone, StepsDone
 from oobleck.control.journal.summary import summarize
 from oobleck.sim.cluster.run import ClusterRun
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
 from oobleck.sim.trace import Lost, MasterCrashed, Slowed, Trace, TraceEvent
-from tests.sim.test_gears import plans
+from tests.sim.test_modes import plans
 from tests.sim.virtual import Setting
 
 LONG = Setting(slowness=5.0, duration_s=300.0)
@@ -30,7 +22,7 @@ WELL = Slowed(t_s=40.0, node="n1", factor=1.0)
 
 
 def run(*events: TraceEvent, setting: Setting = LONG) -> ClusterRun:
-    """A run in the cluster gear."""
+    """A run in the cluster mode."""
     played = replace(setting, events=events).run()
     assert played.end.exit_code == 0, played.end.reason
     assert (played.summary.steps_lost, played.summary.samples_repeated, played.summary.samples_missing) == (0, 0, 0)
@@ -38,7 +30,7 @@ def run(*events: TraceEvent, setting: Setting = LONG) -> ClusterRun:
 
 
 def play(*events: TraceEvent, setting: Setting = LONG, duration_s: float = LONG.duration_s) -> tuple[JournalEntry, ...]:
-    """The same in the sweep gear."""
+    """The same in the sweep mode."""
     settings = SweepSettings(
         profile=setting.profile,
         global_batch_size=setting.job.global_batch_size,
@@ -48,7 +40,7 @@ def play(*events: TraceEvent, setting: Setting = LONG, duration_s: float = LONG.
     return sweep(Trace(duration_s=duration_s, nodes=nodes, start=nodes, events=events), settings)
 
 
-def recoveries(entries: tuple[JournalEntry, ...]) -> list[tuple[Cause, tuple[str, ...]]]:
+def recoveries(entries: tuple[JournalEntry, ...]) -> list[tuple[PlanCause, tuple[str, ...]]]:
     return [(entry.cause, entry.nodes) for entry in entries if isinstance(entry, RecoveryDone)]
 
 
@@ -63,7 +55,7 @@ def passing() -> tuple[JournalEntry, ...]:
 
 
 def test_a_slow_node_rests_and_is_taken_back_once_it_is_well(passing: tuple[JournalEntry, ...]):
-    assert recoveries(passing) == [(Cause.SLOW, ("n1",)), (Cause.RETRIED, ("n1",))]
+    assert recoveries(passing) == [(PlanCause.SLOW, ("n1",)), (PlanCause.RETRIED, ("n1",))]
     assert "n1" in newest_plan(passing).plan.nodes
     steps = [entry.record.duration_s for entry in passing if isinstance(entry, StepDone)]
     assert steps[-1] == pytest.approx(steps[1], rel=0.01)
@@ -75,14 +67,20 @@ def test_the_first_step_of_a_node_that_has_rested_is_not_as_long_as_its_rest(pas
 
 def test_a_new_master_knows_who_rests_for_being_slow_and_tries_them_too():
     played = run(SLOW, WELL, MasterCrashed(t_s=50.0, down_s=1.0), setting=replace(LONG, duration_s=350.0))
-    assert recoveries(played.entries) == [(Cause.SLOW, ("n1",)), (Cause.RETRIED, ("n1",))]
+    assert recoveries(played.entries) == [(PlanCause.SLOW, ("n1",)), (PlanCause.RETRIED, ("n1",))]
     assert "n1" in newest_plan(played.entries).plan.nodes
 
 
 def test_a_slow_node_that_is_tried_too_early_rests_twice_as_long():
     journal = play(SLOW, duration_s=1000.0)
     done = [entry for entry in journal if isinstance(entry, RecoveryDone)]
-    assert [entry.cause for entry in done] == [Cause.SLOW, Cause.RETRIED, Cause.SLOW, Cause.RETRIED, Cause.SLOW]
+    assert [entry.cause for entry in done] == [
+        PlanCause.SLOW,
+        PlanCause.RETRIED,
+        PlanCause.SLOW,
+        PlanCause.RETRIED,
+        PlanCause.SLOW,
+    ]
     first_s, second_s = (retried.began_s - slow.t_s for slow, retried in zip(done[::2], done[1::2], strict=False))
     assert second_s == pytest.approx(2 * first_s, rel=0.02)
     assert newest_plan(journal).plan.spares == ("n1",)
@@ -102,7 +100,7 @@ def test_tries_cost_little():
 
 
 def test_a_slow_node_that_is_lost_while_it_rests_is_not_tried():
-    assert recoveries(play(SLOW, Lost(t_s=60.0, node="n1"), duration_s=1000.0)) == [(Cause.SLOW, ("n1",))]
+    assert recoveries(play(SLOW, Lost(t_s=60.0, node="n1"), duration_s=1000.0)) == [(PlanCause.SLOW, ("n1",))]
 
 
 def test_a_slow_down_that_passes_costs_what_it_takes_to_find_out_and_to_rest():
@@ -113,7 +111,7 @@ def test_a_slow_down_that_passes_costs_what_it_takes_to_find_out_and_to_rest():
 
 @pytest.mark.parametrize("layers_per_device", [4, 2])
 @pytest.mark.parametrize("events", [(SLOW,), (SLOW, WELL)])
-def test_both_gears_plan_alike_for_slow_nodes(layers_per_device: int, events: tuple[TraceEvent, ...]):
+def test_both_modes_plan_alike_for_slow_nodes(layers_per_device: int, events: tuple[TraceEvent, ...]):
     setting = replace(LONG, layers_per_device=layers_per_device)
     played, journal = run(*events, setting=setting).entries, play(*events, setting=setting)
     assert plans(journal) == plans(played)

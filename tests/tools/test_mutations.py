@@ -35,4 +35,4 @@ def test_each_mutation_names_a_test_that_there_is(mutations: ModuleType) -> None
 
 
 def test_the_page_has_the_table(mutations: ModuleType) -> None:
-    assert mutations.table() in (ROOT / "docs" / "cluster_gear.md").read_text()
+    assert mutations.table() in (ROOT / "docs" / "cluster_mode.md").read_text()

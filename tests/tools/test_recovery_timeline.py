@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.control.journal.entries import Action, Cause, JournalEntry, RecoveryDone
+from oobleck.control.journal import Action, JournalEntry, LossCause, PlanCause, RecoveryDone
 from oobleck.runtime.files.journal_file import JournalWriter
 from tests.control.journals import adopted, committed, job_started, plan
 from tools.recovery_timeline import find_recovery, main, recovery_svg
@@ -18,7 +18,8 @@ DONE = RecoveryDone(
     began_s=10.2,
     generation=2,
     nodes=("node2",),
-    cause=Cause.CONNECTION_LOST,
+    cause=PlanCause.LOSS,
+    loss=LossCause.CONNECTION_LOST,
     action=Action.REINSTANTIATE,
     detect_s=0.05,
     decide_s=0.03,

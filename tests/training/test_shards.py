@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from oobleck.control.protocol import RecordRun, ScanAnswer, ScanRange, ScanRequest, StepRecords
-from oobleck.control.protocol.data_position import DataPosition
+from oobleck.control.protocol import DataPosition, RecordRun, ScanAnswer, ScanRange, ScanRequest, StepRecords
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec, JobSpec, ScriptSpec
 from oobleck.training.data.batches import IGNORED_LABEL

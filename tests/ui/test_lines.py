@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from oobleck.control.journal.entries import JobEnded, NodeConnected, Notice
+from oobleck.control.journal import JobEnded, NodeConnected, Notice
 from oobleck.ui.lines import LineFormatter
 from tests.control.journals import committed, job_started, run_with_a_loss
 
@@ -72,7 +72,7 @@ def test_an_entry_is_one_line_of_printable_characters(text):
 def test_a_whole_run_tells_its_loss_in_order():
     told = "\n".join(lines_of(*run_with_a_loss()))
     assert (
-        told.index("node3 lost: connection closed")
+        told.index("node3 lost: its connection was lost")
         < told.index("recovering from the loss")
         < told.index("generation 2")
         < told.index("step 41/120")

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from oobleck.bounds import Bounds, bounds_of
-from oobleck.control.protocol.manifest import Shard
+from oobleck.control.protocol import Shard
 from oobleck.job import (
     CheckpointSpec,
     ControlSpec,

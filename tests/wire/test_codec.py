@@ -19,14 +19,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
+from oobleck.control.journal import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
 from oobleck.control.protocol import (
     AgentMessage,
     CommitRecord,
     Configure,
+    ErrorKind,
     Heartbeat,
     MasterMessage,
-    Order,
+    PlanUpdate,
+    Raised,
     Segment,
     Status,
     StorePut,
@@ -87,7 +89,7 @@ PLAN = ExecutionPlan(
     ),
     spares=("node1",),
 )
-ORDER = Order(
+ORDER = PlanUpdate(
     device=0,
     generation=2,
     catch_up=RECORD,
@@ -213,9 +215,10 @@ def test_a_loss_that_is_not_a_number_survives():
 
 
 def test_broken_text_of_a_traceback_survives():
-    message = WorkerFailed(traceback="File '\udcff.py'")
+    error = Raised(kind=ErrorKind.CODE, message="", traceback="File '\udcff.py'")
+    message = WorkerFailed(end=error)
     assert decode(WorkerMessage, encode_frame(message)) == [message]
-    exited = WorkerExited(device=0, pid=1, traceback="\udcff")
+    exited = WorkerExited(device=0, pid=1, end=error)
     assert from_builtins(WorkerExited, to_builtins(exited)) == exited
 
 
@@ -401,7 +404,9 @@ def test_errors_name_what_is_wrong(body, problem):
 def test_errors_name_the_place_within():
     raw = raw_of(ORDER)
     raw["plan"]["pipelines"][0]["template"]["stages"][0]["first_layer"] = 4
-    with pytest.raises(PeerError, match=r"^Order\.plan\.pipelines\[0\]\.template\.stages\[0\]: stage has 0 layers"):
+    with pytest.raises(
+        PeerError, match=r"^PlanUpdate\.plan\.pipelines\[0\]\.template\.stages\[0\]: stage has 0 layers"
+    ):
         FrameDecoder(MasterMessage).feed(frame_of(raw))
     raw = raw_of(CONFIGURE)
     raw["job"]["model"]["config"]["n_layer"] = [1]
@@ -460,7 +465,7 @@ def test_a_message_outside_the_union_is_rejected_by_name():
 
 
 def ended_at(t_s: bytes) -> bytes:
-    return b'{"@type": "JobEnded", "t_s": ' + t_s + b', "exit_code": 0, "reason": ""}'
+    return b'{"@type": "JobEnded", "t_s": ' + t_s + b', "exit_code": 0, "reason": "", "error": null}'
 
 
 @pytest.mark.parametrize(
@@ -481,10 +486,10 @@ def ended_at(t_s: bytes) -> bytes:
         (ended_at(b'{"@float": "nan", "x": 1}'), "expected float, got a map of 2"),
         (
             (
-                b'{"@type": "NodeLost", "t_s": 1, "node": "n", "cause": "boredom", "evidence": "", '
+                b'{"@type": "NodeLost", "t_s": 1, "node": "n", "loss": {"@type": "Boredom"}, '
                 b'"is_requested": false, "is_tried_again": false}'
             ),
-            r"NodeLost\.cause: expected one of connection_lost, .*, got 'boredom'",
+            r"NodeLost\.loss: unknown type 'Boredom'; expected one of AgentLeft, ",
         ),
     ],
 )  # fmt: skip

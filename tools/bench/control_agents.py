@@ -1,4 +1,4 @@
-"""The nodes of `control_plane.py`: real agents behind real sockets, in one process, with stand-in workers.
+"""The nodes of `control_plane.py`: real agents behind real sockets, in one process, with placeholder workers.
 
     python tools/bench/control_agents.py --nodes 256 --directory DIR --profile FILE --tag bench
 
@@ -38,6 +38,7 @@ from oobleck.control.protocol import (
     AgentMessage,
     Hello,
     MasterMessage,
+    ProcessEnd,
     SetUpWorker,
     StorePut,
     WorkerBound,
@@ -46,7 +47,7 @@ from oobleck.control.protocol import (
 from oobleck.planner import profile_from_json
 from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import MasterConnection, WorkerEnd
+from oobleck.roles.ports import MasterConnection
 from oobleck.sim.cluster import Delays, Gate, Tempo, VirtualTime, VirtualWorkerHost, WorkerProcess, World
 from oobleck.wire import FrameDecoder
 
@@ -120,7 +121,7 @@ class _Worker:
             return replace(message, value=bytes(_GLOO_BYTES + _GLOO_BYTES_EACH * len(message.nodes)))
         return message
 
-    async def wait(self) -> WorkerEnd:
+    async def wait(self) -> ProcessEnd:
         return await self._process.wait()
 
     def kill(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from oobleck.control.protocol import (
     CommitRecord,
     Finished,
-    Order,
+    PlanUpdate,
     Profiled,
     ProfileRequest,
     SetUpWorker,
@@ -117,7 +117,7 @@ class LocalWorkers:
     def train(self, plan: ExecutionPlan, kind: ScheduleKind, *, num_sections: int = 1) -> Trained:
         """Train from the initial values to the job's last step; each step is cut into so many sections."""
         for worker_id in self._worker_ids:
-            order = Order(
+            update = PlanUpdate(
                 device=worker_id.device,
                 generation=1,
                 plan=plan,
@@ -127,7 +127,7 @@ class LocalWorkers:
                 num_sections=num_sections,
                 initial=True,
             )
-            self._tell(worker_id, order)
+            self._tell(worker_id, update)
         records: dict[int, CommitRecord] = {}
         finished: dict[WorkerId, Finished] = {}
         while finished.keys() != set(plan.worker_ids):
@@ -154,7 +154,7 @@ class LocalWorkers:
                 raise RuntimeError(f"the worker of {worker_id} is gone")
             for message in decoder.feed(data):
                 if isinstance(message, WorkerFailed):
-                    raise RuntimeError(message.traceback)  # noqa: TRY004
+                    raise RuntimeError(message.end.traceback)  # noqa: TRY004
                 if isinstance(message, StorePut):
                     for other in self._worker_ids:
                         if other != worker_id and other.node in message.nodes:

@@ -1,4 +1,4 @@
-"""What it costs to bank what a step has done: the same job with one reduction a step and with several, in turns.
+"""What it costs to commit what a step has done: the same job with one reduction a step and with several, in turns.
 
     python tools/bench/sections.py --rounds 3
 

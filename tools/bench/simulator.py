@@ -1,4 +1,4 @@
-"""How long the sweep gear takes for months of a large cluster, and how much memory.
+"""How long the sweep mode takes for months of a large cluster, and how much memory.
 
     python tools/bench/simulator.py --nodes 2048 --days 54 --mtbf-h 3.1
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text, replay_run
-from oobleck.control.events import End, Remark, StopRequested
+from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import (
     Finished,
     JournalEntry,
@@ -29,6 +29,7 @@ from oobleck.control.journal import (
     Summary,
     prometheus_text,
     read_finished,
+    sentence,
     summarize,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageError
@@ -195,7 +196,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
         chosen, remarks = await _check(run, directory, options, output) if is_check_due else (known, ())
 
         def tell_of_gap(gap: JournalGap) -> None:
-            session.remark("error" if gap.is_open or gap.num_lost else "info", gap.describe())
+            session.remark("error" if gap.is_open or gap.num_lost else "info", sentence(gap))
 
         with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
@@ -253,7 +254,7 @@ def _with_journal(end: End, journal: JournalWriter) -> End:
 
 async def _check(
     run: Run, directory: RunDirectory, options: SSHOptions, output: Output
-) -> tuple[tuple[NodeSpec, ...], tuple[Remark, ...]]:
+) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
     """Check the nodes of the hostfile; returns those to begin with, and what is to be said."""
     say(output, f"oobleck up: checking {len(run.nodes)} nodes (--no-check leaves this out)")
     paths = _remote_paths(run, directory)
@@ -315,7 +316,7 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, kno
         if await _is_any_alive(cluster, replayed.nodes):
             if replayed.gap is not None:
                 set_aside(directory.journal)
-                text = f"the run goes on without its master, and cannot be taken over: {replayed.gap.describe()}"
+                text = f"the run goes on without its master, and cannot be taken over: {sentence(replayed.gap)}"
                 return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
             if replayed.job != run.job:
                 changed = ", ".join(changed_keys(replayed.job, run.job))

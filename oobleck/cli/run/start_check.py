@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from oobleck.control.events import Remark
-from oobleck.control.journal import LEFT_OUT_WORDS
+from oobleck.control.events import NodeLeftOut, Remark
 from oobleck.control.node_check import CheckedNode, CheckReport, Health
 from oobleck.job import NodeSpec
 
 __all__ = ["choose_nodes"]
 
 
-def choose_nodes(nodes: Sequence[NodeSpec], report: CheckReport) -> tuple[tuple[NodeSpec, ...], tuple[Remark, ...]]:
-    """Return the nodes to begin with, and what people should read.
+def choose_nodes(
+    nodes: Sequence[NodeSpec], report: CheckReport
+) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
+    """Return the nodes to begin with, and what the journal should say.
 
     Nodes that were reached and found faulty are left out, unless none would be left. Whoever could not be reached is
     the run's to try again. Slow nodes take part: they get fewer microbatches.
@@ -30,7 +31,7 @@ def _is_at_fault(checked: CheckedNode) -> bool:
     return checked.facts is not None and checked.verdict.health is Health.FAULTY
 
 
-def _remarks(report: CheckReport, left_out: set[str]) -> Iterator[Remark]:
+def _remarks(report: CheckReport, left_out: set[str]) -> Iterator[NodeLeftOut | Remark]:
     if report.is_healthy:
         yield Remark(
             level="info", text=f"{len(report.nodes)} nodes are healthy; the check took {report.elapsed_s:.1f} s"
@@ -40,7 +41,6 @@ def _remarks(report: CheckReport, left_out: set[str]) -> Iterator[Remark]:
     for checked in report.nodes:
         node, verdict = checked.verdict.node, checked.verdict
         if node in left_out:
-            way_back = f"once it is repaired, `oobleck add {node}` lets it in"
-            yield Remark(level="warning", text=f"{node}{LEFT_OUT_WORDS}{verdict.reason}; {way_back}")
+            yield NodeLeftOut(node=node, fault=verdict.reason)
         elif verdict.health is not Health.HEALTHY:
             yield Remark(level="warning", text=f"{node} is {verdict.health}: {verdict.reason}")

@@ -7,21 +7,20 @@ from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan
 from .hangs import cut_off_nodes, stuck_workers
-from .judgement import NOTHING_BANKED, Verdict, broken_pipelines, judge, microbatches_redone, uncovered
-from .partial_commit import Bank
+from .judgement import NO_SECTION, Verdict, broken_pipelines, judge, microbatches_redone, uncovered
+from .partial_commit import PartialCommit
 from .progress import HANG_FLOOR_S, Progress
 from .replica_check import ReplicaCheck
-from .sections import BANK_COPIES, num_sections_of, sections_wanted, shares_of
+from .sections import PARTIAL_COMMIT_COPIES, num_sections_of, sections_wanted, shares_of
 from .worker_effects import (
     FAILURES,
     Adopt,
     Agree,
     Agreed,
     Apply,
-    AwaitOrder,
+    AwaitPlanUpdate,
     AwaitRecords,
     AwaitSection,
-    BankEffect,
     BeginStep,
     CompareReplicas,
     Compute,
@@ -46,6 +45,7 @@ from .worker_effects import (
     Save,
     SaveEnd,
     Say,
+    SectionEffect,
     ShareLossScale,
     TakeSums,
     TakeTotals,
@@ -54,19 +54,17 @@ from .worker_effects import (
 )
 
 __all__ = [
-    "BANK_COPIES",
     "FAILURES",
     "HANG_FLOOR_S",
-    "NOTHING_BANKED",
+    "NO_SECTION",
+    "PARTIAL_COMMIT_COPIES",
     "Adopt",
     "Agree",
     "Agreed",
     "Apply",
-    "AwaitOrder",
+    "AwaitPlanUpdate",
     "AwaitRecords",
     "AwaitSection",
-    "Bank",
-    "BankEffect",
     "BeginStep",
     "CommitState",
     "Committee",
@@ -87,6 +85,7 @@ __all__ = [
     "Interrupted",
     "KeepGroups",
     "Outcome",
+    "PartialCommit",
     "PeerLost",
     "PlaceInPlan",
     "PostSection",
@@ -101,6 +100,7 @@ __all__ = [
     "Save",
     "SaveEnd",
     "Say",
+    "SectionEffect",
     "ShareLossScale",
     "TakeSums",
     "TakeTotals",

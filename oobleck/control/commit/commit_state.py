@@ -2,8 +2,8 @@
 
 The control thread answers fences from it; the training thread moves it on. Three moments matter: `note_reduced`
 (the worker joins the commit), `begin_apply` (the step counts) and `adopt` (the plan is in force); and two like the
-first for sections of a step, `note_bank_reduced` and `bank`. Each is passed before a fence, and then the answer says
-so, or not at all. So what a worker answers stays true until its next
+first for sections of a step, `note_section_reduced` and `commit_section`. Each is passed before a fence, and then the
+answer says so, or not at all. So what a worker answers stays true until its next
 order, and the coordinator's view of all answers is never half of a step.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from oobleck.control.protocol import BankRecord, CommitRecord, Fence, Order, Status
+from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, SectionRecord, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 
 __all__ = ["CommitState", "Interrupted", "PeerLost"]
@@ -40,7 +40,7 @@ class CommitState:
         self._lock = lock
         self._fence = 0
         self._generation = 0
-        self._order: Order | None = None
+        self._update: PlanUpdate | None = None
         self._pipeline_lost = False
         self._stop_wanted = False
         self._plan: ExecutionPlan | None = None
@@ -50,8 +50,8 @@ class CommitState:
         self._applied = 0
         self._last_record: CommitRecord | None = None
         self._reduced: int | None = None
-        self._banked: BankRecord | None = None
-        self._bank_reduced: int | None = None
+        self._partial: SectionRecord | None = None
+        self._section_reduced: int | None = None
         self._microbatches_done = 0
         self._broken = False
 
@@ -64,8 +64,8 @@ class CommitState:
         """
         with self._lock:
             self._fence = max(self._fence, fence.generation)
-            if self._order is not None and self._order.generation < self._fence:
-                self._order = None
+            if self._update is not None and self._update.generation < self._fence:
+                self._update = None
             located = self._plan.locate(self._worker_id) if self._plan else None
             if self._plan is not None and located is not None:
                 nodes = self._plan.pipelines[located[0]].nodes
@@ -80,17 +80,17 @@ class CommitState:
                 layers=tuple(sorted({*self._layers, *self._kept})),
                 microbatches_done=self._microbatches_done,
                 broken=self._broken,
-                banked=self._banked,
-                bank_reduced=self._bank_reduced,
+                partial=self._partial,
+                section_reduced=self._section_reduced,
             )
         self._announce()
         return status
 
-    def give_order(self, order: Order) -> None:
+    def give_update(self, update: PlanUpdate) -> None:
         """Leave an order for the training thread; one it has not taken yet is replaced by a newer one."""
         with self._lock:
-            if order.generation >= max(self._fence, self._generation + 1):
-                self._order = order
+            if update.generation >= max(self._fence, self._generation + 1):
+                self._update = update
         self._announce()
 
     def want_stop(self) -> None:
@@ -101,8 +101,8 @@ class CommitState:
     # --- either thread, without the lock: one read of one field ----------------------------------------------
 
     @property
-    def has_order(self) -> bool:
-        return self._order is not None
+    def has_update(self) -> bool:
+        return self._update is not None
 
     @property
     def is_stop_wanted(self) -> bool:
@@ -111,6 +111,11 @@ class CommitState:
     @property
     def applied(self) -> int:
         return self._applied
+
+    @property
+    def generation(self) -> int:
+        """Of the order that is followed."""
+        return self._generation
 
     @property
     def adopted(self) -> int:
@@ -137,24 +142,26 @@ class CommitState:
     def is_pipeline_stopped(self) -> bool:
         """A whole pipeline finishes its microbatches through a fence; one that lost a node stops at once,
         and so does any when the order is to forget the step."""
-        order = self._order
-        return (self._pipeline_lost and self._fence > self._generation) or (order is not None and order.finish is None)
+        update = self._update
+        return (self._pipeline_lost and self._fence > self._generation) or (
+            update is not None and update.finish is None
+        )
 
     # --- training thread -----------------------------------------------------------------------------------
 
-    def take_order(self) -> Order | None:
+    def take_update(self) -> PlanUpdate | None:
         """Take the newest order, if there is one: from now on its generation is ours."""
         with self._lock:
-            order, self._order = self._order, None
-            if order is not None:
-                self._generation = order.generation
-            return order
+            update, self._update = self._update, None
+            if update is not None:
+                self._generation = update.generation
+            return update
 
     def begin_step(self) -> None:
-        """Note that nothing is done of the step in flight but what is banked."""
+        """Note that nothing is done of the step in flight but what is committed."""
         with self._lock:
             self._reduced = None
-            self._bank_reduced = None
+            self._section_reduced = None
             self._microbatches_done = 0
             self._broken = False
 
@@ -178,21 +185,21 @@ class CommitState:
             self._check_fence()
             self._reduced = step
 
-    def note_bank_reduced(self, number: int) -> None:
+    def note_section_reduced(self, number: int) -> None:
         """Note that the fully reduced gradients of a section are here; like `note_reduced`.
 
         Raises Interrupted when a fence came first.
         """
         with self._lock:
             self._check_fence()
-            self._bank_reduced = number
+            self._section_reduced = number
 
     def give_back_section(self) -> None:
-        """Note that the sums of the section on its way are dropped: nobody has banked it, and it cannot be banked."""
+        """Note that the sums of the section on its way are dropped: nobody has committed it, and it cannot be."""
         with self._lock:
-            self._bank_reduced = None
+            self._section_reduced = None
 
-    def bank(self, record: BankRecord) -> None:
+    def commit_section(self, record: SectionRecord) -> None:
         """Pass the point of no return of a section: no failure of others takes it any more.
 
         What was kept for others is behind from here on, and all have adopted the plan. Raises Interrupted when a fence
@@ -200,7 +207,7 @@ class CommitState:
         """
         with self._lock:
             self._check_fence()
-            self._bank(record)
+            self._commit_section(record)
 
     def begin_apply(self, record: CommitRecord) -> None:
         """Pass the point of no return of a commit: the caller applies the step next, and nothing stops it.
@@ -223,16 +230,16 @@ class CommitState:
             self._move_to(record)
             return True
 
-    def catch_up_bank(self, record: BankRecord) -> bool:
-        """Like `bank`, by order: some worker has banked the section. False for one that has nothing to bank."""
+    def catch_up_section(self, record: SectionRecord) -> bool:
+        """Like `commit_section`, by order: some worker has committed it. False where there is nothing to commit."""
         with self._lock:
-            if self._bank_reduced != record.number or self._adopted != record.generation:
+            if self._section_reduced != record.number or self._adopted != record.generation:
                 return False
             assert record.step == self._applied + 1, (record.step, self._applied)
-            self._bank(record)
+            self._commit_section(record)
             return True
 
-    def adopt(self, order: Order, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
+    def adopt(self, update: PlanUpdate, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
         """Put the order's plan in force: from here on nothing stops the caller from taking the layers.
 
         They count as held, at the boundary's version. So do those `kept` for others, until the next step is
@@ -240,16 +247,16 @@ class CommitState:
         """
         with self._lock:
             self._check_fence()
-            self._plan = order.plan
-            self._adopted = order.generation
-            self._applied = order.boundary
-            if order.restore is not None or order.initial:
+            self._plan = update.plan
+            self._adopted = update.generation
+            self._applied = update.boundary
+            if update.restore is not None or update.initial:
                 self._last_record = None  # steps after what is gone back to are as if they had never been
             self._layers = layers
             self._kept = kept
             self._reduced = None
-            self._banked = None
-            self._bank_reduced = None
+            self._partial = None
+            self._section_reduced = None
             self._microbatches_done = 0
             self._pipeline_lost = False
 
@@ -262,11 +269,11 @@ class CommitState:
         self._kept = ()
         self._last_record = record
         self._reduced = None
-        self._banked = None
-        self._bank_reduced = None
+        self._partial = None
+        self._section_reduced = None
         self._microbatches_done = 0
 
-    def _bank(self, record: BankRecord) -> None:
-        self._banked = record
-        self._bank_reduced = None
+    def _commit_section(self, record: SectionRecord) -> None:
+        self._partial = record
+        self._section_reduced = None
         self._kept = ()

@@ -4,8 +4,8 @@
        ^                                                                                             │
        └───────────── Interrupted (a fence), or a failure that is reported and answered by a fence ◄─┘
 
-    a step:  compute ──> settle the bank ──> reduce ──> note_reduced ──> agree ──> begin_apply ──> apply ──> save
-    a plan:  form groups ──> receive layers ──> Standing.adopt ──> hold the layers ──> drop old groups
+    a step:  compute ──> settle sections ──> reduce ──> note_reduced ──> agree ──> begin_apply ──> apply ──> save
+    a plan:  form groups ──> receive layers ──> CommitState.adopt ──> hold the layers ──> drop old groups
 
 Whatever must come before something else is written here, once. The driver knows how, never when:
 `training/step/engine.py` carries effects out with torch and sockets, `sim/cluster/worker.py` with virtual time and a
@@ -23,8 +23,8 @@ from typing import Protocol
 from oobleck.control.protocol import (
     CommitRecord,
     EvaluationDone,
-    Order,
     PeerFailed,
+    PlanUpdate,
     RecordsFailed,
     RecordsOver,
     RestoreFailed,
@@ -36,14 +36,14 @@ from oobleck.planner import WorkerId
 
 from .commit_state import CommitState, Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan, transfer_key
-from .partial_commit import Bank
+from .partial_commit import PartialCommit
 from .sections import shares_of
 from .worker_effects import (
     Adopt,
     Agree,
     Agreed,
     Apply,
-    AwaitOrder,
+    AwaitPlanUpdate,
     AwaitRecords,
     BeginStep,
     CompareReplicas,
@@ -85,7 +85,7 @@ class RecordBoard(Protocol):
 
 
 class Follower:
-    """The training thread's course. `run` never ends; `bank` is for the driver to look after in the middle of programs.
+    """The training thread's course. `run` never ends; the driver looks after `partial_commit` during programs.
 
     Mutable: what is in force, and what is done of the step in flight.
     """
@@ -107,7 +107,7 @@ class Follower:
         self._records = records
         self._evaluates = evaluates
         self._whole = tuple(range(job.num_microbatches))
-        self.bank = Bank(commit_state, device=worker_id.device)
+        self.partial_commit = PartialCommit(commit_state, device=worker_id.device)
         self._seat: PlaceInPlan | None = None
         """In the plan in force; None for a spare."""
         self._committee: Committee | None = None
@@ -121,33 +121,33 @@ class Follower:
     def run(self) -> Effects:
         """Follow orders for ever."""
         while True:
-            order = yield AwaitOrder()
-            assert isinstance(order, Order)
+            update = yield AwaitPlanUpdate()
+            assert isinstance(update, PlanUpdate)
             try:
-                yield from self._follow(order)
+                yield from self._follow(update)
                 if (yield from self._train()):
                     yield ReportFinished()
             except Interrupted:
                 continue
             except PeerLost as error:
-                yield Say(PeerFailed(device=self._device, generation=order.generation, detail=str(error)))
+                yield Say(PeerFailed(device=self._device, generation=update.generation, detail=str(error)))
             except ShardUnreadable as error:
-                yield Say(self._unreadable(order, error))
+                yield Say(self._unreadable(update, error))
             except CorruptCheckpoint as error:
-                yield Say(self._corrupt(order, error))
+                yield Say(self._corrupt(update, error))
 
-    def _follow(self, order: Order) -> Effects:
+    def _follow(self, update: PlanUpdate) -> Effects:
         """Carry an order out up to the point where its plan is in force."""
-        if order.catch_up is not None and self._commit_state.catch_up(order.catch_up):
-            yield from self._apply(order.catch_up)
-        if order.catch_up_bank is not None:
-            yield from self.bank.catch_up(order.catch_up_bank)
-        yield from self.bank.give_back()
-        if order.finish is None:
+        if update.catch_up is not None and self._commit_state.catch_up(update.catch_up):
+            yield from self._apply(update.catch_up)
+        if update.catch_up_section is not None:
+            yield from self.partial_commit.catch_up(update.catch_up_section)
+        yield from self.partial_commit.give_back()
+        if update.finish is None:
             yield from self._forget()
-        elif self._commit_state.applied == order.finish - 1:
-            yield from self._finish(order, order.finish)
-        yield from self._adopt(order)
+        elif self._commit_state.applied == update.finish - 1:
+            yield from self._finish(update, update.finish)
+        yield from self._adopt(update)
 
     def _train(self) -> Generator[Effect, Outcome, bool]:
         """Run steps to the job's last one, or to the one whose commit agrees to stop; False for a spare."""
@@ -155,7 +155,7 @@ class Follower:
         if seat is None or committee is None:
             return False
         stop = False
-        if not self.bank.before:  # else in the middle of a step, before which it was done
+        if not self.partial_commit.before:  # else in the middle of a step, before which it was done
             yield from self._evaluate(seat, committee)
         while not stop and (yield from self._has_next(committee)):
             yield from self._compute(seat, committee, self._commit_state.applied + 1, ends_under_plan=True)
@@ -188,13 +188,13 @@ class Follower:
             yield from self._begin(step)
         if self._share_done:
             return
-        share = shares_of(committee.plan, self.bank.before)[seat.index]
-        sections = self.bank.num_sections if ends_under_plan else 1
+        share = shares_of(committee.plan, self.partial_commit.before)[seat.index]
+        sections = self.partial_commit.num_sections if ends_under_plan else 1
         yield from self._execute(Compute(step, tuple(share), sections, posts_sums=ends_under_plan))
         self._share_done = True
 
     def _begin(self, step: int) -> Effects:
-        """Begin a step with nothing done of it but what is banked."""
+        """Begin a step with nothing done of it but what is committed."""
         yield from self._forget()
         yield BeginStep(step)
         self._step = step
@@ -222,7 +222,7 @@ class Follower:
         """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
         step = self._step
         assert step is not None
-        yield from self.bank.settle()
+        yield from self.partial_commit.settle()
         if self._commit_state.is_fenced():
             raise Interrupted  # it may have left out a section, for which others wait in the same groups
         yield Reduce(step, committee)
@@ -243,14 +243,14 @@ class Follower:
 
     def _check(self, step: int, counted: tuple[int, ...]) -> None:
         """Hold a step to its microbatches, each once. Raises AssertionError: a wrong sum is never applied."""
-        banked = self.bank.microbatches
-        found = tuple(sorted((*banked, *counted))) if banked else counted
-        assert found == self._whole, f"step {step}: microbatches counted {counted} beside {banked}"
+        partial = self.partial_commit.microbatches
+        found = tuple(sorted((*partial, *counted))) if partial else counted
+        assert found == self._whole, f"step {step}: microbatches counted {counted} beside {partial}"
 
     def _apply(self, record: CommitRecord) -> Effects:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
         yield Apply(record)
-        self.bank.end_step()
+        self.partial_commit.end_step()
         yield from self._forget()
         if self._seat is not None and (self._seat.is_first or self._seat.is_last):
             yield Say(StepCommitted(device=self._device, record=record))
@@ -287,7 +287,7 @@ class Follower:
 
     # --- from one plan to the next ---------------------------------------------------------------------------
 
-    def _finish(self, order: Order, step: int) -> Effects:
+    def _finish(self, update: PlanUpdate, step: int) -> Effects:
         """Finish the step in flight under the old plan, without the nodes that it lost.
 
         Members of whole pipelines complete their share and the extra segments; the others contribute zeros, and
@@ -296,23 +296,23 @@ class Follower:
         seat, in_force = self._seat, self._committee
         if seat is None or in_force is None:
             return  # a spare, or a newcomer: it takes no part in the old plan
-        if any(node in order.lost for node in seat.pipeline.nodes):
+        if any(node in update.lost for node in seat.pipeline.nodes):
             yield from self._begin(step)
         else:
             yield from self._compute(seat, in_force, step, ends_under_plan=False)
-            for segment in order.segments:
+            for segment in update.segments:
                 if segment.pipeline == seat.index and segment.segment not in self._segments_done:
                     yield from self._execute(Compute(step, segment.microbatches))
                     self._segments_done.add(segment.segment)
-        committee = Committee(in_force.plan, order.generation, order.lost)
+        committee = Committee(in_force.plan, update.generation, update.lost)
         yield FormGroups((committee.key,), committee)
         yield from self._end_step(committee)
 
-    def _adopt(self, order: Order) -> Effects:
+    def _adopt(self, update: PlanUpdate) -> Effects:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
-        seat = PlaceInPlan.find(order, self._worker_id)
-        committee = None if seat is None else Committee(order.plan, order.generation)
-        moving = transfer_key(order.transfers, order.generation)
+        seat = PlaceInPlan.find(update, self._worker_id)
+        committee = None if seat is None else Committee(update.plan, update.generation)
+        moving = transfer_key(update.transfers, update.generation)
         if moving is not None and self._worker_id not in moving.members:
             moving = None
         keys: tuple[GroupKey, ...] = () if moving is None else (moving,)
@@ -320,48 +320,48 @@ class Follower:
             keys += (seat.lane_key, seat.stage_key, committee.key)
         layers = range(0) if seat is None else seat.layers
         yield FormGroups(keys, committee)
-        if order.restore is not None:
-            assert not order.banked.microbatches, "a checkpoint is of a whole step"
-            yield ReadCheckpoint(order, layers)
-        yield Exchange(order, moving)
-        is_current = self._commit_state.applied == order.boundary
-        yield ShareLossScale(committee, is_current or order.restore is not None)
-        keep = self._to_keep(order, layers) if is_current else ()
-        self._commit_state.adopt(order, tuple(layers), keep)
-        yield Adopt(order, seat, committee, layers, keep)
-        self.bank.adopt(order, is_spare=seat is None)
+        if update.restore is not None:
+            assert not update.partial.microbatches, "a checkpoint is of a whole step"
+            yield ReadCheckpoint(update, layers)
+        yield Exchange(update, moving)
+        is_current = self._commit_state.applied == update.boundary
+        yield ShareLossScale(committee, is_current or update.restore is not None)
+        keep = self._to_keep(update, layers) if is_current else ()
+        self._commit_state.adopt(update, tuple(layers), keep)
+        yield Adopt(update, seat, committee, layers, keep)
+        self.partial_commit.adopt(update, is_spare=seat is None)
         self._seat, self._committee = seat, committee
-        self._resumed = order.generation
-        yield KeepGroups(keys, committee, order.generation)
+        self._resumed = update.generation
+        yield KeepGroups(keys, committee, update.generation)
 
-    def _to_keep(self, order: Order, layers: range) -> tuple[int, ...]:
+    def _to_keep(self, update: PlanUpdate, layers: range) -> tuple[int, ...]:
         """The layers that others are to receive, and that this worker holds no longer.
 
         They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
         has them read from here. A worker that was left out, and missed steps or sections since, has nothing
         worth keeping.
         """
-        if not self.bank.is_at(order.banked):
+        if not self.partial_commit.is_at(update.partial):
             return ()
         kept = self._commit_state.kept
-        if order.restore is not None:
-            kept = tuple(item.layer for item in order.transfers if item.source == self._worker_id)
-        moving = {item.layer for item in order.transfers}.difference(layers)
+        if update.restore is not None:
+            kept = tuple(item.layer for item in update.transfers if item.source == self._worker_id)
+        moving = {item.layer for item in update.transfers}.difference(layers)
         return tuple(sorted(moving.intersection((*self._commit_state.layers, *kept))))
 
     # --- failures that are reported --------------------------------------------------------------------------
 
-    def _unreadable(self, order: Order, error: ShardUnreadable) -> RecordsFailed:
+    def _unreadable(self, update: PlanUpdate, error: ShardUnreadable) -> RecordsFailed:
         return RecordsFailed(
             device=self._device,
-            generation=order.generation,
+            generation=update.generation,
             shard=error.shard,
             position=error.position,
             problem=error.problem,
         )
 
-    def _corrupt(self, order: Order, error: CorruptCheckpoint) -> RestoreFailed:
-        assert order.restore is not None
+    def _corrupt(self, update: PlanUpdate, error: CorruptCheckpoint) -> RestoreFailed:
+        assert update.restore is not None
         return RestoreFailed(
-            device=self._device, generation=order.generation, name=order.restore.name, problem=str(error)
+            device=self._device, generation=update.generation, name=update.restore.name, problem=str(error)
         )

@@ -1,4 +1,4 @@
-"""The generations of a run: the plan that was ordered in each, and what was dealt and banked of the step in flight."""
+"""The generations of a run: the plan that was ordered in each, and what of a step in flight was dealt or committed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.control.journal import PlanAdopted
-from oobleck.control.protocol import NOTHING, Banked, BankRecord, Order, Restore, Segment, Status
+from oobleck.control.protocol import NOTHING, PartialStep, PlanUpdate, Restore, SectionRecord, Segment, Status
 from oobleck.planner import Decision, ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
-from .judgement import NOTHING_BANKED, BankId, Verdict, broken_pipelines, deal_microbatches, rests_of
-from .sections import banked_after, shares_of
+from .judgement import NO_SECTION, SectionId, Verdict, broken_pipelines, deal_microbatches, rests_of
+from .sections import committed_after, shares_of
 
 __all__ = ["Generations"]
 
@@ -23,16 +23,16 @@ class _Ordered:
     plan: ExecutionPlan
     pipeline_generations: tuple[int, ...]
     boundary: int
-    banked: Banked
+    partial: PartialStep
     num_sections: int
 
-    def banked_before(self, step: int) -> Banked:
-        """What of a step was banked before this plan."""
-        return self.banked if step == self.boundary + 1 else NOTHING
+    def partial_before(self, step: int) -> PartialStep:
+        """What of a step was committed before this plan."""
+        return self.partial if step == self.boundary + 1 else NOTHING
 
 
 class Generations:
-    """Mutable: grows by one with every `begin`, and notes what each `order` says."""
+    """Mutable: grows by one with every `begin`, and notes what each `update` says."""
 
     def __init__(self, *, max_steps: int) -> None:
         self.current = 0
@@ -52,7 +52,7 @@ class Generations:
         """Note a plan that the journal of a master before knows to be ordered."""
         self.current = entry.generation
         self._ordered[entry.generation] = _Ordered(
-            entry.plan, entry.pipeline_generations, entry.boundary, entry.banked, entry.num_sections
+            entry.plan, entry.pipeline_generations, entry.boundary, entry.partial, entry.num_sections
         )
         if entry.finish is None or entry.finished_under is None:
             self._forgot = entry.generation
@@ -84,27 +84,27 @@ class Generations:
         """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
         return self.newest if verdict.adopted is None else verdict.adopted
 
-    def bank_of(self, generation: int, step: int, number: int) -> BankId:
-        """What is banked of a step after so many of its sections under the plan of a generation."""
+    def section_of(self, generation: int, step: int, number: int) -> SectionId:
+        """What is committed of a step after so many of its sections under the plan of a generation."""
         if number:
             return generation, number
-        before = self._ordered[generation].banked_before(step) if generation in self._ordered else NOTHING
+        before = self._ordered[generation].partial_before(step) if generation in self._ordered else NOTHING
         return before.generation, before.number
 
-    def banked(self, verdict: Verdict) -> Banked:
-        """What a verdict finds to be banked of the step in flight."""
-        generation, number = verdict.bank
-        if verdict.bank == NOTHING_BANKED:
+    def partial(self, verdict: Verdict) -> PartialStep:
+        """What a verdict finds to be committed of the step in flight."""
+        generation, number = verdict.section
+        if verdict.section == NO_SECTION:
             return NOTHING
         for ordered in self._ordered.values():
-            if (ordered.banked.generation, ordered.banked.number) == verdict.bank:
-                return ordered.banked
-        assert verdict.banked is not None
+            if (ordered.partial.generation, ordered.partial.number) == verdict.section:
+                return ordered.partial
+        assert verdict.partial is not None
         ordered = self._ordered[generation]
-        before = ordered.banked_before(verdict.applied + 1).microbatches
-        return Banked(
-            microbatches=banked_after(ordered.plan, before, ordered.num_sections, number),
-            loss=verdict.banked.loss,
+        before = ordered.partial_before(verdict.applied + 1).microbatches
+        return PartialStep(
+            microbatches=committed_after(ordered.plan, before, ordered.num_sections, number),
+            loss=verdict.partial.loss,
             generation=generation,
             number=number,
         )
@@ -112,7 +112,7 @@ class Generations:
     def shares(self, generation: int, step: int) -> tuple[Sequence[int], ...]:
         """The microbatches of a step that each pipeline takes under the plan of a generation."""
         ordered = self._ordered[generation]
-        return shares_of(ordered.plan, ordered.banked_before(step).microbatches)
+        return shares_of(ordered.plan, ordered.partial_before(step).microbatches)
 
     def step_to_finish(
         self, verdict: Verdict, statuses: Mapping[WorkerId, Status], lost: Collection[str]
@@ -140,7 +140,7 @@ class Generations:
             self._segments,
             next_segment=self._next_segment,
             shares=self.shares(verdict.adopted, step),
-            banked=self.banked(verdict).microbatches,
+            partial=self.partial(verdict).microbatches,
         )
         if dealt is None:
             return None
@@ -156,7 +156,7 @@ class Generations:
         shares = self.shares(generation, step)
         return rests_of(self._ordered[generation].plan, lost, self._segments, statuses, step=step, shares=shares)
 
-    def order(
+    def plan_update(
         self,
         decision: Decision,
         verdict: Verdict,
@@ -167,7 +167,7 @@ class Generations:
         restore: Restore | None,
         is_from_scratch: bool,
         num_sections: int,
-    ) -> Order:
+    ) -> PlanUpdate:
         """Note the current generation's plan; return its order, for device 0 of any node.
 
         `lost` are the nodes that have no part any more in the plan under which the step is finished; `restore` is the
@@ -177,30 +177,30 @@ class Generations:
         old = self._ordered.get(verdict.adopted) if verdict.adopted is not None and finish is not None else None
         gone = frozenset(lost)
         absent = tuple(node for node in old.plan.nodes if node in gone) if old is not None else ()
-        initial = verdict.applied == 0 and verdict.bank == NOTHING_BANKED and finish is None and is_from_scratch
-        banked = self.banked(verdict)
+        initial = verdict.applied == 0 and verdict.section == NO_SECTION and finish is None and is_from_scratch
+        partial = self.partial(verdict)
         ordered = _Ordered(
             decision.plan,
             self._pipeline_generations(decision.plan, old, gone),
             verdict.applied if finish is None else finish,
-            banked if finish is None else NOTHING,
+            partial if finish is None else NOTHING,
             num_sections,
         )
         self._ordered[self.current] = ordered
         if finish is None:
             self._forgot = self.current
-        return Order(
+        return PlanUpdate(
             device=0,
             generation=self.current,
             catch_up=verdict.catch_up,
-            catch_up_bank=_record(verdict, banked) if verdict.is_bank_behind else None,
+            catch_up_section=_record(verdict, partial) if verdict.is_section_behind else None,
             finish=finish,
             segments=() if finish is None else self._segments,
             lost=absent,
             plan=decision.plan,
             pipeline_generations=ordered.pipeline_generations,
             boundary=ordered.boundary,
-            banked=ordered.banked,
+            partial=ordered.partial,
             num_sections=num_sections,
             schedules=schedules,
             initial=initial,
@@ -220,5 +220,7 @@ class Generations:
         return tuple(kept.get(pipeline.worker_ids, self.current) for pipeline in plan.pipelines)
 
 
-def _record(verdict: Verdict, banked: Banked) -> BankRecord:
-    return BankRecord(step=verdict.applied + 1, generation=banked.generation, number=banked.number, loss=banked.loss)
+def _record(verdict: Verdict, partial: PartialStep) -> SectionRecord:
+    return SectionRecord(
+        step=verdict.applied + 1, generation=partial.generation, number=partial.number, loss=partial.loss
+    )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.control.protocol import Order
+from oobleck.control.protocol import PlanUpdate
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind
 
@@ -69,18 +69,18 @@ class PlaceInPlan:
     """The group of the devices that share the stage."""
 
     @classmethod
-    def find(cls, order: Order, worker_id: WorkerId) -> PlaceInPlan | None:
+    def find(cls, update: PlanUpdate, worker_id: WorkerId) -> PlaceInPlan | None:
         """The place of a worker in the plan of an order; None for a spare."""
-        located = order.plan.locate(worker_id)
+        located = update.plan.locate(worker_id)
         if located is None:
             return None
         index, stage = located
-        pipeline, generation = order.plan.pipelines[index], order.pipeline_generations[index]
+        pipeline, generation = update.plan.pipelines[index], update.pipeline_generations[index]
         return cls(
             index=index,
             stage=stage,
             pipeline=pipeline,
-            schedule=order.schedules[index],
+            schedule=update.schedules[index],
             lane_key=GroupKey("pipeline", generation, pipeline.worker_ids),
             stage_key=GroupKey("stage", generation, pipeline.stages[stage].worker_ids),
         )

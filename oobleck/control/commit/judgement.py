@@ -11,11 +11,11 @@ The dead may have told of a step that no survivor has applied: it is committed a
 was left out of the plan in force, but has not come to hear of it, still holds the layers of the plan before; it
 took no part in what was committed since, which its lack of reduced gradients tells.
 
-Until the first step under a plan is committed, or the first section of one is banked, workers keep what they sent
+Until the first step under a plan is committed, or the first section of one is committed, workers keep what they sent
 away for it. A worker that has still to do that keeps those layers at the version before, so they do not count.
 
-Sections follow the same rule: what some survivor has banked counts, and the others who hold its reduced gradients bank
-it too. What nobody who lives has banked does not count, since nothing was made of it.
+Sections follow the same rule: what some survivor has committed counts, and the others who hold its reduced gradients
+commit it too. What nobody who lives has committed does not count, since nothing was made of it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.control.protocol import BankRecord, CommitRecord, Segment, Status
+from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 
 from .sections import apportion, shares_of
 
 __all__ = [
-    "NOTHING_BANKED",
-    "BankId",
+    "NO_SECTION",
+    "SectionId",
     "Verdict",
     "broken_pipelines",
     "deal_microbatches",
@@ -43,16 +43,16 @@ __all__ = [
 ]
 
 
-BankId = tuple[int, int]
-"""What is banked of a step: the generation of the plan under which the newest section of it was run, and its number."""
+SectionId = tuple[int, int]
+"""What is committed of a step: the generation of the plan under which its newest section was run, and its number."""
 
-NOTHING_BANKED: BankId = (0, 0)
+NO_SECTION: SectionId = (0, 0)
 
 
-def _as_it_is(generation: int, step: int, number: int) -> BankId:
-    """What a worker has banked of a step, where no plan came into force in the middle of one."""
+def _as_it_is(generation: int, step: int, number: int) -> SectionId:
+    """What a worker has committed of a step, where no plan came into force in the middle of one."""
     del step
-    return (generation, number) if number else NOTHING_BANKED
+    return (generation, number) if number else NO_SECTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +66,25 @@ class Verdict:
     adopted: int | None
     """The generation whose plan all who hold layers have in force; None when they differ."""
     held: Mapping[WorkerId, frozenset[int]]
-    """The layers that each survivor holds whole, at the version of `applied`, with what is banked of the next step."""
-    bank: BankId = NOTHING_BANKED
-    """What is banked of the step after."""
-    banked: BankRecord | None = None
-    """What those say of it who have banked it; None where that was before the plan that they have adopted."""
-    is_bank_behind: bool = False
-    """Some survivor has still to bank it."""
+    """The layers that each survivor holds whole, at the version of `applied`, with committed sections of the next."""
+    section: SectionId = NO_SECTION
+    """What is committed of the step after."""
+    partial: SectionRecord | None = None
+    """What those say of it who have committed it; None where that was before the plan that they have adopted."""
+    is_section_behind: bool = False
+    """Some survivor has still to commit it."""
 
 
 def judge(
     statuses: Mapping[WorkerId, Status],
     committed: CommitRecord | None,
     plans: Mapping[int, ExecutionPlan],
-    bank_of: Callable[[int, int, int], BankId] = _as_it_is,
+    section_of: Callable[[int, int, int], SectionId] = _as_it_is,
 ) -> Verdict:
     """Read the survivors' answers; O(workers).
 
-    `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation; `bank_of`
-    says what is banked of a step after so many of its sections under the plan of a generation.
+    `committed` is the newest step that anybody ever told to be committed, `plans` the plans by generation; `section_of`
+    says what is committed of a step after so many of its sections under the plan of a generation.
     Spares and newcomers hold no layers: they count for nothing here.
     """
     holders = {worker_id: status for worker_id, status in statuses.items() if status.layers}
@@ -96,26 +96,26 @@ def judge(
     behind = {key for key, status in alike.items() if status.reduced == applied}
     late = {key for key, status in alike.items() if status.applied != applied and key not in behind}
     alike = {key: status for key, status in alike.items() if key not in late}
-    banks = {key: _bank(status, applied, bank_of) for key, status in alike.items()}
-    bank = max(banks.values(), default=NOTHING_BANKED)
-    behind_bank = {
+    sections = {key: _newest_section(status, applied, section_of) for key, status in alike.items()}
+    section = max(sections.values(), default=NO_SECTION)
+    behind_section = {
         key
         for key, status in alike.items()
-        if status.bank_reduced is not None and (status.adopted, status.bank_reduced) == bank
+        if status.section_reduced is not None and (status.adopted, status.section_reduced) == section
     }
-    missed = {key for key in alike if banks[key] != bank and key not in behind_bank}
+    missed = {key for key in alike if sections[key] != section and key not in behind_section}
     left_out = late | missed
     if left_out:
         holders = {worker_id: status for worker_id, status in holders.items() if id(status) not in left_out}
-    said = (status.banked for key, status in alike.items() if banks[key] == bank)
+    said = (status.partial for key, status in alike.items() if sections[key] == section)
     # Workers that hold the same share one set, so that thousands of them cost little.
     sets = {status.layers: frozenset(status.layers) for status in alike.values()}
     layers = {key: sets[status.layers] for key, status in alike.items()}
     held = {worker_id: layers[id(status)] for worker_id, status in holders.items()}
     held |= {
         worker_id: held[worker_id] & planned_layers(plans[status.adopted], worker_id)
-        for worker_id, status in (holders.items() if behind or behind_bank else ())
-        if id(status) in behind or id(status) in behind_bank
+        for worker_id, status in (holders.items() if behind or behind_section else ())
+        if id(status) in behind or id(status) in behind_section
     }
     generations = {status.adopted for key, status in alike.items() if key not in missed}
     assert not behind or (newest is not None and newest.step == applied), (newest, applied)
@@ -124,17 +124,17 @@ def judge(
         catch_up=newest if behind else None,
         adopted=generations.pop() if len(generations) == 1 else None,
         held=held,
-        bank=bank,
-        banked=next((record for record in said if record is not None), None),
-        is_bank_behind=bool(behind_bank),
+        section=section,
+        partial=next((record for record in said if record is not None), None),
+        is_section_behind=bool(behind_section),
     )
 
 
-def _bank(status: Status, applied: int, bank_of: Callable[[int, int, int], BankId]) -> BankId:
-    """What a worker has banked of the step after `applied`."""
+def _newest_section(status: Status, applied: int, section_of: Callable[[int, int, int], SectionId]) -> SectionId:
+    """What a worker has committed of the step after `applied`."""
     if status.applied < applied:
-        return NOTHING_BANKED  # it has still to apply that step, which all others have to do before they bank
-    return bank_of(status.adopted, applied + 1, 0 if status.banked is None else status.banked.number)
+        return NO_SECTION  # it has still to apply that step, which all others have to do before they commit
+    return section_of(status.adopted, applied + 1, 0 if status.partial is None else status.partial.number)
 
 
 def planned_layers(plan: ExecutionPlan, worker_id: WorkerId) -> frozenset[int]:
@@ -155,12 +155,12 @@ def deal_microbatches(
     *,
     next_segment: int,
     shares: Sequence[Sequence[int]] | None = None,
-    banked: Collection[int] = (),
+    partial: Collection[int] = (),
 ) -> tuple[Segment, ...] | None:
     """Deal what broken pipelines leave of a step among the whole ones, on top of the segments dealt before.
 
-    `shares` are the microbatches that each pipeline takes of it (the planned ones, by default), of which those `banked`
-    are done for good.
+    `shares` are the microbatches that each pipeline takes of it (the planned ones, by default), of which those
+    `partial` are done for good.
     Returns all segments of the step, or None when no pipeline is whole. Segments are never taken back from a
     whole pipeline; those of a pipeline that broke since are dealt again. Whole pipelines take shares in
     proportion to their planned ones, which are in proportion to their speeds; the largest remainder rounds.
@@ -170,7 +170,7 @@ def deal_microbatches(
     if not whole:
         return None
     kept = tuple(segment for segment in segments if segment.pipeline in whole)
-    done = {microbatch for segment in kept for microbatch in segment.microbatches}.union(banked)
+    done = {microbatch for segment in kept for microbatch in segment.microbatches}.union(partial)
     own = shares_of(plan) if shares is None else shares
     left = [microbatch for index in broken for microbatch in own[index] if microbatch not in done]
     counts = apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
@@ -217,18 +217,18 @@ def microbatches_redone(
     statuses: Mapping[WorkerId, Status],
     *,
     shares: Sequence[Sequence[int]] | None = None,
-    banked: Collection[int] = (),
+    partial: Collection[int] = (),
 ) -> int:
     """How many microbatches the broken pipelines had begun to take backward, as far as survivors know.
 
-    Of their `shares` in the step (the planned ones, by default), those `banked` are not done again.
+    Of their `shares` in the step (the planned ones, by default), those `partial` are not done again.
     """
     total = 0
     for index in broken_pipelines(plan, lost):
         pipeline = plan.pipelines[index]
         known = [statuses[worker_id].microbatches_done for worker_id in pipeline.worker_ids if worker_id in statuses]
         own = plan.microbatches_of(index) if shares is None else shares[index]
-        total += max(0, max(known, default=0) - sum(microbatch in banked for microbatch in own))
+        total += max(0, max(known, default=0) - sum(microbatch in partial for microbatch in own))
     return total
 
 

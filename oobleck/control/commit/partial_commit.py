@@ -1,11 +1,11 @@
-"""What of a step is banked: sums of its sections' gradients, which all owners have and no failure can take.
+"""What of a step is committed: sums of its sections' gradients, which all owners have and no failure can take.
 
 A section is summed and agreed on beside the computation, which does not stop for it:
 
-    nothing ── begin ──> reducing ── all sums are here ──> committing ── all have theirs ──> banked: nothing again
-                            └──────── a fence or a failure: given back, and nothing is banked any more ────┘
+    nothing ── begin ──> reducing ── all sums are here ──> committing ── all have theirs ──> committed: nothing again
+                            └──────── a fence or a failure: given back, and nothing is committed any more ────┘
 
-A section is begun only after the one before it is banked, and the step's own reduction only after the last, so all
+A section is begun only after the one before it is committed, and the step's own reduction only after the last, so all
 members of a group post its sums in one order. Like the follower, of which this is a part, it knows the order of things
 alone: its methods are generators of effects, and a driver has them carried out while a program runs.
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from oobleck.control.protocol import NOTHING, Banked, BankRecord, Order, PeerFailed
+from oobleck.control.protocol import NOTHING, PartialStep, PeerFailed, PlanUpdate, SectionRecord
 
 from .commit_state import CommitState, Interrupted, PeerLost
-from .sections import banked_after, num_sections_of
+from .sections import committed_after, num_sections_of
 from .worker_effects import (
     AwaitSection,
     Effects,
@@ -32,7 +32,7 @@ from .worker_effects import (
     Totals,
 )
 
-__all__ = ["Bank", "Section"]
+__all__ = ["PartialCommit", "Section"]
 
 
 @dataclass(slots=True)
@@ -46,53 +46,53 @@ class Section:
     failure: PeerLost | None = None
 
 
-class Bank:
-    """Mutable: what is banked of the step in flight, and the section that is about to be."""
+class PartialCommit:
+    """Mutable: what is committed of the step in flight, and the section that is about to be."""
 
     def __init__(self, commit_state: CommitState, *, device: int) -> None:
         self._commit_state = commit_state
         self._device = device
-        self._order: Order | None = None
+        self._update: PlanUpdate | None = None
         """The one whose plan is in force; None for a spare."""
         self._before = NOTHING
         self._number = 0
         self.section: Section | None = None
         self.loss = 0.0
-        """The part of the step's loss that what is banked makes."""
+        """The part of the step's loss that what is committed makes."""
 
-    # --- what is banked ------------------------------------------------------------------------------------
+    # --- what is committed ------------------------------------------------------------------------------------
 
     @property
     def before(self) -> tuple[int, ...]:
-        """The microbatches of the step in flight that were banked before the plan in force."""
+        """The microbatches of the step in flight that were committed before the plan in force."""
         return self._before.microbatches
 
     @property
     def microbatches(self) -> tuple[int, ...]:
-        """All that are banked of the step in flight."""
+        """All that are committed of the step in flight."""
         return self._microbatches_after(self._number)
 
     @property
     def num_sections(self) -> int:
         """Into how many sections the step in flight is cut under the plan in force."""
-        order = self._order
-        return 1 if order is None else num_sections_of(order.plan, self.before, order.num_sections)
+        update = self._update
+        return 1 if update is None else num_sections_of(update.plan, self.before, update.num_sections)
 
-    def is_at(self, banked: Banked) -> bool:
-        """Tell whether just this is banked here."""
-        generation = 0 if self._order is None else self._order.generation
+    def is_at(self, partial: PartialStep) -> bool:
+        """Tell whether just this is committed here."""
+        generation = 0 if self._update is None else self._update.generation
         here = (generation, self._number) if self._number else (self._before.generation, self._before.number)
-        return here == (banked.generation, banked.number)
+        return here == (partial.generation, partial.number)
 
-    def adopt(self, order: Order, *, is_spare: bool) -> None:
-        """A plan comes into force, with what the order says banked of the step in flight."""
+    def adopt(self, update: PlanUpdate, *, is_spare: bool) -> None:
+        """A plan comes into force, with what the order says committed of the step in flight."""
         assert self.section is None, "what was on its way is given back before"
-        self._order = None if is_spare else order
-        self._before = NOTHING if is_spare else order.banked
+        self._update = None if is_spare else update
+        self._before = NOTHING if is_spare else update.partial
         self._number, self.loss = 0, self._before.loss
 
     def end_step(self) -> None:
-        """The step is applied: nothing is banked of the next."""
+        """The step is applied: nothing is committed of the next."""
         self._before, self._number, self.loss = NOTHING, 0, 0.0
 
     # --- a section -----------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Bank:
         return self.section is not None and self.section.failure is None and not self._commit_state.is_fenced()
 
     def begin(self, step: int) -> Effects:
-        """Have what is done of a step banked, beside what follows; nothing is, once a section failed or was fenced.
+        """Have what is done of a step committed, beside what follows; nothing is, once a section failed or was fenced.
 
         Waits for the section before. Raises Interrupted where the pipeline is stopped.
         """
@@ -138,7 +138,7 @@ class Bank:
             pass  # a fence came first: whoever ordered it decides what becomes of the section
 
     def settle(self) -> Effects:
-        """Wait until the section on its way is banked. Raises Interrupted or PeerLost; it is still there then."""
+        """Wait until the section on its way is committed. Raises Interrupted or PeerLost; it is still there then."""
         while (section := self.section) is not None:
             if section.failure is not None:
                 raise section.failure
@@ -151,13 +151,13 @@ class Bank:
                 raise Interrupted
             yield from self.look()
 
-    def catch_up(self, record: BankRecord) -> Effects:
-        """Bank by order what is reduced, if it is not banked yet."""
-        if self._commit_state.catch_up_bank(record):
+    def catch_up(self, record: SectionRecord) -> Effects:
+        """Commit by order what is reduced, if it is not committed yet."""
+        if self._commit_state.catch_up_section(record):
             yield from self._fold(record)
 
     def give_back(self) -> Effects:
-        """Give up the section on its way: it counts as work that was done of the step, not banked."""
+        """Give up the section on its way: it counts as work that was done of the step, not committed."""
         section, self.section = self.section, None
         if section is not None:
             self._commit_state.give_back_section()
@@ -171,31 +171,31 @@ class Bank:
             if not (yield TakeSums(section.number)):
                 return
             section.has_sums = True
-            self._commit_state.note_bank_reduced(section.number)
+            self._commit_state.note_section_reduced(section.number)
             yield PostTotals(section.number)
         totals = yield TakeTotals(section.number)
         if totals is None:
             return
         assert isinstance(totals, Totals)
         self._check(section, totals.counted)
-        assert self._order is not None
-        record = BankRecord(
+        assert self._update is not None
+        record = SectionRecord(
             step=section.step,
-            generation=self._order.generation,
+            generation=self._update.generation,
             number=section.number,
             loss=self.loss + totals.loss,
         )
-        self._commit_state.bank(record)
+        self._commit_state.commit_section(record)
         yield from self._fold(record)
 
     def _check(self, section: Section, counted: Collection[int]) -> None:
-        """Hold a section to what it should sum. Raises AssertionError: a wrong sum is never banked."""
+        """Hold a section to what it should sum. Raises AssertionError: a wrong sum is never committed."""
         fresh = sorted(set(self._microbatches_after(section.number)).difference(self.microbatches))
         what = f"section {section.number} of step {section.step}"
         assert list(counted) == fresh, f"{what}: microbatches counted {counted}, not {fresh}"
 
-    def _fold(self, record: BankRecord) -> Effects:
-        """Put a section's sums to those that are banked. Nothing can interrupt this."""
+    def _fold(self, record: SectionRecord) -> Effects:
+        """Put a section's sums to those that are committed. Nothing can interrupt this."""
         section = self.section
         what = f"section {record.number} of step {record.step}"
         assert section is not None, what
@@ -207,11 +207,11 @@ class Bank:
     def _fail(self, section: Section, error: PeerLost) -> Effects:
         """Have it known at once that a section failed: others wait for it, and this pipeline's own work goes on."""
         section.failure = error
-        assert self._order is not None
-        yield Say(PeerFailed(device=self._device, generation=self._order.generation, detail=str(error)))
+        assert self._update is not None
+        yield Say(PeerFailed(device=self._device, generation=self._update.generation, detail=str(error)))
 
     def _microbatches_after(self, number: int) -> tuple[int, ...]:
-        order = self._order
-        if order is None or not number:
+        update = self._update
+        if update is None or not number:
             return self.before
-        return banked_after(order.plan, self.before, order.num_sections, number)
+        return committed_after(update.plan, self.before, update.num_sections, number)

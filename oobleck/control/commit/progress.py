@@ -84,6 +84,10 @@ class Progress:
         self.furthest_step = max(self.furthest_step, record.step)
         self._step_times_s.append(record.duration_s)
 
+    def restore_furthest(self, step: int) -> None:
+        """Note the newest step that was ever committed, by the journal."""
+        self.furthest_step = step
+
     def restore_evaluated(self, step: int) -> None:
         """Note the newest step whose evaluation the journal knows; 0 where it knows none."""
         self._evaluated_step = step

@@ -10,13 +10,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from oobleck.control.events import Effects
-from oobleck.control.journal import DIFFERS_WORDS
+from oobleck.control.journal import ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
 __all__ = ["ReplicaCheck", "odd_ones"]
-
-"""How copies of a layer that differ are told in the journal, between those who are wrong and the others."""
 
 _MOST_IN_A_ROW = 3
 """Checks that fail one after the other, before machines are taken to compute differently by nature."""
@@ -73,19 +71,19 @@ class ReplicaCheck:
                     distrusted.setdefault(worker_id, set()).add(layer)
         self._in_a_row = self._in_a_row + 1 if distrusted else 0
         if self._in_a_row >= _MOST_IN_A_ROW:
-            self._notice("copies keep differing: their machines compute differently, and are compared no more")
+            text = "copies keep differing: their machines compute differently, and are compared no more"
+            self._effects.notice("error", text)
             return {}
         return {worker_id: frozenset(layers) for worker_id, layers in sorted(distrusted.items())}
 
     def _say(self, layer: int, odd: list[WorkerId], trusted: list[WorkerId], *, is_sure: bool) -> None:
-        theirs, ours = (", ".join(map(str, worker_ids)) for worker_ids in (odd, trusted))
-        text = f"after step {self._key[1]} layer {layer} on {theirs}{DIFFERS_WORDS}{ours}"
-        verdict = (
-            f"{theirs} computed or kept it wrongly, and takes it from the others"
-            if is_sure
-            else f"nobody can tell which is right: {theirs} takes it from the others; check all of these nodes"
+        self._effects.record(
+            ReplicasDiffer(
+                t_s=self._effects.now_s,
+                step=self._key[1],
+                layer=layer,
+                odd=tuple(odd),
+                trusted=tuple(trusted),
+                is_sure=is_sure,
+            )
         )
-        self._notice(f"{text}; {verdict}")
-
-    def _notice(self, text: str) -> None:
-        self._effects.notice("error", text)

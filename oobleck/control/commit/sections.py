@@ -1,10 +1,10 @@
-"""Sections of a step: which microbatches are banked at the end of each, and who takes those that are left.
+"""Sections of a step: which microbatches are committed at the end of each, and who takes those that are left.
 
 A long step may reduce its gradients several times. At the end of each section but the last, all owners of a
-parameter get the sum of its gradients so far: they are banked, and no failure can take them any more. A plan that
-comes into force in the middle of a step deals out anew what is not banked.
+parameter get the sum of its gradients so far: they are committed, and no failure can take them any more. A plan that
+comes into force in the middle of a step deals out anew what is not committed.
 
-Everything here follows from a plan, what was banked before it, and the number of sections in a whole step; so all
+Everything here follows from a plan, what was committed before it, and the number of sections in a whole step; so all
 workers and the coordinator agree without talking. Pure functions; no state.
 """
 
@@ -15,68 +15,68 @@ from itertools import accumulate, pairwise
 
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan
-from oobleck.schedule import BANKING_KINDS, ScheduleKind, section_stops
+from oobleck.schedule import SECTIONED_KINDS, ScheduleKind, section_stops
 
-__all__ = ["BANK_COPIES", "apportion", "banked_after", "num_sections_of", "sections_wanted", "shares_of"]
+__all__ = ["PARTIAL_COMMIT_COPIES", "apportion", "committed_after", "num_sections_of", "sections_wanted", "shares_of"]
 
 _SECTION_S = 8.0
 """How long a section should take: long beside a reduction, and what a failure costs is about half of it."""
 _MOST_SECTIONS = 32
-BANK_COPIES = 2
-"""Copies of the gradients that a worker keeps for its bank: the banked sums, and the section on its way."""
+PARTIAL_COMMIT_COPIES = 2
+"""Copies of the gradients that a worker keeps for partial commits: the committed sums, and the section on its way."""
 
 
 def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float, *, has_room: bool = True) -> int:
     """Into how many sections a whole step is cut under a plan whose steps take `step_s` seconds.
 
-    Where devices have no room for what is banked, only a job that says how many gets more than one.
+    Where devices have no room for what is committed, only a job that says how many gets more than one.
     One, where gradients have no second owner that could keep them, or are never those of a section; and where the
-    data is in shards, for a step that is begun without a shard takes other records than what was banked of it. Where
+    data is in shards, for a step that is begun without a shard takes other records than what was committed of it. Where
     plans choose their schedules, it depends on those as well.
     """
-    never_banks = job.schedule != "auto" and ScheduleKind(job.schedule) not in BANKING_KINDS
+    never_in_sections = job.schedule != "auto" and ScheduleKind(job.schedule) not in SECTIONED_KINDS
     fewest = min(pipeline.num_microbatches for pipeline in plan.pipelines)
-    if len(plan.pipelines) == 1 or never_banks or job.data.shards:
+    if len(plan.pipelines) == 1 or never_in_sections or job.data.shards:
         return 1
     if job.reductions_per_step == "auto":
         return max(1, min(int(step_s / _SECTION_S), fewest, _MOST_SECTIONS)) if has_room else 1
     return max(1, min(job.reductions_per_step, fewest))
 
 
-def shares_of(plan: ExecutionPlan, banked: Collection[int] = ()) -> tuple[Sequence[int], ...]:
-    """The microbatches of a step that each pipeline takes, when these are banked before.
+def shares_of(plan: ExecutionPlan, partial: Collection[int] = ()) -> tuple[Sequence[int], ...]:
+    """The microbatches of a step that each pipeline takes, when these are committed before.
 
-    With some banked, the others are dealt in proportion to the planned numbers.
+    With some committed, the others are dealt in proportion to the planned numbers.
     """
-    if not banked:
+    if not partial:
         return tuple(plan.microbatches_of(index) for index in range(len(plan.pipelines)))
-    gone = frozenset(banked)
+    gone = frozenset(partial)
     left = [microbatch for microbatch in range(plan.num_microbatches) if microbatch not in gone]
     counts = apportion(len(left), [pipeline.num_microbatches for pipeline in plan.pipelines])
     return tuple(tuple(left[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
-def num_sections_of(plan: ExecutionPlan, banked: Collection[int], num_sections: int) -> int:
+def num_sections_of(plan: ExecutionPlan, partial: Collection[int], num_sections: int) -> int:
     """Into how many sections the rest of a step is cut, if a whole one is cut into `num_sections`.
 
     Sections are of like length, and every pipeline has a microbatch in each.
     """
     if num_sections == 1:
         return 1
-    left = plan.num_microbatches - len(banked)
-    fewest = min(map(len, shares_of(plan, banked)))
+    left = plan.num_microbatches - len(partial)
+    fewest = min(map(len, shares_of(plan, partial)))
     return max(1, min(round(num_sections * left / plan.num_microbatches), fewest))
 
 
-def banked_after(plan: ExecutionPlan, banked: tuple[int, ...], num_sections: int, number: int) -> tuple[int, ...]:
-    """The microbatches that are banked after `number` sections under a plan, sorted; `banked` were before it."""
+def committed_after(plan: ExecutionPlan, partial: tuple[int, ...], num_sections: int, number: int) -> tuple[int, ...]:
+    """The microbatches that are committed after `number` sections under a plan, sorted; `partial` were before it."""
     if not number:
-        return banked
-    sections = num_sections_of(plan, banked, num_sections)
+        return partial
+    sections = num_sections_of(plan, partial, num_sections)
     assert number < sections, f"section {number} of {sections} ends with the step"
-    shares = shares_of(plan, banked)
+    shares = shares_of(plan, partial)
     added = (microbatch for share in shares for microbatch in share[: section_stops(len(share), sections)[number - 1]])
-    return tuple(sorted((*banked, *added)))
+    return tuple(sorted((*partial, *added)))
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:

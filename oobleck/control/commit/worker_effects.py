@@ -11,14 +11,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from oobleck.control.protocol import (
-    BankRecord,
     CommitRecord,
     EvaluationDone,
-    Order,
     PeerFailed,
+    PlanUpdate,
     RecordsFailed,
     RecordsOver,
     RestoreFailed,
+    SectionRecord,
     StepCommitted,
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
@@ -32,10 +32,9 @@ __all__ = [
     "Agree",
     "Agreed",
     "Apply",
-    "AwaitOrder",
+    "AwaitPlanUpdate",
     "AwaitRecords",
     "AwaitSection",
-    "BankEffect",
     "BeginStep",
     "CompareReplicas",
     "Compute",
@@ -60,6 +59,7 @@ __all__ = [
     "Save",
     "SaveEnd",
     "Say",
+    "SectionEffect",
     "ShareLossScale",
     "TakeSums",
     "TakeTotals",
@@ -75,8 +75,8 @@ FAILURES = (Interrupted, PeerLost, ShardUnreadable, CorruptCheckpoint)
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitOrder:
-    """Wait for an order and take it. The outcome is the `Order`."""
+class AwaitPlanUpdate:
+    """Wait for an order and take it. The outcome is the `PlanUpdate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class AwaitRecords:
 
 @dataclass(frozen=True, slots=True)
 class ForgetStep:
-    """Drop what was computed of the step in flight and is not banked."""
+    """Drop what was computed of the step in flight and is not committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Compute:
     """Run this stage's program for some microbatches of the step; what comes of it is added to what is done.
 
     Raises Interrupted once the pipeline is stopped, PeerLost and ShardUnreadable. At the end of each section but the
-    last, and in between, the driver looks after the bank.
+    last, and in between, the driver looks after the partial commit.
     """
 
     step: int
@@ -159,7 +159,7 @@ class Agreed:
 
     record: CommitRecord
     counted: tuple[int, ...]
-    """The microbatches that went into the sum, as often as they did, sorted; those that were banked left out."""
+    """The microbatches that went into the sum, as often as they did, sorted; those that were committed left out."""
     stop: bool
     save: bool
 
@@ -249,7 +249,7 @@ class KeepGroups:
 class ReadCheckpoint:
     """Read from a checkpoint what this worker is to hold, and what it is to send. Raises CorruptCheckpoint."""
 
-    order: Order
+    update: PlanUpdate
     layers: range
 
 
@@ -260,7 +260,7 @@ class Exchange:
     What was received is set aside; the own layers are as they were.
     """
 
-    order: Order
+    update: PlanUpdate
     key: GroupKey | None
     """None for one that neither sends nor receives."""
 
@@ -279,7 +279,7 @@ class ShareLossScale:
 class Adopt:
     """Put a plan in force: hold its layers, received or here, and keep some for others."""
 
-    order: Order
+    update: PlanUpdate
     worker_id: PlaceInPlan | None
     """None for a spare."""
     committee: Committee | None
@@ -307,7 +307,7 @@ class TakeSums:
 
 @dataclass(frozen=True, slots=True)
 class PostTotals:
-    """Post this worker's part in the all-reduce that banks the section. Fails with a peer; never waits."""
+    """Post this worker's part in the all-reduce that commits the section. Fails with a peer; never waits."""
 
     number: int
 
@@ -321,7 +321,7 @@ class TakeTotals:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What all learn from the all-reduce that banks a section."""
+    """What all learn from the all-reduce that commits a section."""
 
     loss: float
     counted: tuple[int, ...]
@@ -330,9 +330,9 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Add the section's sums to those that are banked, and let go of layers that were kept for others."""
+    """Add the section's sums to those that are committed, and let go of layers that were kept for others."""
 
-    record: BankRecord
+    record: SectionRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,14 +344,14 @@ class AwaitSection:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Give the section up: what was set aside counts as done of the step again, and as not banked."""
+    """Give the section up: what was set aside counts as done of the step again, and as not committed."""
 
     number: int
 
 
-BankEffect = PostSection | TakeSums | PostTotals | TakeTotals | Fold | AwaitSection | GiveBack
+SectionEffect = PostSection | TakeSums | PostTotals | TakeTotals | Fold | AwaitSection | GiveBack
 Effect = (
-    AwaitOrder
+    AwaitPlanUpdate
     | Say
     | ReportResumed
     | ReportFinished
@@ -373,9 +373,9 @@ Effect = (
     | Exchange
     | ShareLossScale
     | Adopt
-    | BankEffect
+    | SectionEffect
 )
-Outcome = Order | Agreed | Evaluation | Totals | bool | None
+Outcome = PlanUpdate | Agreed | Evaluation | Totals | bool | None
 Effects = Generator[Effect, Outcome, None]
 
 

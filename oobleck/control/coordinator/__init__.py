@@ -6,7 +6,7 @@ from .coordinator import Coordinator, Phase
 from .planning import fixed_schedule, planner_for, schedules_for
 from .profile_key import profile_key
 from .replayed_run import ReplayedRun, replay_run
-from .startup import finished_text
+from .resuming import finished_text
 
 __all__ = [
     "Coordinator",

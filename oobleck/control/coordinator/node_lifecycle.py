@@ -3,7 +3,7 @@
     connecting ── hello ──> connected ── workers ready ──> ready ── a drain ──> left
         └───────────────────────┴──────────────┴── a loss ──> lost ── a while later ──> connecting
 
-What a change means for the plan is `reconfiguration`'s business, and before the first plan `beginning`'s.
+What a change means for the plan is `reconfiguration`'s business, and before the first plan `startup`'s.
 """
 
 from __future__ import annotations
@@ -14,9 +14,27 @@ from oobleck.control.checkpoints import Saving
 from oobleck.control.commit import Progress
 from oobleck.control.data import Sharding
 from oobleck.control.events import Connect, Disconnect, Effects, NodeUp, RunOver
-from oobleck.control.journal import Cause, NodeAdded, NodeConnected, NodeLeft, NodeLost, WorkerDown, WorkerUp
+from oobleck.control.journal import (
+    AgentLeft,
+    AgentLost,
+    Loss,
+    LossCause,
+    Misfit,
+    NodeAdded,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    NodeUnfit,
+    NoWorkerStarts,
+    PlanCause,
+    Unfit,
+    WorkerDown,
+    WorkerEnded,
+    WorkerUp,
+    given_up_text,
+)
 from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeRetry, NodeState
-from oobleck.control.protocol import AgentStopped, KillWorker, StartWorker, StopAgent, WorkerExited, WorkerReady
+from oobleck.control.protocol import AgentStopped, KillWorker, Raised, StartWorker, StopAgent, WorkerExited, WorkerReady
 from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
@@ -24,6 +42,7 @@ from oobleck.planner import WorkerId
 
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
+from .recovery_states import GiveUp
 from .shutdown import Shutdown
 from .startup import Startup
 
@@ -33,12 +52,12 @@ _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
 """A node is given up where its workers end again after so many restarts within this time, or without a step that was
 never committed before: then something there, or in the job, ends them."""
-_MAY_COME_BACK = frozenset({Cause.CONNECTION_LOST, Cause.LEASE_EXPIRED, Cause.UNREACHABLE})
+_MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, LossCause.UNREACHABLE})
 """What a node is tried again after."""
 
 
 class NodeLifecycle:
-    """Mutable through its parts alone: who is there is in `members`, who is to be tried again in `rejoining`."""
+    """Mutable through its parts alone: who is there is in `members`, who is to be tried again in `node_retry`."""
 
     def __init__(
         self,
@@ -85,13 +104,13 @@ class NodeLifecycle:
         member = self._members[node]
         misfit = self._preparation.misfit(event.hello)
         if misfit is not None:
-            self.fail(node, Cause.UNREACHABLE, misfit)
+            self.fail(node, Misfit(problem=misfit))
         elif member.state is NodeState.CONNECTING:
             member.last_heard_s = self._effects.now_s
             self._effects.record(NodeConnected(t_s=self._effects.now_s, node=node, agent_pid=event.hello.pid))
             self._effects.command(*self._preparation.configure(event, self._effects.now_s))
         elif member.agent_pid != event.hello.pid:
-            self.fail(node, Cause.CONNECTION_LOST, "its agent was lost while there was no master")
+            self.fail(node, AgentLost(had_no_master=True))
         elif event.hello.generation > self._reconfiguration.generations.current:
             raise RunOver(
                 ExitCode.FAILED,
@@ -117,19 +136,20 @@ class NodeLifecycle:
         self._effects.notice("info", f"{node} is reached again")
         self._shutdown.ask_again()
         if member.is_dismissed:
-            self._effects.send(node, StopAgent(reason="drained"))
+            self._effects.send(node, StopAgent(reason="drained", is_dismissal=True))
         self._reconfiguration.reach_again(node)
 
-    def unreachable(self, node: str, cause: Cause, evidence: str) -> None:
+    def unreachable(self, node: str, loss: Loss) -> None:
         """A connection failed, or could not be made."""
         if node in self._node_retry:
             self._node_retry.note_failed(node, self._effects.now_s)
-            if cause is Cause.UNFIT:
-                self._effects.notice("warning", f"{node}: {evidence}")
+            if isinstance(loss, Unfit):
+                now_s = self._effects.now_s
+                self._effects.record(NodeUnfit(t_s=now_s, node=node, fault=loss.fault, is_tried_again=True))
         else:
-            self.fail(node, cause, evidence)
+            self.fail(node, loss)
 
-    def fail(self, node: str, cause: Cause, evidence: str, *, is_user_error: bool = False) -> None:
+    def fail(self, node: str, loss: Loss) -> None:
         """Give a node up, if that was not done before. Raises RunOver where the run has not begun."""
         member = self._members[node]
         if member.state in (NodeState.LOST, NodeState.LEFT):
@@ -140,28 +160,27 @@ class NodeLifecycle:
         member.move_to(NodeState.LOST)
         self._reconfiguration.forget_pace(node)
         self._effects.command(Disconnect(node=node))
-        is_over = self._startup.is_over
-        may_come_back = is_over and cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
+        is_over = self._reconfiguration.is_begun
+        may_come_back = is_over and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, now_s)
         self._effects.record(
             NodeLost(
                 t_s=now_s,
                 node=node,
-                cause=cause,
-                evidence=evidence,
+                loss=loss,
                 is_requested=member.is_banned,
                 is_tried_again=is_tried_again and self._job.control.rejoin_after_s > 0,
             )
         )
         if not is_over:
-            self._startup.node_failed(node, evidence, is_user_error=is_user_error)
+            self._startup.node_failed(node, loss)
             return
         self._saving.node_lost(node)
         self._sharding.lost(node)
         if may_come_back and not is_tried_again:
             self._tell_quarantine(node)
         if trained and not self._reconfiguration.can_spare(node):  # else it had no part in any plan
-            self._reconfiguration.begin([node], cause, detect_s=silent_s)
+            self._reconfiguration.begin([node], PlanCause.LOSS, loss=loss.cause, detect_s=silent_s)
         else:
             self._reconfiguration.note_gone()
 
@@ -192,15 +211,15 @@ class NodeLifecycle:
         """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
         if self._node_retry.forget(node) is not None:
             self._effects.notice("info", f"{node} is lost, and is not tried again")
-        elif not self._startup.is_over or node not in self._members or not self._members[node].is_ready:
+        elif not self._reconfiguration.is_begun or node not in self._members or not self._members[node].is_ready:
             self._effects.notice("warning", f"{node} is not training, so it cannot be drained")
         elif not self._members[node].is_draining:
             self._members[node].is_draining = True
-            self._reconfiguration.begin([node], Cause.DRAINED, detect_s=0.0)
+            self._reconfiguration.begin([node], PlanCause.DRAINED, detect_s=0.0)
 
     def noticed(self, member: Member) -> None:
         """A node will be taken away: drain it, or remember that for when it trains."""
-        if self._startup.is_over and member.is_ready:
+        if self._reconfiguration.is_begun and member.is_ready:
             self.drain(member.spec.name)
         else:
             member.is_leaving = True
@@ -208,7 +227,7 @@ class NodeLifecycle:
 
     def drain_noticed(self) -> None:
         """Drain the nodes that train by now, and had notice before."""
-        if not self._num_leaving or not self._startup.is_over:
+        if not self._num_leaving or not self._reconfiguration.is_begun:
             return
         leaving = [member for member in self._members.living if member.is_leaving]
         for member in leaving:
@@ -221,13 +240,13 @@ class NodeLifecycle:
         """An agent has ended as it was told to, or by itself."""
         node = member.spec.name
         if not member.is_draining or node in self._reconfiguration.generations.plan.nodes:
-            cause = Cause.WORKER_EXITED if message.is_failure else Cause.USER
-            self.fail(node, cause, f"its agent stopped: {message.reason}")
+            reason = message.reason
+            self.fail(node, NoWorkerStarts(problem=reason) if message.is_failure else AgentLeft(reason=reason))
             return
         member.move_to(NodeState.LEFT)
         self._effects.record(NodeLeft(t_s=self._effects.now_s, node=node))
         self._effects.command(Disconnect(node=node))
-        self._reconfiguration.note_left(node)
+        self.give_up(self._reconfiguration.note_left(node))
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -243,16 +262,14 @@ class NodeLifecycle:
             pid=message.pid,
             data_digest=message.data_digest,
             weights_digest=message.weights_digest,
-            doorbell=message.doorbell,
+            probe_address=message.probe_address,
             saves=message.saves,
         )
         self._effects.record(entry)
         self._effects.command(*self._preparation.note_ready(member, message))
         self._sharding.know(message.shards)
         member.note_ready(entry, generation=self._reconfiguration.generations.current)
-        if not self._startup.is_over:
-            self._startup.train_when_prepared()
-        elif member.is_ready:
+        if self._reconfiguration.is_begun and member.is_ready:
             self._reconfiguration.take_in(member.spec.name)
 
     def worker_exited(self, member: Member, message: WorkerExited) -> None:
@@ -265,34 +282,30 @@ class NodeLifecycle:
                 self._start_again(member, message.device)
             return  # else said again to a new master
         worker_id = WorkerId(node=member.spec.name, device=message.device)
-        if message.traceback is not None:
-            self._shutdown.note_traceback(worker_id, message.traceback)
+        if isinstance(message.end, Raised):
+            self._shutdown.note_error(worker_id, message.end)
         if self._is_worth_another_try(member, message):
             self._restart_worker(member, worker_id, message)
             return
-        evidence = message.user_error or f"worker process {message.pid} ended: {message.reason}"
         if self._num_restarts(member) >= _MAX_RESTARTS:
-            member.last_words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {message.reason}"
-        is_user_error = message.user_error is not None
-        self.fail(member.spec.name, Cause.WORKER_EXITED, evidence, is_user_error=is_user_error)
+            member.last_words = given_up_text(message.end, num_restarts=_MAX_RESTARTS)
+        self.fail(member.spec.name, WorkerEnded(pid=message.pid, end=message.end))
 
     def _is_worth_another_try(self, member: Member, message: WorkerExited) -> bool:
         """Whether a worker that ended is started again; before training, only one that was ended from outside."""
         if member.is_draining or self._num_restarts(member) >= _MAX_RESTARTS:
             return False
-        return self._startup.is_over or message.was_ended_from_outside
+        return self._reconfiguration.is_begun or message.was_ended_from_outside
 
     def _num_restarts(self, member: Member) -> int:
         step = self._progress.furthest_step
         return member.num_restarts(self._effects.now_s, within_s=_RESTARTS_WITHIN_S, step=step)
 
-    def deal_with_accused(self) -> None:
-        """Leave out nodes that their peers do not reach; have stuck workers ended, which starts them again."""
-        accused = self._reconfiguration.accused
-        for node in accused.cut_off:
-            self.fail(node, Cause.CUT_OFF, "it reaches the master, and its peers do not reach it")
-        for worker_id in accused.stuck:
-            self._effects.send(worker_id.node, KillWorker(device=worker_id.device))
+    def give_up(self, wanted: Iterable[GiveUp]) -> None:
+        """Give up nodes that hold up a recovery."""
+        for each in wanted:
+            for node in each.nodes:
+                self.fail(node, each.loss)
 
     def _restart_worker(self, member: Member, worker_id: WorkerId, message: WorkerExited) -> None:
         """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.
@@ -313,14 +326,14 @@ class NodeLifecycle:
                 node=worker_id.node,
                 device=worker_id.device,
                 pid=message.pid,
-                reason=message.reason,
+                end=message.end,
                 also=also,
             )
         )
         for device in also:
             self._effects.send(worker_id.node, KillWorker(device=device))
         self._start_again(member, worker_id.device)
-        if not self._startup.is_over:
+        if not self._reconfiguration.is_begun:
             self._startup.worker_lost(worker_id)
             return
         self._saving.worker_lost(worker_id.node)
@@ -328,7 +341,10 @@ class NodeLifecycle:
         if not self._members.ready and self._shutdown.is_same_error(self._training_nodes()):
             raise RunOver(ExitCode.FAILED, "the same error ended all workers")
         if trained and not self._reconfiguration.can_spare(worker_id.node):
-            self._reconfiguration.begin([worker_id.node], Cause.WORKER_EXITED, detect_s=now_s - member.last_heard_s)
+            detect_s = now_s - member.last_heard_s
+            self._reconfiguration.begin(
+                [worker_id.node], PlanCause.LOSS, loss=LossCause.WORKER_EXITED, detect_s=detect_s
+            )
 
     def _training_nodes(self) -> tuple[str, ...]:
         """The nodes of the newest plan whose agents live."""

@@ -41,6 +41,10 @@ class Preparation:
         """It was lost, and no other one was there to be asked."""
         self.profile: Profile | None = None
 
+    def restore(self, profile: Profile) -> None:
+        """Go on with the profile that an earlier master knew."""
+        self.profile = profile
+
     def misfit(self, hello: Hello) -> str | None:
         """Why an agent's environment does not fit ours, in words that say what to change; None when it does."""
         if hello.oobleck_version != __version__ or hello.protocol != PROTOCOL_VERSION:

@@ -1,281 +1,246 @@
-"""From one plan to the next: fence all survivors, hear where they stand, decide, order, and account for it.
+"""Carries a recovery out: gives the state machine of `recovery.py` its inputs, and does what it asks for.
 
-    training ── begin ──> fencing ── all survivors answered, losses have settled ──> orders, training
-       │                  ^     │
-       │ suspicion lasts  │     │ a loss, or no answer within the lease: begin anew, under a newer generation
-       └──────────────────┘<────┘
-
-A part of the coordinator's machine, with its rules; raises RunOver where there is no way on.
+It has the state, the generations, and nothing else to say where a recovery is. `deciding.py` decides, `ordering.py`
+orders. Raises RunOver where there is no way on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import assert_never
 
-from oobleck.control.checkpoints import Candidate, Restoring, Saving
-from oobleck.control.commit import (
-    BANK_COPIES,
-    Generations,
-    Progress,
-    Verdict,
-    cut_off_nodes,
-    judge,
-    microbatches_redone,
-    sections_wanted,
-    stuck_workers,
-)
-from oobleck.control.data import Sharding
-from oobleck.control.events import Effects, RunOver
-from oobleck.control.journal import Action, Cause, HangExplained, PlanAdopted, RecoveryStarted
-from oobleck.control.membership import Membership, are_most, patience_s
-from oobleck.control.protocol import Fence, Order, Pace, PeerFailed, Resumed, Status, StopAgent
-from oobleck.control.scaling import Scaling, with_resting
-from oobleck.errors import PeerError, PlanningError, Unrecoverable
+from oobleck.control.checkpoints import Candidate
+from oobleck.control.commit import Generations, Progress, Verdict
+from oobleck.control.events import Effects, Record, RunOver, Send, SendAll
+from oobleck.control.journal import Action, LossCause, PlanCause
+from oobleck.control.membership import Membership
+from oobleck.control.protocol import Fence, Pace, PeerFailed, PlanUpdate, Resumed, Status, StopAgent
+from oobleck.errors import PeerError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
-from oobleck.planner import Decision, ExecutionPlan, Profile, WorkerId
-from oobleck.schedule import BANKING_KINDS, ScheduleKind
+from oobleck.planner import Profile, WorkerId
 
-from .planning import schedules_for
-from .recovery_record import RecoveryRecord
-from .replanning import Aftermath, Replanning
+from .deciding import Decider, KeepDraining
+from .going_back import Choice, Lineage, to_checkpoint
+from .ordering import Ordering
+from .recovery import FENCED, TRAINED, Phase, deadline, phase, step
+from .recovery_record import recovery_done
+from .recovery_states import (
+    Answered,
+    CheckpointReported,
+    CheckpointWanted,
+    Decide,
+    Deciding,
+    Effect,
+    EndRun,
+    FailureSuspected,
+    GiveUp,
+    HeldUp,
+    Input,
+    NodeGone,
+    NodeLeft,
+    NodeReached,
+    PlanInForce,
+    PlanOrdered,
+    Preparing,
+    RecoveryBegun,
+    RecoveryEnded,
+    Regroup,
+    RunEnded,
+    State,
+    TimePassed,
+    TrainingBegun,
+    WorkersResumed,
+    WorkersWanted,
+)
+from .replanning import Replanning
 
-if TYPE_CHECKING:
-    from oobleck.planner import Planner
+__all__ = ["Reconfiguration"]
 
-__all__ = ["Accused", "Reconfiguration"]
-
-_SETTLE_S = 0.01
-"""Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
-_SUSPICION_S = 0.2
-"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
-_ADOPTION_S = 30.0
-"""How long a plan may take at least, from its orders to the first step, before it is a hang."""
-_ANSWERS_S = 30.0
-"""How long workers may look for checkpoints."""
 _FINDING_S = 2.0
 """How long a master that takes over finds its nodes."""
-_LOOK_S = 0.1
-"""Answers that wait unread when their time is over are read within this."""
-_NOBODY: frozenset[str] = frozenset()
-"""Whose state is lost where all go back: everybody has what is gone back to, whatever became of the processes."""
-_MAX_REGROUPS = 3
-"""Regroupings without a loss and without a committed step between them, before the run is given up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accused:
-    """Who holds everybody up, although no process is dead."""
-
-    cut_off: tuple[str, ...] = ()
-    """Nodes that their peers do not reach."""
-    stuck: tuple[WorkerId, ...] = ()
-    """Workers that others wait for, and that wait for nobody."""
-
-    def __bool__(self) -> bool:
-        return bool(self.cut_off or self.stuck)
 
 
 class Reconfiguration:
-    """Mutable: knows the generations, and the recovery under way, if there is one."""
+    """Knows the generations, and the state of the recovery that is under way, if there is one."""
 
     def __init__(
         self,
         job: JobSpec,
         members: Membership,
         progress: Progress,
-        saving: Saving,
-        restoring: Restoring,
-        scaling: Scaling,
-        sharding: Sharding,
+        replanning: Replanning,
+        decider: Decider,
+        ordering: Ordering,
         effects: Effects,
-        *,
-        make_planner: Callable[[Profile], Planner],
     ) -> None:
-        """`make_planner` makes the planner of the job from a profile. It may raise PlanningError."""
         self._job = job
         self._members = members
         self._progress = progress
-        self._saving = saving
-        self._restoring = restoring
-        self._scaling = scaling
-        self._sharding = sharding
-        self._replanning = Replanning(members, progress, scaling, sharding, effects, make_planner=make_planner)
-        self._restored_generation = 0
-        """What was adopted before all state was last gone back for counts for nothing."""
-        self._is_from_scratch = True
-        """What is trained comes from the model's initial values, not from a checkpoint."""
-        self._began_from_scratch = True
-        """So did the run begin: nothing is lost for good where all begin with them again."""
-        self._answers_due_s = math.inf
-        """How long to wait for those who were asked for checkpoints."""
+        self._replanning = replanning
+        self._decider = decider
+        self._ordering = ordering
         self._effects = effects
-        self._account: RecoveryRecord | None = None
-        self._is_explaining = False
-        """All are asked what they wait for."""
-        self._is_unexplained = False
-        """Nobody could tell what they wait for: the groups themselves are not to be trusted."""
-        self.accused = Accused()
-        """Whom the survivors' answers name; the coordinator deals with them."""
+        self.generations = Generations(max_steps=job.max_steps)
+        self._lineage = Lineage()
         self._regroups = (0, 0)
         """(newest step, how often all regrouped since it was committed)."""
-        self.generations = Generations(max_steps=job.max_steps)
-        self.is_fencing = False
-        self._fence_said = Fence(device=0, generation=0, lost=(), doorbells=())
-        """The newest."""
-        self.fenced_s = 0.0
-        """When survivors were asked last where they stand."""
-        self._has_waited = False
-        """Answers are waited for although their time is over."""
-        self.deadline_s = math.inf
+        self._state: State = Preparing()
 
-    # --- the machine's interface -----------------------------------------------------------------------------
+    # --- where it is -----------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return phase(self._state)
+
+    @property
+    def is_begun(self) -> bool:
+        """The first plan is ordered, by us or by an earlier master."""
+        return self.phase is not Phase.PREPARING
+
+    @property
+    def is_fencing(self) -> bool:
+        """Nothing is committed before the next orders."""
+        return isinstance(self._state, FENCED)
+
+    @property
+    def deadline_s(self) -> float:
+        """When `handle_deadline` is to be called."""
+        return deadline(self._state)
+
+    def training_places(self) -> list[WorkerId]:
+        """The workers of the newest plan that can be spoken to; none before the first."""
+        if not self.generations.plans:
+            return []
+        plan = self.generations.plan
+        return [worker_id for worker_id in plan.worker_ids if self._members[worker_id.node].is_ready]
+
+    # --- what happens ----------------------------------------------------------------------------------------
 
     def begin_training(self, profile: Profile, candidate: Candidate | None) -> None:
         """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one.
 
         Raises PlanningError when there is no plan.
         """
-        self._replanning.know(profile)
-        planner = self._replanning.planner
-        nodes = [member.spec.name for member in self._members.ready]
-        resting = self._scaling.begin(planner, nodes)
-        decision = planner.initial_plan([node for node in nodes if node not in resting])
-        decision = with_resting(decision, resting)
+        decision = self._replanning.begin(profile, [member.spec.name for member in self._members.ready])
         self.generations.begin()
         if candidate is None:
-            self._order(decision, Verdict(applied=0, catch_up=None, adopted=None, held={}), finish=None)
-            return
-        self._began_from_scratch = False
-        moved = self._replanning.replan(decision.plan, candidate.held, lost=frozenset())
-        reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
-        self._go_back(replace(moved, action=decision.action, reason=reason), candidate)
+            choice = Choice(decision=decision, verdict=Verdict(applied=0, catch_up=None, adopted=None, held={}))
+        else:
+            self._lineage = replace(self._lineage, began_from_scratch=False)
+            moved = self._replanning.replan(decision.plan, candidate.held, lost=frozenset())
+            reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
+            choice = to_checkpoint(replace(moved, action=decision.action, reason=reason), candidate)
+        self._order(choice)
+        self._give(TrainingBegun(generation=self.generations.current))
 
     def restore(
-        self,
-        profile: Profile,
-        generations: Generations,
-        *,
-        step_s: float,
-        slow: Mapping[str, float],
-        restored_generation: int,
-        is_from_scratch: bool,
-        began_from_scratch: bool,
+        self, profile: Profile, generations: Generations, lineage: Lineage, *, step_s: float, slow: Mapping[str, float]
     ) -> None:
-        """Go on from the plans that a journal knows, which others have ordered; steps take `step_s`.
+        """Go on from the plans that a journal knows, which others have ordered; steps take `step_s`."""
+        from_s = self._effects.now_s + _FINDING_S
+        self._replanning.take_over(profile, generations.plan, step_s, slow, from_s=from_s)
+        self.generations, self._lineage = generations, lineage
+        self._give(TrainingBegun(generation=generations.current))
 
-        `is_from_scratch`: what is trained comes from the model's initial values; `began_from_scratch`: so did the run.
+    def begin(
+        self, nodes: Collection[str], cause: PlanCause, *, detect_s: float, loss: LossCause | None = None
+    ) -> None:
+        """Fence all survivors under a new generation; losses during a recovery begin it again.
+
+        `loss` says why the nodes were lost, if they were.
         """
-        self._replanning.take_over(profile, generations.plan, step_s, slow, from_s=self._effects.now_s + _FINDING_S)
-        self.generations = generations
-        self._restored_generation = restored_generation
-        self._is_from_scratch, self._began_from_scratch = is_from_scratch, began_from_scratch
-
-    def found(self) -> None:
-        """Somebody has told which checkpoints there are."""
-        self._decide_when_answered()
-
-    def begin(self, nodes: list[str], cause: Cause, *, detect_s: float) -> None:
-        """Fence all survivors under a new generation; losses during a recovery begin it anew."""
         now_s = self._effects.now_s
-        recovery = self._account
-        if recovery is None or recovery.ordered_s:
-            self.close(overtaken_by="the next one began before")
-            recovery = self._account = RecoveryRecord(began_s=now_s, detect_s=detect_s, cause=cause)
-        recovery.nodes.extend(node for node in nodes if node not in recovery.nodes)
-        if cause is Cause.CUT_OFF:
-            recovery.cause = cause  # what the hang came from, by which it was noticed
-        recovery.statuses.clear()
-        self._restoring.forget()
-        self._answers_due_s = math.inf
-        recovery.settles_s = now_s + _SETTLE_S
-        self.is_fencing = True
-        self.generations.begin()
-        # A master that takes over hears nothing of a node before it has reached it.
-        heard_s = max((member.last_heard_s for member in self._members.ready), default=now_s)
-        self.deadline_s = max(now_s, heard_s) + self._job.control.lease_s
-        self.fenced_s = now_s
-        self._has_waited = False
+        self._decider.forget_answers()
         self._progress.expect_none()
-        self._effects.record(
-            RecoveryStarted(
-                t_s=now_s, generation=self.generations.current, nodes=tuple(recovery.nodes), cause=recovery.cause
+        self.generations.begin()
+        survivors = self._members.ready
+        ready = (worker for member in survivors for worker in member.ready.values())
+        fence = Fence(
+            device=0,
+            generation=self.generations.current,
+            lost=self._members.without_part(self.generations.newest),
+            probe_addresses=tuple(worker.probe_address for worker in ready if worker.probe_address),
+        )
+        self._regroups = _counted(self._regroups, self._progress.last_step, cause)
+        self._give(
+            RecoveryBegun(
+                nodes=tuple(nodes),
+                cause=cause,
+                loss=loss,
+                detect_s=detect_s,
+                control=self._job.control,
+                fence=fence,
+                asked=tuple(worker_id for member in survivors for worker_id in member.worker_ids),
+                heard_s=max((member.last_heard_s for member in survivors), default=now_s),
+                num_regroups=self._regroups[1],
             )
         )
-        self.accused = Accused()
-        self._is_unexplained = False
-        self._count_regrouping(cause)
-        self._fence()
 
     def repair(self, distrusted: Mapping[WorkerId, frozenset[int]], *, detect_s: float = 0.0) -> None:
         """Have these copies of layers replaced by the others."""
-        self._replanning.distrusted.update(distrusted)
-        self.begin(sorted({worker_id.node for worker_id in distrusted}), Cause.CORRUPTION, detect_s=detect_s)
+        self._replanning.distrust(distrusted)
+        self.begin(sorted({worker_id.node for worker_id in distrusted}), PlanCause.CORRUPTION, detect_s=detect_s)
 
-    def status(self, worker_ids: Collection[WorkerId], status: Status) -> None:
-        """Workers answer the fence; an answer to an older one is dropped. Raises PeerError for one that cannot be."""
-        if self.is_fencing and status.generation == self.generations.current:
-            if status.adopted and status.adopted not in self.generations.plans:
-                raise PeerError(f"trains in generation {status.adopted}, which has no plan")
-            assert self._account is not None
-            self._account.statuses.update(dict.fromkeys(worker_ids, status))
-            self._account.awaited.difference_update(worker_ids)
-            if self._has_waited and self._account.awaited:  # the others are about to answer, too
-                self.deadline_s = self._effects.now_s + self._job.control.lease_s
-            self._decide_when_answered()
+    def status(self, worker_ids: Collection[WorkerId], status: Status) -> tuple[GiveUp, ...]:
+        """Workers answer a fence. Raises PeerError for an answer that cannot be."""
+        is_answer = self.is_fencing and status.generation == self.generations.current
+        if is_answer and status.adopted and status.adopted not in self.generations.plans:
+            raise PeerError(f"trains in generation {status.adopted}, which has no plan")
+        return self._give(Answered(worker_ids=tuple(worker_ids), status=status))
+
+    def found(self) -> None:
+        """A worker has reported which checkpoints there are."""
+        self._give(CheckpointReported())
 
     def reach_again(self, node: str) -> None:
         """A node could not be spoken to, and is found again: what was said to it last may be lost."""
-        recovery = self._account
-        awaited = (
-            tuple(sorted(worker_id for worker_id in recovery.awaited if worker_id.node == node)) if recovery else ()
-        )
-        self._restoring.ask_again(node)
-        if not awaited:
-            return
-        if self.is_fencing:
-            self._effects.send_all(awaited, self._fence_said)
-        else:  # nobody knows whether it has its orders
-            self.begin([], Cause.MASTER_LOST, detect_s=0.0)
+        self._decider.ask_again(node)
+        self._give(NodeReached(node=node))
 
     def note_gone(self) -> None:
         """A node whose workers may be waited for is given up."""
-        if self._account is not None and not math.isinf(self._account.returns_by_s):
-            self._decide_when_answered()
+        self._give(NodeGone())
 
-    def note_left(self, node: str) -> None:
+    def note_left(self, node: str) -> tuple[GiveUp, ...]:
         """A drained node is gone: a master that took over since may have asked it where it stands."""
-        if self.is_fencing and self._account is not None:
-            self._account.awaited = {worker_id for worker_id in self._account.awaited if worker_id.node != node}
-            self._decide_when_answered()
+        return self._give(NodeLeft(node=node))
 
     def suspect(self, message: PeerFailed) -> None:
-        """A survivor met a failure first. Its cause is usually seen within milliseconds; else all regroup."""
-        if not self.is_fencing and message.generation == self.generations.current:
-            self.deadline_s = min(self.deadline_s, self._effects.now_s + _SUSPICION_S)
+        """A survivor met a failure first."""
+        self._give(FailureSuspected(generation=message.generation))
 
     def resumed(self, worker_ids: Collection[WorkerId], message: Resumed) -> None:
         """Workers compute under the new plan; the last one closes the recovery."""
-        recovery = self._account
-        if recovery is None or not recovery.ordered_s or message.generation != self.generations.current:
-            return
-        recovery.resumed.update(dict.fromkeys(worker_ids, message))
-        recovery.awaited.difference_update(worker_ids)
-        if not recovery.awaited:
-            self._replanning.distrusted.clear()
-            self.close()
-            self._dismiss_drained()
+        self._give(WorkersResumed(worker_ids=tuple(worker_ids), message=message))
+
+    def hold(self, until_s: float) -> None:
+        """This master was held up: what was said meanwhile is read first."""
+        self._give(HeldUp(until_s=until_s))
+
+    def handle_deadline(self, *, is_suspicious: bool) -> tuple[GiveUp, ...]:
+        """Act on what has not happened in time; `is_suspicious` where it may be this master that hears nothing."""
+        return self._give(TimePassed(is_suspicious=is_suspicious))
+
+    def close(self) -> None:
+        """The run is over: account for a recovery that is not."""
+        self._give(RunEnded())
+
+    # --- plans that no loss asks for -------------------------------------------------------------------------
 
     def note_pace(self, worker_ids: Collection[WorkerId], pace: Pace) -> None:
-        """Take in how fast workers compute; plan anew where slow nodes make that pay."""
+        """Take in how fast workers compute; plan again where slow nodes make that pay."""
         if self.is_fencing or not self._replanning.has_time(self._effects.now_s):
             return
         changed = self._replanning.note_pace(worker_ids, pace, self.generations.plan)
         if changed:
-            self.begin(changed, Cause.SLOW, detect_s=0.0)
+            self.begin(changed, PlanCause.SLOW, detect_s=0.0)
+
+    def forget_pace(self, node: str) -> None:
+        """A node is lost, or its worker is started again: what was known of its pace is of no use."""
+        self._replanning.forget_pace(node)
 
     @property
     def retries_s(self) -> float:
@@ -286,463 +251,121 @@ class Reconfiguration:
         """Give slow nodes that were left out another chance, where they would be of use."""
         nodes = self._replanning.retry_slow(self.generations.plan)
         if nodes:
-            self.begin(nodes, Cause.RETRIED, detect_s=0.0)
+            self.begin(nodes, PlanCause.RETRIED, detect_s=0.0)
 
     def scale(self) -> None:
-        """Look at how many nodes should train; plan anew where that is another number now."""
+        """Look at how many nodes should train; plan again where that is another number now."""
         if self.is_fencing or not self._replanning.has_time(self._effects.now_s):
-            self._scaling.look_later()
-        elif self._scaling.consider(self._replanning.planner):
-            plan = self.generations.plan
-            (resting, *_) = self._scaling.choices(self._replanning.planner, plan, lost=(), slow=self._replanning.slow)
-            changed = set(plan.nodes).intersection(resting) or {
-                member.spec.name
-                for member in self._members.ready
-                if member.spec.name not in plan.nodes and member.spec.name not in resting
-            }
-            self.begin(sorted(changed), Cause.SCALED, detect_s=0.0)
+            self._replanning.look_later()
+        elif (changed := self._replanning.rescale(self.generations.plan)) is not None:
+            self.begin(changed, PlanCause.SCALED, detect_s=0.0)
 
     def take_in(self, node: str) -> None:
         """A node has become ready: it trains at once if it is wanted, else it rests."""
         newest = self.generations.newest
         num_used = sum(self._members.took_part(each, newest) for each in self.generations.plan.nodes)
-        if self.is_fencing or self._scaling.wants_more(self._replanning.planner, num_used):
-            self.begin([node], Cause.JOINED, detect_s=0.0)
+        if self.is_fencing or self._replanning.wants_more(num_used):
+            self.begin([node], PlanCause.JOINED, detect_s=0.0)
         else:
-            self._scaling.look_soon()
-
-    def forget_pace(self, node: str) -> None:
-        """A node is lost, or its worker starts anew: what was known of its pace is worth nothing."""
-        self._replanning.forget_pace(node)
-
-    def handle_deadline(self) -> None:
-        """Act on answers that have settled, and on a suspicion that nothing has explained."""
-        self.deadline_s = math.inf
-        if self.is_fencing:
-            self._decide_when_answered()
-        else:
-            self.begin([], Cause.PEER_FAILED, detect_s=_SUSPICION_S)
-
-    def silent_nodes(self) -> tuple[str, ...]:
-        """Nodes with a worker that has not answered the fence, once its time is over.
-
-        Workers answer at once, whatever they compute; one that does not is frozen, if its agent is not.
-        """
-        if not self.is_fencing or self._account is None or self._effects.now_s < self.deadline_s:
-            return ()
-        if self.deadline_s <= self._account.settles_s:
-            return ()
-        return tuple(sorted({worker_id.node for worker_id in self._account.awaited}))
-
-    def waits_on(self, silent: Collection[str], *, is_suspicious: bool) -> bool:
-        """Whether to go on waiting for the answers of these nodes: their words may be unread, or ours unheard.
-
-        Where most do not answer, whatever holds them up may be one and the same, and pass.
-        """
-        now_s, control = self._effects.now_s, self._job.control
-        if not self._has_waited:
-            self._has_waited = True
-            self.deadline_s = now_s + _LOOK_S
-            return True
-        num_asked = len(self._members.ready)
-        limit_s = patience_s(
-            lease_s=control.lease_s,
-            orphan_timeout_s=control.orphan_timeout_s,
-            has_others=len(silent) < num_asked,
-        )
-        if is_suspicious or (are_most(len(silent), num_asked) and now_s < self.fenced_s + limit_s):
-            self.deadline_s = now_s + control.lease_s
-            return True
-        return False
-
-    def close(self, *, overtaken_by: str = "the run ended before") -> None:
-        """Tell what a recovery cost; one that another loss overtook is told with what is known of it."""
-        recovery, self._account = self._account, None
-        if recovery is not None:
-            done = recovery.close(
-                self._effects.now_s, self.generations.current, self._members.clock_offsets_s, overtaken_by=overtaken_by
-            )
-            self._scaling.recovery_done(done)
-            self._effects.record(done)
+            self._replanning.look_soon()
 
     def can_spare(self, node: str) -> bool:
         """Whether a node rests, and has nothing any more that others wait for: they train by the plan that lets it."""
         last = self._progress.last_record
-        trains = not self.is_fencing and last is not None and last.generation == self.generations.current
+        trains = isinstance(self._state, TRAINED) and last is not None and last.generation == self.generations.current
         return trains and node not in self.generations.plan.nodes
 
-    def lost_for(self, generation: int) -> tuple[str, ...]:
-        """The nodes that have no part, or no part any more, in the plan that was ordered in `generation`."""
-        return self._members.without_part(generation)
+    # --- effects ---------------------------------------------------------------------------------------------
 
-    # --- fencing ---------------------------------------------------------------------------------------------
+    def _give(self, given: Input) -> tuple[GiveUp, ...]:
+        """Make a transition, and do what it asks for; return what is for others to do."""
+        self._state, effects = step(self._state, given, self._effects.now_s)
+        for effect in effects:
+            self._carry_out(effect)
+        return tuple(effect for effect in effects if isinstance(effect, GiveUp))
 
-    def _count_regrouping(self, cause: Cause) -> None:
-        step, count = self._regroups
-        if step != self._progress.last_step:
-            count = 0
-        count += cause in (Cause.PEER_FAILED, Cause.HANG)
-        self._regroups = (self._progress.last_step, count)
-        self._is_explaining = cause is Cause.HANG or (cause is Cause.PEER_FAILED and count > 1)
-        if count > _MAX_REGROUPS:
-            raise RunOver(ExitCode.FAILED, f"no step was committed through {_MAX_REGROUPS} regroupings")
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Record() | Send() | SendAll():
+                self._effects.command(effect)
+            case Regroup(cause=cause, detect_s=detect_s):
+                self.begin([], cause, detect_s=detect_s)
+            case Decide(deciding=deciding):
+                self._decide(deciding)
+            case RecoveryEnded():
+                done = recovery_done(effect, self._effects.now_s, self._members.clock_offsets_s)
+                self._replanning.recovery_done(done)
+                self._effects.record(done)
+            case PlanInForce():
+                self._replanning.trust_all()
+                self._dismiss_drained()
+            case EndRun(reason=reason):
+                raise RunOver(ExitCode.FAILED, reason)
+            case GiveUp():
+                pass  # whoever gave the input does that
+            case _:
+                assert_never(effect)
 
-    def _fence(self) -> None:
-        survivors = self._members.ready
-        lost = self.lost_for(self.generations.newest)
-        ready = (worker for member in survivors for worker in member.ready.values())
-        doorbells = tuple(worker.doorbell for worker in ready if worker.doorbell) if self._is_explaining else ()
-        worker_ids = tuple(worker_id for member in survivors for worker_id in member.worker_ids)
-        assert self._account is not None
-        self._account.awaited = set(worker_ids)
-        if not survivors:
-            self._wait_for_anybody()
-            return
-        self._fence_said = Fence(device=0, generation=self.generations.current, lost=lost, doorbells=doorbells)
-        self._effects.send_all(worker_ids, self._fence_said)
+    def _decide(self, deciding: Deciding) -> None:
+        outcome = self._decider.decide(deciding, self.generations, self._lineage, self._effects.now_s)
+        match outcome:
+            case Choice():
+                update = self._order(outcome)
+                self._give(self._ordered(deciding, outcome, update))
+            case KeepDraining(nodes=nodes):
+                for node in nodes:
+                    self._members[node].stay()
+                    self._effects.notice("warning", f"{node} stays: the job cannot go on without it")
+                self._decide(deciding)
+            case WorkersWanted():
+                self._give(outcome)
+            case CheckpointWanted():
+                if math.isinf(deciding.recovery.found_by_s):
+                    self._decider.ask_for_checkpoints(deciding.recovery.asked)
+                self._give(outcome)
+            case _:
+                assert_never(outcome)
 
-    def _decide_when_answered(self) -> None:
-        recovery = self._account
-        if not self.is_fencing or recovery is None or recovery.awaited:
-            return
-        if not self._members.ready:
-            self._wait_for_anybody()
-            return
-        if self._effects.now_s < recovery.settles_s:
-            self.deadline_s = recovery.settles_s
-            return
-        statuses = {
-            worker_id: recovery.statuses[worker_id] for member in self._members.ready for worker_id in member.worker_ids
-        }
-        if self._is_explaining:
-            self._is_explaining = False
-            self._accuse(statuses)
-            if self.accused:
-                self.deadline_s = self._effects.now_s + self._job.control.lease_s
-                return
-            self._is_unexplained = True
-        self._decide(statuses)
-
-    def _wait_for_anybody(self) -> None:
-        """No worker is left: wait for those that are started again. Raises RunOver where there are none."""
-        if self._waits_for_returning():
-            return
-        if returning := self._members.returning:
-            names = ", ".join(member.spec.name for member in returning)
-            limit_s = self._job.control.start_timeout_s
-            raise RunOver(self._exit_code, f"no worker is left, and none was ready again within {limit_s:g} s: {names}")
-        given_up = [member for member in self._members.all if member.last_words]
-        if not given_up:
-            raise RunOver(self._exit_code, "all nodes are lost")
-        words = "; ".join(f"{member.spec.name}: {member.last_words}" for member in given_up)
-        raise RunOver(ExitCode.FAILED, f"all nodes are lost: {words}")
-
-    def _waits_for_returning(self) -> bool:
-        """Wait for workers that are started again, for those who are here cannot go on; False once that is over."""
-        assert self._account is not None
-        if not self._members.returning or self._effects.now_s >= self._account.returns_by_s:
-            return False
-        if math.isinf(self._account.returns_by_s):
-            self._account.returns_by_s = self._effects.now_s + self._job.control.start_timeout_s
-        self.deadline_s = self._account.returns_by_s
-        return True
-
-    def _accuse(self, statuses: dict[WorkerId, Status]) -> None:
-        """Nobody is gone, and nothing goes on: find out whom it is that the others wait for, or do not reach."""
-        cut_off = cut_off_nodes(statuses)
-        stuck = () if cut_off else stuck_workers(statuses)
-        self.accused = Accused(cut_off=cut_off, stuck=stuck)
-        self._effects.record(
-            HangExplained(
-                t_s=self._effects.now_s,
-                generation=self.generations.current,
-                cut_off=cut_off,
-                stuck=stuck,
-                stacks=tuple(
-                    (worker_id, status.stack) for worker_id, status in sorted(statuses.items()) if status.stack
-                ),
+    def _order(self, choice: Choice) -> PlanUpdate:
+        if choice.goes_back:
+            self._lineage = replace(
+                self._lineage,
+                restored_generation=self.generations.current,
+                is_from_scratch=choice.candidate is None,
             )
+        if choice.candidate is not None:
+            self._decider.begin_from(choice.candidate.name)
+        adopted = choice.verdict.adopted
+        return self._ordering.update(
+            choice,
+            self.generations,
+            tuple(worker_id for member in self._members.ready for worker_id in member.worker_ids),
+            self._effects.now_s,
+            lost=() if adopted is None else self._members.without_part(adopted),
+            is_from_scratch=self._lineage.is_from_scratch,
         )
 
-    # --- deciding --------------------------------------------------------------------------------------------
-
-    def _decide(self, statuses: dict[WorkerId, Status]) -> None:
-        """All survivors have answered: find what is committed, a plan for those who are left, and order it."""
-        assert self._account is not None
-        if self._restored_generation:
-            statuses = {worker_id: self._since_restored(status) for worker_id, status in statuses.items()}
-        # Only now: all that reporters said before they answered is known, so that no step is told out of turn.
-        records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
-        for _, record in sorted(records.items()):
-            self._progress.commit(record)
-        self.generations.forget_before(min([said.adopted for said in statuses.values() if said.adopted], default=0))
-        generations = self.generations
-        found = judge(statuses, self._progress.last_record, generations.plans, generations.bank_of)
-        verdict = self._confirm(found, statuses)
-        in_force = self.generations.in_force(verdict)
-        base = self.generations.plans[in_force]
-        absent = frozenset(self.lost_for(in_force))
-        after = Aftermath(
-            verdict=verdict,
-            statuses=statuses,
-            base=base,
-            lost=absent,
-            is_from_scratch=self._is_from_scratch,
-            is_unexplained=self._is_unexplained,
+    def _ordered(self, deciding: Deciding, choice: Choice, update: PlanUpdate) -> PlanOrdered:
+        recovery, action = deciding.recovery, Action(choice.decision.action)
+        if recovery.cause is PlanCause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
+            action = Action.RESTART_WORKER
+        return PlanOrdered(
+            awaited=frozenset(worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids),
+            action=action,
+            layers_moved=len({(item.layer, item.target) for item in update.transfers}),
+            microbatches_redone=choice.microbatches_redone,
+            steps_lost=choice.steps_lost,
         )
-        try:
-            decision, finish = self._replanning.choose(after, generations)
-        except (PlanningError, Unrecoverable) as error:
-            if self._waits_for_returning():
-                pass  # each of them that is ready begins this anew
-            elif self._keep_draining_nodes():
-                self._decide(statuses)
-            elif isinstance(error, PlanningError):
-                raise RunOver(self._exit_code, self._cannot_go_on(error)) from error
-            else:
-                self._fall_back(base, error)
-            return
-        lost = absent.intersection(base.nodes)
-        redone = 0
-        if verdict.adopted is not None:
-            redone = microbatches_redone(
-                base,
-                base.nodes if finish is None else lost,
-                statuses,
-                shares=generations.shares(in_force, verdict.applied + 1),
-                banked=generations.banked(verdict).microbatches,
-            )
-        self._account.steps_lost += max(0, self._progress.last_step - verdict.applied)
-        self._account.microbatches_redone += redone
-        self._order(decision, verdict, finish=finish)
-
-    def _since_restored(self, status: Status) -> Status:
-        """What a worker holds from before a checkpoint was gone back to is of a past that never was."""
-        if status.adopted >= self._restored_generation:
-            return status
-        return replace(
-            status,
-            applied=0,
-            last_record=None,
-            reduced=None,
-            adopted=0,
-            layers=(),
-            banked=None,
-            bank_reduced=None,
-        )
-
-    def _fall_back(self, base: ExecutionPlan, error: Unrecoverable) -> None:
-        """A layer has no living copy: go back to the newest checkpoint, once workers have told what they can read."""
-        assert self._account is not None
-        if not self._saving.is_enabled:
-            self._begin_again(base, error)
-            return
-        now_s = self._effects.now_s
-        worker_ids = [worker_id for member in self._members.ready for worker_id in member.worker_ids]
-        if math.isinf(self._answers_due_s):
-            self._answers_due_s = self.deadline_s = now_s + _ANSWERS_S
-            self._restoring.ask(worker_ids)
-            return
-        if not self._restoring.is_answered(worker_ids) and now_s < self._answers_due_s:
-            self.deadline_s = self._answers_due_s
-            return
-        self._tell_problems()
-        candidate = self._restoring.newest_of_this_run(base.num_layers)
-        if candidate is None:
-            self._begin_again(base, error)
-            return
-        held = {worker_id: layers for worker_id, layers in candidate.held.items() if worker_id in worker_ids}
-        try:
-            decision = self._replanning.replan(base, held, lost=_NOBODY)
-        except (PlanningError, Unrecoverable) as another:
-            raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
-        reason = f"{error}; back to the checkpoint of step {candidate.step}: {decision.reason}"
-        self._account.steps_lost += max(0, self._progress.last_step - candidate.step)
-        self._saving.restored()
-        self._go_back(replace(decision, action=Action.CHECKPOINT, reason=reason), candidate)
-
-    def _begin_again(self, base: ExecutionPlan, error: Unrecoverable) -> None:
-        """Nothing is saved: begin with the model's initial values, where the state was lost with workers alone.
-
-        Raises RunOver where a node took the last copy of a layer with it, or the run began with a checkpoint that is
-        gone.
-        """
-        assert self._account is not None
-        living = {member.spec.name for member in self._members.living}
-        here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
-        if not self._began_from_scratch or not here.issuperset(error.layers):
-            nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
-            raise RunOver(ExitCode.FAILED, f"{self._cannot_go_on(error)}{nothing}") from error
-        worker_ids = [worker_id for member in self._members.ready for worker_id in member.worker_ids]
-        whole = frozenset(range(base.num_layers))
-        try:
-            decision = self._replanning.replan(base, dict.fromkeys(worker_ids, whole), lost=_NOBODY)
-        except (PlanningError, Unrecoverable) as another:
-            raise RunOver(self._exit_code, self._cannot_go_on(another)) from another
-        step = self._progress.last_step
-        what = f"no checkpoint: all {step} steps are run again, from the model's initial values"
-        reason = f"{error}; {what}: {decision.reason}"
-        self._account.steps_lost += step
-        self._saving.restored()
-        self._restored_generation = self.generations.current
-        self._is_from_scratch = True
-        self._progress.go_back(0, generation=self._restored_generation)
-        verdict = Verdict(applied=0, catch_up=None, adopted=None, held={})
-        decision = replace(decision, action=Action.BEGIN_AGAIN, reason=reason, transfers=())
-        self._order(decision, verdict, finish=None, goes_back=True)
-        self._effects.notice("warning", f"{error}, and there is {what}")
-
-    def _go_back(self, decision: Decision, candidate: Candidate) -> None:
-        """Order everybody to a checkpoint."""
-        is_done = candidate.step >= self._job.max_steps or self._sharding.has_read_all(candidate.position)
-        self._restored_generation = self.generations.current
-        self._is_from_scratch = False
-        self._restoring.begin_from(candidate.name)
-        self._saving.begin_from(candidate.name)
-        self._progress.go_back(candidate.step, generation=self._restored_generation)
-        verdict = Verdict(applied=candidate.step, catch_up=None, adopted=None, held=candidate.held)
-        self._order(decision, verdict, finish=None, candidate=candidate, goes_back=True)
-        if candidate.is_on_disk:
-            self._saving.note_saved(candidate.step)
-        elif is_done:
-            self._saving.rescue(
-                candidate.name,
-                step=candidate.step,
-                saved_at=candidate.saved_at,
-                position=candidate.position,
-                held=candidate.held,
-            )
-        else:
-            self._saving.save_now()
-
-    def _tell_problems(self) -> None:
-        for problem in self._restoring.problems():
-            self._effects.notice("warning", f"cannot be used: {problem}")
-
-    def _cannot_go_on(self, error: Exception) -> str:
-        assert self._account is not None
-        return f"cannot go on after losing {', '.join(self._account.nodes)}: {error}"
-
-    @property
-    def _exit_code(self) -> int:
-        """Of a run that has too few nodes left: it can be resumed if there is a checkpoint."""
-        return ExitCode.RESUMABLE if self._saving.complete else ExitCode.FAILED
-
-    def _confirm(self, verdict: Verdict, statuses: dict[WorkerId, Status]) -> Verdict:
-        """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
-        if verdict.adopted is None:
-            return verdict
-        plan, lost = self.generations.plans[verdict.adopted], frozenset(self.lost_for(verdict.adopted))
-        worker_ids = (worker_id for pipeline in plan.pipelines for worker_id in pipeline.worker_ids)
-        members = [statuses[worker_id] for worker_id in worker_ids if worker_id.node not in lost]
-        is_in_force = all(status.adopted == verdict.adopted for status in members)
-        return verdict if is_in_force else replace(verdict, adopted=None)
-
-    def _keep_draining_nodes(self) -> bool:
-        """Let no node go after all: the run cannot go on without them. Returns whether there were any."""
-        draining = [member for member in self._members.ready if member.is_draining]
-        for member in draining:
-            member.is_draining = False
-            text = f"{member.spec.name} stays: the job cannot go on without it"
-            self._effects.notice("warning", text)
-        return bool(draining)
 
     def _dismiss_drained(self) -> None:
         """Drained nodes hold nothing any more that the plan in force needs: end their agents."""
         for member in self._members.ready:
             if member.is_draining:
                 member.dismiss()
-                self._effects.send(member.spec.name, StopAgent(reason="drained"))
+                self._effects.send(member.spec.name, StopAgent(reason="drained", is_dismissal=True))
 
-    # --- ordering --------------------------------------------------------------------------------------------
 
-    def _order(
-        self,
-        decision: Decision,
-        verdict: Verdict,
-        *,
-        finish: int | None,
-        candidate: Candidate | None = None,
-        goes_back: bool = False,
-    ) -> None:
-        """Send everyone the orders of a new generation, and train.
-
-        Where it `goes_back`, all do to a checkpoint, or, without a candidate, to the model's initial values.
-        """
-        lost = () if verdict.adopted is None else self.lost_for(verdict.adopted)
-        restore = None if candidate is None else candidate.restore
-        planner = self._replanning.planner
-        schedules = schedules_for(self._job, planner.profile, decision.plan)
-        has_room = planner.has_room(decision.plan, gradient_copies=BANK_COPIES)
-        sections = sections_wanted(self._job, decision.plan, decision.predicted_step_s, has_room=has_room)
-        order = self.generations.order(
-            decision,
-            verdict,
-            schedules=schedules,
-            finish=finish,
-            lost=lost,
-            restore=restore,
-            is_from_scratch=self._is_from_scratch,
-            num_sections=sections if all(kind in BANKING_KINDS for kind in schedules) else 1,
-        )
-        position = None if candidate is None else candidate.position
-        order = replace(order, assignment_version=self._sharding.follow(order, position=position, goes_back=goes_back))
-        worker_ids = tuple(worker_id for member in self._members.ready for worker_id in member.worker_ids)
-        self._effects.send_all(worker_ids, order)
-        self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in order.plan.layers_at)
-        self.is_fencing = False
-        self.deadline_s = math.inf
-        self._progress.foresee(decision.predicted_step_s)
-        is_quick = self._progress.last_step > 0 and candidate is None
-        self._progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s)
-        self._record_plan(decision, verdict, order, goes_back=goes_back)
-        self._saving.plan_adopted(decision.plan, boundary=order.boundary, redundant=decision.redundant)
-        self._scaling.plan_adopted(decision)
-        self._replanning.plan_adopted(decision.plan, decision.predicted_step_s)
-        if self._account is not None:
-            self._note_orders(self._account, decision, order)
-
-    def _note_orders(self, recovery: RecoveryRecord, decision: Decision, order: Order) -> None:
-        recovery.ordered_s = self._effects.now_s
-        recovery.awaited = {worker_id for pipeline in decision.plan.pipelines for worker_id in pipeline.worker_ids}
-        recovery.action = Action(decision.action)
-        if recovery.cause is Cause.JOINED and any(self._members[node].restarts for node in recovery.nodes):
-            recovery.action = Action.RESTART_WORKER
-        recovery.layers_moved = len({(item.layer, item.target) for item in order.transfers})
-
-    def _record_plan(self, decision: Decision, verdict: Verdict, order: Order, *, goes_back: bool) -> None:
-        now_s = self._effects.now_s
-        self._effects.record(
-            PlanAdopted(
-                t_s=now_s,
-                generation=self.generations.current,
-                plan=decision.plan,
-                action=Action(decision.action),
-                reason=self._with_schedules(decision.reason, order.schedules),
-                predicted_step_s=decision.predicted_step_s,
-                num_layers=decision.plan.num_layers,
-                redundant=decision.redundant,
-                pipeline_generations=order.pipeline_generations,
-                boundary=order.boundary,
-                banked=order.banked,
-                num_sections=order.num_sections,
-                schedules=order.schedules,
-                finish=order.finish,
-                finished_under=None if order.finish is None else verdict.adopted,
-                restored=None if order.restore is None else order.restore.name,
-                restored_step=order.boundary if goes_back else None,
-                segments=order.segments,
-            )
-        )
-        if not decision.redundant:
-            threshold = self._job.fault_threshold
-            text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
-            self._effects.notice("warning", text)
-
-    def _with_schedules(self, reason: str, schedules: Sequence[ScheduleKind]) -> str:
-        """A plan's reason, with the schedules of its pipelines where it chose them."""
-        num_split = sum(kind is ScheduleKind.ZERO_BUBBLE for kind in schedules)
-        if self._job.schedule != "auto" or not num_split:
-            return reason
-        which = "" if num_split == len(schedules) else f" in {num_split} of {len(schedules)} pipelines"
-        return f"{reason}; the zero-bubble schedule{which}"
+def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tuple[int, int]:
+    """Return the newest step, and how often all regrouped since it was committed, for nothing moved."""
+    step, count = regroups
+    return last_step, (count if step == last_step else 0) + (cause in (PlanCause.PEER_FAILED, PlanCause.HANG))

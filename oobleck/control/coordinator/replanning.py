@@ -5,17 +5,17 @@ A part of the coordinator's machine. It knows the planner and how fast the nodes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from oobleck.control.commit import NOTHING_BANKED, Generations, Progress, Verdict, broken_pipelines, shares_of
+from oobleck.control.commit import NO_SECTION, Generations, Progress, Verdict, broken_pipelines, shares_of
 from oobleck.control.data import Sharding
 from oobleck.control.events import Effects
-from oobleck.control.journal import PaceChanged
+from oobleck.control.journal import PaceChanged, RecoveryDone
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import Pace, Status
-from oobleck.control.scaling import Scaling
+from oobleck.control.scaling import Scaling, with_resting
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
 from oobleck.planner import Decision, ExecutionPlan, Profile, WorkerId
 
@@ -70,12 +70,8 @@ class Replanning:
         self._paces = SpeedTracker()
         self._slow_retry = SlowNodeRetry()
         self._from_s = 0.0
-        self.distrusted: dict[WorkerId, frozenset[int]] = {}
+        self._distrusted: dict[WorkerId, frozenset[int]] = {}
         """Layers that differ from their other copies, by holder, until they are replaced."""
-
-    def know(self, profile: Profile) -> None:
-        """Plan by this profile."""
-        self._profile = profile
 
     def take_over(
         self, profile: Profile, plan: ExecutionPlan, step_s: float, slow: Mapping[str, float], *, from_s: float
@@ -83,7 +79,14 @@ class Replanning:
         """Plan by this profile, from `from_s` on: before, a new master has more urgent things to do."""
         self._profile, self._from_s = profile, from_s
         self._paces.slow = slow
-        self.plan_adopted(plan, step_s)
+        self._leave_out(plan, step_s)
+
+    def begin(self, profile: Profile, nodes: Sequence[str]) -> Decision:
+        """Plan by this profile: return the first plan for these nodes. Raises PlanningError."""
+        self._profile = profile
+        resting = self._scaling.begin(self.planner, nodes)
+        decision = self.planner.initial_plan([node for node in nodes if node not in resting])
+        return with_resting(decision, resting)
 
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan where nothing is lost."""
@@ -123,8 +126,24 @@ class Replanning:
         self._slow_retry.forget(node)
         self._paces.forget(node)
 
-    def plan_adopted(self, plan: ExecutionPlan, step_s: float) -> None:
-        """Steps take so long now; slow nodes that the plan leaves out are tried again later."""
+    def plan_adopted(self, decision: Decision) -> None:
+        """A plan was ordered: slow nodes that it leaves out are tried again later."""
+        self._scaling.plan_adopted(decision)
+        self._leave_out(decision.plan, decision.predicted_step_s)
+
+    def recovery_done(self, done: RecoveryDone) -> None:
+        """A change is over: note what it cost."""
+        self._scaling.recovery_done(done)
+
+    def distrust(self, copies: Mapping[WorkerId, frozenset[int]]) -> None:
+        """These copies of layers differ from others: have them replaced."""
+        self._distrusted.update(copies)
+
+    def trust_all(self) -> None:
+        """All copies have been replaced that differed from others."""
+        self._distrusted.clear()
+
+    def _leave_out(self, plan: ExecutionPlan, step_s: float) -> None:
         resting = [node for node in plan.spares if node in self.slow]
         self._slow_retry.leave_out(resting, self._effects.now_s, found_out_s=found_out_s(step_s))
 
@@ -149,13 +168,39 @@ class Replanning:
         decisions = (self.planner.reconfigure(plan, lost=gone, slow=self.slow, resting=resting) for resting in choices)
         return any(decision.plan.pipelines != plan.pipelines for decision in decisions)
 
+    # --- another number of nodes -----------------------------------------------------------------------------
+
+    def rescale(self, plan: ExecutionPlan) -> list[str] | None:
+        """Look at how many nodes should train; return those that come or rest where it is another number now."""
+        if not self._scaling.consider(self.planner):
+            return None
+        (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
+        changed = set(plan.nodes).intersection(resting) or {
+            member.spec.name
+            for member in self._members.ready
+            if member.spec.name not in plan.nodes and member.spec.name not in resting
+        }
+        return sorted(changed)
+
+    def look_soon(self) -> None:
+        """A node has come that rests: the number of nodes may be another one."""
+        self._scaling.look_soon()
+
+    def look_later(self) -> None:
+        """The number of nodes cannot be looked at now."""
+        self._scaling.look_later()
+
+    def wants_more(self, num_used: int) -> bool:
+        """Whether a node that has come is to train at once, beside `num_used` that do."""
+        return self._scaling.wants_more(self.planner, num_used)
+
     # --- plans ---------------------------------------------------------------------------------------------
 
     def choose(self, after: Aftermath, generations: Generations) -> tuple[Decision, int | None]:
         """Find a plan for those who stay, and the step in flight if it is finished before.
 
         It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
-        banked, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
+        committed, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
         before the evaluation that the new plan is to begin with, nor after a hang that nobody explains, for it would
         be finished by the groups that hang. Raises PlanningError or Unrecoverable.
         """
@@ -168,33 +213,33 @@ class Replanning:
         assert verdict.adopted is not None
         rests = generations.rests(verdict.adopted, after.statuses, lost)
         finish_s = self.planner.rest_s(base, rests, slow=self.slow)
-        banked = generations.banked(verdict).microbatches
-        again_s = self._rest_s(decision, banked)
+        partial = generations.partial(verdict).microbatches
+        again_s = self._rest_s(decision, partial)
         if finish_s <= again_s + _WORTH_FORGETTING_S:
             return decision, finish
         decision = self.replan(base, self._held(after, None), lost=lost)
-        what = f"{len(banked)} of {base.num_microbatches} microbatches of step {finish} are banked, the others are"
-        again = f"{what if banked else f'step {finish} is'} run again, in {again_s:.1f} s"
+        what = f"{len(partial)} of {base.num_microbatches} microbatches of step {finish} are committed, the others are"
+        again = f"{what if partial else f'step {finish} is'} run again, in {again_s:.1f} s"
         return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
 
     def _may_finish(self, after: Aftermath) -> bool:
         """Whether the step in flight can have been begun by all, and is to be ended by the groups that began it."""
         verdict = after.verdict
-        evaluates_first = verdict.bank == NOTHING_BANKED and self._progress.owes_evaluation(verdict.applied)
+        evaluates_first = verdict.section == NO_SECTION and self._progress.owes_evaluation(verdict.applied)
         has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
         return has_records and not evaluates_first and not after.is_unexplained
 
-    def _rest_s(self, decision: Decision, banked: Collection[int]) -> float:
-        """Seconds of a step under a new plan, when these microbatches are banked."""
-        if not banked:
+    def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:
+        """Seconds of a step under a new plan, when these microbatches are committed."""
+        if not partial:
             return decision.predicted_step_s
-        rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, banked))}
+        rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, partial))}
         return self.planner.rest_s(decision.plan, rests, slow=self.slow)
 
     def _held(self, after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
         held = _held(after, finish)
         return held | {
-            worker_id: held[worker_id] - layers for worker_id, layers in self.distrusted.items() if worker_id in held
+            worker_id: held[worker_id] - layers for worker_id, layers in self._distrusted.items() if worker_id in held
         }
 
     def replan(self, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], *, lost: frozenset[str]) -> Decision:
@@ -221,7 +266,7 @@ class Replanning:
 
 def _is_untrained(after: Aftermath) -> bool:
     """Whether nothing is trained yet: everybody can make the initial values of any layer."""
-    return after.verdict.applied == 0 and after.verdict.bank == NOTHING_BANKED and after.is_from_scratch
+    return after.verdict.applied == 0 and after.verdict.section == NO_SECTION and after.is_from_scratch
 
 
 def _held(after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:

@@ -13,7 +13,6 @@ from oobleck.control.checkpoints import KnownCheckpoint
 from oobleck.control.commit import Generations
 from oobleck.control.data import ShardRemains
 from oobleck.control.journal import (
-    Cause,
     CheckpointSaved,
     DataPlaced,
     Evaluated,
@@ -28,6 +27,7 @@ from oobleck.control.journal import (
     NodeLost,
     PaceChanged,
     PlanAdopted,
+    PlanCause,
     ProfileKnown,
     RecordsDealt,
     RecoveryStarted,
@@ -172,10 +172,10 @@ def _apply(replayed: ReplayedRun, entry: JournalEntry) -> None:
             replayed.shards.note(entry)
         case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
             replayed.generations.current = generation
-            if cause is Cause.DRAINED:
+            if cause is PlanCause.DRAINED:
                 for node in nodes:
                     replayed.members[node].is_draining = True
-            if cause is Cause.RETRIED:
+            if cause is PlanCause.RETRIED:
                 for node in nodes:
                     replayed.slow.pop(node, None)
         case NodeAdded(node=spec):

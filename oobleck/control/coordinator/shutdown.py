@@ -9,8 +9,9 @@ from oobleck.control.checkpoints import Saving
 from oobleck.control.commit import Progress
 from oobleck.control.data import Sharding
 from oobleck.control.events import Effects, RunOver, StopRequested
+from oobleck.control.journal import WorkerError
 from oobleck.control.membership import Membership
-from oobleck.control.protocol import FinishStep
+from oobleck.control.protocol import FinishStep, Raised
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
@@ -44,7 +45,7 @@ class Shutdown:
         self._reconfiguration = reconfiguration
         self._sharding = sharding
         self._effects = effects
-        self._tracebacks: dict[WorkerId, tuple[int, str]] = {}
+        self._errors: dict[WorkerId, tuple[int, Raised]] = {}
         """By worker: the exception that ended it, and the newest step that was committed by then."""
         self._stop: StopRequested | None = None
         self._asked_to_finish = 0
@@ -58,25 +59,25 @@ class Shutdown:
         self._hears_out = False
         self.due_s = math.inf
 
-    def note_traceback(self, worker_id: WorkerId, traceback: str) -> None:
+    def note_error(self, worker_id: WorkerId, error: Raised) -> None:
         """An exception ended a worker."""
-        self._tracebacks[worker_id] = (self._progress.last_step, traceback)
+        self._errors[worker_id] = (self._progress.last_step, error)
 
     def ask_again(self) -> None:
         """What was asked may be lost."""
         self._asked_to_finish = 0
 
     def is_same_error(self, nodes: Collection[str]) -> bool:
-        """Whether one exception, by its last line, has ended a worker on each of these nodes since the newest step."""
-        fresh = {worker_id.node: text for worker_id, text in self._fresh.items()}
-        errors = {text.strip().rpartition("\n")[2] for node, text in fresh.items() if node in nodes}
+        """Whether one exception has ended a worker on each of these nodes since the newest step."""
+        fresh = {worker_id.node: error for worker_id, error in self._fresh.items()}
+        errors = {(error.kind, error.message) for node, error in fresh.items() if node in nodes}
         return len(errors) == 1 and fresh.keys() >= set(nodes)
 
     @property
-    def _fresh(self) -> dict[WorkerId, str]:
+    def _fresh(self) -> dict[WorkerId, Raised]:
         """By worker: the exceptions since the newest committed step."""
         return {
-            worker_id: text for worker_id, (step, text) in self._tracebacks.items() if step == self._progress.last_step
+            worker_id: error for worker_id, (step, error) in self._errors.items() if step == self._progress.last_step
         }
 
     def stop(self, event: StopRequested) -> None:
@@ -135,10 +136,10 @@ class Shutdown:
             return over
         return RunOver(ExitCode.NOT_SAVED, f"{over.reason}, but {lacking}")
 
-    def explain(self, over: RunOver) -> str:
-        """The reason to tell: what ended workers, if nothing was committed since, is the one behind the other."""
+    def error_behind(self, over: RunOver) -> WorkerError | None:
+        """What ended workers, if nothing was committed since: it is the reason behind the other."""
         fresh = self._fresh
         if not fresh or over.exit_code != ExitCode.FAILED:
-            return over.reason
-        worker_id, text = next(iter(fresh.items()))
-        return f"an error ended the workers; {worker_id} said:\n{text}"
+            return None
+        worker_id, error = next(iter(fresh.items()))
+        return WorkerError(worker_id=worker_id, end=error)

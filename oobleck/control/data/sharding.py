@@ -20,7 +20,7 @@ from oobleck.control.events import Effects, RunOver
 from oobleck.control.journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.protocol import (
     DataPosition,
-    Order,
+    PlanUpdate,
     RecordsFailed,
     RecordsOver,
     ScanAnswer,
@@ -171,7 +171,7 @@ class Sharding:
             return True
         return step in self._dealt and generation >= self._placed_generation and not self._must_deal_anew
 
-    def follow(self, order: Order, *, position: DataPosition | None, goes_back: bool = False) -> int:
+    def follow(self, update: PlanUpdate, *, position: DataPosition | None, goes_back: bool = False) -> int:
         """Note a plan that takes effect; returns the edition that it follows.
 
         `position` is that of the checkpoint that is gone back to; without one, who `goes_back` does to the beginning.
@@ -179,11 +179,11 @@ class Sharding:
         """
         if not self.is_on:
             return 0
-        if goes_back or order.restore is not None or not self._assignment_version:
+        if goes_back or update.restore is not None or not self._assignment_version:
             start = position or DataPosition(shards=digest_of_shards(self._names))
-            self._worker_id(order, start.with_another_try())
+            self._worker_id(update, start.with_another_try())
         elif self._must_deal_anew:
-            self._worker_id(order, self._position_after(order.boundary))
+            self._worker_id(update, self._position_after(update.boundary))
         self._must_deal_anew = False
         self._regroups_s = math.inf
         self._asked = None
@@ -197,20 +197,20 @@ class Sharding:
             if step > self._progress.last_step:
                 self._effects.send_all(hearers, records)
 
-    def _worker_id(self, order: Order, position: DataPosition) -> None:
+    def _worker_id(self, update: PlanUpdate, position: DataPosition) -> None:
         assert self._assigner is not None
         self._assignment_version += 1
-        self._placed_generation = order.generation
-        self._base = (order.boundary, position)
+        self._placed_generation = update.generation
+        self._base = (update.boundary, position)
         self._dealt.clear()
         self._failures.clear()
         self._assigner.go_back(position)
         self._effects.record(
             DataPlaced(
                 t_s=self._effects.now_s,
-                generation=order.generation,
+                generation=update.generation,
                 assignment_version=self._assignment_version,
-                step=order.boundary,
+                step=update.boundary,
                 position=position,
             )
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oobleck.control.journal import JournalEntry, Notice
-from oobleck.control.protocol import Fence, MasterMessage, Order, RecordsOver, StepRecords
+from oobleck.control.protocol import MasterMessage, WorkerCommand
 from oobleck.planner import WorkerId
 
 from .inputs import Command, PassOn, Record, Send, SendAll
@@ -33,7 +33,7 @@ class Effects:
     def send(self, node: str, message: MasterMessage) -> None:
         self._commands.append(Send(node=node, message=message))
 
-    def send_all(self, worker_ids: tuple[WorkerId, ...], message: Fence | Order | StepRecords | RecordsOver) -> None:
+    def send_all(self, worker_ids: tuple[WorkerId, ...], message: WorkerCommand) -> None:
         """Send a message to many workers, to each for its own device."""
         self._commands.append(SendAll(worker_ids=worker_ids, message=message))
 

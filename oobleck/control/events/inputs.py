@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from oobleck.control.journal import Cause, JournalEntry
+from oobleck.control.journal import JournalEntry, Loss
 from oobleck.control.protocol import (
     AgentMessage,
-    Fence,
     Hello,
     MasterMessage,
-    Order,
     Pace,
-    RecordsOver,
     Resumed,
     Status,
-    StepRecords,
+    WorkerCommand,
 )
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
@@ -38,6 +35,7 @@ __all__ = [
     "LookUpProfile",
     "MessageReceived",
     "NodeFailed",
+    "NodeLeftOut",
     "NodeUp",
     "ProfileFound",
     "Record",
@@ -63,8 +61,7 @@ class NodeFailed:
     """A node cannot be reached, or its connection broke."""
 
     node: str
-    cause: Cause
-    evidence: str
+    loss: Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +118,14 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeftOut:
+    """The check before the run found a node faulty: the run begins without it."""
+
+    node: str
+    fault: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
     """Something that people should read in the journal; it changes nothing."""
 
@@ -135,6 +140,7 @@ Event = (
     | DrainRequested
     | KillRequested
     | NodeFailed
+    | NodeLeftOut
     | NodeUp
     | ProfileFound
     | Remark
@@ -163,7 +169,7 @@ class SendAll:
     """Send the same to many workers, to each for its own device."""
 
     worker_ids: tuple[WorkerId, ...]
-    message: Fence | Order | StepRecords | RecordsOver
+    message: WorkerCommand
 
     def each(self) -> Iterator[Send]:
         """What is sent to each of them."""

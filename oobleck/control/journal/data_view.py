@@ -6,7 +6,7 @@ from collections import deque
 
 from oobleck.control.protocol import DataPosition
 
-from .entries import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
+from .state_entries import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 
 __all__ = ["DataView"]
 

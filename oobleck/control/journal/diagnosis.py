@@ -1,229 +1,51 @@
-"""Failures explained: what was at fault, how that is known, what was done about it, and what it cost.
+"""Failures explained: follows the journal's entries and gathers those that belong together into incidents.
 
-Follows the journal's entries and gathers those that belong together into incidents. One failure makes others: when a
-node dies, the collectives of its peers fail too. So the root of an incident is the earliest finding that no peer
-caused; the others are told after it. Pure.
+One failure makes others: when a node dies, the collectives of its peers fail too. So the root of an incident is the
+earliest finding that no peer caused; the others are told after it. Pure.
 
-    finding                 from                                                  caused by a peer
-    worker ended            exit code, signal, last line of its traceback         if a collective ended it
-    node lost               connection, lease, worker, user                       no
-    nobody lost             a collective that failed, a hang                      yes
-    a hang explained        the worker that all wait for, the node that is cut    no
-    loss                    not a number, or infinite                             no
-    a repair                copies of a layer that differ                         no
-    notice, master          a termination that is announced; another master       no
-    notice                  the fork server of a node has ended                   no
-    notice                  a node that its check finds faulty                    no
+    entry                             finding                                       caused by a peer
+    WorkerDown                        by how the worker ended                       if a collective ended it
+    NodeLost                          by why it was lost                            the same
+    RecoveryStarted                   a failed collective, a hang: nobody was lost  yes
+    HangExplained                     the worker that all wait for, a node cut off  no
+    RecoveryStarted, PaceChanged      a slow node, once it is planned for           no
+    RecoveryStarted, ReplicasDiffer   a copy of a layer that differs                no
+    StepDone                          a loss that is not a number, or infinite      no
+    TerminationNoticed, NodeUnfit,    as they say                                   no
+    ForkServerDown, MasterResumed,
+    SaveFailed, JournalGap,
+    ShardQuarantined
+    JobEnded                          whatever nothing else explains                if a collective did it
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
+from typing import assert_never
 
-from oobleck.control.protocol import UNSEEN_WORDS
 from oobleck.exit_codes import ExitCode
+from oobleck.planner import WorkerId
 
-from .entries import (
-    DIFFERS_WORDS,
-    Action,
-    Cause,
-    HangExplained,
-    JobEnded,
-    JournalEntry,
-    JournalGap,
-    MasterResumed,
-    NodeLost,
-    Notice,
-    PaceChanged,
-    PlanAdopted,
-    RecoveryDone,
-    RecoveryStarted,
-    SaveFailed,
-    ShardQuarantined,
-    StepDone,
-    WorkerDown,
-)
+from .entries import JournalEntry
+from .failures import Failure, failure_of_end, failure_of_loss
+from .incidents import Evidence, Finding, Incident, Measure, Response
+from .losses import Silent
+from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
+from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
+from .run_entries import JobEnded, JournalGap, MasterResumed
+from .state_entries import SaveFailed, ShardQuarantined
+from .step_entries import ReplicasDiffer, StepDone
 
-__all__ = [
-    "FORK_SERVER_WORDS",
-    "LEFT_OUT_WORDS",
-    "TERMINATION_WORDS",
-    "Diagnosis",
-    "Failure",
-    "Finding",
-    "Incident",
-    "diagnose",
-    "failure_of_exit",
-]
+__all__ = ["Diagnosis", "diagnose"]
 
-TERMINATION_WORDS = " is to be terminated: "
-"""How the notice of a termination is told in the journal, between the node and the reason."""
-
-FORK_SERVER_WORDS = "'s fork server ended: "
-"""How the end of the process that forks workers is told, between the node and the reason."""
-
-LEFT_OUT_WORDS = " is faulty and left out: "
-"""How the verdict of the check before a run is told, between the node and the reason."""
-_UNFIT = re.compile(rf"(\S+)(?:{LEFT_OUT_WORDS}|: it is not taken in again: )(.*)", re.DOTALL)
 _BELONGS_TOGETHER_S = 2.0
 """Findings that follow each other this closely are one incident, if no recovery says more."""
 _REPEATED_WITHIN_S = 600.0
-_REPEATED_TIMES = 3
-
-
-class Failure(StrEnum):
-    """What was at fault; each with the advice that goes with it."""
-
-    USER_EXCEPTION = "user_exception"
-    DATA_ERROR = "data_error"
-    OUT_OF_MEMORY = "out_of_memory"
-    KILLED = "killed"
-    CRASHED = "crashed"
-    EXITED = "exited"
-    FORK_SERVER = "fork_server"
-    CONTACT_LOST = "contact_lost"
-    FROZEN = "frozen"
-    HANG = "hang"
-    STUCK = "stuck"
-    CUT_OFF = "cut_off"
-    PEER = "peer"
-    BAD_LOSS = "bad_loss"
-    CORRUPTION = "corruption"
-    SLOW = "slow"
-    UNFIT_NODE = "unfit_node"
-    TERMINATION = "termination"
-    MASTER_LOST = "master_lost"
-    NOT_SAVED = "not_saved"
-    JOURNAL_GAP = "journal_gap"
-    REQUESTED = "requested"
-    JOB_FAILED = "job_failed"
-
-
-_SUBJECT = {
-    Failure.USER_EXCEPTION: "an error in the training code",
-    Failure.DATA_ERROR: "data that cannot be used",
-    Failure.OUT_OF_MEMORY: "out of memory",
-    Failure.KILLED: "a process was killed from outside",
-    Failure.CRASHED: "a process crashed",
-    Failure.EXITED: "a process ended",
-    Failure.FORK_SERVER: "the process that starts workers ended",
-    Failure.CONTACT_LOST: "contact was lost",
-    Failure.FROZEN: "a node stopped answering",
-    Failure.HANG: "training hung",
-    Failure.STUCK: "a worker holds the others up",
-    Failure.CUT_OFF: "a node does not reach its peers",
-    Failure.PEER: "a collective failed",
-    Failure.BAD_LOSS: "the loss is not a number",
-    Failure.CORRUPTION: "a copy of a layer differed",
-    Failure.SLOW: "a node became slow",
-    Failure.UNFIT_NODE: "a node cannot take part",
-    Failure.TERMINATION: "a node is about to be taken away",
-    Failure.MASTER_LOST: "the master was lost",
-    Failure.NOT_SAVED: "the state was not saved",
-    Failure.JOURNAL_GAP: "the journal could not be written",
-    Failure.REQUESTED: "done on request",
-    Failure.JOB_FAILED: "the job failed",
-}
-
-_ADVICE = {
-    Failure.USER_EXCEPTION: "Read the traceback in the agent's log; the same code will fail again.",
-    Failure.DATA_ERROR: "Correct data.paths or data.shards, or what they name; it must be the same on every node.",
-    Failure.OUT_OF_MEMORY: "Make microbatch_size smaller, or turn activation_checkpointing on.",
-    Failure.KILLED: "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
-    Failure.CRASHED: "A crash in native code: look for a core dump, and compare driver and torch versions.",
-    Failure.EXITED: "See the end of the agent's log on that node.",
-    Failure.FORK_SERVER: "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
-    Failure.CONTACT_LOST: "See whether the machine is up and SSH answers.",
-    Failure.FROZEN: "See whether the machine swaps, or was suspended.",
-    Failure.HANG: "See the stacks in the agents' logs; a hang that comes back is a bug in the training code.",
-    Failure.STUCK: "See where its training thread was; a hang that comes back is a bug in the training code.",
-    Failure.CUT_OFF: "See the network between it and the others: `oobleck check` names the link or the node.",
-    Failure.PEER: "Nothing to do unless it comes back; then check the network with `oobleck check`.",
-    Failure.BAD_LOSS: "Lower the learning rate, or begin again from before that step.",
-    Failure.SLOW: "Look for other work on it, and for clocks that are throttled: `oobleck check` measures it.",
-    Failure.CORRUPTION: "If it comes back, test the machine's memory: the copy was replaced, the cause was not.",
-    Failure.UNFIT_NODE: "Do what the evidence says.",
-    Failure.TERMINATION: "Nothing to do: the node hands its state over before it goes.",
-    Failure.MASTER_LOST: "Nothing to do: training went on meanwhile.",
-    Failure.NOT_SAVED: "Make room on that disk, or in its shared memory; the next save is tried by itself.",
-    Failure.JOURNAL_GAP: "Make room where the run's directory is: what is kept in memory is written then.",
-    Failure.REQUESTED: "Nothing to do.",
-    Failure.JOB_FAILED: "See the reason above.",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that went wrong."""
-
-    t_s: float
-    """When it happened, as far as it is known: a frozen node is noticed late."""
-    failure: Failure
-    node: str | None
-    """None where it is the whole run's."""
-    evidence: str
-    is_tried_again: bool | None = None
-    """Whether the lost node is, without anybody asking for it; None where none was lost."""
-
-    @property
-    def is_caused_by_peer(self) -> bool:
-        return self.failure in (Failure.PEER, Failure.HANG)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
-    """A failure with what it led to."""
-
-    number: int
-    """From 1, in the order of the journal."""
-    root: Finding
-    consequences: tuple[Finding, ...]
-    """What went wrong besides, in order; most of it because of the root."""
-    actions: tuple[str, ...]
-    stall_s: float = 0.0
-    """Time in which no microbatch of a committed step made progress anywhere."""
-    microbatches_redone: int = 0
-    steps_lost: int = 0
-    bytes_moved: int = 0
-    lost: tuple[str, ...] = ()
-    """Nodes that the run goes on without."""
-    ended_s: float | None = None
-    """None while it is under way."""
-    is_fatal: bool = False
-    """Whether the job ended over it."""
-    repeated: int = 1
-    """How often this node was at fault within ten minutes."""
-
-    @property
-    def title(self) -> str:
-        """What was at fault, in a few words."""
-        what = _SUBJECT[self.root.failure]
-        return f"{self.root.node}: {what}" if self.root.node else what
-
-    @property
-    def advice(self) -> str:
-        """What a person should do now."""
-        if self.repeated >= _REPEATED_TIMES and self.root.node:
-            return (
-                f"{self.root.node} was at fault {self.repeated} times within ten minutes: look at it with `oobleck "
-                f"check`; `oobleck drain {self.root.node}` takes it out if it is still in, `oobleck add` lets it back. "
-                f"{_ADVICE[self.root.failure]}"
-            )
-        return f"{_ADVICE[self.root.failure]}{self._way_back}"
-
-    @property
-    def _way_back(self) -> str:
-        """How a node that the run goes on without comes back, as a sentence."""
-        if self.is_fatal or self.root.is_tried_again is None:
-            return ""
-        if self.root.is_tried_again:
-            return " The node is tried again by itself."
-        return f" The node is not tried again: `oobleck add {self.root.node}` lets it back."
+_NO_FAILURES = frozenset({ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
+"""Exit codes of runs that ended as they were asked to."""
 
 
 def diagnose(entries: Iterable[JournalEntry]) -> tuple[Incident, ...]:
@@ -240,7 +62,7 @@ class _Draft:
 
     number: int
     findings: list[Finding] = field(default_factory=list)
-    actions: list[str] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     is_recovering: bool = False
     noticed_s: float = 0.0
@@ -264,7 +86,7 @@ class _Draft:
             number=self.number,
             root=root,
             consequences=tuple(finding for finding in self.findings if finding is not root),
-            actions=tuple(self.actions),
+            responses=tuple(self.responses),
             stall_s=self.stall_s,
             microbatches_redone=self.microbatches_redone,
             steps_lost=self.steps_lost,
@@ -277,7 +99,7 @@ class _Draft:
 
 
 class Diagnosis:
-    """Mutable: follows a journal, entry by entry, in O(1) each."""
+    """Follows a journal, entry by entry, in O(1) each."""
 
     def __init__(self) -> None:
         self._drafts: list[_Draft] = []
@@ -285,10 +107,10 @@ class Diagnosis:
         self._has_planned = False
         self._has_bad_loss = False
         self._open_gap_s = -1.0
-        self._differing = ""
-        """What was last said of copies that differ."""
-        self._slow: dict[str, str] = {}
-        """What was last said of nodes that are slow."""
+        self._differing: dict[str, ReplicasDiffer] = {}
+        """By node: the newest entry of a copy there that differs."""
+        self._slow: dict[str, PaceChanged] = {}
+        """By node: the newest entry of its being slow."""
         self._recent: deque[tuple[float, str]] = deque()  # (when, node) of roots, of the last ten minutes
 
     @property
@@ -300,15 +122,24 @@ class Diagnosis:
         """Take the next entry into account; most say nothing of failures."""
         match entry:
             case WorkerDown():
-                failure = failure_of_exit(entry.reason)
-                self._find(entry.t_s, failure, entry.node, entry.reason)
-                self._act(f"the worker of {entry.node} is started again")
+                self._find(failure_of_end(entry.end), entry, entry.node)
+                self._respond(Measure.WORKER_RESTARTED, entry.node)
             case NodeLost():
                 self._lose(entry)
+            case NodeUnfit():
+                self._find(Failure.UNFIT_NODE, entry, entry.node, is_tried_again=entry.is_tried_again)
+                self._respond(Measure.NODE_LEFT_OUT, entry.node)
+            case TerminationNoticed():
+                self._find(Failure.TERMINATION, entry, entry.node)
+            case ForkServerDown():
+                self._find(Failure.FORK_SERVER, entry, entry.node)
+                self._respond(Measure.FORK_SERVER_RESTARTED if entry.is_restarted else Measure.WORKERS_KEPT)
             case PaceChanged(node=node, factor=factor):
                 self._slow.pop(node, None)
                 if factor > 1:
-                    self._slow[node] = entry.describe()
+                    self._slow[node] = entry
+            case ReplicasDiffer():
+                self._differing.update((worker_id.node, entry) for worker_id in entry.odd)
             case RecoveryStarted():
                 self._begin_recovery(entry)
             case HangExplained():
@@ -320,32 +151,18 @@ class Diagnosis:
             case StepDone():
                 self._look_at_loss(entry)
             case SaveFailed() if not entry.is_our_doing:
-                self._find(entry.t_s, Failure.NOT_SAVED, None, entry.describe())
-                self._act("training goes on")
+                self._find(Failure.NOT_SAVED, entry)
+                self._respond(Measure.TRAINING_CONTINUED)
             case JournalGap():
                 self._find_gap(entry)
             case ShardQuarantined():
-                self._find(entry.t_s, Failure.DATA_ERROR, None, f"{entry.shard}: {entry.problem}")
-                self._act(f"the run goes on without {entry.shard}, from record position {entry.position} on")
+                self._find(Failure.DATA_ERROR, entry)
+                self._respond(Measure.SHARD_LEFT_OUT, entry.shard, position=entry.position)
             case MasterResumed():
                 self._settle()
-                self._find(entry.t_s - entry.away_s, Failure.MASTER_LOST, None, entry.describe())
-                self._act("another master took the run over")
+                self._find(Failure.MASTER_LOST, entry, began_s=entry.t_s - entry.away_s)
+                self._respond(Measure.MASTER_REPLACED)
                 self._close(entry.t_s)
-            case Notice() if TERMINATION_WORDS in entry.text:
-                node, _, reason = entry.text.partition(TERMINATION_WORDS)
-                self._find(entry.t_s, Failure.TERMINATION, node, reason)
-            case Notice() if FORK_SERVER_WORDS in entry.text:
-                node, _, reason = entry.text.partition(FORK_SERVER_WORDS)
-                self._find(entry.t_s, Failure.FORK_SERVER, node, reason)
-                self._act("workers that live train on; the fork server is started again")
-            case Notice() if DIFFERS_WORDS in entry.text:
-                self._differing = entry.text
-            case Notice() if (found := _UNFIT.fullmatch(entry.text)) is not None:
-                self._find(
-                    entry.t_s, Failure.UNFIT_NODE, found[1], found[2], is_tried_again=LEFT_OUT_WORDS not in entry.text
-                )
-                self._act(f"the run goes on without {found[1]}")
             case JobEnded():
                 self._end(entry)
             case _:
@@ -358,75 +175,60 @@ class Diagnosis:
         if entry.is_open:
             self._open_gap_s = entry.since_s
         if entry.is_open or self._open_gap_s != entry.since_s or entry.num_lost:
-            self._find(entry.t_s, Failure.JOURNAL_GAP, None, entry.describe())
+            self._find(Failure.JOURNAL_GAP, entry)
 
     def _lose(self, entry: NodeLost) -> None:
-        failure, began_s = Failure.CONTACT_LOST, entry.t_s
-        match entry.cause:
-            case Cause.WORKER_EXITED:
-                failure = failure_of_exit(entry.evidence)
-            case Cause.LEASE_EXPIRED:
-                failure, began_s = Failure.FROZEN, entry.t_s - _silence_s(entry.evidence)
-            case _ if entry.is_requested:
-                failure = Failure.REQUESTED
-            case Cause.USER:
-                failure = Failure.REQUESTED
-            case Cause.UNREACHABLE | Cause.UNFIT:
-                failure = Failure.UNFIT_NODE
-            case Cause.CUT_OFF:
-                failure = Failure.CUT_OFF
-            case _:
-                pass
         self._find(
-            began_s,
-            failure,
+            failure_of_loss(entry.loss, is_requested=entry.is_requested),
+            entry,
             entry.node,
-            entry.evidence,
-            noticed_s=entry.t_s,
+            began_s=entry.t_s - entry.loss.silent_s if isinstance(entry.loss, Silent) else entry.t_s,
             is_tried_again=entry.is_tried_again if self._has_planned else None,
         )
         assert self._open is not None
         self._open.lost.append(entry.node)
         if self._has_planned:
-            self._act(f"the run goes on without {entry.node}")
+            self._respond(Measure.NODE_LEFT_OUT, entry.node)
 
     def _begin_recovery(self, entry: RecoveryStarted) -> None:
-        slow = [node for node in entry.nodes if node in self._slow] if entry.cause is Cause.SLOW else []
+        slow = [node for node in entry.nodes if node in self._slow] if entry.cause is PlanCause.SLOW else []
         if entry.cause.is_planned and not slow:
             return
         if self._open is None and self._drafts and self._drafts[-1].ended_s == entry.t_s:
             self._open = self._drafts[-1]  # the recovery of one loss was overtaken by this one
             self._open.ended_s = None
         match entry.cause:
-            case Cause.PEER_FAILED:
-                self._find(entry.t_s, Failure.PEER, None, "a collective failed, and no node was lost")
-            case Cause.DATA_UNREADABLE:
-                self._find(entry.t_s, Failure.DATA_ERROR, None, "a record of the step in flight could not be read")
-            case Cause.HANG:
-                self._find(entry.t_s, Failure.HANG, None, "no step was committed for many times as long as one takes")
-            case Cause.CORRUPTION:
+            case PlanCause.PEER_FAILED:
+                self._find(Failure.PEER, entry)
+            case PlanCause.DATA_UNREADABLE:
+                self._find(Failure.DATA_ERROR, entry)
+            case PlanCause.HANG:
+                self._find(Failure.HANG, entry)
+            case PlanCause.CORRUPTION:
                 for node in entry.nodes:
-                    self._find(entry.t_s, Failure.CORRUPTION, node, self._differing)
-            case Cause.SLOW:
+                    self._find(Failure.CORRUPTION, self._differing.get(node, entry), node, began_s=entry.t_s)
+            case PlanCause.SLOW:
                 for node in slow:
-                    self._find(entry.t_s, Failure.SLOW, node, self._slow[node])
+                    self._find(Failure.SLOW, self._slow[node], node, began_s=entry.t_s)
+            case PlanCause.LOSS | PlanCause.MASTER_LOST | PlanCause.CHECKPOINT_BROKEN:
+                pass  # an entry of its own, before this one, says it
+            case PlanCause.JOINED | PlanCause.DRAINED | PlanCause.SCALED | PlanCause.RETRIED:
+                pass  # nothing is wrong
             case _:
-                pass
+                assert_never(entry.cause)
         if self._open is not None:
             self._open.is_recovering = True
 
     def _explain_hang(self, entry: HangExplained) -> None:
         for node in entry.cut_off:
-            self._find(entry.t_s, Failure.CUT_OFF, node, entry.describe())
-        stacks = dict(entry.stacks)
+            self._find(Failure.CUT_OFF, entry, node)
         for worker_id in entry.stuck:
-            evidence = f"all wait for {worker_id}, and it waits for nobody\n{stacks.get(worker_id, '')}".strip()
-            self._find(entry.t_s, Failure.STUCK, worker_id.node, evidence)
+            self._find(Failure.STUCK, entry, worker_id.node, worker_id=worker_id)
 
     def _adopt(self, entry: PlanAdopted) -> None:
         self._has_planned = True
         if self._open is not None and self._open.is_recovering and entry.action is not Action.START:
-            self._act(entry.reason)
+            self._respond(Measure.PLAN_CHANGED, reason=entry.reason)
 
     def _end_recovery(self, entry: RecoveryDone) -> None:
         draft = self._open
@@ -442,9 +244,8 @@ class Diagnosis:
         self._settle(entry.t_s)
         is_bad = not math.isfinite(entry.record.loss)
         if is_bad and not self._has_bad_loss:
-            evidence = f"step {entry.record.step} was committed with a loss of {entry.record.loss}"
-            self._find(entry.t_s, Failure.BAD_LOSS, None, evidence)
-            self._act("none: training goes on")
+            self._find(Failure.BAD_LOSS, entry)
+            self._respond(Measure.NOTHING)
             if self._open is not None and not self._open.is_recovering:
                 self._close(entry.t_s)
         self._has_bad_loss = is_bad
@@ -455,9 +256,8 @@ class Diagnosis:
             self._close(entry.t_s)
             return
         if self._open is None:
-            failure = failure_of_exit(entry.reason) if "said:\n" in entry.reason else Failure.JOB_FAILED
-            self._find(entry.t_s, failure, None, entry.reason)
-        self._act(f"the job ended: {entry.reason.splitlines()[0]}")
+            self._find(Failure.JOB_FAILED if entry.error is None else failure_of_end(entry.error.end), entry)
+        self._respond(Measure.JOB_ENDED, reason=entry.reason)
         assert self._open is not None
         self._open.is_fatal = True
         self._close(entry.t_s)
@@ -466,27 +266,36 @@ class Diagnosis:
 
     def _find(
         self,
-        t_s: float,
         failure: Failure,
-        node: str | None,
-        evidence: str,
+        evidence: Evidence,
+        node: str | None = None,
         *,
-        noticed_s: float | None = None,
+        worker_id: WorkerId | None = None,
+        began_s: float | None = None,
         is_tried_again: bool | None = None,
     ) -> None:
-        noticed_s = t_s if noticed_s is None else noticed_s
+        """Add what the evidence shows; `began_s` where that began at another time than the entry's."""
+        noticed_s = max(evidence.t_s, evidence.t_s if began_s is None else began_s)
         self._settle(noticed_s)
         if self._open is None:
             self._open = _Draft(number=len(self._drafts) + 1)
             self._drafts.append(self._open)
         self._open.noticed_s = noticed_s
         self._open.findings.append(
-            Finding(t_s=max(0.0, t_s), failure=failure, node=node, evidence=evidence, is_tried_again=is_tried_again)
+            Finding(
+                t_s=max(0.0, evidence.t_s if began_s is None else began_s),
+                failure=failure,
+                node=node,
+                evidence=evidence,
+                worker_id=worker_id,
+                is_tried_again=is_tried_again,
+            )
         )
 
-    def _act(self, action: str) -> None:
-        if self._open is not None and action not in self._open.actions:
-            self._open.actions.append(action)
+    def _respond(self, measure: Measure, subject: str = "", *, position: int = 0, reason: str = "") -> None:
+        response = Response(measure=measure, subject=subject, position=position, reason=reason)
+        if self._open is not None and response not in self._open.responses:
+            self._open.responses.append(response)
 
     def _settle(self, now_s: float = math.inf) -> None:
         """Close an incident that no recovery followed: it was no part of training."""
@@ -508,38 +317,3 @@ class Diagnosis:
             while self._recent[0][0] < draft.root.t_s - _REPEATED_WITHIN_S:
                 self._recent.popleft()
             draft.repeated = sum(node == draft.root.node for _, node in self._recent)
-
-
-_NO_FAILURES = frozenset({ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
-"""Exit codes of runs that ended as they were asked to."""
-
-_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|Cannot allocate memory", re.I)
-_PEERS = re.compile(r"PeerLost|Connection closed by peer|gloo|nccl|Connection reset by peer", re.I)
-_DATA = re.compile(r"\bdata\.(paths|shards|sequence_length|vocab_size|max_bytes)\b|text file|tokenizer", re.I)
-_SIGNAL = re.compile(r"killed by signal (\d+)")
-_EXIT = re.compile(r"exit code -?\d+")
-_SILENCE = re.compile(r"for ([\d.]+) s")
-_CRASHES = frozenset({4, 6, 7, 8, 11})
-"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: what a process brings upon itself."""
-
-
-def failure_of_exit(reason: str) -> Failure:
-    """What ended a process, by the words that the agent found for it; of a traceback the last line counts."""
-    lines = reason.strip().splitlines()
-    last = lines[-1] if lines else ""
-    if (signal := _SIGNAL.search(last)) is not None:
-        return Failure.CRASHED if int(signal[1]) in _CRASHES else Failure.KILLED
-    if UNSEEN_WORDS in last:
-        return Failure.EXITED
-    if _MEMORY.search(last):
-        return Failure.OUT_OF_MEMORY
-    if _PEERS.search(last):
-        return Failure.PEER
-    if _EXIT.search(last):
-        return Failure.EXITED
-    return Failure.DATA_ERROR if _DATA.search(last) else Failure.USER_EXCEPTION
-
-
-def _silence_s(evidence: str) -> float:
-    found = _SILENCE.search(evidence)
-    return float(found[1]) if found else 0.0

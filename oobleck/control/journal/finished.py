@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 
-from .entries import CheckpointSaved, JobEnded, JobStarted, JournalEntry, StepDone
+from .entries import JournalEntry
+from .run_entries import JobEnded, JobStarted
+from .state_entries import CheckpointSaved
+from .step_entries import StepDone
 
 __all__ = ["Finished", "read_finished"]
 

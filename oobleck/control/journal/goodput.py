@@ -17,7 +17,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from .entries import JobEnded, JournalEntry, PlanAdopted, RecoveryDone, RecoveryStarted, StepDone, StepsDone
+from .entries import JournalEntry
+from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
+from .run_entries import JobEnded
+from .step_entries import StepDone, StepsDone
 
 __all__ = ["TimeAccount", "TimeSplit"]
 

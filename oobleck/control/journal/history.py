@@ -10,8 +10,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .entries import JobStarted, JournalEntry, PlanAdopted, StepDone, StepsDone
+from .entries import JournalEntry
 from .goodput import TimeAccount, TimeSplit
+from .plan_entries import PlanAdopted
+from .run_entries import JobStarted
+from .step_entries import StepDone, StepsDone
 
 __all__ = ["History", "history_of", "mean_rates", "thinned"]
 

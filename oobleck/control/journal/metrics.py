@@ -15,8 +15,11 @@ from oobleck.control.protocol import CommitRecord
 from oobleck.planner import profile_from_json
 from oobleck.planner.profiles import KNOWN_DEVICES, DeviceSheet, Profile
 
-from .entries import JobStarted, JournalEntry, PlanAdopted, ProfileKnown, RecoveryDone, StepDone, StepsDone
+from .entries import JournalEntry
 from .goodput import TimeAccount
+from .plan_entries import PlanAdopted, RecoveryDone
+from .run_entries import JobStarted, ProfileKnown
+from .step_entries import StepDone, StepsDone
 
 __all__ = ["MetricSample", "Metrics", "prometheus_text"]
 

@@ -17,8 +17,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from .entries import Cause, JobEnded, JournalEntry, NodeConnected, NodeLeft, NodeLost, PlanAdopted
+from .entries import JournalEntry
 from .goodput import TimeAccount, TimeSplit
+from .losses import Unfit
+from .node_entries import NodeConnected, NodeLeft, NodeLost
+from .plan_entries import PlanAdopted
+from .run_entries import JobEnded
 
 __all__ = ["NodeAccount", "NodeHours"]
 
@@ -80,7 +84,7 @@ class NodeAccount:
             case NodeConnected():
                 self._there.add(entry.node)
                 self._unfit.discard(entry.node)
-            case NodeLost(cause=Cause.UNFIT):
+            case NodeLost(loss=Unfit()):
                 self._unfit.add(entry.node)
             case NodeLost() | NodeLeft():
                 self._there.discard(entry.node)

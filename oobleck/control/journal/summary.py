@@ -11,20 +11,13 @@ from dataclasses import asdict, dataclass
 from oobleck.json_table import to_json
 from oobleck.planner import ExecutionPlan
 
-from .entries import (
-    CheckpointSaved,
-    Evaluated,
-    JobEnded,
-    JobStarted,
-    JournalEntry,
-    JournalGap,
-    PlanAdopted,
-    RecoveryDone,
-    SaveFailed,
-    StepDone,
-    StepsDone,
-)
+from .entries import JournalEntry
 from .node_hours import NodeAccount, NodeHours
+from .plan_entries import PlanAdopted, RecoveryDone
+from .run_entries import JobEnded, JobStarted, JournalGap
+from .sentences import sentence
+from .state_entries import CheckpointSaved, SaveFailed
+from .step_entries import Evaluated, StepDone, StepsDone
 from .tally import StepTally
 
 __all__ = [
@@ -55,6 +48,7 @@ class RecoverySummary:
     t_s: float
     """When the loss was noticed."""
     cause: str
+    """A `PlanCause`; of a loss, its `LossCause`."""
     nodes: tuple[str, ...]
     action: str
     detect_s: float
@@ -249,14 +243,14 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
         begun_after=tally.begun_after,
         saved_step=saved_step,
         saves_failed=saves_failed,
-        journal_lacks="" if gap is None else gap.describe(),
+        journal_lacks="" if gap is None else sentence(gap),
     )
 
 
 def _recovery(done: RecoveryDone) -> RecoverySummary:
     return RecoverySummary(
         t_s=done.began_s,
-        cause=done.cause.value,
+        cause=done.why.value,
         nodes=done.nodes,
         action=done.action.value,
         detect_s=done.detect_s,

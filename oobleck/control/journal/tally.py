@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from .entries import StepDone, StepsDone
+from .step_entries import StepDone, StepsDone
 
 __all__ = ["StepTally"]
 

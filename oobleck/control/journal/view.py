@@ -16,39 +16,26 @@ from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
 from .data_view import DataView
-from .entries import (
-    CheckpointSaved,
-    DataPlaced,
-    Evaluated,
-    HangExplained,
-    JobEnded,
-    JobStarted,
-    JournalEntry,
-    JournalGap,
-    LayersArriving,
-    MasterResumed,
+from .entries import JournalEntry
+from .goodput import TimeAccount
+from .node_entries import (
+    ForkServerDown,
     NodeAdded,
     NodeConnected,
     NodeLeft,
     NodeLost,
-    Notice,
+    NodeUnfit,
     PaceChanged,
-    PlanAdopted,
-    ProfileKnown,
-    RecordsDealt,
-    RecoveryDone,
-    RecoveryStarted,
-    SaveFailed,
-    ScalingDecided,
-    ShardQuarantined,
-    ShardsKnown,
-    StepDone,
-    StepsDone,
+    TerminationNoticed,
     WorkerDown,
     WorkerUp,
 )
-from .goodput import TimeAccount
+from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
+from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
+from .sentences import sentence
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
+from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
+from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
 
 __all__ = ["RunView", "level_of"]
 
@@ -96,7 +83,7 @@ class RunView:
         """Take the next entry of the journal."""
         self._account.apply(entry)
         if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
-            self._events.append(EventLine(t_s=entry.t_s, level=level_of(entry), text=entry.describe()))
+            self._events.append(EventLine(t_s=entry.t_s, level=level_of(entry), text=sentence(entry)))
         match entry:
             case JobStarted():
                 self._job = entry.job
@@ -118,7 +105,7 @@ class RunView:
             case PlanAdopted():
                 self._adopt(entry)
             case ScalingDecided():
-                self._scaling = entry.describe()
+                self._scaling = sentence(entry)
             case StepDone():
                 self._commit(entry)
             case RecoveryStarted():
@@ -135,6 +122,10 @@ class RunView:
                 | MasterResumed()
                 | ProfileKnown()
                 | HangExplained()
+                | NodeUnfit()
+                | TerminationNoticed()
+                | ForkServerDown()
+                | ReplicasDiffer()
                 | CheckpointSaved()
                 | SaveFailed()
                 | JournalGap()
@@ -254,13 +245,15 @@ def level_of(entry: JournalEntry) -> str:
     match entry:
         case Notice():
             return entry.level
-        case ShardQuarantined() | JournalGap():
+        case ShardQuarantined() | JournalGap() | ReplicasDiffer():
             return "error"
         case SaveFailed():
             return "warning" if entry.is_our_doing else "error"
         case RecoveryDone():
             return "warning" if entry.unfinished else "info"
         case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
+            return "warning"
+        case NodeUnfit() | TerminationNoticed() | ForkServerDown():
             return "warning"
         case PaceChanged():
             return "warning" if entry.factor > 1 else "info"

@@ -136,6 +136,14 @@ class Member:
     def _note_gone(self, device: int, pid: int) -> None:
         self.gone[device] = (*self.gone.get(device, ()), pid)
 
+    def ban(self) -> None:
+        """The user wants the node gone."""
+        self.is_banned = True
+
+    def stay(self) -> None:
+        """The node is not drained after all."""
+        self.is_draining = False
+
     def dismiss(self) -> None:
         """The node is drained: its agent is there until it says goodbye; its workers are not."""
         self.is_dismissed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from oobleck.control.journal import Loss, WorkerEnded, loss_text
 from oobleck.exit_codes import ExitCode
 
 __all__ = ["StartupFailures"]
@@ -17,26 +18,26 @@ class StartupFailures:
 
     num_nodes: int
     """Of the job."""
-    _reasons: dict[str, str] = field(default_factory=dict)
-    _is_user_error: dict[str, bool] = field(default_factory=dict)
+    _losses: dict[str, Loss] = field(default_factory=dict)
+    """By node."""
 
     def __bool__(self) -> bool:
-        return bool(self._reasons)
+        return bool(self._losses)
 
-    def note(self, node: str, reason: str, *, is_user_error: bool) -> None:
-        """Note why a node failed; `is_user_error` when it is the job that must be changed, and not the node."""
-        self._reasons[node] = reason
-        self._is_user_error[node] = is_user_error
+    def note(self, node: str, loss: Loss) -> None:
+        """Note why a node failed."""
+        self._losses[node] = loss
 
     @property
     def exit_code(self) -> int:
         """That of a bad configuration when nothing else went wrong."""
-        return ExitCode.CONFIG if all(self._is_user_error.values()) else ExitCode.FAILED
+        is_users = all(isinstance(loss, WorkerEnded) and loss.is_users for loss in self._losses.values())
+        return ExitCode.CONFIG if is_users else ExitCode.FAILED
 
     def __str__(self) -> str:
         nodes_of: dict[str, list[str]] = {}
-        for node in sorted(self._reasons):
-            nodes_of.setdefault(self._reasons[node], []).append(node)
+        for node, loss in sorted(self._losses.items()):
+            nodes_of.setdefault(loss_text(loss), []).append(node)
         return "\n".join(("cannot start:", *(f"{self._named(nodes)}: {why}" for why, nodes in nodes_of.items())))
 
     def _named(self, nodes: list[str]) -> str:

@@ -12,7 +12,9 @@ master ── RemoveUnfinished ──> agents  a save was given up: what is on d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from .bases import ForWorker, FromWorker
 from .data_position import DataPosition
 from .manifest import Manifest, SavedState, Shard
 
@@ -36,10 +38,9 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaDigests:
+class ReplicaDigests(FromWorker):
     """What a worker holds after a step, for comparison with the other copies."""
 
-    device: int
     step: int
     generation: int
     """In which the step was committed."""
@@ -60,18 +61,17 @@ class StoragePaths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveState:
+class SaveState(ForWorker):
     """Save the state after the first step that is not before `step`. All are told; who hears it late ignores it."""
 
-    device: int
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateSaved:
+class StateSaved(FromWorker):
     """A worker's share of a save is whole in memory."""
 
-    device: int
+    outlives_worker: ClassVar[bool] = True
     state: SavedState
     layers: tuple[int, ...]
     size_bytes: int
@@ -82,20 +82,21 @@ class StateSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateNotSaved:
+class StateNotSaved(FromWorker):
     """A part of a save has failed, in memory or on disk."""
 
-    device: int
+    needs_orders: ClassVar[bool] = False
+    outlives_worker: ClassVar[bool] = True
     name: str
     step: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayersPersisted:
+class LayersPersisted(FromWorker):
     """An agent has written a worker's share of a save to disk."""
 
-    device: int
+    outlives_worker: ClassVar[bool] = True
     name: str
     shards: tuple[Shard, ...]
     duration_s: float
@@ -132,10 +133,9 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FindCheckpoints:
+class FindCheckpoints(ForWorker):
     """Look for what can be restored, in memory and on disk."""
 
-    device: int
     request: int
     """Repeated in the answer."""
     directory: str | None
@@ -163,10 +163,11 @@ class FoundState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointsFound:
+class CheckpointsFound(FromWorker):
     """The answer to FindCheckpoints."""
 
-    device: int
+    needs_orders: ClassVar[bool] = False
+    outlives_worker: ClassVar[bool] = True
     request: int
     found: tuple[FoundState, ...]
     problems: tuple[str, ...]
@@ -187,10 +188,9 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreFailed:
+class RestoreFailed(FromWorker):
     """A layer of a checkpoint cannot be read, or is not what was saved."""
 
-    device: int
     generation: int
     name: str
     problem: str

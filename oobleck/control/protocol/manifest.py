@@ -28,6 +28,8 @@ __all__ = [
 MANIFEST_VERSION = 1
 
 _TIME = re.compile(r"\d{4}-\d{2}-\d{2}(T\d{2}:\d{2}(:\d{2}(\.\d+)?)?([+-]\d{2}:\d{2}|Z)?)?")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+"""Less than file systems allow, so that no other name reaches one."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -59,7 +61,7 @@ class Shard:
     sha256: str
 
     def __post_init__(self) -> None:
-        if "/" in self.file or self.file in ("", ".", ".."):
+        if not _FILE_NAME.fullmatch(self.file):
             raise ConfigError(f"shard file {self.file!r}: must be a name in the checkpoint's own directory")
 
 
@@ -130,6 +132,8 @@ def what_is_wrong(manifest: Manifest) -> str | None:
         return f"its step, run and generation are those of {name}"
     if not layers:
         return "it has no layers"
+    if parts > max(1, len(manifest.shards)):
+        return f"num_parts is {parts}, and there are {len(manifest.shards)} files"
     if not _TIME.fullmatch(manifest.saved_at):
         return f"saved_at is {manifest.saved_at!r}, which is no time"
     seen: set[tuple[int, int]] = set()

@@ -10,7 +10,9 @@ master ── RecordsOver ──> all          no step comes after this one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from .bases import ForWorker, FromWorker
 from .data_position import DataPosition
 
 __all__ = [
@@ -37,10 +39,9 @@ class ScanRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScanRequest:
+class ScanRequest(ForWorker):
     """Find records. Repeating the request's number, the answer is told from late ones."""
 
-    device: int
     request: int
     wants: tuple[ScanRange, ...]
 
@@ -60,10 +61,10 @@ class ScanResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScanAnswer:
+class ScanAnswer(FromWorker):
     """The answer to Survey."""
 
-    device: int
+    outlives_worker: ClassVar[bool] = True
     request: int
     found: tuple[ScanResult, ...]
 
@@ -81,10 +82,9 @@ class RecordRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecords:
+class StepRecords(ForWorker):
     """The records that a step takes, in the order in which its microbatches do."""
 
-    device: int
     assignment_version: int
     """Raised when records that were told are taken back; an order says which edition its plan follows."""
     step: int
@@ -102,10 +102,9 @@ class StepRecords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordsOver:
+class RecordsOver(ForWorker):
     """No step comes after this one: it was only found out when its records had been told already."""
 
-    device: int
     assignment_version: int
     step: int
     generation: int
@@ -117,10 +116,10 @@ class RecordsOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordsFailed:
+class RecordsFailed(FromWorker):
     """A record of the step in flight cannot be read by this worker; its part of the step is worth nothing."""
 
-    device: int
+    outlives_worker: ClassVar[bool] = True
     generation: int
     shard: int
     position: int

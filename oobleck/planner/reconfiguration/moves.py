@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from oobleck.planner.words import counted, listed
+from oobleck.planner.formatting import counted, listed
 
 __all__ = ["Move", "Situation", "all_moves", "continue_pipelines", "described"]
 

@@ -15,11 +15,11 @@ from itertools import chain
 
 from oobleck.planner.catalog import Catalog
 from oobleck.planner.decision import Decision
+from oobleck.planner.formatting import counted, named
 from oobleck.planner.instantiation import sizing_of
 from oobleck.planner.inventory import Holding, missing_bytes
 from oobleck.planner.plan import ExecutionPlan, WorkerId
 from oobleck.planner.transfers import LayerTransfer, plan_transfers
-from oobleck.planner.words import counted, named
 
 from .gather import gather_slow_nodes
 from .living_nodes import LivingNodes, look_at

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from oobleck.control.journal import JournalEntry, JournalGap, LayersArriving, Notice, StepDone
+from oobleck.control.journal import JournalEntry, JournalGap, LayersArriving, Notice, StepDone, sentence
 from oobleck.errors import ConfigError, PeerError
 from oobleck.wire import decode_json, encode_json
 
@@ -147,7 +147,7 @@ class JournalWriter:
             num_lost=self._lines.num_lost,
         )
         self._lines.write(encode_json(over))
-        logger.warning("journal %s: %s", self.path, over.describe())
+        logger.warning("journal %s: %s", self.path, sentence(over))
         self._tell(over)
 
     def _sync_when_woken(self) -> None:

@@ -99,8 +99,7 @@ class NodeCheckpoints:
         return shards
 
     def _slots_of(self, name: str, stem: str) -> list[Slot]:
-        needle = f'"{name}"'.encode()
-        return [slot for slot in find_slots(self._memory, stem) if needle in slot.note]
+        return [slot for slot in find_slots(self._memory, stem) if slot.holds(name)]
 
     def _has_what_the_disk_lacks(self) -> bool:
         """Whether memory has a state that was saved later than every complete checkpoint that this node sees."""

@@ -22,11 +22,22 @@ from pathlib import Path
 
 import trio
 
-from oobleck.control.protocol import SetUpWorker, WorkerBound, WorkerMessage
+from oobleck.control.journal import server_end_text
+from oobleck.control.protocol import (
+    Exited,
+    ForkServerEnded,
+    Killed,
+    NotStarted,
+    ProcessEnd,
+    ServerEnd,
+    SetUpWorker,
+    Unseen,
+    WorkerBound,
+    WorkerMessage,
+)
 from oobleck.errors import WorkersUnavailable
 from oobleck.job import JobSpec
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import WorkerEnd
 from oobleck.runtime.files import AgentDir, ProcessId
 from oobleck.wire import FrameDecoder
 
@@ -48,20 +59,24 @@ _LOOK_S = 0.05
 """How often to look whether a worker lives whose server has ended: nobody says how it ends."""
 
 
+def _end_of(wait_status: int) -> ProcessEnd:
+    code = os.waitstatus_to_exitcode(wait_status)
+    return Exited(exit_code=code) if code >= 0 else Killed(signal=-code)
+
+
 class _Process:
     """A process that a server has forked: whether it lives, and how it ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.ended = trio.Event()
-        self.end = WorkerEnd()
+        self.end: ProcessEnd = Unseen()
         self._id = ProcessId.of(pid)
 
     def note_end(self, wait_status: int | None) -> None:
         """Note how it ended, as `waitpid` told; None when nobody could tell."""
         if wait_status is not None:
-            code = os.waitstatus_to_exitcode(wait_status)
-            self.end = WorkerEnd(exit_code=code) if code >= 0 else WorkerEnd(signal=-code)
+            self.end = _end_of(wait_status)
         self.ended.set()
 
     def kill(self) -> None:
@@ -89,7 +104,7 @@ class Worker:
     async def receive(self) -> WorkerMessage:
         return await self._channel.receive()
 
-    async def wait(self) -> WorkerEnd:
+    async def wait(self) -> ProcessEnd:
         await self._process.ended.wait()
         return self._process.end
 
@@ -155,7 +170,7 @@ class ForkingWorkerHost:
         """There is a server, or there will be none any more."""
         self._given_up: str | None = None
         self._ends_s: deque[float] = deque(maxlen=_MAX_RESTARTS + 1)
-        self._say, self._said = trio.open_memory_channel[str](_MAX_RESTARTS + 1)
+        self._say, self._said = trio.open_memory_channel[ForkServerEnded](_MAX_RESTARTS + 1)
 
     async def run(self) -> None:
         """Connect to the fork server, starting it where there is none, as often as it takes; hear of workers' ends."""
@@ -165,7 +180,7 @@ class ForkingWorkerHost:
                     with trio.fail_after(_START_TIMEOUT_S):
                         server = await self._connect()
                 except OSError as error:  # no memory, no process: there may be some in a moment
-                    await self._tell_end(f"it cannot be started: {error}")
+                    await self._tell_end(NotStarted(problem=str(error)))
                     await trio.sleep(_TRY_AGAIN_S)
                     continue
                 self._server = server
@@ -177,25 +192,24 @@ class ForkingWorkerHost:
                 await self._tell_end(await self._how_it_ended())
             self._settled.set()
 
-    async def server_ended(self) -> str:
-        """Wait until a fork server ends that was not meant to; returns how it ended, and what is done about it."""
+    async def server_ended(self) -> ForkServerEnded:
+        """Wait until a fork server ends that was not meant to; returns how it ended, and whether there is another."""
         return await self._said.receive()
 
-    async def _tell_end(self, how: str) -> None:
+    async def _tell_end(self, end: ServerEnd) -> None:
         """Say that the server has ended; give up where that was too often."""
         now_s = trio.current_time()
         self._ends_s.append(now_s)
         if len(self._ends_s) > _MAX_RESTARTS and self._ends_s[0] > now_s - _RESTARTS_WITHIN_S:
+            how = server_end_text(end)
             self._given_up = f"its fork server ended {len(self._ends_s)} times within ten minutes, at last: {how}"
-            await self._say.send(f"{how}; it is not started again, for it was {_MAX_RESTARTS} times of late")
-        else:
-            await self._say.send(f"{how}; it is started again")
+        await self._say.send(ForkServerEnded(end=end, is_restarted=self._given_up is None))
 
-    async def _how_it_ended(self) -> str:
+    async def _how_it_ended(self) -> ServerEnd:
         """Say how the server ended, which only the agent hears that has started it."""
         pid, self._server_pid = self._server_pid, None
         if pid is None:
-            return "its connection was lost"
+            return Unseen()
         with trio.move_on_after(_LAST_WORDS_S):
             while True:
                 try:
@@ -203,10 +217,9 @@ class ForkingWorkerHost:
                 except ChildProcessError:
                     break
                 if reaped:
-                    code = os.waitstatus_to_exitcode(status)
-                    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+                    return _end_of(status)
                 await trio.sleep(_LOOK_S)
-        return "its connection was lost"
+        return Unseen()
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         """Tokenise the text while the fork server still imports torch; the agent that started it does so."""

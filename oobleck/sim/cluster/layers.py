@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.control.protocol import BankRecord, CommitRecord
+from oobleck.control.protocol import CommitRecord, SectionRecord
 from oobleck.planner import WorkerId
 
 from .fabric import Violation
@@ -25,13 +25,13 @@ class Version:
     """Of the commit of that step."""
     digest: int
     """Equal for equal histories."""
-    banked: tuple[int, ...] = ()
-    """The microbatches whose gradients are banked beside it, sorted."""
+    partial: tuple[int, ...] = ()
+    """The microbatches whose gradients are committed beside it, sorted."""
 
-    def with_bank(self, microbatches: Sequence[int], record: BankRecord) -> Version:
+    def with_section(self, microbatches: Sequence[int], record: SectionRecord) -> Version:
         """The version after one more section of the step in flight."""
         digest = hash((self.digest, record.step, record.generation, record.number))
-        return Version(self.step, self.generation, digest, tuple(sorted((*self.banked, *microbatches))))
+        return Version(self.step, self.generation, digest, tuple(sorted((*self.partial, *microbatches))))
 
     def then(self, record: CommitRecord) -> Version:
         """The version after one more step."""
@@ -54,30 +54,30 @@ class HeldLayers:
     def digests(self, layers: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.held[layer].digest for layer in layers)
 
-    def fold(self, summed: Mapping[int, tuple[int, ...]], record: BankRecord) -> None:
+    def fold(self, summed: Mapping[int, tuple[int, ...]], record: SectionRecord) -> None:
         """Put a section's sums to those of the layers: everybody is under the new plan then."""
         newer: dict[tuple[int, int], Version] = {}
         for layer, version in self.held.items():
             key = version.digest, id(summed[layer])  # layers of a bucket share their sum
             if key not in newer:
-                newer[key] = version.with_bank(summed[layer], record)
+                newer[key] = version.with_section(summed[layer], record)
             self.held[layer] = newer[key]
         self.kept = {}
 
     def apply(self, summed: Mapping[int, tuple[int, ...]], record: CommitRecord) -> None:
-        """Apply a step, of which these microbatches were summed for each layer beside what is banked."""
+        """Apply a step, of which these microbatches were summed for each layer beside what is committed."""
         newer: dict[tuple[int, int], Version] = {}
         for layer, version in self.held.items():
             key = version.digest, id(summed[layer])  # layers of a bucket share their sum
             if key not in newer:
-                self._check_sum(record.step, layer, version.banked, summed[layer])
+                self._check_sum(record.step, layer, version.partial, summed[layer])
                 newer[key] = version.then(record)
             self.held[layer] = newer[key]
         self.kept = {}
 
-    def _check_sum(self, step: int, layer: int, banked: tuple[int, ...], summed: tuple[int, ...]) -> None:
-        if summed != self._whole and tuple(sorted((*banked, *summed))) != self._whole:
-            what = f"{summed} beside {banked}" if banked else f"{summed}"
+    def _check_sum(self, step: int, layer: int, partial: tuple[int, ...], summed: tuple[int, ...]) -> None:
+        if summed != self._whole and tuple(sorted((*partial, *summed))) != self._whole:
+            what = f"{summed} beside {partial}" if partial else f"{summed}"
             raise Violation(f"step {step}: layer {layer} on {self._worker_id} sums microbatches {what}")
 
     def state(self, layer: int) -> Version:

@@ -7,7 +7,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from oobleck.control.commit import Bank, CommitState, Compute, Effects, GroupKey, Interrupted, PeerLost, PlaceInPlan
+from oobleck.control.commit import (
+    CommitState,
+    Compute,
+    Effects,
+    GroupKey,
+    Interrupted,
+    PartialCommit,
+    PeerLost,
+    PlaceInPlan,
+)
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
 from oobleck.planner import WorkerId
@@ -49,17 +58,17 @@ class Programs:
         worker_id: WorkerId,
         fabric: Fabric,
         commit_state: CommitState,
-        bank: Bank,
+        partial_commit: PartialCommit,
         *,
         tempo: Tempo,
         clock: Callable[[], float],
         carry_out: Callable[[Effects], Moves],
     ) -> None:
-        """`bank` is looked after while a program runs; `carry_out` carries its effects out."""
+        """`commit_section` is looked after while a program runs; `carry_out` carries its effects out."""
         self.worker_id = worker_id
         self.fabric = fabric
         self.commit_state = commit_state
-        self.bank = bank
+        self.partial_commit = partial_commit
         self.carry_out = carry_out
         self.spoiled: set[GroupKey] = set()
         """Groups whose traffic was given up half-way: their messages cannot be told apart any more."""
@@ -73,7 +82,7 @@ class Programs:
     def execute(self, work: Work, seat: PlaceInPlan, program: Compute) -> Moves:
         """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
 
-        At the end of each section but the last, what is done is to be banked.
+        At the end of each section but the last, what is done is to be committed.
         """
         microbatches = program.microbatches
         if seat.lane_key in self.spoiled:
@@ -92,7 +101,7 @@ class Programs:
                 work.microbatches += microbatches[done:stop]
                 done, began_s = stop, ends_s
                 if not is_last:
-                    yield from self.carry_out(self.bank.begin(work.step))
+                    yield from self.carry_out(self.partial_commit.begin(work.step))
         except (Interrupted, PeerLost):
             self.spoiled.add(seat.lane_key)
             self._end()
@@ -104,7 +113,7 @@ class Programs:
     def _run_section(self, work: Work, seat: PlaceInPlan, takes_s: float) -> Moves:
         """Compute for a while; with a section on its way, look after it now and then."""
         stopped = self.commit_state.is_pipeline_stopped
-        parts = 3 if self.bank.section is not None and self.bank.section.failure is None else 1
+        parts = 3 if self.partial_commit.section is not None and self.partial_commit.section.failure is None else 1
         for part in range(parts):
             yield Wait(
                 f"a program of step {work.step}",
@@ -115,7 +124,7 @@ class Programs:
                 takes_s=takes_s / parts,
             )
             if part < parts - 1:
-                yield from self.carry_out(self.bank.look())
+                yield from self.carry_out(self.partial_commit.look())
 
     def _end(self) -> None:
         self.note_microbatches()

@@ -1,4 +1,4 @@
-"""The cluster gear: a whole run, with the real master, agents and coordinator, on virtual nodes in virtual time."""
+"""The cluster mode: a whole run, with the real master, agents and coordinator, on virtual nodes in virtual time."""
 
 from __future__ import annotations
 

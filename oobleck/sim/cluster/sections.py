@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.control.commit import CommitState, GroupKey, Totals
-from oobleck.control.protocol import BankRecord
+from oobleck.control.protocol import SectionRecord
 
 from .buckets import Bucket
 from .fabric import Contribution, Fabric, Violation, Wait
@@ -37,7 +37,7 @@ class SectionSums:
     """Mutable: the all-reduces of the section on its way, if there is one."""
 
     def __init__(self, commit_state: CommitState, fabric: Fabric, groups: GroupTable, layers: HeldLayers) -> None:
-        """`layers` get the sums of what is banked."""
+        """`layers` get the sums of what is committed."""
         self._commit_state = commit_state
         self._fabric = fabric
         self._groups = groups
@@ -72,7 +72,7 @@ class SectionSums:
     def post_totals(self) -> Moves:
         """Take part in the all-reduce over everybody. Raises PeerLost."""
         posted = self._section
-        yield self._pause("about to bank", [self._commit_key])
+        yield self._pause("about to commit", [self._commit_key])
         mine = posted.mine if self._tells else ()
         posted.totals = self._groups.post(self._commit_key, Contribution(posted.step, mine))
 
@@ -82,14 +82,14 @@ class SectionSums:
         assert posted.totals is not None
         if not self._fabric.is_complete(key, posted.totals):
             return None
-        yield self._pause("agreed to bank", [key])
+        yield self._pause("agreed to commit", [key])
         agreed = self._fabric.total(key, posted.totals, posted.step)
         if any(summed != agreed for summed in posted.summed.values()):
             raise Violation(f"section {posted.number} of step {posted.step} sums {posted.summed}, not {agreed}")
         return Totals(loss=len(agreed), counted=agreed)
 
-    def fold(self, record: BankRecord) -> None:
-        """Put the sums to those that are banked."""
+    def fold(self, record: SectionRecord) -> None:
+        """Put the sums to those that are committed."""
         posted = self._section
         if not posted.summed:
             raise Violation(f"section {record.number} of step {record.step} is claimed to be reduced")

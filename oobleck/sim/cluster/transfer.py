@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from oobleck.control.commit import CommitState, GroupKey
-from oobleck.control.protocol import Order
+from oobleck.control.protocol import PlanUpdate
 from oobleck.planner import LayerTransfer, WorkerId
 
 from .fabric import Fabric, Violation, Wait
@@ -38,16 +38,16 @@ class Transfers:
         self._clock = clock
 
     def exchange(
-        self, order: Order, key: GroupKey | None, layers: HeldLayers
+        self, update: PlanUpdate, key: GroupKey | None, layers: HeldLayers
     ) -> Generator[Wait, None, dict[int, Version]]:
         """Send what an order has this worker send; return the layers that it receives. None: it does neither."""
-        for tag, item in enumerate(order.transfers):
+        for tag, item in enumerate(update.transfers):
             if key is not None and item.source == self._worker_id:
                 self._fabric.send(key, self._worker_id, item.target, tag, layers.state(item.layer))
         yield from pause("sent layers")
         began_s, self.received_bytes = self._clock(), 0
         received: dict[int, Version] = {}
-        for tag, item in enumerate(order.transfers):
+        for tag, item in enumerate(update.transfers):
             if key is not None and item.target == self._worker_id:
                 state = yield from self._receive(key, tag, item)
                 if received.setdefault(item.layer, state) != state:

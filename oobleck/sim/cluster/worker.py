@@ -16,10 +16,9 @@ from oobleck.control.commit import (
     Agree,
     Agreed,
     Apply,
-    AwaitOrder,
+    AwaitPlanUpdate,
     AwaitRecords,
     AwaitSection,
-    BankEffect,
     BeginStep,
     CommitState,
     Committee,
@@ -51,6 +50,7 @@ from oobleck.control.commit import (
     Save,
     SaveEnd,
     Say,
+    SectionEffect,
     ShareLossScale,
     TakeSums,
     TakeTotals,
@@ -60,8 +60,8 @@ from oobleck.control.protocol import (
     Fence,
     Finished,
     FinishStep,
-    Order,
     PeerFailed,
+    PlanUpdate,
     RecordRun,
     RecordsFailed,
     RecordsOver,
@@ -143,7 +143,7 @@ class VirtualWorker:
             worker_id,
             fabric,
             self.commit_state,
-            self._follower.bank,
+            self._follower.partial_commit,
             tempo=tempo,
             clock=clock,
             carry_out=self._carry_out,
@@ -175,8 +175,8 @@ class VirtualWorker:
             case Fence():
                 self._programs.note_microbatches()
                 self._say(self.commit_state.answer(message))
-            case Order():
-                self.commit_state.give_order(message)
+            case PlanUpdate():
+                self.commit_state.give_update(message)
             case FinishStep():
                 self.commit_state.want_stop()
             case ScanRequest(request=request, wants=wants):
@@ -265,8 +265,8 @@ class VirtualWorker:
                 self._report_resumed(generation)
             case ReportFinished():
                 self._say(Finished(device=self.worker_id.device, applied=self.commit_state.applied))
-            case AwaitOrder():
-                return (yield from self._await_order())
+            case AwaitPlanUpdate():
+                return (yield from self._await_update())
             case AwaitRecords(step=step):
                 yield Wait(
                     f"the records of step {step}",
@@ -279,25 +279,25 @@ class VirtualWorker:
                 yield from self._groups.form(self._with_buckets(keys, committee))
             case KeepGroups(keys=keys, committee=committee):
                 self._groups.keep(self._with_buckets(keys, committee))
-            case Exchange(order=order, key=key):
-                self._received = yield from self._transfers.exchange(order, key, self._layers)
+            case Exchange(update=update, key=key):
+                self._received = yield from self._transfers.exchange(update, key, self._layers)
                 yield from pause("about to adopt")
             case Adopt():
                 yield from self._adopt(effect)
             case ReadCheckpoint():
                 raise Violation(f"{self.worker_id} has nothing to restore from: nothing is saved on virtual nodes")
             case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
-                return (yield from self._bank(effect))
+                return (yield from self._move_section(effect))
             case _:
                 assert_never(effect)
         return None
 
-    def _await_order(self) -> Generator[Wait, None, Order]:
-        yield Wait("an order", lambda: self.commit_state.has_order)
-        order = self.commit_state.take_order()
-        assert order is not None
+    def _await_update(self) -> Generator[Wait, None, PlanUpdate]:
+        yield Wait("an order", lambda: self.commit_state.has_update)
+        update = self.commit_state.take_update()
+        assert update is not None
         yield from pause("took an order")
-        return order
+        return update
 
     def _report_resumed(self, generation: int) -> None:
         self._say(
@@ -386,7 +386,7 @@ class VirtualWorker:
 
     def _evaluate(self, effect: Evaluate) -> Generator[Wait, None, Evaluation]:
         """All sum their losses, which takes no time here."""
-        if any(version.banked for version in self.layers.values()):
+        if any(version.partial for version in self.layers.values()):
             raise Violation(f"{self.worker_id} evaluates in the middle of step {effect.step + 1}")
         key = effect.committee.key
         sequence = self._groups.post(key, Contribution(effect.step, ()))
@@ -394,7 +394,7 @@ class VirtualWorker:
         self._step_ended_s = self._clock()
         return Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 
-    def _bank(self, effect: BankEffect) -> Generator[Wait, None, Outcome]:
+    def _move_section(self, effect: SectionEffect) -> Generator[Wait, None, Outcome]:
         match effect:
             case PostSection(step=step, number=number):
                 yield from pause("about to post a section")
@@ -431,18 +431,18 @@ class VirtualWorker:
 
     def _adopt(self, effect: Adopt) -> Moves:
         yield from pause("adopting")
-        order, wanted = effect.order, tuple(effect.layers)
+        update, wanted = effect.update, tuple(effect.layers)
         keeping = self._layers.states(effect.keep)
-        self._layers.adopt(wanted, self._received, keeping, initial=order.initial)
-        self._records.assignment_version = order.assignment_version
+        self._layers.adopt(wanted, self._received, keeping, initial=update.initial)
+        self._records.assignment_version = update.assignment_version
         if self._seat is None:
             self._step_ended_s = self._clock()  # it has rested until now
         self._seat, self._received = effect.worker_id, {}
-        self._reduce_s = self._tempo.reduce_s(order.plan)
+        self._reduce_s = self._tempo.reduce_s(update.plan)
         if effect.committee is not None:
             self._sections.adopt(self._buckets_of(effect.committee), effect.committee.key, tells=self._tells)
         for layer, version in self.layers.items():
-            if version.banked != order.banked.microbatches:
+            if version.partial != update.partial.microbatches:
                 raise Violation(
-                    f"{self.worker_id} adopts layer {layer} with {version.banked} banked, not {order.banked}"
+                    f"{self.worker_id} adopts layer {layer} with {version.partial} committed, not {update.partial}"
                 )

@@ -8,17 +8,26 @@ from pathlib import Path
 
 import trio
 
-from oobleck.control.protocol import Profiled, ProfileRequest, SetUpWorker, WorkerBound, WorkerMessage, WorkerReady
+from oobleck.control.protocol import (
+    ForkServerEnded,
+    Killed,
+    ProcessEnd,
+    Profiled,
+    ProfileRequest,
+    SetUpWorker,
+    WorkerBound,
+    WorkerMessage,
+    WorkerReady,
+)
 from oobleck.job import JobSpec
 from oobleck.planner import profile_to_json
-from oobleck.roles.ports import WorkerEnd
 
 from .worker import VirtualWorker
 from .world import Gate, World
 
 __all__ = ["VirtualWorkerHost", "WorkerProcess"]
 
-_SIGKILL = 9
+_KILLED = Killed(signal=9)
 
 
 class WorkerProcess:
@@ -35,7 +44,6 @@ class WorkerProcess:
         self._worker: VirtualWorker | None = None
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
-        self._end = WorkerEnd()
         self._woken = trio.lowlevel.ParkingLot()
         self._alarm_s = 0.0
         self._untold: list[WorkerBound] = []
@@ -57,26 +65,22 @@ class WorkerProcess:
         await self._gate.passed()
         return message
 
-    async def wait(self) -> WorkerEnd:
+    async def wait(self) -> ProcessEnd:
         await self._ended.wait()
         await self._gate.passed()
-        return self._end
+        return _KILLED
 
     def kill(self) -> None:
-        self.end(signal=_SIGKILL)
-
-    # --- the world's hold on it ------------------------------------------------------------------------------
-
-    def end(self, *, signal: int | None = None, exit_code: int | None = None) -> None:
         """The process ends here and now; what it said before can still be heard."""
         if self._ended.is_set():
             return
-        self._end = WorkerEnd(signal=signal, exit_code=exit_code)
         self._ended.set()
         self._scope.cancel()
         self._say.close()
         if self._worker is not None:
             self._world.fabric.end(self.worker_id, self._world.fabric.newest)
+
+    # --- the world's hold on it ------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Have it look again at what it waits for, and at what it was told while it was frozen."""
@@ -203,16 +207,16 @@ class VirtualWorkerHost:
         self._pids = pids
         self._clock = clock
         self._warm_up = warm_up
-        self._say, self._said = trio.open_memory_channel[str](math.inf)
+        self._say, self._said = trio.open_memory_channel[ForkServerEnded](math.inf)
 
-    async def server_ended(self) -> str:
+    async def server_ended(self) -> ForkServerEnded:
         how = await self._said.receive()
         await self._gate.passed()
         return how
 
     def end_server(self) -> None:
         """What forks workers is gone: those that live stay, others wait for the next one."""
-        self._say.send_nowait("killed by signal 9; it is started again")
+        self._say.send_nowait(ForkServerEnded(end=_KILLED, is_restarted=True))
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         await trio.lowlevel.checkpoint()

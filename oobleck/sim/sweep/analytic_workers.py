@@ -1,6 +1,6 @@
 """The workers of all nodes at once: they move in step, so one state stands for all of them.
 
-Where workers of the cluster gear compute and wait one by one, here the moments that matter are computed: when
+Where workers of the cluster mode compute and wait one by one, here the moments that matter are computed: when
 steps are committed, when the step in flight is finished, when a plan is adopted. In between nothing happens.
 
     STOPPED ── an order ──> FINISHING (the step in flight) ──> ADOPTING (groups, layers) ──> TRAINING
@@ -8,8 +8,8 @@ steps are committed, when the step in flight is finished, when a plan is adopted
        └─────────────────────────┴────────────────────────────────┴─────────────────────────────┘
 
 This is a closed form of what `control.commit.follower` does, and no driver of it: that would take every move of every
-worker. What ties the two is a property (`test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear` in
-`tests/sim/test_gears.py`). Who takes which microbatches, and where sections end, `control.commit.sections` says for
+worker. What ties the two is a property (`test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_mode` in
+`tests/sim/test_modes.py`). Who takes which microbatches, and where sections end, `control.commit.sections` says for
 both."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import inf
 
 from oobleck.control.commit import num_sections_of, shares_of
-from oobleck.control.protocol import NOTHING, Banked, BankRecord, CommitRecord, Order, Resumed, Status
+from oobleck.control.protocol import NOTHING, CommitRecord, PartialStep, PlanUpdate, Resumed, SectionRecord, Status
 from oobleck.planner import ExecutionPlan, Pipeline, Profile, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.sim.costs import RecoveryCosts, StepTimes
@@ -48,7 +48,7 @@ class CommittedSteps:
 class _Pending:
     """An order that is being carried out."""
 
-    order: Order
+    update: PlanUpdate
     commit_s: float
     """When the step in flight is committed; the time of the order where none is finished."""
     adopt_s: float
@@ -56,7 +56,7 @@ class _Pending:
 
 
 class AnalyticWorkers:
-    """Mutable: all that the sweep gear knows of workers. Times only go forward."""
+    """Mutable: all that the sweep mode knows of workers. Times only go forward."""
 
     def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: RecoveryCosts) -> None:
         self.max_steps = most_steps
@@ -76,13 +76,13 @@ class AnalyticWorkers:
         self._began_s = 0.0
         """When the step in flight was begun."""
         self._step_s = inf
-        self._banked: Banked = NOTHING
-        """What of the step in flight was banked before the plan in force; only the first step under a plan has any."""
+        self._partial: PartialStep = NOTHING
+        """What of the step in flight was committed before the plan in force; only a plan's first step has any."""
         self._num_sections = 1
         self._rest_s = inf
         """What that step takes under the plan."""
         self._number = 0
-        """Sections of the step in flight that are banked since, when a fence was answered last."""
+        """Sections of the step in flight that are committed since, when a fence was answered last."""
         self._factors: dict[str, float] = {}
         self._stopped_s: float | None = None
         """Since then nothing can be committed."""
@@ -102,7 +102,7 @@ class AnalyticWorkers:
             until_s = now_s if self._stopped_s is None else self._stopped_s
             done = (until_s - self._began_s) / self._this_s
             self._step_s = self._pace.step_s(self._plan, self._factors, self._schedules)
-            self._rest_s = self._rest_of_step_s(self._plan) if self._banked.microbatches else self._step_s
+            self._rest_s = self._rest_of_step_s(self._plan) if self._partial.microbatches else self._step_s
             self._began_s = until_s - done * self._this_s
 
     @property
@@ -132,7 +132,7 @@ class AnalyticWorkers:
 
     def is_training(self, node: str) -> bool:
         """Tell whether everybody waits for a node that stops."""
-        plans = [self._plan, self._pending.order.plan if self._pending else None]
+        plans = [self._plan, self._pending.update.plan if self._pending else None]
         return any(plan is not None and node in plan.nodes for plan in plans)
 
     @property
@@ -179,7 +179,7 @@ class AnalyticWorkers:
         if pending is None:
             yield from self._train_until(now_s)
             return
-        if pending.order.finish is not None and self._applied < pending.order.finish and pending.commit_s <= now_s:
+        if pending.update.finish is not None and self._applied < pending.update.finish and pending.commit_s <= now_s:
             yield self._commit(1, pending.commit_s, pending.commit_s - self._began_s)
             self._began_s = pending.commit_s
         if pending.adopt_s <= now_s:
@@ -189,11 +189,11 @@ class AnalyticWorkers:
         if self._plan is None:
             return
         until_s = now_s if self._stopped_s is None else min(now_s, self._stopped_s)
-        if self._banked.microbatches and until_s >= self._began_s + self._rest_s * (1 - _NEARLY):
+        if self._partial.microbatches and until_s >= self._began_s + self._rest_s * (1 - _NEARLY):
             end_s, step_s = self._began_s + self._rest_s, self._rest_s
             yield self._commit(1, min(end_s, now_s), step_s)
             self._began_s = end_s
-        if self._banked.microbatches:
+        if self._partial.microbatches:
             return
         number = min(self.max_steps - self._applied, int((until_s - self._began_s) / self._step_s + _NEARLY))
         if number > 0:
@@ -204,7 +204,7 @@ class AnalyticWorkers:
     def _commit(self, number: int, end_s: float, step_s: float) -> CommittedSteps:
         first = self._applied + 1
         self._applied += number
-        self._banked, self._number = NOTHING, 0
+        self._partial, self._number = NOTHING, 0
         self._last_record = CommitRecord(
             step=self._applied,
             generation=self._adopted,
@@ -234,20 +234,20 @@ class AnalyticWorkers:
         """
         self.stop(now_s)
         if self._pending is None:
-            self._number = self._sections_banked()
+            self._number = self._sections_committed()
         else:
-            if self._applied == self._pending.order.boundary:
+            if self._applied == self._pending.update.boundary:
                 self._began_s = now_s  # nothing of the next step was computed while layers were exchanged
             self._pending = None
         answers: list[tuple[tuple[WorkerId, ...], Status]] = []
         done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self._plan is not None else 0.0
-        banked = self._bank_record()
+        partial = self._section_record()
         for (layers, num_microbatches), worker_ids in self._teams.items():
             heard = (
                 tuple(worker_id for worker_id in worker_ids if worker_id.node not in silent) if silent else worker_ids
             )
             if heard:
-                answers.append((heard, self._status(generation, layers, int(done * num_microbatches), banked)))
+                answers.append((heard, self._status(generation, layers, int(done * num_microbatches), partial)))
         if idle:
             answers.append((tuple(idle), self._status(generation, (), 0, None)))
         return answers
@@ -255,18 +255,18 @@ class AnalyticWorkers:
     @property
     def _this_s(self) -> float:
         """What the step in flight takes in all under the plan in force."""
-        return self._rest_s if self._banked.microbatches else self._step_s
+        return self._rest_s if self._partial.microbatches else self._step_s
 
     def _rest_of_step_s(self, plan: ExecutionPlan) -> float:
-        shares = shares_of(plan, self._banked.microbatches)
+        shares = shares_of(plan, self._partial.microbatches)
         ends_s = (
             self._pace.compute_s(pipeline, len(share), self._factors, kind)
             for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
         )
         return max(ends_s) + self._pace.reduce_s(plan)
 
-    def _sections_banked(self) -> int:
-        """How many sections were banked of the step in flight before all stopped.
+    def _sections_committed(self) -> int:
+        """How many sections were committed of the step in flight before all stopped.
 
         One is when the last pipeline has taken the last microbatch of it backward, and the sums were made.
         """
@@ -274,8 +274,8 @@ class AnalyticWorkers:
         if plan is None or self._num_sections == 1:
             return 0
         assert self._stopped_s is not None
-        shares = shares_of(plan, self._banked.microbatches)
-        number = num_sections_of(plan, self._banked.microbatches, self._num_sections)
+        shares = shares_of(plan, self._partial.microbatches)
+        number = num_sections_of(plan, self._partial.microbatches, self._num_sections)
         stops = [section_stops(len(share), number) for share in shares]
         ends_s = [
             max(
@@ -287,13 +287,13 @@ class AnalyticWorkers:
         ]
         return bisect_right(ends_s, self._stopped_s - self._began_s)
 
-    def _bank_record(self) -> BankRecord | None:
+    def _section_record(self) -> SectionRecord | None:
         if not self._number:
             return None
-        return BankRecord(step=self._applied + 1, generation=self._adopted, number=self._number, loss=0.0)
+        return SectionRecord(step=self._applied + 1, generation=self._adopted, number=self._number, loss=0.0)
 
     def _status(
-        self, generation: int, layers: tuple[int, ...], microbatches_done: int, banked: BankRecord | None
+        self, generation: int, layers: tuple[int, ...], microbatches_done: int, partial: SectionRecord | None
     ) -> Status:
         return Status(
             device=0,
@@ -305,25 +305,25 @@ class AnalyticWorkers:
             layers=layers,
             microbatches_done=microbatches_done,
             broken=False,
-            banked=banked,
+            partial=partial,
         )
 
-    def take_order(self, order: Order, now_s: float, *, transfer_s: float) -> None:
+    def take_update(self, update: PlanUpdate, now_s: float, *, transfer_s: float) -> None:
         """Begin to carry out an order; `transfer_s` is what copying its layers takes."""
         commit_s = now_s
-        if order.finish is not None:
-            commit_s = max(now_s, self._finished_s(order, now_s))
+        if update.finish is not None:
+            commit_s = max(now_s, self._finished_s(update, now_s))
         adopt_s = commit_s + self._costs.regroup_s + transfer_s + self._costs.warm_up_s
-        self._pending = _Pending(order, commit_s, adopt_s, transfer_s)
+        self._pending = _Pending(update, commit_s, adopt_s, transfer_s)
 
-    def _finished_s(self, order: Order, now_s: float) -> float:
+    def _finished_s(self, update: PlanUpdate, now_s: float) -> float:
         """When the whole pipelines have computed their share of the step and what was dealt to them, and reduced."""
         assert self._plan is not None
         extra: dict[int, int] = defaultdict(int)
-        for segment in order.segments:
+        for segment in update.segments:
             extra[segment.pipeline] += len(segment.microbatches)
-        lost = frozenset(order.lost)
-        shares = shares_of(self._plan, self._banked.microbatches)
+        lost = frozenset(update.lost)
+        shares = shares_of(self._plan, self._partial.microbatches)
         ends: dict[tuple[int, int, int, ScheduleKind], float] = {}
         for index, (pipeline, kind) in enumerate(zip(self._plan.pipelines, self._schedules, strict=True)):
             if lost.isdisjoint(pipeline.nodes):
@@ -338,18 +338,18 @@ class AnalyticWorkers:
         return max(own_s, now_s) + self._pace.compute_s(pipeline, extra, self._factors, kind) if extra else own_s
 
     def _adopt(self, pending: _Pending) -> None:
-        order = pending.order
+        update = pending.update
         self._pending, self._stopped_s = None, None
-        self._plan, self._adopted, self._applied = order.plan, order.generation, order.boundary
-        self._schedules = order.schedules
-        self._teams = _teams(order.plan)
-        self._banked, self._num_sections, self._number = order.banked, order.num_sections, 0
-        self._step_s = self._pace.step_s(order.plan, self._factors, order.schedules)
-        self._rest_s = self._rest_of_step_s(order.plan) if self._banked.microbatches else self._step_s
+        self._plan, self._adopted, self._applied = update.plan, update.generation, update.boundary
+        self._schedules = update.schedules
+        self._teams = _teams(update.plan)
+        self._partial, self._num_sections, self._number = update.partial, update.num_sections, 0
+        self._step_s = self._pace.step_s(update.plan, self._factors, update.schedules)
+        self._rest_s = self._rest_of_step_s(update.plan) if self._partial.microbatches else self._step_s
         self._began_s = pending.adopt_s
         self._resumed = Resumed(
             device=0,
-            generation=order.generation,
+            generation=update.generation,
             transfer_s=pending.transfer_s,
             received_bytes=0,
             resumed_s=pending.adopt_s,
@@ -366,7 +366,7 @@ class AnalyticWorkers:
         """All state is lost: what comes next starts from a checkpoint."""
         self._plan, self._teams, self._pending, self._stopped_s = None, {}, None, None
         self._adopted, self._last_record, self._step_s = 0, None, inf
-        self._banked, self._number = NOTHING, 0
+        self._partial, self._number = NOTHING, 0
 
 
 _Answers = list[tuple[tuple[WorkerId, ...], Status]]

@@ -8,7 +8,11 @@ from typing import assert_never
 from oobleck.control.events import (
     MessageReceived,
 )
-from oobleck.control.journal import Cause, NodeLost
+from oobleck.control.journal import (
+    ConnectionLost,
+    NodeLost,
+    Silent,
+)
 from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import (
     Heartbeat,
@@ -77,14 +81,17 @@ class Faults:
 
     def _lose(self, node: str) -> None:
         self._crew.forget(node)
-        self._go_silent(node, self._costs.detect_s, Cause.CONNECTION_LOST, "its connection was lost")
+        self._go_silent(node, self._costs.detect_s, is_seen=True)
 
     def _fall_silent(self, node: str) -> None:
         if node not in self._nodes.silent:
-            self._go_silent(node, self._costs.lease_s, Cause.LEASE_EXPIRED, "not heard of")
+            self._go_silent(node, self._costs.lease_s, is_seen=False)
 
-    def _go_silent(self, node: str, notice_s: float, cause: Cause, evidence: str) -> None:
-        """A node stops; whoever waits for it stops with it; the coordinator notices after a while."""
+    def _go_silent(self, node: str, notice_s: float, *, is_seen: bool) -> None:
+        """A node stops; all workers that wait for it stop with it; the coordinator notices after a while.
+
+        `is_seen`: its connection breaks with it; otherwise only its silence shows the loss.
+        """
         if node in self._nodes.members and not self._agenda.is_blind:
             self._run.feed(MessageReceived(node=node, message=Heartbeat(sequence=0)))  # its last
         number = self._nodes.silent[node] = self._agenda.number()
@@ -96,13 +103,14 @@ class Faults:
         def notice() -> None:
             if self._nodes.silent.get(node) != number:
                 return
-            if cause is Cause.LEASE_EXPIRED and self._is_waited_for(since_s):
+            if not is_seen and self._is_waited_for(since_s):
                 self._agenda.when_seen(self._agenda.now_s + self._costs.lease_s, notice)
             else:
                 del self._nodes.silent[node]
-                self._run.fail(node, cause, evidence)
+                loss = ConnectionLost() if is_seen else Silent(silent_s=self._agenda.now_s - since_s)
+                self._run.fail(node, loss)
                 if node in self._run.log.connected and not self._run.counts_on(node):
-                    self._run.log.record(NodeLost(t_s=self._agenda.now_s, node=node, cause=cause, evidence=evidence))
+                    self._run.log.record(NodeLost(t_s=self._agenda.now_s, node=node, loss=loss))
 
         self._agenda.when_seen(self._agenda.now_s + notice_s, notice)
 
@@ -141,7 +149,7 @@ class Faults:
                 return
             if self._crew.is_training(node):
                 self._crew.stop(self._agenda.now_s)
-            self._run.fail(node, Cause.LEASE_EXPIRED, "not heard of")
+            self._run.fail(node, Silent(silent_s=self._agenda.now_s - since_s))
 
         self._agenda.at(since_s + frozen_s, thaw)
         self._agenda.when_seen(since_s + self._costs.lease_s, notice)

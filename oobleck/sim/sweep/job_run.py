@@ -24,7 +24,14 @@ from oobleck.control.events import (
     Send,
     SendAll,
 )
-from oobleck.control.journal import Cause, JobStarted, NodeConnected, StepDone
+from oobleck.control.journal import (
+    AgentLost,
+    JobStarted,
+    Loss,
+    NodeConnected,
+    StepDone,
+    Unreachable,
+)
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
@@ -32,8 +39,9 @@ from oobleck.control.protocol import (
     Fence,
     Finished,
     Hello,
+    Killed,
     KillWorker,
-    Order,
+    PlanUpdate,
     StartWorker,
     StepCommitted,
     StopAgent,
@@ -60,7 +68,7 @@ __all__ = ["JobRun"]
 
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
-"""Steps of a job that goes on for as long as its trace does."""
+"""Steps of a job that continues for as long as its trace does."""
 _SOON_S = 0.1
 """How long a node waits that comes while the job is being started."""
 
@@ -89,7 +97,7 @@ class JobRun:
         self._coordinator: Coordinator | None = None
         self._crashed: set[WorkerId] = set()
         """Workers that have ended, and may be started again."""
-        self._order: Order | None = None
+        self._update: PlanUpdate | None = None
         self._fence = 0
         self._untold_step = 0
         """The first step that is committed and that nobody can tell the master of; 0 where there is none."""
@@ -110,7 +118,7 @@ class JobRun:
     def is_undisturbed(self) -> bool:
         """No plan is being adopted, and no fence waits for answers."""
         is_fenced = self._coordinator is not None and self._coordinator.phase is Phase.FENCING
-        return self._order is None and not is_fenced
+        return self._update is None and not is_fenced
 
     def counts_on(self, node: str) -> bool:
         """Whether there is a coordinator that has not given the node up."""
@@ -139,13 +147,13 @@ class JobRun:
 
     def move_to(self, t_s: float) -> None:
         """Let time pass: commit the steps that fit, and adopt a plan whose time has come."""
-        order = self._order if self.crew.next_s <= t_s else None
+        update = self._update if self.crew.next_s <= t_s else None
         for stretch in self.crew.advance(t_s):
             self._committed(stretch)
         self.agenda.now_s = t_s
-        if order is not None:
-            self._order = None
-            self._resume(order)
+        if update is not None:
+            self._update = None
+            self._resume(update)
             self.move_to(t_s)
 
     def _committed(self, stretch: CommittedSteps) -> None:
@@ -176,7 +184,7 @@ class JobRun:
 
     def _carry_out(self, commands: Sequence[Command], *, from_step: int = 0) -> None:
         fence = 0
-        ordered: Order | None = None
+        ordered: PlanUpdate | None = None
         for command in commands:
             match command:
                 case Record(entry=StepDone() as entry):
@@ -185,11 +193,11 @@ class JobRun:
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
-                case SendAll(message=Order(initial=True)) if self.crew.last_record is not None:
+                case SendAll(message=PlanUpdate(initial=True)) if self.crew.last_record is not None:
                     self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
                     return
-                case SendAll(message=Order() as order):
-                    ordered = order  # the same for all, but for the device
+                case SendAll(message=PlanUpdate() as update):
+                    ordered = update  # the same for all, but for the device
                 case Disconnect(node=node):
                     self.nodes.members.pop(node, None)
                 case Send(node=node, message=StartWorker(device=device)) if WorkerId(node, device) in self._crashed:
@@ -197,7 +205,7 @@ class JobRun:
                     self._worker_restarts(WorkerId(node, device))
                 case Send(node=node, message=KillWorker(device=device)):
                     self.end_worker(WorkerId(node, device))
-                case Send(node=node, message=StopAgent(reason="drained")):
+                case Send(node=node, message=StopAgent(is_dismissal=True)):
                     self._say(WorkerId(node=node, device=0), AgentStopped(reason="drained"))
                 case End(exit_code=0):
                     self.is_over = True
@@ -209,16 +217,16 @@ class JobRun:
                     pass
         if fence:
             self._fence = fence
-            self._order = None
+            self._update = None
             self.agenda.when_seen(self.agenda.now_s + self.costs.fence_s, lambda: self._answer(fence))
         if ordered is not None:
-            self._take_order(ordered)
+            self._take_update(ordered)
         self._review_later()
 
-    def _take_order(self, order: Order) -> None:
-        self._order = order
-        seconds = transfer_s(self._settings.profile, order.transfers)
-        self.crew.take_order(order, self.agenda.now_s + self.costs.decide_s, transfer_s=seconds)
+    def _take_update(self, update: PlanUpdate) -> None:
+        self._update = update
+        seconds = transfer_s(self._settings.profile, update.transfers)
+        self.crew.take_update(update, self.agenda.now_s + self.costs.decide_s, transfer_s=seconds)
 
     def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
         """Have the workers answer a fence: all who can, or those of some nodes."""
@@ -298,12 +306,12 @@ class JobRun:
 
         self.agenda.when_seen(self.agenda.now_s + found_out_s(self.crew.step_s), report)
 
-    def _resume(self, order: Order) -> None:
+    def _resume(self, update: PlanUpdate) -> None:
         """All have adopted the plan: say so."""
         resumed = self.crew.resumed
-        num_bytes = moved_bytes(self._settings.profile, order.transfers)
+        num_bytes = moved_bytes(self._settings.profile, update.transfers)
         well = self.nodes.well
-        everybody = (worker_id for pipeline in order.plan.pipelines for worker_id in pipeline.worker_ids)
+        everybody = (worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids)
         worker_ids = tuple(worker_id for worker_id in everybody if worker_id.node in well)
         # The account sums up what each worker received: one of them says all of it.
         self.feed(BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
@@ -347,7 +355,7 @@ class JobRun:
         if node not in self.nodes.members:
             return
         if not self.nodes.is_well(node):
-            self.fail(node, Cause.UNREACHABLE, "it is gone")
+            self.fail(node, Unreachable(problem="it is gone"))
             return
         self.feed(NodeUp(node=node, hello=_hello(node, self.agenda.now_s), address=node))
         for device in range(self._settings.devices_per_node):
@@ -359,7 +367,7 @@ class JobRun:
 
     def _give_up(self, reason: str) -> None:
         """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
-        self._coordinator, self._order, self._fence, self._reviews_s = None, None, 0, inf
+        self._coordinator, self._update, self._fence, self._reviews_s = None, None, 0, inf
         self._untold_step = 0
         self.crew.disband()
         if self._reports is not None:
@@ -367,11 +375,11 @@ class JobRun:
         self.log.lose_all(self.agenda.now_s, reason)
         self._start()
 
-    def fail(self, node: str, cause: Cause, evidence: str) -> None:
+    def fail(self, node: str, loss: Loss) -> None:
         """The coordinator learns that a node that it counts on has failed."""
         if node in self.nodes.members:
             self._forget_pace(node)
-            self.feed(NodeFailed(node=node, cause=cause, evidence=evidence))
+            self.feed(NodeFailed(node=node, loss=loss))
             if not self.log.is_planned:
                 self._tick_later()
 
@@ -395,7 +403,7 @@ class JobRun:
             elif not self.log.is_planned:  # the job is about to start
                 self.agenda.when_seen(self.agenda.now_s + self.costs.node_start_s + _SOON_S, join)
             else:
-                self.fail(node, Cause.CONNECTION_LOST, "its agent was lost")
+                self.fail(node, AgentLost())
                 self.nodes.members[node] = life
                 self.feed(AddRequested(spec=self._spec(node)))
                 self._come_up(node)
@@ -406,7 +414,7 @@ class JobRun:
         """A worker process ends by a signal."""
         self._crashed.add(worker_id)
         self._forget_pace(worker_id.node)
-        self._say(worker_id, WorkerExited(device=worker_id.device, pid=1, signal=9))
+        self._say(worker_id, WorkerExited(device=worker_id.device, pid=1, end=Killed(signal=9)))
 
     def _worker_restarts(self, worker_id: WorkerId) -> None:
         life = self.nodes.lives[worker_id.node]

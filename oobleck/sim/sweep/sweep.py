@@ -1,10 +1,10 @@
-"""Sweep mode: a failure trace straight into the real coordinator, from one event to the next.
+"""The sweep mode: a failure trace straight into the real coordinator, from one event to the next.
 
 Months of a cluster of thousands of nodes take seconds, since nothing happens between events: no heartbeat is
 sent, and steps are summed up. Decisions are the coordinator's and the planner's own; workers answer at once
 (see `analytic_workers`), and what takes time is said by `costs` and by the schedule's timeline on the profile.
 
-When the coordinator cannot go on, its job is started again from the newest checkpoint, as soon as the nodes
+When the coordinator cannot continue, its job is started again from the newest checkpoint, as soon as the nodes
 that are there hold the model.
 """
 

@@ -1,7 +1,7 @@
 """A failure trace: what happens to the nodes of a cluster, and when.
 
 A trace says what the world does, never what a system makes of it. The simulator plays it on virtual nodes in
-either gear, and the same file can be played on a real cluster.
+either mode, and the same file can be played on a real cluster.
 """
 
 from __future__ import annotations

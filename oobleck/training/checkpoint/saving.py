@@ -34,10 +34,12 @@ from oobleck.control.protocol import (
     StateNotSaved,
     StateSaved,
     StoragePaths,
+    WorkerReport,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.model import Share
+from oobleck.training.worker_log import WorkerLog
 from oobleck.user_path import expand_user
 
 from .parts import cut_state, part_metadata, part_to_save
@@ -50,7 +52,7 @@ _IMPORTED = "imported"
 _ANY_DEVICE = "device*"
 """What other workers of the node have saved can be read here too."""
 
-Report = Callable[[StateSaved | StateNotSaved | CheckpointsFound], None]
+Report = Callable[[WorkerReport], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class LayerSaver:
             metadata={"config": config, "task": structure.task, **part_metadata(share)},
             report=self._saved,
         )
+        self._log = WorkerLog(__name__, worker_id)
         self._sizes = [
             sum(math.prod(structure.shapes[name]) for name in structure.layer_parameters(layer))
             for layer in range(structure.num_layers)
@@ -164,10 +167,18 @@ class LayerSaver:
     def _saved(self, saved: SavedLayers) -> None:
         device = self._worker_id.device
         if saved.problem is not None:
+            self._log.warning("its share of %s is not saved: %s", saved.state.name, saved.problem)
             self._report(
                 StateNotSaved(device=device, name=saved.state.name, step=saved.state.step, reason=saved.problem)
             )
             return
+        self._log.info(
+            "has %d layers of %s in memory: %.1f MB, training waited %.3f s",
+            len(saved.layers),
+            saved.state.name,
+            saved.size_bytes / 1e6,
+            saved.pause_s,
+        )
         self._report(
             StateSaved(
                 device=device,

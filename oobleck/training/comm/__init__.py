@@ -5,7 +5,7 @@ from __future__ import annotations
 from .devices import choose_device, device_memory_bytes, synchronize, use_device
 from .groups import Group, GroupKey, GroupTable, Reduction, open_device
 from .inbox import Inbox
-from .reachability_probe import hang_doorbell, ring_all
+from .reachability_probe import listen_for_probes, probe_all
 from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import HostCopy, Pending
 from .transfer import LayerState, exchange_layers, fill_state
@@ -27,9 +27,9 @@ __all__ = [
     "device_memory_bytes",
     "exchange_layers",
     "fill_state",
-    "hang_doorbell",
+    "listen_for_probes",
     "open_device",
-    "ring_all",
+    "probe_all",
     "synchronize",
     "use_device",
 ]

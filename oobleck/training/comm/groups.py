@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 from oobleck.control.commit import GroupKey, Interrupted, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
+from oobleck.training.worker_log import WorkerLog
 
 from .devices import Carrier, carrier_of, device_identity, prepare_nccl
 from .inbox import Inbox
@@ -241,6 +242,7 @@ class GroupTable:
         self._computes_on = device or torch.device("cpu")
         self._board = board
         self._waiter = waiter
+        self._log = WorkerLog(__name__, worker_id)
         self._address = address
         self._groups: dict[GroupKey, Group] = {}
         self._networks: dict[tuple[int, bool], Network] = {}
@@ -282,6 +284,8 @@ class GroupTable:
         except (RuntimeError, TimeoutError) as error:
             self._give_up(formed)
             raise PeerLost(f"forming groups of generation {missing[0].generation}: {error}") from error
+        for group in formed:
+            self._log.debug("has formed %s with %s", group.key.name, ", ".join(map(str, group.others)))
         for network in set(networks.values()):
             network.close_door()
         self._groups.update((group.key, group) for group in formed)
@@ -289,8 +293,10 @@ class GroupTable:
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
         """Let go of every other group, and of what was told of groups of older generations: none is formed any more."""
-        wanted = set(keys)
-        self._give_up([self._groups.pop(key) for key in sorted(self._groups.keys() - wanted)])
+        unwanted = sorted(self._groups.keys() - set(keys))
+        for key in unwanted:
+            self._log.debug("puts %s aside", key.name)
+        self._give_up([self._groups.pop(key) for key in unwanted])
         self._board.forget_before(generation)
 
     def _give_up(self, groups: Iterable[Group]) -> None:
@@ -330,6 +336,7 @@ class GroupTable:
         prefixed.set(f"gpu/{group.rank}", device_identity(self._computes_on) or "")
         told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(group.key.members))]
         if carrier_of(told) is Carrier.NCCL:
+            self._log.debug("has NCCL carry the sums of %s", group.key.name)
             prepare_nccl()
             kind: Any = vars(dist)["ProcessGroupNCCL"]  # torch without CUDA has none
             options = kind.Options()

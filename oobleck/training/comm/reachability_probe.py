@@ -14,19 +14,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from oobleck.control.protocol import Doorbell
+from oobleck.control.protocol import ProbeAddress
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
 
-__all__ = ["hang_doorbell", "no_place_to_listen", "ring_all"]
+__all__ = ["listen_for_probes", "no_place_to_listen", "probe_all"]
 
-_RING_TIMEOUT_S = 0.5
+_PROBE_TIMEOUT_S = 0.5
 _MAX_PARALLEL = 32
 _REST_S = 0.1
 _SIOCGIFADDR = 0x8915
 
 
-def hang_doorbell(worker_id: WorkerId, address: str) -> Doorbell:
+def listen_for_probes(worker_id: WorkerId, address: str) -> ProbeAddress:
     """Listen at an address, host name or network interface of this machine, for as long as the process lives.
 
     Raises ConfigError where nobody can listen there.
@@ -44,8 +44,8 @@ def hang_doorbell(worker_id: WorkerId, address: str) -> Doorbell:
             except OSError:  # the caller is gone, or there are no descriptors left: take a rest
                 time.sleep(_REST_S)
 
-    threading.Thread(target=answer, daemon=True, name="doorbell").start()
-    return Doorbell(worker_id=worker_id, host=host, port=port)
+    threading.Thread(target=answer, daemon=True, name="reachability probe").start()
+    return ProbeAddress(worker_id=worker_id, host=host, port=port)
 
 
 def no_place_to_listen(address: str) -> ConfigError:
@@ -56,18 +56,18 @@ def no_place_to_listen(address: str) -> ConfigError:
     )
 
 
-def ring_all(doorbells: Sequence[Doorbell]) -> tuple[WorkerId, ...]:
+def probe_all(probe_addresses: Sequence[ProbeAddress]) -> tuple[WorkerId, ...]:
     """Ring at all of them; returns those that do not answer. Takes half a second at most for 32 of them."""
-    if not doorbells:
+    if not probe_addresses:
         return ()
-    with ThreadPoolExecutor(min(len(doorbells), _MAX_PARALLEL)) as pool:
-        answers = pool.map(_answers, doorbells)
-        return tuple(bell.worker_id for bell, answers_ in zip(doorbells, answers, strict=True) if not answers_)
+    with ThreadPoolExecutor(min(len(probe_addresses), _MAX_PARALLEL)) as pool:
+        answers = pool.map(_answers, probe_addresses)
+        return tuple(bell.worker_id for bell, answers_ in zip(probe_addresses, answers, strict=True) if not answers_)
 
 
-def _answers(doorbell: Doorbell) -> bool:
+def _answers(probe_address: ProbeAddress) -> bool:
     try:
-        socket.create_connection((doorbell.host, doorbell.port), timeout=_RING_TIMEOUT_S).close()
+        socket.create_connection((probe_address.host, probe_address.port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError:
         return False
     return True

@@ -4,7 +4,7 @@ A stage keeps all modules of the model, without memory, and runs the model's own
 layers that are elsewhere are stood in for: embeddings by zeros, others by the identity; what came from the
 layer before takes the place of the first own block's input. So masks and rotary tables are made on every
 stage, and only hidden states travel. Where these do not depend on the tokens, stages after the first have them made
-once (`shortcut.py`).
+once (`traced_forward.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .losses import causal_lm_loss, masked_lm_loss
 from .placeholders import Passthrough, ZeroEmbedding, replace_module
 from .recomputation import recompute_activations
 from .structure import ModelStructure, Site
-from .traced_forward import Way, find_way
+from .traced_forward import TracedForward, trace_forward
 from .weights import WeightFiles
 
 __all__ = ["MicrobatchKey", "ModelStructure", "StageModel"]
@@ -72,24 +72,25 @@ class StageModel:
         self.device = torch.device(device)
         self.layers = range(0)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._model = structure.build(dtype=dtype)
-        if dtype == torch.float64 and self._model.loss_type == CAUSAL_LM_LOSS:
+        self.model = structure.build(dtype=dtype)
+        """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
+        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
-            self._model.loss_function = causal_lm_loss
-        self._vacant = dict(self._model.named_parameters(remove_duplicate=False))
-        materialize_buffers(self._model, device=self.device)
-        self._modules = dict(self._model.named_modules())
+            self.model.loss_function = causal_lm_loss
+        self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
+        materialize_buffers(self.model, device=self.device)
+        self._modules = dict(self.model.named_modules())
         for layer in filter(structure.is_block, range(structure.num_layers)):
             for module in self.modules_of(layer):
                 if compiles:
                     compile_forward(module)
                 if activation_checkpointing:
                     recompute_activations(module, draws_at_random=structure.draws_at_random)
-        self._stand_ins = {root: self._stand_in(root) for root in self._roots(range(structure.num_layers))}
+        self._placeholders = {root: self._placeholder(root) for root in self._roots(range(structure.num_layers))}
         self._hook_up()
         self._received: torch.Tensor | None = None
         self._key: MicrobatchKey | None = None
-        self._ways: dict[tuple[bool, torch.Size], Way | None] = {}
+        self._traced: dict[tuple[bool, torch.Size], TracedForward | None] = {}
         """How the held modules are called, by (training, the batch's shape); None: as the model's code does it."""
 
     # --- what it holds -------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class StageModel:
         """
         assert 0 <= first_layer <= stop_layer <= self.structure.num_layers, (first_layer, stop_layer)
         before, self.layers = self.layers, range(first_layer, stop_layer)
-        self._ways.clear()
+        self._traced.clear()
         for layer in before:
             self._unplug(self.structure.sites[layer])
         held: dict[str, nn.Parameter] = {}
@@ -176,7 +177,7 @@ class StageModel:
         try:
             if self.is_first:
                 self._seed_layer(0)
-            with self._computing(), self._short_way(batch):
+            with self._computing(), self._as_traced(batch):
                 return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
         finally:
             self._received = self._key = None
@@ -184,23 +185,23 @@ class StageModel:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within the block nothing is dropped."""
-        self._model.eval()
+        self.model.eval()
         try:
             yield
         finally:
-            self._model.train()
+            self.model.train()
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        hidden: torch.Tensor = self._model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        hidden: torch.Tensor = self.model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         return hidden.to(self.dtype)
 
     def _loss(self, batch: Batch, num_items: int) -> torch.Tensor:
         loss: torch.Tensor
         if self.structure.task == "masked_lm":
-            logits = self._model(input_ids=batch.input_ids).logits
+            logits = self.model(input_ids=batch.input_ids).logits
             loss = masked_lm_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
         else:
-            loss = self._model(
+            loss = self.model(
                 input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
             ).loss
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
@@ -211,24 +212,24 @@ class StageModel:
     # --- the short way -------------------------------------------------------------------------------------
 
     @contextmanager
-    def _short_way(self, batch: Batch) -> Iterator[None]:
+    def _as_traced(self, batch: Batch) -> Iterator[None]:
         """Within the block the model without its head calls the held modules at once, where that does the same."""
-        key = (self._model.training, batch.input_ids.shape)
-        if key not in self._ways:
-            self._ways[key] = self._find_way(batch)
-        if (way := self._ways[key]) is None:
+        key = (self.model.training, batch.input_ids.shape)
+        if key not in self._traced:
+            self._traced[key] = self._trace_forward(batch)
+        if (traced := self._traced[key]) is None:
             yield
             return
-        trunk = self._model.base_model
+        trunk = self.model.base_model
         assert isinstance(trunk, nn.Module)
-        long_way = trunk.forward
+        untraced = trunk.forward
         modules = [self._modules[root] for root in self._trunk_roots()]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name != "input_ids"):
-                return long_way(*args, **kwargs)  # the head brings something along, a mask perhaps
+                return untraced(*args, **kwargs)  # the head brings something along, a mask perhaps
             assert self._received is not None
-            return way.follow(modules, self._received)
+            return traced.follow(modules, self._received)
 
         trunk.__dict__["forward"] = forward
         try:
@@ -236,9 +237,9 @@ class StageModel:
         finally:
             del trunk.__dict__["forward"]
 
-    def _find_way(self, batch: Batch) -> Way | None:
+    def _trace_forward(self, batch: Batch) -> TracedForward | None:
         """Find how the model's code calls the held modules, if it does so in the same way whatever the tokens."""
-        model = self._model
+        model = self.model
         if not isinstance(model, PreTrainedModel) or self._received is None or model.base_model is model:
             return None
         roots = self._trunk_roots()
@@ -246,10 +247,10 @@ class StageModel:
             return None  # of several modules after the blocks it is not known what is between them
         ids = batch.input_ids
         for root in roots:
-            replace_module(model, root, self._stand_ins[root])
+            replace_module(model, root, self._placeholders[root])
         try:
-            return find_way(
-                [self._stand_ins[root] for root in roots],
+            return trace_forward(
+                [self._placeholders[root] for root in roots],
                 lambda tokens: model.base_model(input_ids=tokens, use_cache=False),
                 [ids, torch.zeros_like(ids), torch.full_like(ids, model.config.vocab_size - 1)],
             )
@@ -259,16 +260,16 @@ class StageModel:
 
     def _trunk_roots(self) -> list[str]:
         """The held modules that are part of the model without its head."""
-        trunk = f"{self._model.base_model_prefix}."
+        trunk = f"{self.model.base_model_prefix}."
         return [root for root in self._roots(self.layers) if root.startswith(trunk)]
 
-    # --- modules and their stand-ins -----------------------------------------------------------------------
+    # --- modules and their placeholders -----------------------------------------------------------------------
 
     def _roots(self, layers: Iterable[int]) -> Iterator[str]:
         for layer in layers:
             yield from self.structure.layer_roots(layer)
 
-    def _stand_in(self, root: str) -> nn.Module:
+    def _placeholder(self, root: str) -> nn.Module:
         module = self._modules[root]
         if isinstance(module, nn.Embedding) and root in self.structure.anatomy.prelude:
             return ZeroEmbedding(module)
@@ -279,7 +280,7 @@ class StageModel:
         for layer in range(1, self.structure.num_layers):
             root = self.structure.layer_roots(layer)[0]
             is_block = layer < self.structure.num_layers - 1
-            for module in (self._modules[root], self._stand_ins[root]):
+            for module in (self._modules[root], self._placeholders[root]):
                 module.register_forward_pre_hook(self._before(layer, is_block=is_block), with_kwargs=True)
         for layer in range(self.structure.num_layers):
             self._place(layer)
@@ -303,7 +304,7 @@ class StageModel:
         """The block at which what was received takes the place of the hidden states."""
         if self.is_first:
             return None
-        # A stage that holds the head alone lets it in at the last stand-in before it.
+        # A stage that holds the head alone lets it in at the last placeholder before it.
         return min(self.layers.start, self.structure.num_blocks)
 
     def _seed_layer(self, layer: int) -> None:
@@ -314,9 +315,9 @@ class StageModel:
         seed_device(self.device, derive_seed(key.seed, "forward", key.step, key.microbatch, layer))
 
     def _place(self, layer: int) -> None:
-        modules = self._modules if layer in self.layers else self._stand_ins
+        modules = self._modules if layer in self.layers else self._placeholders
         for root in self.structure.layer_roots(layer):
-            replace_module(self._model, root, modules[root])
+            replace_module(self.model, root, modules[root])
 
     # --- parameters ----------------------------------------------------------------------------------------
 
@@ -337,8 +338,8 @@ class StageModel:
 
     @torch.no_grad()
     def _read_layer(self, layer: int, weights: WeightFiles) -> None:
-        assert isinstance(self._model, PreTrainedModel)
-        values = weights.read(self.structure.layer_parameters(layer), self._model, self.structure.shapes)
+        assert isinstance(self.model, PreTrainedModel)
+        values = weights.read(self.structure.layer_parameters(layer), self.model, self.structure.shapes)
         for name, value in values.items():
             self._parameters[name].copy_(value)
 
@@ -347,13 +348,13 @@ class StageModel:
         borrowed = [site for site in self.structure.sites[layer] if site.name != site.parameter]
         self._unplug(borrowed)
         for root in self.structure.layer_roots(layer):
-            initialize_module(self._model, self._modules[root], root, seed=seed)
+            initialize_module(self.model, self._modules[root], root, seed=seed)
         for name in sorted({site.parameter for site in borrowed}):
             home_layer, home = self._home_of(name)
             if home_layer == layer:
                 continue  # it has its value, with the rest of this layer
             self._plug([home], self._parameters)
-            initialize_module(self._model, self._modules[home.module], home.module, seed=seed)
+            initialize_module(self.model, self._modules[home.module], home.module, seed=seed)
             if home_layer not in self.layers:
                 self._unplug([home])
         self._plug(borrowed, self._parameters)

@@ -18,7 +18,7 @@ from oobleck.errors import ConfigError
 
 from .placeholders import Passthrough, replace_module
 
-__all__ = ["Trial", "cannot_split"]
+__all__ = ["SplitProbe", "cannot_split"]
 
 
 def cannot_split(model: PreTrainedModel, why: str) -> ConfigError:
@@ -27,7 +27,7 @@ def cannot_split(model: PreTrainedModel, why: str) -> ConfigError:
 
 
 class _Probe(Passthrough):
-    """Stands in for a block in the trial run: notes what comes in, and sends out a leaf of its own."""
+    """Stands in for a block in the probe's run: notes what comes in, and sends out a leaf of its own."""
 
     def __init__(self, original: nn.Module, *, returns_tuple: bool) -> None:
         super().__init__(original, returns_tuple=returns_tuple)
@@ -44,7 +44,7 @@ class _Probe(Passthrough):
         return (self.emitted,) if self.returns_tuple else self.emitted
 
 
-class Trial:
+class SplitProbe:
     """One run of the model with probes for blocks."""
 
     def __init__(self, model: PreTrainedModel, block_list: str, *, returns_tuple: bool) -> None:

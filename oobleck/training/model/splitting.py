@@ -2,7 +2,7 @@
 
 The blocks are the one list of `num_hidden_layers` gradient-checkpointing layers that the model has; what it
 calls before the first of them belongs to the embedding layer, what it calls after the last to the head. Both
-are found by running the model on fake tensors with stand-ins for its blocks, so there is no code for any
+are found by running the model on fake tensors with placeholders for its blocks, so there is no code for any
 particular model.
 
 The same trial proves that the cut is sound: nothing but the hidden states of the layer before may carry a
@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oobleck.errors import ConfigError
 
-from .split_probe import Trial, cannot_split
+from .split_probe import SplitProbe, cannot_split
 
 __all__ = ["Anatomy", "dissect"]
 
@@ -57,16 +57,16 @@ def dissect(model: PreTrainedModel, *, sequence_length: int) -> Anatomy:
     """
     _refuse_losses_across_layers(model)
     block_list = _find_block_list(model)
-    trial = _run_trial(model, block_list, sequence_length)
+    probe = _run_probe(model, block_list, sequence_length)
     tied = dict(model.all_tied_weights_keys or {})
     anatomy = Anatomy(
         block_list=block_list,
-        num_blocks=trial.num_blocks,
-        prelude=tuple(trial.prelude),
-        postlude=tuple(trial.postlude),
-        blocks_return_tuples=trial.blocks_return_tuples,
+        num_blocks=probe.num_blocks,
+        prelude=tuple(probe.prelude),
+        postlude=tuple(probe.postlude),
+        blocks_return_tuples=probe.blocks_return_tuples,
         tied=tied,
-        hidden_size=trial.hidden_size,
+        hidden_size=probe.hidden_size,
     )
     _require_every_parameter_has_a_layer(model, anatomy)
     return anatomy
@@ -99,17 +99,17 @@ def _find_block_list(model: PreTrainedModel) -> str:
     return found[0]
 
 
-def _run_trial(model: PreTrainedModel, block_list: str, sequence_length: int) -> Trial:
+def _run_probe(model: PreTrainedModel, block_list: str, sequence_length: int) -> SplitProbe:
     """Try what nearly all blocks return, a tensor; a model that expects a tuple would take it apart."""
     first_error: ConfigError | None = None
     for returns_tuple in (False, True):
-        trial = Trial(model, block_list, returns_tuple=returns_tuple)
+        probe = SplitProbe(model, block_list, returns_tuple=returns_tuple)
         try:
-            trial.run(sequence_length)
+            probe.run(sequence_length)
         except ConfigError as error:
             first_error = first_error or error
         else:
-            return trial
+            return probe
     assert first_error is not None
     raise first_error
 

@@ -1,8 +1,8 @@
 """The way through a stage, found out once: what a model's own code hands to the blocks beside the hidden states.
 
 Masks, rotary tables and positions depend on the shape of a batch, not on its tokens. A stage that is not the first
-need not have the model make them again for every microbatch, nor walk through the stand-ins of what it does not
-hold. So the model's code is run a few times over stand-ins alone, with different tokens, and what it hands over is
+need not have the model make them again for every microbatch, nor walk through the placeholders of what it does not
+hold. So the model's code is run a few times over placeholders alone, with different tokens, and what it hands over is
 noted. Only where that is the same each time, the blocks are called with it directly from then on.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.utils.generic import ModelOutput
 
-__all__ = ["Call", "Way", "find_way"]
+__all__ = ["Call", "TracedForward", "trace_forward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class TracedForward:
     """How a stage's modules are called one after the other, and what the model wraps the outcome in."""
 
     calls: tuple[Call, ...]
@@ -53,29 +53,31 @@ class Way:
         return self.output_type(last_hidden_state=hidden)
 
 
-def find_way(
+def trace_forward(
     probes: Sequence[nn.Module], run: Callable[[torch.Tensor], object], tokens: Iterable[torch.Tensor]
-) -> Way | None:
+) -> TracedForward | None:
     """Note how `run` calls each of the probes, for each of some tokens; it returns the model's output.
 
     Returns None where a probe is not called once and in turn, or in another way for other tokens, or with something
     that carries a gradient or is not understood, and where the model gives out more than hidden states.
     """
-    ways = [_way(probes, run, ids) for ids in tokens]
-    first = ways[0]
+    traces = [_trace(probes, run, ids) for ids in tokens]
+    first = traces[0]
     if first is None or not all(_is_plain(call.arguments) and _is_plain(call.keywords) for call in first.calls):
         return None
-    return first if all(way is not None and _agree(first, way) for way in ways) else None
+    return first if all(traced is not None and _agree(first, traced) for traced in traces) else None
 
 
-def _way(probes: Sequence[nn.Module], run: Callable[[torch.Tensor], object], ids: torch.Tensor) -> Way | None:
+def _trace(
+    probes: Sequence[nn.Module], run: Callable[[torch.Tensor], object], ids: torch.Tensor
+) -> TracedForward | None:
     found: list[tuple[int, Call]] = []
     with _noting(probes, found), torch.no_grad():
         output = run(ids)
     in_turn = [index for index, _ in found] == list(range(len(probes)))
     if not in_turn or not isinstance(output, ModelOutput) or list(output) != ["last_hidden_state"]:
         return None
-    return Way(calls=tuple(call for _, call in found), output_type=type(output))
+    return TracedForward(calls=tuple(call for _, call in found), output_type=type(output))
 
 
 @contextmanager
@@ -100,7 +102,7 @@ def _note(index: int, found: list[tuple[int, Call]]) -> Callable[[nn.Module, tup
     return hook
 
 
-def _agree(one: Way, other: Way) -> bool:
+def _agree(one: TracedForward, other: TracedForward) -> bool:
     return one.output_type is other.output_type and all(
         a.hidden_name == b.hidden_name and _equal(a.arguments, b.arguments) and _equal(a.keywords, b.keywords)
         for a, b in zip(one.calls, other.calls, strict=True)

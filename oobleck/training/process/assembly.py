@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, DataError
 from oobleck.job import JobSpec
 from oobleck.script import run_script
 from oobleck.training.data import Dataset, ScriptSamples, open_source
@@ -35,7 +36,8 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     Raises ConfigError for whatever the user must change.
     """
     made = _made_by_script(job)
-    train, validation = _datasets(job, made, cache_dir)
+    with _blaming_the_data():
+        train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size)
     if structure.task == "masked_lm" and job.data.shards:
         raise ConfigError("data.shards: masked language models take no shards; name files by data.paths")
@@ -48,6 +50,15 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     if job.eval_steps and validation is None:
         raise ConfigError("eval_steps: nothing is kept for evaluation; set data.validation_split as well, to 0.05 say")
     return Assembly(train=train, validation=validation, structure=structure, optimizer=_optimizer(job, made))
+
+
+@contextmanager
+def _blaming_the_data() -> Iterator[None]:
+    """Whatever the user must change while the data is opened is to be changed in the data, or in its settings."""
+    try:
+        yield
+    except ConfigError as error:
+        raise DataError(str(error)) from error
 
 
 def structure_of_job(job: JobSpec) -> ModelStructure:

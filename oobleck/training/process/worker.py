@@ -6,6 +6,7 @@ The control thread answers fences at once, whatever the training thread is doing
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import queue
 import socket
@@ -23,13 +24,14 @@ from oobleck.control.protocol import (
     Fence,
     FindCheckpoints,
     FinishStep,
-    Order,
+    PlanUpdate,
     Profiled,
     ProfileRequest,
     RecordsOver,
     SaveState,
     ScanRequest,
     SetUpWorker,
+    Status,
     StepRecords,
     StoreKeys,
     StorePut,
@@ -37,7 +39,6 @@ from oobleck.control.protocol import (
     WorkerFailed,
     WorkerReady,
 )
-from oobleck.errors import UserError
 from oobleck.planner import profile_to_json
 from oobleck.streams import shield_scripts
 from oobleck.training.checkpoint import LayerSaver
@@ -47,15 +48,17 @@ from oobleck.training.comm import (
     Waiter,
     choose_device,
     device_memory_bytes,
-    hang_doorbell,
-    ring_all,
+    listen_for_probes,
+    probe_all,
     use_device,
 )
 from oobleck.training.data import ShardScanner
 from oobleck.training.model import require_compiler, share_of
 from oobleck.training.step import Engine
+from oobleck.training.worker_log import WorkerLog, start_logging
 
 from .assembly import assemble
+from .errors import raised
 from .link import AgentLink
 from .profiler import device_name, profile_of_job
 
@@ -76,6 +79,7 @@ def run_worker(sock: socket.socket) -> None:
     try:
         setup = link.receive()
         assert isinstance(setup, SetUpWorker), setup
+        start_logging(setup.job.log_level)
         _Worker(link, setup).run()
     except BaseException as error:  # noqa: BLE001  a process main: the agent gets the traceback, whatever it was
         _fail(link, error)
@@ -87,8 +91,9 @@ def _fail(link: AgentLink, error: BaseException | None) -> NoReturn:
     Threads that wait for lost peers cannot be joined, and destroying their groups would block.
     """
     try:
-        user_error = str(error) if isinstance(error, UserError) else None
-        link.send(WorkerFailed(traceback="".join(traceback.format_exception(error)), user_error=user_error))
+        failed = raised(error)
+        link.send(WorkerFailed(end=failed))
+        logging.getLogger(__name__).error("ends: %s\n%s", failed.message, failed.traceback)
     finally:
         os._exit(_EXIT_FAILED)
 
@@ -102,15 +107,17 @@ class _Worker:
         self._worker_id = setup.worker_id
         self._device = setup.worker_id.device
         self._training_thread = threading.get_ident()
-        self._doorbell = hang_doorbell(setup.worker_id, setup.address)
+        self._waiter = Waiter()
+        self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
+        self._log = WorkerLog(__name__, setup.worker_id, lambda: self._commit_state.generation)
+        self._log.info("begins as process %d", os.getpid())
+        self._doorbell = listen_for_probes(setup.worker_id, setup.address)
         self._computes_on = choose_device(job.device, setup.local_device)
         use_device(self._computes_on)
         if job.compile:
             require_compiler(self._computes_on)
         of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
         self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
-        self._waiter = Waiter()
-        self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
         self._board = RendezvousTable(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
         self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
@@ -142,7 +149,7 @@ class _Worker:
             waiter=self._waiter,
             commit_state=self._commit_state,
             saving=self._saving,
-            next_order=self._next_order,
+            next_update=self._next_order,
             report=link.send,
         )
 
@@ -160,31 +167,42 @@ class _Worker:
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
                 device_name=device_name(self._computes_on),
-                doorbell=self._doorbell,
+                probe_address=self._doorbell,
                 saves=self._saving is not None,
                 shards=self._shards,
             )
         )
         gc.freeze()
+        self._log.info(
+            "is ready on %s: %d layers, %d samples",
+            device_name(self._computes_on),
+            len(self._structure.layer_names),
+            self._dataset.num_samples,
+        )
         self._engine.run()
 
     def _handle(self, message: WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""
         match message:
             case StoreKeys(keys=keys):
+                self._log.debug("has %d rendezvous keys of others", len(keys))
                 self._board.put_all(keys)
-            case Fence() if message.doorbells:
+            case Fence() if message.probe_addresses:
                 self._explain(message)
             case Fence():
-                self._link.send(self._commit_state.answer(message))
-            case Order():
-                self._commit_state.give_order(message)
+                self._link.send(self._answer(message))
+            case PlanUpdate():
+                self._log.info("is given an order of generation %d", message.generation)
+                self._commit_state.give_update(message)
             case FinishStep():
+                self._log.info("is to stop after the step in flight")
                 self._commit_state.want_stop()
-            case SaveState():
+            case SaveState(step=step):
+                self._log.debug("is to save after step %d", step)
                 if self._saving is not None:
                     self._saving.want(message)
             case FindCheckpoints():
+                self._log.debug("looks for checkpoints")
                 if self._saving is not None:
                     self._saving.find(message)
             case ProfileRequest():
@@ -196,34 +214,53 @@ class _Worker:
             case StepRecords():
                 if self._records is not None:
                     self._records.put(message)
-            case RecordsOver():
+            case RecordsOver(step=step):
+                self._log.info("is told that no step comes after %d", step)
                 if self._records is not None:
                     self._records.end(message)
             case SetUpWorker():
                 raise AssertionError("a worker is set up once")
 
+    def _answer(self, fence: Fence) -> Status:
+        """Raise the fence, and log what is told of it."""
+        status = self._commit_state.answer(fence)
+        self._log.info(
+            "is fenced by generation %d, without %s: has applied step %d, %s, %d microbatches done%s",
+            fence.generation,
+            ", ".join(fence.lost) or "nobody",
+            status.applied,
+            "holds no sums" if status.reduced is None else f"holds the sums of step {status.reduced}",
+            status.microbatches_done,
+            "; its part of the step is broken" if status.broken else "",
+        )
+        return status
+
     def _explain(self, fence: Fence) -> None:
         """Answer a fence that asks why nothing goes on; ringing takes its time, so on a thread of its own."""
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
-        status = self._commit_state.answer(fence)
+        status = self._answer(fence)
+        self._log.warning("nothing goes on; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
 
         def tell() -> None:
-            others = [bell for bell in fence.doorbells if bell.worker_id != self._worker_id]
-            self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=ring_all(others)))
+            others = [bell for bell in fence.probe_addresses if bell.worker_id != self._worker_id]
+            self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=probe_all(others)))
 
         threading.Thread(target=tell, daemon=True, name="explain").start()
 
-    def _next_order(self) -> Order:
+    def _next_order(self) -> PlanUpdate:
         while True:
-            self._waiter.wait(lambda: self._commit_state.has_order or not self._profile_requests.empty(), lambda: False)
+            self._waiter.wait(
+                lambda: self._commit_state.has_update or not self._profile_requests.empty(), lambda: False
+            )
             if not self._profile_requests.empty():
                 self._profile_requests.get()
                 self._profile()
-            if (order := self._commit_state.take_order()) is not None:
-                return order
+            if (update := self._commit_state.take_update()) is not None:
+                return update
 
     def _profile(self) -> None:
         profile = profile_of_job(self._job, self._structure, self._optimizer, device_memory_bytes=self._memory_bytes)
+        self._log.info("has measured the model's layers")
         self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))
 
 

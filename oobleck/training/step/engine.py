@@ -2,7 +2,7 @@
 
 What is done with an order, and what comes first, is `control.commit.follower`'s; the engine carries its effects out and
 never chooses. What was computed of the step in flight (`step.py`) lasts until the step is applied or forgotten, what is
-banked of it (`sections.py`) until it is applied; a plan gives and takes layers (`holdings.py`)."""
+committed of it (`sections.py`) until it is applied; a plan gives and takes layers (`holdings.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oobleck.control.commit import (
     Agree,
     Agreed,
     Apply,
-    AwaitOrder,
+    AwaitPlanUpdate,
     AwaitRecords,
     AwaitSection,
     BeginStep,
@@ -61,17 +61,12 @@ from oobleck.control.commit import (
 from oobleck.control.protocol import (
     CommitRecord,
     Evaluating,
-    EvaluationDone,
     Finished,
     LayersMoving,
-    Order,
-    Pace,
-    PeerFailed,
-    RecordsFailed,
+    PlanUpdate,
     ReplicaDigests,
-    RestoreFailed,
     Resumed,
-    StepCommitted,
+    WorkerReport,
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
@@ -80,7 +75,9 @@ from oobleck.training.comm import Group, GroupTable, LayerState, Waiter, exchang
 from oobleck.training.data import Dataset
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, install
 from oobleck.training.optim import Optimizer
+from oobleck.training.worker_log import WorkerLog
 
+from .effect_log import logged, update_text
 from .evaluation import Evaluator
 from .executor import PipelineRank
 from .layer_store import LayerStore
@@ -90,20 +87,6 @@ from .step import StepInFlight
 from .step_timer import StepTimer
 
 __all__ = ["Engine"]
-
-Report = (
-    StepCommitted
-    | Resumed
-    | Finished
-    | Evaluating
-    | EvaluationDone
-    | PeerFailed
-    | RecordsFailed
-    | RestoreFailed
-    | Pace
-    | LayersMoving
-    | ReplicaDigests
-)
 
 
 class Engine:
@@ -124,12 +107,13 @@ class Engine:
         waiter: Waiter,
         commit_state: CommitState,
         saving: LayerSaver | None,
-        next_order: Callable[[], Order],
-        report: Callable[[Report], None],
+        next_update: Callable[[], PlanUpdate],
+        report: Callable[[WorkerReport], None],
     ) -> None:
-        """`next_order` waits for an order and takes it; `report` tells the master."""
+        """`next_update` waits for an order and takes it; `report` tells the master."""
         self._job = job
         self._worker_id = worker_id
+        self._log = WorkerLog(__name__, worker_id, lambda: commit_state.generation)
         self._share = share
         self._stage_sums: Group | None = None
         """Where the devices that share the stage sum."""
@@ -139,7 +123,7 @@ class Engine:
         self._waiter = waiter
         self._commit_state = commit_state
         self._saving = saving
-        self._next_order = next_order
+        self._next_order = next_update
         self._report = report
         self._records = dataset.records
         self._precision = Precision.of(job.dtype)
@@ -162,7 +146,7 @@ class Engine:
             job, worker_id, commit_state, records=dataset.records, evaluates=self._evaluator is not None
         )
         self._sections = SectionSums(
-            self._follower.bank,
+            self._follower.partial_commit,
             commit_state,
             groups,
             waiter,
@@ -186,7 +170,7 @@ class Engine:
             job,
             dataset,
             self._model,
-            bank=self._follower.bank,
+            partial_commit=self._follower.partial_commit,
             sections=self._sections,
             commit_state=commit_state,
             waiter=waiter,
@@ -212,7 +196,11 @@ class Engine:
         drive(effects, self._carry_out)
 
     def _carry_out(self, effect: Effect) -> Outcome:
-        """Carry one effect out. Raises what the effect may raise."""
+        """Carry one effect out, and log it. Raises what the effect may raise."""
+        with logged(self._log, effect, self._worker_id):
+            return self._do(effect)
+
+    def _do(self, effect: Effect) -> Outcome:
         match effect:
             case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
                 return self._sections.carry_out(effect)
@@ -247,17 +235,19 @@ class Engine:
                 self._await_records(step)
             case Evaluate():
                 return self._evaluate(effect)
-            case AwaitOrder():
-                return self._next_order()
+            case AwaitPlanUpdate():
+                update = self._next_order()
+                self._log.info("follows a plan: %s", update_text(update))
+                return update
             case FormGroups(keys=keys, committee=committee):
                 self._groups.form([*keys, *self._bucket_keys(committee)], self._commit_state.is_fenced)
                 self._formed_s = time.monotonic()
             case KeepGroups(keys=keys, committee=committee, generation=generation):
                 self._groups.keep_only([*keys, *self._bucket_keys(committee)], generation=generation)
-            case ReadCheckpoint(order=order, layers=layers):
-                assert order.restore is not None
+            case ReadCheckpoint(update=update, layers=layers):
+                assert update.restore is not None
                 assert self._saving is not None
-                self._layer_store.read(order.restore, layers, order.transfers, self._saving)
+                self._layer_store.read(update.restore, layers, update.transfers, self._saving)
             case Exchange():
                 self._exchange(effect)
             case ShareLossScale(committee=committee, is_current=is_current):
@@ -357,7 +347,7 @@ class Engine:
         record = CommitRecord(
             step=effect.step,
             generation=committee.generation,
-            loss=self._follower.bank.loss + outcome.loss,
+            loss=self._follower.partial_commit.loss + outcome.loss,
             grad_norm=outcome.grad_norm / self._layer_store.scale,
             loss_scale=self._layer_store.scale,
             is_skipped=self._precision.scales_loss and not math.isfinite(outcome.grad_norm),
@@ -452,21 +442,21 @@ class Engine:
 
     def _exchange(self, effect: Exchange) -> None:
         """Exchange the layers that change hands. Raises Interrupted or PeerLost."""
-        order = effect.order
-        has_bank = bool(order.banked.microbatches)
+        update = effect.update
+        has_partial = bool(update.partial.microbatches)
         self._received = {}
         self._received = exchange_layers(
-            order.transfers,
+            update.transfers,
             worker_id=self._worker_id,
             group=None if effect.key is None else self._groups[effect.key],
-            state_of=partial(self._layer_store.state_of, has_bank=has_bank),
-            empty_state=partial(self._layer_store.empty_state, has_bank=has_bank),
-            size_of=partial(self._layer_store.state_size, has_bank=has_bank),
+            state_of=partial(self._layer_store.state_of, has_partial=has_partial),
+            empty_state=partial(self._layer_store.empty_state, has_partial=has_partial),
+            size_of=partial(self._layer_store.state_size, has_partial=has_partial),
             element_bytes=self._precision.parameters.itemsize,
             on_progress=lambda received, whole: self._report(
                 LayersMoving(
                     device=self._worker_id.device,
-                    generation=order.generation,
+                    generation=update.generation,
                     received_bytes=received,
                     all_bytes=whole,
                 )
@@ -476,6 +466,7 @@ class Engine:
         )
         self._transfer_s = time.monotonic() - self._formed_s
         self._received_bytes = sum(tensor.nbytes for state in self._received.values() for tensor in state)
+        self._log.debug("has received %.1f MB in %.3f s", self._received_bytes / 1e6, self._transfer_s)
 
     def _sum_over(self, committee: Committee, vector: torch.Tensor) -> None:
         """Add a vector up over all who commit together, in place. Raises Interrupted or PeerLost."""
@@ -484,14 +475,14 @@ class Engine:
 
     def _adopt(self, effect: Adopt) -> None:
         """Hold the layers of a plan. Nothing can interrupt this: the plan is in force."""
-        order, worker_id, committee = effect.order, effect.worker_id, effect.committee
+        update, worker_id, committee = effect.update, effect.worker_id, effect.committee
         if self._records is not None:
-            self._records.follow(order.assignment_version, step=order.boundary)
+            self._records.follow(update.assignment_version, step=update.boundary)
         if self._pipeline_rank is None:
             self._step_timer.begin_step()  # it has rested until now
         self._pipeline_rank = None
         self._settle()
-        sums = self._layer_store.take(effect.layers, self._received, keep=effect.keep, order=order)
+        sums = self._layer_store.take(effect.layers, self._received, keep=effect.keep, update=update)
         self._received = {}
         self._reducer, groups = None, None
         if committee is not None:

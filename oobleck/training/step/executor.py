@@ -21,7 +21,7 @@ from oobleck.training.comm import Group, Inbox, Pending, Waiter
 from oobleck.training.data import NO_SAMPLE, Batch, Dataset
 from oobleck.training.model import MicrobatchKey, StageModel, WeightGradients
 
-__all__ = ["Banker", "PipelineRank", "StepWork", "execute"]
+__all__ = ["PipelineRank", "SectionCommitter", "StepWork", "execute"]
 
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
@@ -86,8 +86,8 @@ class StepWork:
         return self.samples[first : first + self.microbatch_size]
 
 
-class Banker(Protocol):
-    """Banks what is done of a step beside what follows."""
+class SectionCommitter(Protocol):
+    """Commits what is done of a step beside what follows."""
 
     def begin(self, work: StepWork) -> None:
         """Take what is done. Raises Interrupted where the pipeline is stopped."""
@@ -112,7 +112,7 @@ def execute(
     on_backward: Callable[[], None],
     around_last: AbstractContextManager[object],
     put_off: WeightGradients | None,
-    bank: Banker | None,
+    committer: SectionCommitter | None,
     waiter: Waiter,
     interrupted: Callable[[], bool],
 ) -> None:
@@ -121,12 +121,12 @@ def execute(
     The program's positions 0 .. m-1 stand for `microbatches`, the step's own numbers. The instructions that
     end a step (reduce, commit, apply) are not this function's: it stops before them. `around_last` is entered for
     the backward pass after which gradients are final; `put_off` is what the model puts off to BACKWARD_WEIGHT, if it
-    does; `bank` is looked after between instructions where the program has sections.
+    does; `commit_section` is looked after between instructions where the program has sections.
 
     Raises Interrupted once `interrupted()`, PeerLost when a neighbour is gone; gradients are then partial.
     """
     execution = _Execution(
-        program, microbatches, work, model, dataset, pipeline_rank, on_backward, put_off, bank, waiter, interrupted
+        program, microbatches, work, model, dataset, pipeline_rank, on_backward, put_off, committer, waiter, interrupted
     )
     execution.run(around_last)
 
@@ -142,7 +142,7 @@ class _Execution:
         pipeline_rank: PipelineRank,
         on_backward: Callable[[], None],
         put_off: WeightGradients | None,
-        bank: Banker | None,
+        committer: SectionCommitter | None,
         waiter: Waiter,
         interrupted: Callable[[], bool],
     ) -> None:
@@ -154,7 +154,7 @@ class _Execution:
         self._pipeline_rank = pipeline_rank
         self._on_backward = on_backward
         self._put_off = put_off
-        self._bank = bank
+        self._committer = committer
         self._interrupted = interrupted
         self._batches: dict[int, Batch] = {}
         self._inputs: dict[int, torch.Tensor] = {}
@@ -172,7 +172,7 @@ class _Execution:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_B: self._send_backward,
-            Op.BANK: self._begin_bank,
+            Op.COMMIT_SECTION: self._begin_section,
         }
 
     def run(self, around_last: AbstractContextManager[object]) -> None:
@@ -183,8 +183,8 @@ class _Execution:
                 break
             with around_last if at == last else nullcontext():
                 self._steps[instruction.op](_position(instruction))
-            if self._bank is not None:
-                self._bank.look()
+            if self._committer is not None:
+                self._committer.look()
 
     def _expect(self, op: Op, source: int, waiter: Waiter) -> Inbox | None:
         """Have all messages of one direction received, in the program's order."""
@@ -220,8 +220,8 @@ class _Execution:
 
     def _take(self, inbox: Inbox | None) -> torch.Tensor:
         assert inbox is not None
-        if self._bank is not None:
-            self._bank.look_until(inbox.has_arrived, self._interrupted, [inbox.source])
+        if self._committer is not None:
+            self._committer.look_until(inbox.has_arrived, self._interrupted, [inbox.source])
         return inbox.take(self._interrupted)
 
     def _load(self, position: int) -> None:
@@ -275,9 +275,9 @@ class _Execution:
         assert gradient is not None
         self._send(Op.SEND_B, position, gradient, self._pipeline_rank.stage - 1)
 
-    def _begin_bank(self, _position: int) -> None:
-        assert self._bank is not None, "a program with sections needs a bank"
-        self._bank.begin(self._work)
+    def _begin_section(self, _position: int) -> None:
+        assert self._committer is not None, "a program with sections needs a partial commit"
+        self._committer.begin(self._work)
 
     def _send(self, op: Op, position: int, tensor: torch.Tensor, target: int) -> None:
         assert self._pipeline_rank.group is not None

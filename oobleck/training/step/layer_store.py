@@ -1,4 +1,4 @@
-"""What one worker has of the model: whole layers, with their optimizer state, and what is banked for them.
+"""What one worker has of the model: whole layers, with their optimizer state, and what is committed for them.
 
 A plan gives layers to some workers and takes them from others. What is taken is kept for a while, as it was, for it may
 not have arrived where it went. The loss scale goes with the layers, for all who have some must agree on it.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from oobleck.control.protocol import Order, Restore
+from oobleck.control.protocol import PlanUpdate, Restore
 from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.checkpoint import LayerSaver
@@ -62,25 +62,25 @@ class LayerStore:
 
     # --- what there is of a layer --------------------------------------------------------------------------
 
-    def state_of(self, layer: int, *, has_bank: bool) -> LayerState:
-        """What travels of a layer: the optimizer's state and, if there is any, what is banked for its parameters."""
+    def state_of(self, layer: int, *, has_partial: bool) -> LayerState:
+        """What travels of a layer: the optimizer's state and, if there is any, what is committed for its parameters."""
         if layer in self._kept:
             return self._kept[layer]
         names = self._structure.layer_parameters(layer)
-        return self._optimizer.layer_tensors(names) + (self._sections.tensors_of(names) if has_bank else ())
+        return self._optimizer.layer_tensors(names) + (self._sections.tensors_of(names) if has_partial else ())
 
-    def empty_state(self, layer: int, *, has_bank: bool = False) -> LayerState:
+    def empty_state(self, layer: int, *, has_partial: bool = False) -> LayerState:
         """Memory for a layer that is about to come."""
         shapes = [self._structure.shapes[name] for name in self._structure.layer_parameters(layer)]
         dtype, device = self._precision.parameters, self._model.device
         state = self._optimizer.empty_layer(shapes, dtype=dtype, device=device)
-        return state + tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes if has_bank)
+        return state + tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes if has_partial)
 
-    def state_size(self, layer: int, *, has_bank: bool) -> int:
+    def state_size(self, layer: int, *, has_partial: bool) -> int:
         """The elements of what travels of a layer."""
         shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
         counts = [shapes[name].numel() for name in self._structure.layer_parameters(layer)]
-        return sum(layout.size(count) + count * has_bank for count in counts)
+        return sum(layout.size(count) + count * has_partial for count in counts)
 
     def named_state(self, layer: int) -> dict[str, torch.Tensor]:
         """A layer's state as a file has it."""
@@ -137,19 +137,19 @@ class LayerStore:
         )
 
     def take(
-        self, layers: range, received: Mapping[int, LayerState], *, keep: Collection[int], order: Order
+        self, layers: range, received: Mapping[int, LayerState], *, keep: Collection[int], update: PlanUpdate
     ) -> dict[str, torch.Tensor]:
         """Hold exactly these layers: with their initial values, with what was received, or as they are here already.
 
         Those to `keep` are kept for others besides. Nothing is copied: what is let go does not change any more, and a
-        tied parameter that stays here changes with the next step, up to which the layers are kept. Returns the banked
-        sums of the held layers' parameters, received or held here, if there are any.
+        tied parameter that stays here changes with the next step, up to which the layers are kept. Returns the
+        committed sums of the held layers' parameters, received or held here, if there are any.
         """
-        has_bank = bool(order.banked.microbatches)
-        kept = {layer: self.state_of(layer, has_bank=has_bank) for layer in keep}
+        has_partial = bool(update.partial.microbatches)
+        kept = {layer: self.state_of(layer, has_partial=has_partial) for layer in keep}
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | dict(received)
         self._kept = kept
-        if order.initial:  # whatever was trained is of a past that never was
+        if update.initial:  # whatever was trained is of a past that never was
             states = {}
             self._model.adopt(0, 0, {})
             self._optimizer.adopt({})
@@ -157,17 +157,17 @@ class LayerStore:
         sums = dict(self._sections.sums)
         for layer, state in sorted(states.items()):
             names = self._structure.layer_parameters(layer)
-            if has_bank:
-                state, banked = state[: -len(names)], state[-len(names) :]
-                sums |= dict(zip(names, banked, strict=True))
+            if has_partial:
+                state, partial = state[: -len(names)], state[-len(names) :]
+                sums |= dict(zip(names, partial, strict=True))
             given |= self._optimizer.split_layer(names, state)
         self._model.adopt(layers.start, layers.stop, {name: tensors[0] for name, tensors in given.items()})
         self._optimizer.adopt(self._model.parameters, given)
-        if order.initial and self._share.degree == 1:
+        if update.initial and self._share.degree == 1:
             self._model.initialize(layers, seed=self._job.seed)
-        elif order.initial:
+        elif update.initial:
             initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)
-        return {name: sums[name] for name in self._model.parameters} if has_bank else {}
+        return {name: sums[name] for name in self._model.parameters} if has_partial else {}
 
     def let_go_of_kept(self) -> None:
         """All have adopted the plan: nobody will ask for the layers that it took away."""

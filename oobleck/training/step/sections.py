@@ -1,8 +1,8 @@
 """Sections of a step: carries out the effects of `control.commit.partial_commit` with real sums, while a program runs.
 
-What is done of a step is set aside without a copy; its sums are added to those that are banked. When anything is begun,
-taken or given up is for the bank to say; here is how, and the waiting. `sim/cluster/sections.py` is the same without
-tensors."""
+What is done of a step is set aside without a copy; its sums are added to those that are committed. When
+anything is begun, taken or given up is for `PartialCommit` to say; here is how, and the waiting.
+`sim/cluster/sections.py` is the same without tensors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import nn
 
 from oobleck.control.commit import (
     AwaitSection,
-    Bank,
-    BankEffect,
     CommitState,
     Effects,
     Fold,
     GiveBack,
     GroupKey,
     Outcome,
+    PartialCommit,
     PostSection,
     PostTotals,
+    SectionEffect,
     TakeSums,
     TakeTotals,
     Totals,
@@ -65,11 +65,11 @@ class _Posted:
 
 
 class SectionSums:
-    """Mutable: the banked sums, and the section that is on its way to them. The executor's `Banker`."""
+    """Mutable: the committed sums, and the section that is on its way to them. The executor's `SectionCommitter`."""
 
     def __init__(
         self,
-        bank: Bank,
+        partial_commit: PartialCommit,
         commit_state: CommitState,
         groups: GroupTable,
         waiter: Waiter,
@@ -82,10 +82,10 @@ class SectionSums:
     ) -> None:
         """`tells` if this worker tells of losses and counts: of the devices that share a stage, one does.
 
-        `work` is what is done of the step in flight, `carry_out` carries out what the bank asks for, and `on_folded` is
-        called whenever another section is banked.
+        `work` is what is done of the step in flight, `carry_out` carries out what `partial_commit` asks for, and
+        `on_folded` is called whenever another section is committed.
         """
-        self._bank = bank
+        self._partial_commit = partial_commit
         self._commit_state = commit_state
         self._waiter = waiter
         self._groups = groups
@@ -97,30 +97,30 @@ class SectionSums:
         self._in_force: SectionGroups | None = None
         self._posted: _Posted | None = None
         self.sums: dict[str, torch.Tensor] = {}
-        """Of the gradients of what is banked, by parameter; empty where nothing is."""
+        """Of the gradients of what is committed, by parameter; empty where nothing is."""
 
     def adopt(self, groups: SectionGroups | None, sums: Mapping[str, torch.Tensor]) -> None:
-        """A plan comes into force, with these sums banked of the step in flight; None for a spare."""
+        """A plan comes into force, with these sums committed of the step in flight; None for a spare."""
         self._in_force, self.sums = groups, dict(sums)
 
     def end_step(self) -> None:
-        """The step is applied: nothing is banked of the next."""
+        """The step is applied: nothing is committed of the next."""
         self.sums = {}
 
     def tensors_of(self, names: Iterable[str]) -> tuple[torch.Tensor, ...]:
-        """Return what is banked for these parameters, as it is: it changes with each section."""
+        """Return what is committed for these parameters, as it is: it changes with each section."""
         return tuple(self.sums[name] for name in names)
 
     # --- while a program runs ------------------------------------------------------------------------------
 
     def begin(self, work: StepWork) -> None:
-        """Have what is done of a step banked, beside what follows. Raises Interrupted where the pipeline is stopped."""
-        self._carry_out(self._bank.begin(work.step))
+        """Have what is done of a step committed, beside what follows. Raises Interrupted if the pipeline is stopped."""
+        self._carry_out(self._partial_commit.begin(work.step))
 
     def look(self) -> None:
         """Move on as far as the others let us. Never blocks, raises nothing."""
-        if self._bank.is_busy and self._can_move():
-            self._carry_out(self._bank.look())
+        if self._partial_commit.is_busy and self._can_move():
+            self._carry_out(self._partial_commit.look())
 
     def look_until(
         self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId]
@@ -130,14 +130,14 @@ class SectionSums:
         Returns once `ready`, or with nothing to look after. Raises Interrupted once `interrupted`.
         """
         waits_for = tuple(waits_for)
-        while self._bank.is_busy and not ready():
+        while self._partial_commit.is_busy and not ready():
             self._waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
             self.look()
 
     # --- effects -------------------------------------------------------------------------------------------
 
-    def carry_out(self, effect: BankEffect) -> Outcome:
-        """Carry one effect of the bank out. Raises what the effect may raise."""
+    def carry_out(self, effect: SectionEffect) -> Outcome:
+        """Carry one effect of the partial commit out. Raises what the effect may raise."""
         match effect:
             case PostSection():
                 self._post()

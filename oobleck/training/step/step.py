@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from oobleck.control.commit import Bank, CommitState, Compute
+from oobleck.control.commit import CommitState, Compute, PartialCommit
 from oobleck.job import JobSpec
 from oobleck.schedule import ScheduleKind, compile_schedule
 from oobleck.training.comm import Waiter, synchronize
@@ -32,7 +32,7 @@ class StepInFlight:
         dataset: Dataset,
         model: StageModel,
         *,
-        bank: Bank,
+        partial_commit: PartialCommit,
         sections: SectionSums,
         commit_state: CommitState,
         waiter: Waiter,
@@ -41,7 +41,7 @@ class StepInFlight:
         self._job = job
         self._dataset = dataset
         self._model = model
-        self._bank = bank
+        self._partial_commit = partial_commit
         self._sections = sections
         self._commit_state = commit_state
         self._waiter = waiter
@@ -71,7 +71,7 @@ class StepInFlight:
         )
 
     def forget(self) -> None:
-        """Nothing is done of the step but what is banked."""
+        """Nothing is done of the step but what is committed."""
         for parameter in self._model.parameters.values():
             parameter.grad = None
         self.work = None
@@ -117,7 +117,7 @@ class StepInFlight:
             on_backward=self._commit_state.note_microbatch,
             around_last=self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext(),
             put_off=self._put_off if _splits_backward(pipeline_rank) else None,
-            bank=self._sections if program.num_sections > 1 else None,
+            committer=self._sections if program.num_sections > 1 else None,
             waiter=self._waiter,
             interrupted=self._commit_state.is_pipeline_stopped,
         )
@@ -131,10 +131,10 @@ class StepInFlight:
 
     @contextmanager
     def _overlapping(self, reducer: GradientReducer, pipeline_rank: PipelineRank) -> Iterator[None]:
-        """Around the last backward pass: post what is final meanwhile, unless a section is still to be banked."""
+        """Around the last backward pass: post what is final meanwhile, unless a section is still to be committed."""
         self._sections.look()
         # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-        overlaps = not _splits_backward(pipeline_rank) and self._bank.may_post_step
+        overlaps = not _splits_backward(pipeline_rank) and self._partial_commit.may_post_step
         with reducer.overlapping() if overlaps else nullcontext():
             yield
 

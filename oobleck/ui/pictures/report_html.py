@@ -9,10 +9,22 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from html import escape
 
-from oobleck.control.journal import Cause, History, Incident, PlanAdopted, RecoverySummary, Summary
+from oobleck.control.journal import (
+    History,
+    Incident,
+    PlanAdopted,
+    PlanCause,
+    RecoverySummary,
+    Summary,
+    advice,
+    evidence_detail,
+    evidence_text,
+    response_text,
+    title,
+)
 from oobleck.planner import Pipeline
+from oobleck.ui.formatting import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
 from oobleck.ui.node_hours_text import node_hours_text
-from oobleck.ui.words import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
 
 from .axes import time_ticks
 from .report_charts import Marker, Series, chart
@@ -23,6 +35,8 @@ __all__ = ["report_html"]
 _MAX_PLANS = 50
 _MAX_ROWS = 200
 
+_CALM = frozenset(cause for cause in PlanCause if cause.is_planned and cause is not PlanCause.SLOW)
+"""Of changes that nothing wrong had led to."""
 _STATE_WORDS = {
     "useful": "useful steps",
     "redone": "steps made again",
@@ -138,7 +152,7 @@ def _throughput(history: History, summary: Summary) -> str:
             x=done.t_s,
             text=f"{duration_text(done.t_s)} {_recovery_text(done)}",
             label=_names_text(done.nodes, 1) or done.cause.replace("_", " "),
-            is_calm=Cause(done.cause).is_planned and done.cause != Cause.SLOW,
+            is_calm=done.cause in _CALM,
         )
         for done in summary.recoveries[:_MAX_ROWS]
     ]
@@ -207,18 +221,19 @@ def _incidents(incidents: tuple[Incident, ...]) -> str:
 
 def _incident(incident: Incident) -> str:
     then = "\n".join(
-        f"{found.node}: {found.evidence}" if found.node else found.evidence for found in incident.consequences
+        f"{found.node}: {evidence_text(found)}" if found.node else evidence_text(found)
+        for found in incident.consequences
     )
     rows = (
-        ("because", incident.root.evidence.strip()),
+        ("because", f"{evidence_text(incident.root)}\n{evidence_detail(incident.root)}".strip()),
         ("then", then),
-        ("done", "\n".join(incident.actions)),
+        ("done", "\n".join(map(response_text, incident.responses))),
         ("cost", f"{seconds_text(incident.stall_s)} without progress, {_lost_text(incident.steps_lost)}"),
-        ("to do", incident.advice),
+        ("to do", advice(incident)),
     )
     items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
     when = duration_text(incident.root.t_s)
-    return f'<div class="incident"><h3>{when} {escape(incident.title)}</h3><dl>{items}</dl></div>'
+    return f'<div class="incident"><h3>{when} {escape(title(incident))}</h3><dl>{items}</dl></div>'
 
 
 def _lost_text(steps: int) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import ceil, floor
 
+from oobleck.ui.formatting import duration_text, percent_text
 from oobleck.ui.run_panels import ACTIVITIES, Band, RunPanel
-from oobleck.ui.words import duration_text, percent_text
 
 from .axes import MARGIN, NUMBER_WIDTH, WIDTH, legend, round_up, svg_file, text, tick
 

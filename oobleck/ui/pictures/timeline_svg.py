@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from oobleck.schedule import Instruction, Op, Span
+from oobleck.ui.formatting import percent_text, seconds_text
 from oobleck.ui.timeline import PASS_WORDS, Figure
-from oobleck.ui.words import percent_text, seconds_text
 
 from .axes import MARGIN, NUMBER_WIDTH, WIDTH, legend, svg_file, text, tick
 

@@ -184,9 +184,7 @@ def test_errors_name_file_line_value_and_remedy(line, problem):
     ],
 )
 def test_a_device_belongs_to_one_line(text, line, device, first_line):
-    with pytest.raises(
-        ConfigError, match=rf"^hosts:{line}: device {device} of .* is taken by line {first_line} already"
-    ):
+    with pytest.raises(ConfigError, match=rf"^hosts:{line}: device {device} of .* taken by line {first_line} already"):
         parse(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from oobleck.cli.run.start_check import choose_nodes
+from oobleck.control.events import NodeLeftOut
 from oobleck.control.node_check.messages import NodeFacts
 from oobleck.control.node_check.report import CheckedNode, CheckReport
 from oobleck.control.node_check.rounds import Health, LinkVerdict, NodeVerdict
@@ -34,11 +35,9 @@ def test_healthy_nodes_all_begin():
 
 
 def test_a_faulty_node_is_left_out_and_named():
-    kept, (remark,) = choose_nodes(NODES, report(Health.HEALTHY, Health.FAULTY, Health.HEALTHY))
+    kept, remarks = choose_nodes(NODES, report(Health.HEALTHY, Health.FAULTY, Health.HEALTHY))
     assert [spec.name for spec in kept] == ["a", "c"]
-    assert remark.level == "warning"
-    assert "b is faulty and left out: b is said to be so" in remark.text
-    assert "oobleck add b" in remark.text
+    assert remarks == (NodeLeftOut(node="b", fault="b is said to be so"),)
 
 
 def test_slow_undecided_and_unreachable_nodes_begin_and_are_named():
@@ -58,4 +57,4 @@ def test_a_link_is_named_and_its_nodes_begin():
 def test_where_all_are_faulty_the_run_itself_is_to_say_why():
     kept, remarks = choose_nodes(NODES, report(*3 * [Health.FAULTY]))
     assert kept == NODES
-    assert all("left out" not in remark.text for remark in remarks)
+    assert not any(isinstance(remark, NodeLeftOut) for remark in remarks)

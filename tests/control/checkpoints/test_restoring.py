@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oobleck.control.checkpoints.restoring import Restoring
 from oobleck.control.events.effects import Effects
-from oobleck.control.protocol.messages import CheckpointsFound, FindCheckpoints, FoundState
+from oobleck.control.protocol import CheckpointsFound, FindCheckpoints, FoundState
 from oobleck.planner import WorkerId
 
 A, B = WorkerId(node="a", device=0), WorkerId(node="b", device=0)
@@ -29,11 +29,12 @@ def asked(a: list[FoundState], b: list[FoundState], *, directory: str | None = N
     return restoring
 
 
-def answer(restoring: Restoring, a: list[FoundState], b: list[FoundState], **more) -> None:
+def answer(restoring: Restoring, a: list[FoundState], b: list[FoundState], *, request: int = 1, **more) -> None:
+    """Ask both, for the time that `request` says, and have them answer."""
     restoring.ask([A, B])
     fields = {"problems": (), "unfinished": ()} | more
     for worker_id, found in ((A, a), (B, b)):
-        message = CheckpointsFound(device=0, request=restoring._request, found=tuple(found), **fields)
+        message = CheckpointsFound(device=0, request=request, found=tuple(found), **fields)
         restoring.found(worker_id, message)
 
 
@@ -65,7 +66,7 @@ def test_a_run_goes_back_to_its_own_past_alone() -> None:
     old = state(9, (0,), run="0000000b", at=20)
     restoring = asked([old], [])
     assert restoring.newest_of_this_run(1) is None
-    answer(restoring, [old, state(4, (0,), at=21)], [])
+    answer(restoring, [old, state(4, (0,), at=21)], [], request=2)
     assert restoring.newest_of_this_run(1).step == 4
 
 
@@ -74,7 +75,7 @@ def test_the_past_of_a_run_that_was_resumed_is_what_it_was_resumed_from() -> Non
     restoring = asked(old, [])
     restoring.note_broken(old[2].name)
     restoring.begin_from(restoring.newest(1).name)
-    answer(restoring, old, [])
+    answer(restoring, old, [], request=2)
     assert restoring.newest_of_this_run(1).step == 6
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from oobleck.control.commit.commit_state import CommitState, Interrupted
-from oobleck.control.protocol.messages import BankRecord, CommitRecord, Fence, Order, Status
+from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, SectionRecord, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 from tests.control.journals import plan
@@ -30,7 +30,7 @@ def record(step: int) -> CommitRecord:
     )
 
 
-def order(generation: int, layout: ExecutionPlan = PLAN, **fields) -> Order:
+def update(generation: int, layout: ExecutionPlan = PLAN, **fields) -> PlanUpdate:
     count = len(layout.pipelines)
     defaults = {
         "device": 0,
@@ -38,7 +38,7 @@ def order(generation: int, layout: ExecutionPlan = PLAN, **fields) -> Order:
         "pipeline_generations": (generation,) * count,
         "schedules": (ScheduleKind.ONE_F_ONE_B,) * count,
     }
-    return Order(generation=generation, **(defaults | {"boundary": 0} | fields))
+    return PlanUpdate(generation=generation, **(defaults | {"boundary": 0} | fields))
 
 
 class Worker:
@@ -55,9 +55,9 @@ class Worker:
         return self.commit_state.answer(Fence(device=0, generation=generation, lost=lost))
 
     def adopt(self, generation: int, *, boundary: int = 0, kept: tuple[int, ...] = ()) -> None:
-        given = order(generation, boundary=boundary)
-        self.commit_state.give_order(given)
-        assert self.commit_state.take_order() is given
+        given = update(generation, boundary=boundary)
+        self.commit_state.give_update(given)
+        assert self.commit_state.take_update() is given
         self.commit_state.adopt(given, (0, 1), kept)
 
     def reduce_and_apply(self, step: int) -> None:
@@ -100,9 +100,9 @@ def test_a_commit_is_joined_before_the_fence_or_not_at_all(worker: Worker):
 
 
 def test_a_plan_is_adopted_before_the_fence_or_not_at_all(worker: Worker):
-    given = order(2)
-    worker.commit_state.give_order(given)
-    assert worker.commit_state.take_order() is given
+    given = update(2)
+    worker.commit_state.give_update(given)
+    assert worker.commit_state.take_update() is given
     assert worker.fence(3).adopted == 1
     with pytest.raises(Interrupted):
         worker.commit_state.adopt(given, (5,))
@@ -110,25 +110,25 @@ def test_a_plan_is_adopted_before_the_fence_or_not_at_all(worker: Worker):
 
 
 def test_an_order_not_taken_before_a_fence_is_not_taken_after_it(worker: Worker):
-    worker.commit_state.give_order(order(2))
+    worker.commit_state.give_update(update(2))
     worker.fence(3)
-    assert not worker.commit_state.has_order
-    assert worker.commit_state.take_order() is None
+    assert not worker.commit_state.has_update
+    assert worker.commit_state.take_update() is None
 
 
 def test_an_order_that_a_fence_overtook_is_dropped(worker: Worker):
     worker.fence(3)
-    worker.commit_state.give_order(order(2))
-    assert not worker.commit_state.has_order
-    worker.commit_state.give_order(order(3))
-    assert worker.commit_state.has_order
+    worker.commit_state.give_update(update(2))
+    assert not worker.commit_state.has_update
+    worker.commit_state.give_update(update(3))
+    assert worker.commit_state.has_update
 
 
 def test_an_old_fence_does_not_lower_a_newer_one(worker: Worker):
     worker.fence(3)
     assert worker.fence(2).generation == 2
-    worker.commit_state.give_order(order(2))
-    assert not worker.commit_state.has_order
+    worker.commit_state.give_update(update(2))
+    assert not worker.commit_state.has_update
 
 
 def test_gradients_are_reduced_before_the_fence_or_not_at_all(worker: Worker):
@@ -181,9 +181,9 @@ def test_a_new_plan_clears_what_the_old_one_lost(worker: Worker):
 
 def test_an_order_to_forget_the_step_stops_the_pipeline(worker: Worker):
     worker.fence(2)
-    worker.commit_state.give_order(order(2, finish=1))
+    worker.commit_state.give_update(update(2, finish=1))
     assert not worker.commit_state.is_pipeline_stopped()
-    worker.commit_state.give_order(order(3, finish=None))
+    worker.commit_state.give_update(update(3, finish=None))
     assert worker.commit_state.is_pipeline_stopped()
 
 
@@ -210,9 +210,9 @@ def test_a_committed_step_leaves_no_progress_behind(worker: Worker):
 
 def test_a_spare_has_no_pipeline_to_lose():
     worker = Worker()
-    given = order(1, plan(("c", "d")))
-    worker.commit_state.give_order(given)
-    worker.commit_state.take_order()
+    given = update(1, plan(("c", "d")))
+    worker.commit_state.give_update(given)
+    worker.commit_state.take_update()
     worker.commit_state.adopt(given, ())
     worker.fence(2, lost=("c",))
     assert not worker.commit_state.is_pipeline_stopped()
@@ -222,85 +222,85 @@ def test_a_spare_has_no_pipeline_to_lose():
 def test_waits_hear_of_fences_and_orders_and_a_stop_is_remembered(worker: Worker):
     before = worker.announced
     worker.fence(2)
-    worker.commit_state.give_order(order(2))
+    worker.commit_state.give_update(update(2))
     assert worker.announced == before + 2
     assert not worker.commit_state.is_stop_wanted
     worker.commit_state.want_stop()
     assert worker.commit_state.is_stop_wanted
 
 
-def bank_record(number: int, *, step: int = 1, generation: int = 1) -> BankRecord:
-    return BankRecord(step=step, generation=generation, number=number, loss=0.5)
+def section_record(number: int, *, step: int = 1, generation: int = 1) -> SectionRecord:
+    return SectionRecord(step=step, generation=generation, number=number, loss=0.5)
 
 
-def test_a_section_is_banked_before_the_fence_or_not_at_all(worker: Worker):
-    worker.commit_state.note_bank_reduced(1)
-    worker.commit_state.bank(bank_record(1))
-    assert worker.fence(2).banked == bank_record(1)
+def test_a_section_is_committed_before_the_fence_or_not_at_all(worker: Worker):
+    worker.commit_state.note_section_reduced(1)
+    worker.commit_state.commit_section(section_record(1))
+    assert worker.fence(2).partial == section_record(1)
     late = Worker()
     late.adopt(1)
-    late.commit_state.note_bank_reduced(1)
+    late.commit_state.note_section_reduced(1)
     status = late.fence(2)
-    assert (status.banked, status.bank_reduced) == (None, 1)
+    assert (status.partial, status.section_reduced) == (None, 1)
     with pytest.raises(Interrupted):
-        late.commit_state.bank(bank_record(1))
+        late.commit_state.commit_section(section_record(1))
 
 
 def test_sums_of_a_section_that_come_after_the_fence_are_not_here(worker: Worker):
-    assert worker.fence(2).bank_reduced is None
+    assert worker.fence(2).section_reduced is None
     with pytest.raises(Interrupted):
-        worker.commit_state.note_bank_reduced(1)
+        worker.commit_state.note_section_reduced(1)
 
 
-def test_a_section_that_a_peer_has_banked_is_banked_by_order_once(worker: Worker):
-    worker.commit_state.note_bank_reduced(1)
+def test_a_section_that_a_peer_has_committed_is_committed_by_order_once(worker: Worker):
+    worker.commit_state.note_section_reduced(1)
     worker.fence(2)
-    assert worker.commit_state.catch_up_bank(bank_record(1))
-    assert not worker.commit_state.catch_up_bank(bank_record(1))
-    assert worker.fence(3).banked == bank_record(1)
+    assert worker.commit_state.catch_up_section(section_record(1))
+    assert not worker.commit_state.catch_up_section(section_record(1))
+    assert worker.fence(3).partial == section_record(1)
 
 
 def test_the_sums_of_a_section_that_is_given_back_are_not_here(worker: Worker):
-    worker.commit_state.note_bank_reduced(1)
+    worker.commit_state.note_section_reduced(1)
     worker.fence(2)
     worker.commit_state.give_back_section()
-    assert worker.fence(3).bank_reduced is None
-    assert not worker.commit_state.catch_up_bank(bank_record(1))
+    assert worker.fence(3).section_reduced is None
+    assert not worker.commit_state.catch_up_section(section_record(1))
 
 
 def test_a_section_of_another_plan_is_not_the_one_that_is_reduced_here(worker: Worker):
-    worker.commit_state.note_bank_reduced(1)
+    worker.commit_state.note_section_reduced(1)
     worker.fence(2)
-    assert not worker.commit_state.catch_up_bank(bank_record(1, generation=3))
-    assert not worker.commit_state.catch_up_bank(bank_record(2))
+    assert not worker.commit_state.catch_up_section(section_record(1, generation=3))
+    assert not worker.commit_state.catch_up_section(section_record(2))
 
 
-def test_layers_kept_for_others_are_behind_once_a_section_is_banked():
+def test_layers_kept_for_others_are_behind_once_a_section_is_committed():
     worker = Worker()
     worker.adopt(1, kept=(5,))
-    worker.commit_state.note_bank_reduced(1)
+    worker.commit_state.note_section_reduced(1)
     assert worker.fence(1).layers == (0, 1, 5)
-    worker.commit_state.bank(bank_record(1))
+    worker.commit_state.commit_section(section_record(1))
     assert worker.fence(1).layers == (0, 1)
 
 
 @pytest.mark.parametrize("ends", ["apply", "adopt"])
-def test_a_step_or_a_plan_begins_with_nothing_banked_under_it(worker: Worker, ends: str):
-    worker.commit_state.note_bank_reduced(1)
-    worker.commit_state.bank(bank_record(1))
-    worker.commit_state.note_bank_reduced(2)
+def test_a_step_or_a_plan_begins_with_nothing_committed_under_it(worker: Worker, ends: str):
+    worker.commit_state.note_section_reduced(1)
+    worker.commit_state.commit_section(section_record(1))
+    worker.commit_state.note_section_reduced(2)
     if ends == "apply":
         worker.reduce_and_apply(1)
     else:
         worker.adopt(2)
     status = worker.fence(3)
-    assert (status.banked, status.bank_reduced) == (None, None)
+    assert (status.partial, status.section_reduced) == (None, None)
 
 
-def test_what_is_forgotten_of_a_step_is_not_what_is_banked_of_it(worker: Worker):
-    worker.commit_state.note_bank_reduced(1)
-    worker.commit_state.bank(bank_record(1))
-    worker.commit_state.note_bank_reduced(2)
+def test_what_is_forgotten_of_a_step_is_not_what_is_committed_of_it(worker: Worker):
+    worker.commit_state.note_section_reduced(1)
+    worker.commit_state.commit_section(section_record(1))
+    worker.commit_state.note_section_reduced(2)
     worker.commit_state.begin_step()
     status = worker.fence(2)
-    assert (status.banked, status.bank_reduced) == (bank_record(1), None)
+    assert (status.partial, status.section_reduced) == (section_record(1), None)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
 from oobleck.control.commit.follower import Follower
-from oobleck.control.commit.sections import banked_after, shares_of
+from oobleck.control.commit.sections import committed_after, shares_of
 from oobleck.control.commit.worker_effects import (
     Adopt,
     Agree,
     Agreed,
     Apply,
-    AwaitOrder,
+    AwaitPlanUpdate,
     AwaitRecords,
     AwaitSection,
     BeginStep,
@@ -46,20 +46,20 @@ from oobleck.control.commit.worker_effects import (
     Totals,
     drive,
 )
-from oobleck.control.protocol.data_position import DataPosition
-from oobleck.control.protocol.messages import (
+from oobleck.control.protocol import (
     NOTHING,
-    Banked,
-    BankRecord,
     CommitRecord,
+    DataPosition,
     EvaluationDone,
     Fence,
-    Order,
+    PartialStep,
     PeerFailed,
+    PlanUpdate,
     RecordsFailed,
     RecordsOver,
     Restore,
     RestoreFailed,
+    SectionRecord,
     Segment,
     Status,
     StepCommitted,
@@ -86,7 +86,7 @@ def job(**fields) -> JobSpec:
     return JobSpec(**(usual | {"checkpoint": CheckpointSpec(compare_steps=0)} | fields))
 
 
-def order(generation: int, layout: ExecutionPlan = PAIRS, **fields) -> Order:
+def update(generation: int, layout: ExecutionPlan = PAIRS, **fields) -> PlanUpdate:
     count = len(layout.pipelines)
     usual = {
         "device": 0,
@@ -95,7 +95,7 @@ def order(generation: int, layout: ExecutionPlan = PAIRS, **fields) -> Order:
         "schedules": (ScheduleKind.ONE_F_ONE_B,) * count,
         "boundary": 0,
     }
-    return Order(generation=generation, **(usual | fields))
+    return PlanUpdate(generation=generation, **(usual | fields))
 
 
 def record(step: int, generation: int = 1) -> CommitRecord:
@@ -145,7 +145,7 @@ class Driver:
     log: list[Effect] = field(default_factory=list)
     commit_state: CommitState = field(init=False)
     follower: Follower = field(init=False)
-    orders: list[Order] = field(default_factory=list)
+    updates: list[PlanUpdate] = field(default_factory=list)
     """The one in force is the last that was adopted."""
     adopted: Adopt | None = None
     applied: int = 0
@@ -158,7 +158,7 @@ class Driver:
     reduced: int | None = None
     section: list[int] | None = None
     has_section_sums: bool = False
-    folded: list[BankRecord] = field(default_factory=list)
+    folded: list[SectionRecord] = field(default_factory=list)
     """Sections of the step in flight under the plan in force."""
     save: bool = False
     """All agree to save."""
@@ -178,12 +178,12 @@ class Driver:
             self.job, self.worker_id, self.commit_state, records=self.records, evaluates=self.evaluates
         )
 
-    def follow(self, *orders: Order) -> list[Effect]:
+    def follow(self, *updates: PlanUpdate) -> list[Effect]:
         """Give orders, one after the other; returns all that was asked for up to the wait for another."""
         before = len(self.log)
-        for each in orders:
-            self.orders.append(each)
-            self.commit_state.give_order(each)
+        for each in updates:
+            self.updates.append(each)
+            self.commit_state.give_update(each)
             with suppress(_Rest):
                 drive(self._run(), self._carry_out)
         return self.log[before:]
@@ -195,14 +195,14 @@ class Driver:
         """The follower's effects, from where it waits for an order."""
         if self._effects is None:
             self._effects = self.follower.run()
-            assert isinstance(next(self._effects), AwaitOrder)
+            assert isinstance(next(self._effects), AwaitPlanUpdate)
         effects = self._effects
-        given = self.commit_state.take_order()
+        given = self.commit_state.take_update()
         assert given is not None
         return _resumed(effects, given)
 
     def _carry_out(self, effect: Effect) -> Outcome:
-        if isinstance(effect, AwaitOrder):
+        if isinstance(effect, AwaitPlanUpdate):
             raise _Rest
         self.log.append(effect)
         self._upset(effect)
@@ -225,7 +225,7 @@ class Driver:
             case Agree(step=step, committee=committee):
                 assert self.reduced == step
                 own = record(step, committee.generation)
-                counted = self.counted or tuple(sorted(set(range(MICROBATCHES)).difference(self._banked)))
+                counted = self.counted or tuple(sorted(set(range(MICROBATCHES)).difference(self._partial)))
                 return Agreed(own, counted, stop=effect.stop, save=self.save)
             case Reduce(step=step):
                 self._check_work(effect)
@@ -243,12 +243,12 @@ class Driver:
             case Evaluate():
                 assert not self.folded
                 return Evaluation(loss=0.5, num_samples=4, duration_s=0.1)
-            case Adopt(order=given):
+            case Adopt(update=given):
                 assert self.section is None
                 self.adopted, self.applied, self.folded = effect, given.boundary, []
                 self.layers, self.kept, self.lost = tuple(effect.layers), effect.keep, ()
             case _:
-                return self._bank(effect)
+                return self._move_section(effect)
         return None
 
     def _compute(self, program: Compute) -> None:
@@ -260,10 +260,10 @@ class Driver:
             self.commit_state.note_microbatch(stop - done)
             done = stop
             if stop != len(program.microbatches):
-                drive(self.follower.bank.begin(program.step), self._carry_out)
-                drive(self.follower.bank.look(), self._carry_out)
+                drive(self.follower.partial_commit.begin(program.step), self._carry_out)
+                drive(self.follower.partial_commit.look(), self._carry_out)
 
-    def _bank(self, effect: Effect) -> Outcome:
+    def _move_section(self, effect: Effect) -> Outcome:
         match effect:
             case PostSection():
                 assert self.section is None
@@ -277,18 +277,18 @@ class Driver:
                 assert self.has_section_sums
                 if self.slow_totals:
                     return None
-                banked = self._banked
-                after = banked_after(self._order.plan, self._before, self._order.num_sections, number)
-                return Totals(0.25, tuple(sorted(set(after).difference(banked))))
+                partial = self._partial
+                after = committed_after(self.update.plan, self.before, self.update.num_sections, number)
+                return Totals(0.25, tuple(sorted(set(after).difference(partial))))
             case AwaitSection():
                 if self.has_section_sums:
                     self.slow_totals = False
                 self.slow_sections = False
-            case Fold(record=banked):
+            case Fold(record=partial):
                 assert self.has_section_sums
-                assert banked.number == len(self.folded) + 1
+                assert partial.number == len(self.folded) + 1
                 self.section, self.kept, self.has_section_sums = None, (), False
-                self.folded.append(banked)
+                self.folded.append(partial)
             case GiveBack():
                 assert self.section is not None
                 assert self.done is not None
@@ -297,29 +297,31 @@ class Driver:
 
     @property
     def num_pipelines(self) -> int:
-        return 0 if self.adopted is None else len(self.adopted.order.plan.pipelines)
+        return 0 if self.adopted is None else len(self.adopted.update.plan.pipelines)
 
     @property
-    def _order(self) -> Order:
+    def update(self) -> PlanUpdate:
         assert self.adopted is not None
-        return self.adopted.order
+        return self.adopted.update
 
     @property
-    def _before(self) -> tuple[int, ...]:
-        is_first = self.applied == self._order.boundary
-        return self._order.banked.microbatches if is_first else ()
+    def before(self) -> tuple[int, ...]:
+        is_first = self.applied == self.update.boundary
+        return self.update.partial.microbatches if is_first else ()
 
     @property
-    def _banked(self) -> tuple[int, ...]:
-        return banked_after(self._order.plan, self._before, self._order.num_sections, len(self.folded))
+    def _partial(self) -> tuple[int, ...]:
+        return committed_after(self.update.plan, self.before, self.update.num_sections, len(self.folded))
 
     @property
-    def banked(self) -> Banked:
-        """What an order says to be banked that comes into force now."""
+    def partial(self) -> PartialStep:
+        """What an order says to be committed that comes into force now."""
         if not self.folded:
-            return self._order.banked if self.applied == self._order.boundary else NOTHING
+            return self.update.partial if self.applied == self.update.boundary else NOTHING
         newest = self.folded[-1]
-        return Banked(microbatches=self._banked, loss=newest.loss, generation=newest.generation, number=newest.number)
+        return PartialStep(
+            microbatches=self._partial, loss=newest.loss, generation=newest.generation, number=newest.number
+        )
 
     def _check_work(self, effect: Reduce) -> None:
         """Hold a reduction to what this worker owes it: a microbatch that is done twice is summed twice."""
@@ -329,21 +331,21 @@ class Driver:
         assert seat is not None
         owed: list[int] = []
         if not set(committee.lost).intersection(seat.pipeline.nodes):
-            share = shares_of(committee.plan, self._before)[seat.index]
-            owed = [microbatch for microbatch in share if microbatch not in self._banked]
-            if committee.generation != self._order.generation:
-                extra = [each for each in self.orders[-1].segments if each.pipeline == seat.index]
+            share = shares_of(committee.plan, self.before)[seat.index]
+            owed = [microbatch for microbatch in share if microbatch not in self._partial]
+            if committee.generation != self.update.generation:
+                extra = [each for each in self.updates[-1].segments if each.pipeline == seat.index]
                 owed += [microbatch for segment in extra for microbatch in segment.microbatches]
         assert sorted(self.done) == sorted(owed)
 
     def check(self, status: Status) -> None:
         """Hold an answer to what this worker really has."""
         assert status.applied == self.applied
-        assert status.adopted == (0 if self.adopted is None else self._order.generation)
+        assert status.adopted == (0 if self.adopted is None else self.update.generation)
         assert status.layers == tuple(sorted({*self.layers, *self.kept}))
         assert status.reduced in (None, self.reduced)
-        assert status.banked == (self.folded[-1] if self.folded else None)
-        assert status.bank_reduced is None or self.has_section_sums
+        assert status.partial == (self.folded[-1] if self.folded else None)
+        assert status.section_reduced is None or self.has_section_sums
         assert status.broken == self.is_failed
         assert self.done is not None or not status.microbatches_done
 
@@ -352,7 +354,7 @@ class _Rest(Exception):
     """There is no order."""
 
 
-def _resumed(effects: Effects, given: Order) -> Effects:
+def _resumed(effects: Effects, given: PlanUpdate) -> Effects:
     outcome: Outcome = given
     failure: BaseException | None = None
     while True:
@@ -386,7 +388,7 @@ def fenced(driver: Driver, kind: type[Effect], *, nth: int = 0, lost: tuple[str,
 
     def upset(effect: Effect) -> None:
         if isinstance(effect, kind) and next(numbers) == nth:
-            answers.append(driver.fence(driver.orders[-1].generation + 1, lost))
+            answers.append(driver.fence(driver.updates[-1].generation + 1, lost))
             raise Interrupted
 
     driver.upset = upset
@@ -402,7 +404,7 @@ ADOPT = ["FormGroups", "Exchange", "ShareLossScale", "Adopt", "KeepGroups"]
 
 def test_a_first_order_is_adopted_and_all_steps_are_run():
     driver = Driver()
-    asked = driver.follow(order(1))
+    asked = driver.follow(update(1))
     first = [*STEP[:2], "ReportResumed", *STEP[2:]]
     last = [*STEP[:-1], "Save"]
     assert names(asked) == ["ForgetStep", *ADOPT, *first, *STEP, *last, "ReportFinished"]
@@ -413,28 +415,28 @@ def test_a_first_order_is_adopted_and_all_steps_are_run():
 
 def test_a_spare_adopts_and_waits():
     driver = Driver(worker_id=WorkerId(node="s", device=0))
-    assert names(driver.follow(order(1))) == ["ForgetStep", *ADOPT]
+    assert names(driver.follow(update(1))) == ["ForgetStep", *ADOPT]
     # A later plan finishes a step without it, and then takes it in.
-    asked = driver.follow(order(2, finish=1, boundary=1, lost=("d",)))
+    asked = driver.follow(update(2, finish=1, boundary=1, lost=("d",)))
     assert names(asked) == ADOPT
 
 
 def test_a_worker_in_the_middle_of_a_pipeline_says_nothing_of_commits():
     driver = Driver(worker_id=B)
-    assert not [effect for effect in driver.follow(order(1, ROW)) if isinstance(effect, Say)]
+    assert not [effect for effect in driver.follow(update(1, ROW)) if isinstance(effect, Say)]
 
 
 def test_the_wish_to_stop_goes_into_the_commit_and_ends_training():
     driver = Driver()
     driver.commit_state.want_stop()
-    asked = driver.follow(order(1))
+    asked = driver.follow(update(1))
     assert names(asked)[-2:] == ["Save", "ReportFinished"]
     assert driver.applied == 1
 
 
 def test_all_save_where_the_commit_says_so_and_replicas_are_compared_when_they_are_due():
     driver = Driver(job=job(checkpoint=CheckpointSpec(compare_steps=2)), save=True)
-    asked = names(driver.follow(order(1)))
+    asked = names(driver.follow(update(1)))
     assert asked.count("Save") == 3
     assert asked.count("CompareReplicas") == 1
 
@@ -442,9 +444,9 @@ def test_all_save_where_the_commit_says_so_and_replicas_are_compared_when_they_a
 def test_who_has_not_applied_a_step_that_others_have_catches_up_first():
     driver = Driver()
     answers = fenced(driver, Agree)
-    driver.follow(order(1))
+    driver.follow(update(1))
     assert (answers[0].applied, answers[0].reduced) == (0, 1)
-    asked = driver.follow(order(2, catch_up=record(1), boundary=1))
+    asked = driver.follow(update(2, catch_up=record(1), boundary=1))
     assert names(asked)[:5] == ["Apply", "ForgetStep", "Say", "ForgetStep", "FormGroups"]
     assert driver.applied == 3
 
@@ -452,12 +454,12 @@ def test_who_has_not_applied_a_step_that_others_have_catches_up_first():
 def test_a_whole_pipeline_finishes_its_share_and_the_segments_dealt_to_it_once():
     driver = Driver()
     fenced(driver, Reduce, lost=("d",))
-    driver.follow(order(1))
+    driver.follow(update(1))
     segments = (
         Segment(segment=1, pipeline=0, microbatches=(4, 5, 6, 7)),
         Segment(segment=2, pipeline=1, microbatches=(0,)),
     )
-    given = order(2, plan(("a", "b")), finish=1, boundary=1, lost=("c", "d"), segments=segments)
+    given = update(2, plan(("a", "b")), finish=1, boundary=1, lost=("c", "d"), segments=segments)
     fenced(driver, FormGroups)
     asked = driver.follow(given)
     assert [effect.microbatches for effect in asked if isinstance(effect, Compute)] == [(4, 5, 6, 7)]
@@ -470,8 +472,8 @@ def test_a_whole_pipeline_finishes_its_share_and_the_segments_dealt_to_it_once()
 def test_the_survivors_of_a_broken_pipeline_reduce_with_zeros():
     driver = Driver()
     fenced(driver, Compute, lost=("b",))
-    driver.follow(order(1))
-    asked = driver.follow(order(2, plan(("c", "d", "a")), finish=1, boundary=1, lost=("b",)))
+    driver.follow(update(1))
+    asked = driver.follow(update(2, plan(("c", "d", "a")), finish=1, boundary=1, lost=("b",)))
     assert names(asked)[:5] == ["ForgetStep", "BeginStep", "FormGroups", "Reduce", "Agree"]
     assert "PrepareToSave" not in names(asked)[:12], "the plan that it is for ends with the step"
     assert driver.applied == 3
@@ -480,17 +482,17 @@ def test_the_survivors_of_a_broken_pipeline_reduce_with_zeros():
 def test_a_step_that_is_applied_already_is_not_finished_again():
     driver = Driver()
     fenced(driver, Agree, nth=1)
-    driver.follow(order(1))
+    driver.follow(update(1))
     driver.upset = lambda _effect: None
-    asked = driver.follow(order(2, catch_up=record(2), finish=2, boundary=2))
+    asked = driver.follow(update(2, catch_up=record(2), finish=2, boundary=2))
     assert names(asked)[:4] == ["Apply", "ForgetStep", "Say", "FormGroups"]
 
 
 def test_an_order_to_forget_the_step_has_it_run_from_its_beginning():
     driver = Driver()
     fenced(driver, Reduce)
-    driver.follow(order(1))
-    asked = driver.follow(order(2))
+    driver.follow(update(1))
+    asked = driver.follow(update(2))
     assert names(asked)[:6] == ["ForgetStep", *ADOPT]
     assert driver.applied == 3
 
@@ -498,12 +500,12 @@ def test_an_order_to_forget_the_step_has_it_run_from_its_beginning():
 def test_a_program_that_failed_half_way_is_not_continued():
     driver = Driver()
     driver.upset = failing(Compute, PeerLost("reset"))
-    asked = driver.follow(order(1))
+    asked = driver.follow(update(1))
     assert asked[-1] == Say(PeerFailed(device=0, generation=1, detail="reset"))
     assert driver.fence(2).broken
-    asked = driver.follow(order(2, finish=1, boundary=1))
+    asked = driver.follow(update(2, finish=1, boundary=1))
     assert asked == [Say(PeerFailed(device=0, generation=2, detail="a program of this step failed half-way before"))]
-    driver.follow(order(3))
+    driver.follow(update(3))
     assert driver.applied == 3
 
 
@@ -511,7 +513,7 @@ def test_a_program_that_failed_half_way_is_not_continued():
 def test_a_microbatch_that_is_counted_twice_or_never_stops_the_worker(counted: tuple[int, ...]):
     driver = Driver(counted=counted)
     with pytest.raises(AssertionError, match="step 1: microbatches counted"):
-        driver.follow(order(1))
+        driver.follow(update(1))
     assert (driver.applied, driver.commit_state.applied) == (0, 0)
 
 
@@ -520,21 +522,21 @@ def test_a_microbatch_that_is_counted_twice_or_never_stops_the_worker(counted: t
 
 def test_the_model_is_evaluated_when_it_is_due_and_not_once_training_is_stopped():
     driver = Driver(job=job(eval_steps=1), evaluates=True)
-    asked = driver.follow(order(1))
+    asked = driver.follow(update(1))
     assert names(asked).count("Evaluate") == 3
     said = [effect.message for effect in asked if isinstance(effect, Say)]
     assert EvaluationDone(device=0, step=2, loss=0.5, num_samples=4, duration_s=0.1) in said
     stopped = Driver(job=job(eval_steps=1), evaluates=True)
     stopped.commit_state.want_stop()
-    assert "Evaluate" not in names(stopped.follow(order(1)))
+    assert "Evaluate" not in names(stopped.follow(update(1)))
 
 
 def test_a_plan_begins_with_the_evaluation_that_is_due_before_its_first_step():
     driver = Driver(worker_id=B, job=job(eval_steps=1), evaluates=True)
     fenced(driver, Evaluate)
-    driver.follow(order(1, ROW))
+    driver.follow(update(1, ROW))
     driver.upset = lambda _effect: None
-    asked = driver.follow(order(2, ROW, boundary=1))
+    asked = driver.follow(update(2, ROW, boundary=1))
     assert names(asked)[:9] == ["ForgetStep", *ADOPT, "ReportResumed", "FormGroups", "Evaluate"]
     assert not [effect for effect in asked if isinstance(effect, Say)], "a stage in the middle has nothing to tell"
 
@@ -550,7 +552,7 @@ def test_records_that_are_not_told_are_waited_for_and_training_ends_where_none_c
             board.over = over(2, save=True)
 
     driver.upset = tell
-    asked = driver.follow(order(1))
+    asked = driver.follow(update(1))
     assert driver.applied == 2
     assert names(asked)[-4:] == ["PrepareToSave", "AwaitRecords", "SaveEnd", "ReportFinished"]
 
@@ -561,24 +563,24 @@ def over(step: int, *, save: bool) -> RecordsOver:
 
 def test_what_is_saved_already_is_not_saved_at_the_end_of_the_data():
     driver = Driver(records=RendezvousTable(2, over=over(2, save=False)))
-    assert names(driver.follow(order(1)))[-3:] == ["PrepareToSave", "AwaitRecords", "ReportFinished"]
+    assert names(driver.follow(update(1)))[-3:] == ["PrepareToSave", "AwaitRecords", "ReportFinished"]
 
 
 def test_a_step_that_is_told_to_be_the_last_ends_training():
     driver = Driver(records=RendezvousTable(3, last=2))
-    assert names(driver.follow(order(1)))[-2:] == ["Save", "ReportFinished"]
+    assert names(driver.follow(update(1)))[-2:] == ["Save", "ReportFinished"]
     assert driver.applied == 2
 
 
 def test_a_plan_waits_for_records_before_it_is_said_to_compute_only_where_they_are_not_told():
     driver = Driver(records=RendezvousTable(0, over=over(0, save=False)))
-    assert names(driver.follow(order(1)))[-3:] == ["ReportResumed", "AwaitRecords", "ReportFinished"]
+    assert names(driver.follow(update(1)))[-3:] == ["ReportResumed", "AwaitRecords", "ReportFinished"]
 
 
 def test_a_shard_that_cannot_be_read_is_told_of():
     driver = Driver(records=RendezvousTable(3))
     driver.upset = failing(Compute, ShardUnreadable("gone", shard=2, position=7))
-    (said,) = [effect for effect in driver.follow(order(1)) if isinstance(effect, Say)]
+    (said,) = [effect for effect in driver.follow(update(1)) if isinstance(effect, Say)]
     assert said.message == RecordsFailed(device=0, generation=1, shard=2, position=7, problem="gone")
     assert driver.fence(2).broken
 
@@ -589,7 +591,7 @@ RESTORE = Restore(name="s", directory=None)
 def test_a_checkpoint_is_read_before_layers_are_exchanged():
     driver = Driver()
     transfers = (LayerTransfer(layer=5, source=A, target=C),)
-    asked = driver.follow(order(1, boundary=2, restore=RESTORE, transfers=transfers))
+    asked = driver.follow(update(1, boundary=2, restore=RESTORE, transfers=transfers))
     assert names(asked)[:4] == ["ForgetStep", "FormGroups", "ReadCheckpoint", "Exchange"]
     assert driver.applied == 3
 
@@ -598,7 +600,7 @@ def test_what_was_read_to_be_sent_is_kept_where_this_worker_stands_at_the_bounda
     driver = Driver()
     transfers = (LayerTransfer(layer=5, source=A, target=C), LayerTransfer(layer=6, source=B, target=C))
     (adopted,) = [
-        effect for effect in driver.follow(order(1, restore=RESTORE, transfers=transfers)) if isinstance(effect, Adopt)
+        effect for effect in driver.follow(update(1, restore=RESTORE, transfers=transfers)) if isinstance(effect, Adopt)
     ]
     assert adopted.keep == (5,)
 
@@ -606,7 +608,7 @@ def test_what_was_read_to_be_sent_is_kept_where_this_worker_stands_at_the_bounda
 def test_a_checkpoint_that_cannot_be_read_is_told_of():
     driver = Driver()
     driver.upset = failing(ReadCheckpoint, CorruptCheckpoint("cut off"))
-    asked = driver.follow(order(1, boundary=2, restore=RESTORE))
+    asked = driver.follow(update(1, boundary=2, restore=RESTORE))
     assert asked[-1] == Say(RestoreFailed(device=0, generation=1, name="s", problem="cut off"))
 
 
@@ -620,27 +622,27 @@ def moved(*layers: int, source: WorkerId = A, target: WorkerId = C) -> tuple[Lay
 def test_layers_that_change_hands_are_kept_until_the_next_commit():
     driver = Driver()
     fenced(driver, Reduce)
-    driver.follow(order(1))
+    driver.follow(update(1))
     answers = fenced(driver, Agree)
-    driver.follow(order(2, ROW, transfers=moved(2, 3)))
+    driver.follow(update(2, ROW, transfers=moved(2, 3)))
     assert driver.layers == (0, 1)
     assert answers[0].layers == (0, 1, 2, 3)
     driver.upset = lambda _effect: None
-    driver.follow(order(3, ROW, catch_up=record(1, 2), boundary=1))
+    driver.follow(update(3, ROW, catch_up=record(1, 2), boundary=1))
     assert driver.fence(4).layers == (0, 1)
 
 
 def test_a_worker_that_missed_a_step_keeps_nothing():
     driver = Driver()
     fenced(driver, Reduce)
-    driver.follow(order(1))
-    asked = driver.follow(order(2, ROW, boundary=1, transfers=moved(2, 3)))
+    driver.follow(update(1))
+    asked = driver.follow(update(2, ROW, boundary=1, transfers=moved(2, 3)))
     assert next(effect.keep for effect in asked if isinstance(effect, Adopt)) == ()
 
 
 def test_only_those_who_send_or_receive_are_in_the_group_that_moves_layers():
     driver = Driver(worker_id=D)
-    asked = driver.follow(order(1, transfers=moved(1, source=A, target=B)))
+    asked = driver.follow(update(1, transfers=moved(1, source=A, target=B)))
     assert next(effect.key for effect in asked if isinstance(effect, Exchange)) is None
 
 
@@ -651,9 +653,9 @@ def with_sections(**fields) -> Driver:
     return Driver(job=job(max_steps=1), **fields)
 
 
-def test_sections_are_banked_in_turn_before_the_step_is_reduced():
+def test_sections_are_committed_in_turn_before_the_step_is_reduced():
     driver = with_sections(slow_sections=True)
-    asked = [name for name in names(driver.follow(order(1, num_sections=3))) if "S" in name or name == "Fold"]
+    asked = [name for name in names(driver.follow(update(1, num_sections=3))) if "S" in name or name == "Fold"]
     one = ["TakeSums", "PostTotals", "TakeTotals", "Fold"]
     steps = ["PostSection", "TakeSums", "AwaitSection", *one, "PostSection", *one]
     assert "".join(steps) in "".join(names(driver.log)), asked
@@ -662,7 +664,7 @@ def test_sections_are_banked_in_turn_before_the_step_is_reduced():
 
 def test_a_section_waits_for_the_sums_of_others_when_its_own_are_here():
     driver = with_sections(slow_sections=True, slow_totals=True)
-    asked = "".join(names(driver.follow(order(1, num_sections=2))))
+    asked = "".join(names(driver.follow(update(1, num_sections=2))))
     assert "PostSectionTakeSumsAwaitSectionTakeSumsPostTotalsTakeTotalsAwaitSectionTakeTotalsFold" in asked
     assert driver.applied == 1
 
@@ -670,24 +672,24 @@ def test_a_section_waits_for_the_sums_of_others_when_its_own_are_here():
 def test_a_section_is_given_back_before_the_step_is_finished():
     driver = with_sections(slow_sections=True)
     fenced(driver, AwaitSection, nth=0, lost=("d",))
-    driver.follow(order(1, num_sections=2))
+    driver.follow(update(1, num_sections=2))
     assert driver.section is not None
     driver.upset = lambda _effect: None
     segment = Segment(segment=1, pipeline=0, microbatches=(4, 5, 6, 7))
-    asked = driver.follow(order(2, plan(("a", "b")), finish=1, boundary=1, lost=("c", "d"), segments=(segment,)))
+    asked = driver.follow(update(2, plan(("a", "b")), finish=1, boundary=1, lost=("c", "d"), segments=(segment,)))
     assert names(asked)[:2] == ["GiveBack", "Compute"]
     assert driver.applied == 1
 
 
-def test_a_section_that_others_have_banked_is_banked_by_order_once():
+def test_a_section_that_others_have_committed_is_committed_by_order_once():
     driver = with_sections()
     answers = fenced(driver, TakeTotals)
-    driver.follow(order(1, num_sections=2))
-    assert (answers[0].banked, answers[0].bank_reduced) == (None, 1)
+    driver.follow(update(1, num_sections=2))
+    assert (answers[0].partial, answers[0].section_reduced) == (None, 1)
     driver.upset = lambda _effect: None
-    banked = BankRecord(step=1, generation=1, number=1, loss=0.25)
-    after = Banked(microbatches=(0, 1, 4, 5), loss=0.25, generation=1, number=1)
-    given = order(2, catch_up_bank=banked, banked=after, num_sections=2)
+    partial = SectionRecord(step=1, generation=1, number=1, loss=0.25)
+    after = PartialStep(microbatches=(0, 1, 4, 5), loss=0.25, generation=1, number=1)
+    given = update(2, catch_up_section=partial, partial=after, num_sections=2)
     fenced(driver, Exchange)
     assert names(driver.follow(given))[:2] == ["Fold", "ForgetStep"]
     driver.upset = lambda _effect: None
@@ -699,9 +701,9 @@ def test_a_section_that_others_have_banked_is_banked_by_order_once():
 
 def test_a_plan_in_the_middle_of_a_step_is_not_evaluated_before_it():
     driver = Driver(job=job(eval_steps=1), evaluates=True)
-    after = Banked(microbatches=(0, 1, 4, 5), loss=0.25, generation=1, number=1)
-    driver.commit_state.give_order(order(2, boundary=1, banked=after, num_sections=2))
-    asked = driver.follow(order(2, boundary=1, banked=after, num_sections=2))
+    after = PartialStep(microbatches=(0, 1, 4, 5), loss=0.25, generation=1, number=1)
+    driver.commit_state.give_update(update(2, boundary=1, partial=after, num_sections=2))
+    asked = driver.follow(update(2, boundary=1, partial=after, num_sections=2))
     assert names(asked).index("Compute") < names(asked).index("Evaluate")
 
 
@@ -709,7 +711,7 @@ def test_a_plan_in_the_middle_of_a_step_is_not_evaluated_before_it():
 def test_a_section_that_fails_is_told_at_once_and_no_other_is_begun(kind: type[Effect]):
     driver = with_sections(slow_sections=kind is AwaitSection)
     driver.upset = failing(kind, PeerLost("reset"))
-    asked = driver.follow(order(1, num_sections=4))
+    asked = driver.follow(update(1, num_sections=4))
     assert names(asked).count("PostSection") == 1
     failed = Say(PeerFailed(device=0, generation=1, detail="reset"))
     assert [effect for effect in asked if isinstance(effect, Say)] == [failed, failed]
@@ -720,7 +722,7 @@ def test_a_section_that_fails_is_told_at_once_and_no_other_is_begun(kind: type[E
 def test_a_fence_in_a_section_stops_a_pipeline_that_lost_a_node_and_no_other(lost: tuple[str, ...]):
     driver = with_sections(slow_sections=True)
     fenced(driver, AwaitSection, lost=lost)
-    driver.follow(order(1, num_sections=4))
+    driver.follow(update(1, num_sections=4))
     assert driver.done is not None
     assert driver.section is not None
     assert len(driver.done) == (1 if lost else 3), "what is done since the section was begun"
@@ -729,19 +731,19 @@ def test_a_fence_in_a_section_stops_a_pipeline_that_lost_a_node_and_no_other(los
 def test_a_fence_between_two_sections_keeps_the_next_from_being_begun():
     driver = with_sections()
     fenced(driver, Compute, nth=0)
-    asked = driver.follow(order(1, num_sections=4))
+    asked = driver.follow(update(1, num_sections=4))
     assert "PostSection" not in names(asked)
     assert "Reduce" not in names(asked), "others wait for the section in the same groups"
 
 
-def test_a_section_that_sums_a_microbatch_twice_is_not_banked():
+def test_a_section_that_sums_a_microbatch_twice_is_not_committed():
     driver = with_sections()
-    driver.follow(order(1, num_sections=2))
-    bank = driver.follower.bank
-    bank.adopt(order(2, num_sections=2), is_spare=False)
-    effects = bank.begin(1)
+    driver.follow(update(1, num_sections=2))
+    partial_commit = driver.follower.partial_commit
+    partial_commit.adopt(update(2, num_sections=2), is_spare=False)
+    effects = partial_commit.begin(1)
     assert isinstance(next(effects), PostSection)
-    look = bank.look()
+    look = partial_commit.look()
     assert isinstance(next(look), TakeSums)
     assert isinstance(look.send(True), PostTotals)
     assert isinstance(look.send(None), TakeTotals)
@@ -752,26 +754,26 @@ def test_a_section_that_sums_a_microbatch_twice_is_not_banked():
 def test_a_worker_that_missed_a_section_keeps_nothing():
     driver = with_sections()
     fenced(driver, Reduce)
-    driver.follow(order(1, num_sections=2))
-    assert driver.banked.number == 1
+    driver.follow(update(1, num_sections=2))
+    assert driver.partial.number == 1
     driver.upset = lambda _effect: None
-    missed = Banked(microbatches=(0, 1, 2, 4, 5, 6), loss=0.5, generation=1, number=2)
-    asked = driver.follow(order(2, ROW, banked=missed, transfers=moved(2, 3), num_sections=2))
+    missed = PartialStep(microbatches=(0, 1, 2, 4, 5, 6), loss=0.5, generation=1, number=2)
+    asked = driver.follow(update(2, ROW, partial=missed, transfers=moved(2, 3), num_sections=2))
     assert next(effect.keep for effect in asked if isinstance(effect, Adopt)) == ()
 
 
 def test_nothing_is_done_for_a_section_that_is_not_there():
     driver = with_sections()
-    driver.follow(order(1, num_sections=2))
-    assert list(driver.follower.bank.look()) == []
+    driver.follow(update(1, num_sections=2))
+    assert list(driver.follower.partial_commit.look()) == []
 
 
-def test_a_spare_has_nothing_banked():
+def test_a_spare_has_nothing_committed():
     driver = Driver(worker_id=WorkerId(node="s", device=0))
-    driver.follow(order(1))
-    bank = driver.follower.bank
-    assert (bank.num_sections, bank.microbatches, bank.is_at(NOTHING)) == (1, (), True)
-    assert bank.may_post_step
+    driver.follow(update(1))
+    partial_commit = driver.follower.partial_commit
+    assert (partial_commit.num_sections, partial_commit.microbatches, partial_commit.is_at(NOTHING)) == (1, (), True)
+    assert partial_commit.may_post_step
 
 
 # --- interruptions wherever they may come ----------------------------------------------------------------------
@@ -831,43 +833,45 @@ def moments(status: Status) -> tuple[object, ...]:
         status.reduced,
         status.adopted,
         status.layers,
-        status.banked,
-        status.bank_reduced,
+        status.partial,
+        status.section_reduced,
     )
 
 
-def next_order(driver: Driver, status: Status, upset: Upset, generation: int) -> Order:
+def next_update(driver: Driver, status: Status, upset: Upset, generation: int) -> PlanUpdate:
     """What a coordinator might order after this answer: it knows no more than that."""
     layout = ROW if upset.moves else PAIRS
     fields: dict = {"transfers": moved(2, 3) if upset.moves else ()}
     driver.lost = lost = tuple(sorted({*driver.lost, *upset.lost}))
     if status.reduced is not None and upset.catches_up:
         applied = status.applied + 1
-        return order(generation, layout, num_sections=3, catch_up=record(applied), boundary=applied, **fields)
-    banked = driver.banked if driver.adopted is not None else NOTHING
-    if status.bank_reduced is not None and upset.catches_up:
-        newest = BankRecord(step=status.applied + 1, generation=status.adopted, number=status.bank_reduced, loss=0.5)
+        return update(generation, layout, num_sections=3, catch_up=record(applied), boundary=applied, **fields)
+    partial = driver.partial if driver.adopted is not None else NOTHING
+    if status.section_reduced is not None and upset.catches_up:
+        newest = SectionRecord(
+            step=status.applied + 1, generation=status.adopted, number=status.section_reduced, loss=0.5
+        )
         after = after_next(driver)
-        banked = Banked(microbatches=after, loss=0.5, generation=newest.generation, number=newest.number)
-        fields["catch_up_bank"] = newest
-    forgot = max((each.generation for each in driver.orders if each.finish is None), default=0)
+        partial = PartialStep(microbatches=after, loss=0.5, generation=newest.generation, number=newest.number)
+        fields["catch_up_section"] = newest
+    forgot = max((each.generation for each in driver.updates if each.finish is None), default=0)
     is_whole = lost != ("b", "d") and (not lost or driver.num_pipelines == 2)
     may_finish = status.adopted >= forgot and not status.broken and status.applied < driver.job.max_steps
     if upset.finishes and may_finish and is_whole:
-        next_step, last = status.applied + 1, driver.orders[-1]
+        next_step, last = status.applied + 1, driver.updates[-1]
         segments = last.segments if last.finish == next_step else ()
         if "d" in lost and not segments:
-            left = set(shares_of(driver._order.plan, driver._before)[1]).difference(banked.microbatches)
+            left = set(shares_of(driver.update.plan, driver.before)[1]).difference(partial.microbatches)
             segments = (Segment(segment=generation, pipeline=0, microbatches=tuple(sorted(left))),)
         fields |= {"finish": next_step, "lost": lost, "segments": segments, "boundary": next_step}
     else:
-        fields |= {"banked": banked, "boundary": status.applied}
-    return order(generation, layout, num_sections=3, **fields)
+        fields |= {"partial": partial, "boundary": status.applied}
+    return update(generation, layout, num_sections=3, **fields)
 
 
 def after_next(driver: Driver) -> tuple[int, ...]:
-    given = driver._order
-    return banked_after(given.plan, driver._before, given.num_sections, len(driver.folded) + 1)
+    given = driver.update
+    return committed_after(given.plan, driver.before, given.num_sections, len(driver.folded) + 1)
 
 
 @given(
@@ -880,7 +884,7 @@ def test_an_answer_stays_true_wherever_the_worker_is_interrupted(
     first: ExecutionPlan, upsets: list[Upset], slow: set[str]
 ):
     driver = Driver(job=job(eval_steps=2), evaluates=True, **dict.fromkeys(sorted(slow), True))
-    given = order(1, first, num_sections=3)
+    given = update(1, first, num_sections=3)
     for generation, upset in enumerate(upsets, 2):
         answers = strike(driver, upset, generation)
         driver.follow(given)
@@ -888,7 +892,7 @@ def test_an_answer_stays_true_wherever_the_worker_is_interrupted(
         status = driver.fence(generation, upset.lost)
         driver.check(status)
         assert all(moments(answer) == moments(status) for answer in answers)
-        given = next_order(driver, status, upset, generation)
+        given = next_update(driver, status, upset, generation)
     driver.follow(given)
     assert driver.applied == driver.job.max_steps
     assert isinstance(driver.log[-1], ReportFinished)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.commit.hangs import cut_off_nodes, stuck_workers
-from oobleck.control.protocol.messages import Status
+from oobleck.control.protocol import Status
 from oobleck.planner import WorkerId
 
 

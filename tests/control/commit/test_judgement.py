@@ -15,7 +15,7 @@ from oobleck.control.commit.judgement import (
     rests_of,
     uncovered,
 )
-from oobleck.control.protocol.messages import BankRecord, CommitRecord, Segment, Status
+from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 from tests.control.journals import plan
 
@@ -88,51 +88,54 @@ def test_layers_kept_for_others_do_not_count_with_a_worker_that_has_to_catch_up(
     assert verdict.held == {at("a"): frozenset(kept), at("c"): {0, 1, 2, 3}}
 
 
-def banked(number: int, generation: int = 1) -> BankRecord:
-    return BankRecord(step=4, generation=generation, number=number, loss=0.5)
+def partial(number: int, generation: int = 1) -> SectionRecord:
+    return SectionRecord(step=4, generation=generation, number=number, loss=0.5)
 
 
-def test_what_a_survivor_has_banked_counts_and_those_who_can_bank_it_too():
-    statuses = {at("a"): status(banked=banked(2)), at("b"): status(banked=banked(1), bank_reduced=2)}
+def test_what_a_survivor_has_committed_counts_and_those_who_can_commit_it_too():
+    statuses = {at("a"): status(partial=partial(2)), at("b"): status(partial=partial(1), section_reduced=2)}
     verdict = judge(statuses, record(3), {1: PLAN})
-    assert (verdict.bank, verdict.banked, verdict.is_bank_behind) == ((1, 2), banked(2), True)
+    assert (verdict.section, verdict.partial, verdict.is_section_behind) == ((1, 2), partial(2), True)
     assert set(verdict.held) == {at("a"), at("b")}
 
 
-def test_a_section_that_only_the_dead_have_banked_does_not_count():
-    statuses = {at("a"): status(banked=banked(1), bank_reduced=2), at("b"): status(banked=banked(1), bank_reduced=2)}
+def test_a_section_that_only_the_dead_have_committed_does_not_count():
+    statuses = {
+        at("a"): status(partial=partial(1), section_reduced=2),
+        at("b"): status(partial=partial(1), section_reduced=2),
+    }
     verdict = judge(statuses, record(3), {1: PLAN})
-    assert (verdict.bank, verdict.is_bank_behind) == ((1, 1), False)
+    assert (verdict.section, verdict.is_section_behind) == ((1, 1), False)
 
 
 def test_who_missed_a_section_holds_nothing():
-    statuses = {at("a"): status(banked=banked(2)), at("b"): status(banked=banked(1))}
+    statuses = {at("a"): status(partial=partial(2)), at("b"): status(partial=partial(1))}
     assert set(judge(statuses, record(3), {1: PLAN}).held) == {at("a")}
 
 
-def test_what_was_banked_before_a_plan_is_the_same_for_those_who_have_adopted_it_and_those_who_have_not():
-    statuses = {at("a"): status(adopted=2), at("b"): status(banked=banked(3)), at("c"): status(banked=banked(2))}
+def test_what_was_committed_before_a_plan_is_the_same_for_those_who_have_adopted_it_and_those_who_have_not():
+    statuses = {at("a"): status(adopted=2), at("b"): status(partial=partial(3)), at("c"): status(partial=partial(2))}
 
-    def bank_of(generation: int, step: int, number: int) -> tuple[int, int]:
+    def section_of(generation: int, step: int, number: int) -> tuple[int, int]:
         assert step == 4
         return (generation, number) if number else (1, 3)
 
-    verdict = judge(statuses, record(3), {1: PLAN, 2: PLAN}, bank_of)
-    assert verdict.bank == (1, 3)
+    verdict = judge(statuses, record(3), {1: PLAN, 2: PLAN}, section_of)
+    assert verdict.section == (1, 3)
     assert set(verdict.held) == {at("a"), at("b")}
     assert verdict.adopted is None
 
 
-def test_nothing_is_banked_of_a_step_that_somebody_has_still_to_begin():
-    statuses = {at("a"): status(4), at("b"): status(3, reduced=4, banked=banked(2))}
+def test_nothing_is_committed_of_a_step_that_somebody_has_still_to_begin():
+    statuses = {at("a"): status(4), at("b"): status(3, reduced=4, partial=partial(2))}
     verdict = judge(statuses, record(3), {1: PLAN})
-    assert (verdict.applied, verdict.bank) == (4, (0, 0))
+    assert (verdict.applied, verdict.section) == (4, (0, 0))
     assert set(verdict.held) == {at("a"), at("b")}
 
 
-def test_layers_kept_for_others_do_not_count_with_a_worker_that_has_to_bank():
+def test_layers_kept_for_others_do_not_count_with_a_worker_that_has_to_commit():
     kept = (0, 1, 2, 3, 4, 5)
-    statuses = {at("a"): status(layers=kept, banked=banked(1)), at("c"): status(layers=kept, bank_reduced=1)}
+    statuses = {at("a"): status(layers=kept, partial=partial(1)), at("c"): status(layers=kept, section_reduced=1)}
     verdict = judge(statuses, record(3), {1: PLAN})
     assert verdict.held == {at("a"): frozenset(kept), at("c"): {0, 1, 2, 3}}
 
@@ -191,9 +194,9 @@ def test_segments_of_a_pipeline_that_broke_since_are_dealt_again_and_others_are_
 NODES = ("a", "b", "c", "d", "e", "f")
 
 
-def test_what_is_banked_is_not_dealt_again():
+def test_what_is_committed_is_not_dealt_again():
     shares = ((2, 3, 4), (5, 6, 7), (8, 9, 10, 11))
-    dealt = deal_microbatches(PLAN, ["c"], (), next_segment=0, shares=shares, banked=(0, 1, 2, 5, 8))
+    dealt = deal_microbatches(PLAN, ["c"], (), next_segment=0, shares=shares, partial=(0, 1, 2, 5, 8))
     assert dealt is not None
     assert [each.microbatches for each in dealt] == [(6,), (7,)]
 
@@ -263,11 +266,11 @@ def test_what_broken_pipelines_had_done_is_what_their_furthest_survivor_knows():
     assert microbatches_redone(PLAN, ["d", "e", "f"], statuses) == 3
 
 
-def test_what_broken_pipelines_had_banked_is_not_done_again():
+def test_what_broken_pipelines_had_committed_is_not_done_again():
     statuses = {at("c"): status(microbatches_done=3)}
     shares = ((0, 1), (2, 3, 4, 5), (6, 7))
-    assert microbatches_redone(PLAN, ["d"], statuses, shares=shares, banked=(0, 2, 3)) == 1
-    assert microbatches_redone(PLAN, ["d"], statuses, shares=shares, banked=(2, 3, 4, 5)) == 0
+    assert microbatches_redone(PLAN, ["d"], statuses, shares=shares, partial=(0, 2, 3)) == 1
+    assert microbatches_redone(PLAN, ["d"], statuses, shares=shares, partial=(2, 3, 4, 5)) == 0
 
 
 @pytest.mark.parametrize(

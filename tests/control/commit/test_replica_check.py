@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.replica_check import ReplicaCheck, odd_ones
 from oobleck.control.events.effects import Effects
-from oobleck.control.protocol.messages import ReplicaDigests
+from oobleck.control.journal import sentence
+from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
 PLACES = tuple(WorkerId(node=f"n{index}", device=0) for index in range(5))
@@ -26,7 +27,7 @@ def say(
 
 
 def texts(effects: Effects) -> list[str]:
-    return [command.entry.text for command in effects.take()]
+    return [sentence(command.entry) for command in effects.take()]
 
 
 @given(count=st.integers(3, 5), wrong=st.integers(0, 4), digest=st.integers(0, 9))
@@ -55,14 +56,14 @@ def test_the_odd_one_of_three_is_named_and_its_layer_alone_distrusted() -> None:
     copies = {worker_id: {0: 5, 1: 6} for worker_id in PLACES[:3]} | {PLACES[1]: {0: 5, 1: 7}}
     assert say(ReplicaCheck(effects), 100, copies) == {PLACES[1]: frozenset({1})}
     (text,) = texts(effects)
-    assert "after step 100 layer 1 on n1:0 differs from that on n0:0, n2:0" in text
-    assert "n1:0 computed or kept it wrongly" in text
+    assert "step 100 layer 1 on n1:0 differs from that on n0:0, n2:0" in text
 
 
 def test_of_two_that_differ_both_are_named() -> None:
     effects = Effects()
     assert say(ReplicaCheck(effects), 100, {PLACES[0]: {0: 5}, PLACES[1]: {0: 6}}) == {PLACES[1]: frozenset({0})}
-    assert "nobody can tell which is right" in texts(effects)[0]
+    (text,) = texts(effects)
+    assert all(str(worker_id) in text for worker_id in PLACES[:2])
 
 
 def test_an_incomplete_comparison_is_dropped_for_a_newer_one() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.commit.sections import apportion, banked_after, num_sections_of, sections_wanted, shares_of
+from oobleck.control.commit.sections import apportion, committed_after, num_sections_of, sections_wanted, shares_of
 from oobleck.job import DataSpec, JobSpec
 from tests.control.journals import plan
 
@@ -17,7 +17,7 @@ def job(**fields) -> JobSpec:
     return JobSpec(global_batch_size=24, **fields)
 
 
-def test_with_nothing_banked_every_pipeline_takes_what_is_planned():
+def test_with_nothing_committed_every_pipeline_takes_what_is_planned():
     layout = plan(("a", "b"), ("c", "d"), microbatches=5)
     assert [tuple(share) for share in shares_of(layout)] == [(0, 1, 2), (3, 4)]
 
@@ -40,31 +40,31 @@ def test_every_pipeline_has_a_microbatch_in_each_section():
 
 @st.composite
 def chains(draw: st.DrawFn) -> list[tuple[object, tuple[int, ...], int, int]]:
-    """Plans that follow each other within a step: (plan, what was banked before, sections, how many are banked)."""
+    """Plans that follow each other within a step: (plan, what was committed before, sections, committed ones)."""
     microbatches = draw(st.integers(3, 40))
-    banked: tuple[int, ...] = ()
+    partial: tuple[int, ...] = ()
     chain = []
     for _ in range(draw(st.integers(1, 4))):
         layout = plan(*draw(st.sampled_from((PAIRS, PAIRS[:2], PAIRS[1:]))), microbatches=microbatches)
         wanted = draw(st.integers(1, 9))
-        sections = num_sections_of(layout, banked, wanted)
+        sections = num_sections_of(layout, partial, wanted)
         number = draw(st.integers(0, sections - 1))
-        chain.append((layout, banked, wanted, number))
-        banked = banked_after(layout, banked, wanted, number)
+        chain.append((layout, partial, wanted, number))
+        partial = committed_after(layout, partial, wanted, number)
     return chain
 
 
 @given(chain=chains())
-def test_through_any_plans_of_a_step_each_microbatch_is_banked_once_or_left_for_one_pipeline(chain):
-    for layout, banked, wanted, number in chain:
-        after = banked_after(layout, banked, wanted, number)
+def test_through_any_plans_of_a_step_each_microbatch_is_committed_once_or_left_for_one_pipeline(chain):
+    for layout, partial, wanted, number in chain:
+        after = committed_after(layout, partial, wanted, number)
         assert after == tuple(sorted(set(after)))
-        assert set(banked) <= set(after)
-        assert len(after) - len(banked) >= number, "a section without a microbatch"
+        assert set(partial) <= set(after)
+        assert len(after) - len(partial) >= number, "a section without a microbatch"
         left = [microbatch for share in shares_of(layout, after) for microbatch in share]
         assert sorted((*after, *left)) == list(range(layout.num_microbatches))
-        own = {microbatch for share in shares_of(layout, banked) for microbatch in share}
-        assert set(after) - set(banked) <= own
+        own = {microbatch for share in shares_of(layout, partial) for microbatch in share}
+        assert set(after) - set(partial) <= own
 
 
 @given(total=st.integers(0, 99), weights=st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -84,7 +84,7 @@ def test_a_short_step_is_one_section_and_a_long_one_many():
     assert sections_wanted(job(), plan(("a", "b"), ("c", "d"), microbatches=400), 4000.0) == 32
 
 
-def test_without_room_for_what_is_banked_only_a_job_that_says_so_has_sections():
+def test_without_room_for_what_is_committed_only_a_job_that_says_so_has_sections():
     layout = plan(("a", "b"), ("c", "d"), microbatches=24)
     assert sections_wanted(job(), layout, 40.0, has_room=False) == 1
     assert sections_wanted(job(reductions_per_step=3), layout, 40.0, has_room=False) == 3
@@ -104,5 +104,5 @@ def test_a_job_may_say_how_often_gradients_are_reduced():
         (replace(job(), reductions_per_step=4), plan(("a", "b"), microbatches=24)),
     ],
 )
-def test_where_banking_protects_nothing_or_cannot_be_done_a_step_is_one_section(spec, layout):
+def test_where_partial_commits_protects_nothing_or_cannot_be_done_a_step_is_one_section(spec, layout):
     assert sections_wanted(spec, layout, 4000.0) == 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.coordinator.planning import schedules_for
-from oobleck.control.journal.entries import PlanAdopted
+from oobleck.control.journal import PlanAdopted
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
 from oobleck.schedule import ScheduleKind
@@ -55,7 +55,7 @@ def test_where_there_is_nothing_to_choose_all_get_the_same(job: JobSpec, kind: S
 def test_workers_are_told_with_their_orders_and_readers_of_the_journal_too() -> None:
     bench = Bench(PAIRS, job=replace(AUTO, device_memory_bytes=None))
     bench.prepare()
-    assert {order.schedules for order in bench.orders} == {(SPLIT, SPLIT)}
+    assert {update.schedules for update in bench.updates} == {(SPLIT, SPLIT)}
     (adopted,) = bench.journal(PlanAdopted)
     assert adopted.schedules == (SPLIT, SPLIT)
     assert adopted.reason.endswith("; the zero-bubble schedule")
@@ -66,7 +66,7 @@ def test_steps_whose_backward_passes_are_split_are_not_cut_into_sections() -> No
     for schedule, is_cut in (("1f1b", True), ("auto", False)):
         bench = Bench(PAIRS, job=replace(PAIRS.job, schedule=schedule, reductions_per_step=2))
         bench.prepare()
-        assert {order.num_sections > 1 for order in bench.orders} == {is_cut}
+        assert {update.num_sections > 1 for update in bench.updates} == {is_cut}
 
 
 def test_a_plan_of_which_some_pipelines_are_of_one_stage_says_how_many_split() -> None:

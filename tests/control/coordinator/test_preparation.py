@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.events.inputs import End, LookUpProfile, ProfileFound, Send, StoreProfile
-from oobleck.control.protocol.messages import Configure, Profiled, ProfileRequest, StartWorker
+from oobleck.control.protocol import Configure, Profiled, ProfileRequest, StartWorker
 from oobleck.job import NodeSpec
 from oobleck.planner import profile_to_json
 from tests.control.bench import Bench, ready
@@ -85,7 +85,7 @@ def test_the_first_worker_settles_which_profile_is_looked_up(bench: Bench):
 
 def test_training_begins_with_a_cached_profile(bench: Bench):
     bench.prepare()
-    assert len(bench.orders) == 2
+    assert len(bench.updates) == 2
 
 
 @pytest.mark.parametrize("cached", [None, "{torn", PROFILE.replace('"version": 1', '"version": 0')])
@@ -98,7 +98,7 @@ def test_a_profile_that_cannot_be_used_is_measured_and_cached(bench: Bench, cach
     assert stored.profile_json == PROFILE
     bench.up("n1")
     bench.say("n1", ready())
-    assert len(bench.orders) == 2
+    assert len(bench.updates) == 2
 
 
 def test_a_profile_that_comes_for_a_lost_node_is_nobodys(bench: Bench):

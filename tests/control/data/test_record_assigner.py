@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.data.record_assigner import RecordAssigner, Taken
-from oobleck.control.protocol.data_position import DataPosition, OpenShard, digest_of_shards, merged, visit_at
-from oobleck.control.protocol.messages import RecordRun, ScanRange, ScanResult
+from oobleck.control.protocol import (
+    DataPosition,
+    OpenShard,
+    RecordRun,
+    ScanRange,
+    ScanResult,
+    digest_of_shards,
+    visit_at,
+)
+from oobleck.control.protocol.data_position import merged
 from tests.examples import examples
 
 

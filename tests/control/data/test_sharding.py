@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import RecordsDealt, ShardQuarantined
+from oobleck.control.journal import RecordsDealt, ShardQuarantined
 from tests.control.model import Shape
 from tests.control.schedules import KINDS, Fault, Scenario, play
 from tests.examples import examples

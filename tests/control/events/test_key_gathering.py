@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from oobleck.control.events.inputs import PassOn
 from oobleck.control.events.key_gathering import KeyGathering, bundle_keys
-from oobleck.control.protocol.messages import StoreKeys
+from oobleck.control.protocol import StoreKeys
 from oobleck.wire import MAX_FRAME_BYTES, encode_frame
 
 NODES = ("n0", "n1", "n2")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from oobleck.control.journal.entries import (
-    Cause,
+from oobleck.control.journal import (
     NodeAdded,
     NodeConnected,
     NodeLeft,
+    PlanCause,
     RecoveryStarted,
     WorkerDown,
     WorkerUp,
+    end_text,
+    sentence,
 )
 from oobleck.control.journal.snapshot import NodeState
 from oobleck.control.journal.view import RunView
-from oobleck.control.protocol.messages import WorkerExited
+from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised
 from oobleck.job import NodeSpec
 from tests.control.journals import job_started, recovered
 
@@ -23,43 +25,43 @@ SPEC = NodeSpec(name="n9", host="n9")
 
 
 @pytest.mark.parametrize(
-    ("entry", "sentence"),
+    ("entry", "text"),
     [
         (NodeAdded(t_s=1.0, node=SPEC), "n9 is added"),
         (NodeLeft(t_s=1.0, node="n9"), "n9 has left"),
         (
-            WorkerDown(t_s=1.0, node="n9", device=0, pid=8, reason="killed by signal 9"),
+            WorkerDown(t_s=1.0, node="n9", device=0, pid=8, end=Killed(signal=9)),
             "the worker of n9 ended (killed by signal 9); it is started again",
         ),
         (
-            WorkerDown(t_s=1.0, node="n9", device=0, pid=8, reason="exit code 1", also=(1,)),
+            WorkerDown(t_s=1.0, node="n9", device=0, pid=8, end=Exited(exit_code=1), also=(1,)),
             "a worker of n9 ended (exit code 1); the node's workers are started again",
         ),
-        (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=Cause.JOINED), "taking in n9"),
-        (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=Cause.DRAINED), "letting n9 go"),
-        (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=Cause.HANG), "recovering from the loss of n9"),
-        (RecoveryStarted(t_s=1.0, generation=2, nodes=(), cause=Cause.HANG), "regrouping; no node is lost"),
+        (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=PlanCause.JOINED), "taking in n9"),
+        (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=PlanCause.DRAINED), "letting n9 go"),
+        (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=PlanCause.HANG), "recovering from the loss of n9"),
+        (RecoveryStarted(t_s=1.0, generation=2, nodes=(), cause=PlanCause.HANG), "regrouping; no node is lost"),
         (
-            recovered(1.0, 2, "n9", cause=Cause.JOINED),
+            recovered(1.0, 2, "n9", cause=PlanCause.JOINED),
             "n9 taken in; rebuild; 2 layers copied in 0.21 s; no step lost",
         ),
         (recovered(1.0, 2, steps_lost=1), "regrouped; rebuild; 2 layers copied in 0.21 s; 1 steps lost"),
     ],
 )
-def test_entries_are_sentences(entry, sentence: str):
-    assert entry.describe() == sentence
+def test_entries_are_sentences(entry, text: str):
+    assert sentence(entry) == text
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("end", "text"),
     [
-        ({"signal": 9}, "killed by signal 9"),
-        ({"exit_code": 3}, "exit code 3"),
-        ({"exit_code": 1, "traceback": "Traceback:\n  x\nValueError: bad\n"}, "ValueError: bad"),
+        (Killed(signal=9), "killed by signal 9"),
+        (Exited(exit_code=3), "exit code 3"),
+        (Raised(kind=ErrorKind.CODE, message="ValueError: bad", traceback="a long text"), "ValueError: bad"),
     ],
 )
-def test_why_a_worker_ended(fields, reason: str):
-    assert WorkerExited(device=0, pid=1, **fields).reason == reason
+def test_why_a_worker_ended(end, text: str):
+    assert end_text(end) == text
 
 
 def test_the_view_follows_nodes_that_come_and_go():
@@ -68,7 +70,7 @@ def test_the_view_follows_nodes_that_come_and_go():
         (NodeAdded(t_s=1.0, node=SPEC), NodeState.CONNECTING),
         (NodeConnected(t_s=2.0, node="n9", agent_pid=1), NodeState.CONNECTED),
         (WorkerUp(t_s=3.0, node="n9", device=0, pid=2, data_digest="d"), NodeState.READY),
-        (WorkerDown(t_s=4.0, node="n9", device=0, pid=8, reason="exit code 1"), NodeState.CONNECTED),
+        (WorkerDown(t_s=4.0, node="n9", device=0, pid=8, end=Exited(exit_code=1)), NodeState.CONNECTED),
         (NodeLeft(t_s=5.0, node="n9"), NodeState.ENDED),
     ]
     view.apply(job_started(("n0",)))

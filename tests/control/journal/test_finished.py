@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.journal.entries import CheckpointSaved, JobEnded, JobStarted, JournalEntry
+from oobleck.control.journal import CheckpointSaved, JobEnded, JobStarted, JournalEntry
 from oobleck.control.journal.finished import read_finished
 from oobleck.job import CheckpointSpec, JobSpec, ModelSpec
 from tests.control.journals import committed

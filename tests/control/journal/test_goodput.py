@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import Action, Cause, JobEnded, JournalEntry, RecoveryStarted
+from oobleck.control.journal import Action, JobEnded, JournalEntry, LossCause, PlanCause, RecoveryStarted
 from oobleck.control.journal.goodput import TimeAccount, TimeSplit
 from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
 
@@ -21,7 +21,9 @@ def account_of(*entries: JournalEntry) -> TimeAccount:
 
 
 def losing(t_s: float, generation: int = 2) -> RecoveryStarted:
-    return RecoveryStarted(t_s=t_s, generation=generation, nodes=("node3",), cause=Cause.CONNECTION_LOST)
+    return RecoveryStarted(
+        t_s=t_s, generation=generation, nodes=("node3",), cause=PlanCause.LOSS, loss=LossCause.CONNECTION_LOST
+    )
 
 
 def test_the_time_before_the_first_step_is_starting():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from oobleck.control.journal.entries import ProfileKnown
+from oobleck.control.journal import ProfileKnown
 from oobleck.control.journal.metrics import Metrics, MetricSample, prometheus_text
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
 from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss

@@ -6,19 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
-    Cause,
+    ConnectionLost,
     JobEnded,
     JournalEntry,
+    Loss,
+    LossCause,
     NodeConnected,
     NodeLeft,
     NodeLost,
+    PlanCause,
     RecoveryStarted,
+    Unfit,
 )
 from oobleck.control.journal.node_hours import NodeAccount, NodeHours
 from oobleck.control.journal.summary import summarize
 from tests.control.journals import adopted, committed, plan, recovered, run_with_a_loss
+
+LOST = ConnectionLost()
 
 HOUR_S = 3600.0
 FOUR = ("node0", "node1", "node2", "node3")
@@ -36,8 +42,8 @@ def connected(t_s: float, *nodes: str) -> list[JournalEntry]:
     return [NodeConnected(t_s=t_s, node=node, agent_pid=1) for node in nodes]
 
 
-def lost(t_s: float, node: str, cause: Cause = Cause.CONNECTION_LOST) -> NodeLost:
-    return NodeLost(t_s=t_s, node=node, cause=cause, evidence="gone")
+def lost(t_s: float, node: str, loss: Loss = LOST) -> NodeLost:
+    return NodeLost(t_s=t_s, node=node, loss=loss)
 
 
 def hours(seconds: NodeHours) -> NodeHours:
@@ -74,7 +80,7 @@ def test_an_unfit_node_stays_and_idles_until_it_is_well() -> None:
         *connected(0.0, "node0", "node1"),
         adopted(0.0, 1, both),
         committed(10.0, 1, duration_s=10.0),
-        lost(10.0, "node1", Cause.UNFIT),
+        lost(10.0, "node1", Unfit(fault="no memory")),
         adopted(10.0, 2, alone, Action.REBUILD),
         committed(20.0, 2, 2, duration_s=10.0),
     ]
@@ -89,7 +95,7 @@ def test_a_stall_is_paid_for_by_the_nodes_that_are_left() -> None:
         adopted(0.0, 1, TWO),
         committed(10.0, 1, duration_s=10.0),
         lost(10.0, "node3"),
-        RecoveryStarted(t_s=10.0, generation=2, nodes=("node3",), cause=Cause.CONNECTION_LOST),
+        RecoveryStarted(t_s=10.0, generation=2, nodes=("node3",), cause=PlanCause.LOSS, loss=LossCause.CONNECTION_LOST),
         adopted(10.0, 2, plan(("node0", "node1"), ("node2",)), Action.REINSTANTIATE),
         committed(20.0, 2, 2, duration_s=10.0),
         recovered(20.0, 2, "node3", stall_s=4.0),

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from oobleck.control.journal.entries import Evaluated, JobEnded
+from oobleck.control.journal import Evaluated, JobEnded
 from oobleck.control.journal.summary import EvaluationSummary, StepTime, summarize
 from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
 

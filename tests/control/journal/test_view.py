@@ -5,13 +5,15 @@ from itertools import takewhile
 
 import pytest
 
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
-    Cause,
+    ConnectionLost,
     JobEnded,
+    LossCause,
     NodeConnected,
     NodeLost,
     Notice,
+    PlanCause,
     RecoveryStarted,
     WorkerUp,
 )
@@ -23,8 +25,10 @@ from tests.control.journals import adopted, committed, job_started, plan, recove
 NODES = ("node0", "node1", "node2", "node3")
 TWO = plan(("node0", "node1"), ("node2", "node3"))
 START = (job_started(NODES), adopted(1.0, 1, TWO), committed(2.0, 1), committed(3.0, 2))
-LOST = NodeLost(t_s=3.1, node="node3", cause=Cause.CONNECTION_LOST, evidence="connection closed")
-RECOVERING = RecoveryStarted(t_s=3.1, generation=2, nodes=("node3",), cause=Cause.CONNECTION_LOST)
+LOST = NodeLost(t_s=3.1, node="node3", loss=ConnectionLost())
+RECOVERING = RecoveryStarted(
+    t_s=3.1, generation=2, nodes=("node3",), cause=PlanCause.LOSS, loss=LossCause.CONNECTION_LOST
+)
 
 
 def seen(*entries, now_s: float = 3.2) -> RunSnapshot:
@@ -161,7 +165,7 @@ def test_events_are_plain_words_with_time_and_level_and_steps_are_not_among_them
     assert [(event.t_s, event.level) for event in snapshot.events] == [
         (0.0, "info"), (1.0, "info"), (3.1, "warning"), (3.2, "error")
     ]  # fmt: skip
-    assert snapshot.events[-2].text == "node3 lost: connection closed"
+    assert snapshot.events[-2].text == "node3 lost: its connection was lost"
 
 
 def test_lost_redundancy_is_a_warning():
@@ -185,7 +189,7 @@ def test_a_snapshot_is_json():
 
 
 def test_a_regrouping_that_lost_no_node_is_told_as_that():
-    regrouping = RecoveryStarted(t_s=3.1, generation=2, nodes=(), cause=Cause.PEER_FAILED)
+    regrouping = RecoveryStarted(t_s=3.1, generation=2, nodes=(), cause=PlanCause.PEER_FAILED)
     texts = [event.text for event in seen(*START, regrouping, recovered(3.4, 2)).events]
     assert texts[-2] == "regrouping; no node is lost"
     assert texts[-1].startswith("regrouped; rebuild; ")

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import pytest
 
+from oobleck.control.journal import Unreachable, WorkerEnded
 from oobleck.control.membership.startup_failures import StartupFailures
+from oobleck.control.protocol import ErrorKind, Raised
 
 
 def failures(num_nodes: int, *noted: tuple[str, str, bool]) -> StartupFailures:
     found = StartupFailures(num_nodes)
-    for node, reason, is_user_error in noted:
-        found.note(node, reason, is_user_error=is_user_error)
+    for node, reason, is_users in noted:
+        error = WorkerEnded(pid=8, end=Raised(kind=ErrorKind.JOB, message=reason))
+        found.note(node, error if is_users else Unreachable(problem=reason))
     return found
 
 

@@ -7,17 +7,18 @@ from dataclasses import replace
 from oobleck.control.coordinator.coordinator import Phase
 from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import AddRequested, DrainRequested
-from oobleck.control.journal.entries import (
-    Cause,
+from oobleck.control.journal import (
+    LossCause,
     NodeLeft,
     PlanAdopted,
+    PlanCause,
     RecoveryDone,
     RecoveryStarted,
     ScalingDecided,
     StepDone,
 )
 from oobleck.control.journal.view import RunView
-from oobleck.control.protocol.messages import AgentStopped, Pace, Resumed, WorkerExited
+from oobleck.control.protocol import AgentStopped, Killed, Pace, Resumed, WorkerExited
 from oobleck.job import NodeSpec, ScalingSpec
 from oobleck.planner import ExecutionPlan, Profile
 from tests.control.bench import Bench, ready
@@ -47,7 +48,7 @@ def training(scaling: ScalingSpec = EFFICIENT, shape: Shape = SIX) -> Bench:
 
 
 def plan(bench: Bench) -> ExecutionPlan:
-    return bench.orders[-1].plan
+    return bench.updates[-1].plan
 
 
 def everybody(bench: Bench) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ def test_a_node_that_rests_is_told_of_every_generation_and_takes_no_part() -> No
     assert (decided.num_nodes, decided.num_available) == (4, 6)
     assert plan(bench).spares == RESTING
     told = [command for command in bench.commands if bench.messages([command], "n5")]
-    assert bench.messages(told, "n5")[-1] == replace(bench.orders[0], device=0)
+    assert bench.messages(told, "n5")[-1] == replace(bench.updates[0], device=0)
 
 
 def test_a_loss_is_made_good_by_a_node_that_rests_without_a_wait() -> None:
@@ -115,7 +116,7 @@ def test_a_lost_node_that_comes_back_rests_where_another_took_its_place() -> Non
 
 def test_a_worker_that_is_started_again_trains_again_where_nobody_took_its_place() -> None:
     bench = training(shape=replace(SIX, num_nodes=4))
-    bench.say("n1", WorkerExited(device=0, pid=8, signal=9))
+    bench.say("n1", WorkerExited(device=0, pid=8, end=Killed(signal=9)))
     recover(bench, "n0", "n2", "n3")
     assert "n1" not in plan(bench).nodes
     bench.say("n1", ready(pid=10))
@@ -128,7 +129,7 @@ def test_the_loss_of_a_node_that_rests_disturbs_nobody_once_all_train_without_it
     bench = training()
     bench.commit("n0", 1)
     before = bench.generation
-    bench.say("n4", WorkerExited(device=0, pid=8, signal=9))
+    bench.say("n4", WorkerExited(device=0, pid=8, end=Killed(signal=9)))
     bench.say("n4", ready(pid=10))
     bench.fail("n5")
     assert bench.coordinator.phase is Phase.TRAINING
@@ -161,7 +162,7 @@ def test_a_slow_node_rests_in_place_of_a_healthy_one() -> None:
     for _ in range(5):
         for node in plan(bench).nodes:
             bench.say(node, Pace(device=0, compute_s=3.0 if node == "n0" else 1.0, microbatches=4))
-    assert bench.journal(RecoveryStarted)[-1].cause is Cause.SLOW
+    assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.SLOW
     recover(bench, "n0", "n1", "n2", "n3", *RESTING)
     assert "n0" in plan(bench).spares
     assert len(plan(bench).nodes) == 4
@@ -195,12 +196,12 @@ def test_fewer_nodes_have_to_be_the_better_number_for_a_minute() -> None:
     commit_for(bench, 119.0, first=1, step_s=1.0)
     assert not bench.journal(RecoveryStarted)
     commit_for(bench, 2.0, first=200, step_s=1.0)
-    assert bench.journal(RecoveryStarted)[-1].cause is Cause.SCALED
+    assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.SCALED
     assert bench.journal(ScalingDecided)[-1].num_nodes == 2
     recover(bench, *(f"n{index}" for index in range(6)))
     assert len(plan(bench).nodes) == 2
     (done,) = bench.journal(RecoveryDone)
-    assert (done.cause, len(done.nodes)) == (Cause.SCALED, 4)
+    assert (done.cause, len(done.nodes)) == (PlanCause.SCALED, 4)
 
 
 def test_steps_that_take_longer_than_predicted_count_as_they_were_measured() -> None:
@@ -223,7 +224,7 @@ def test_a_change_costs_what_changes_were_measured_to_cost() -> None:
     (done,) = bench.journal(RecoveryDone)
     assert done.stall_s > 10_000
     commit_for(bench, 600.0, first=1, step_s=1.0)
-    assert [entry.cause for entry in bench.journal(RecoveryStarted)] == [Cause.CONNECTION_LOST]
+    assert [entry.why for entry in bench.journal(RecoveryStarted)] == [LossCause.CONNECTION_LOST]
 
 
 def test_a_new_master_and_a_view_know_the_number_of_nodes() -> None:

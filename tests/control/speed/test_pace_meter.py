@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.protocol.messages import Pace
+from oobleck.control.protocol import Pace
 from oobleck.control.speed.pace_meter import PaceMeter
 
 

@@ -139,9 +139,9 @@ def test_more_devices_share_the_work_and_pay_for_reductions() -> None:
 
 
 def test_what_does_not_exist_suggests_what_does() -> None:
-    with pytest.raises(ConfigError, match="model 'gpt4' is not known; did you mean 'gpt2'"):
+    with pytest.raises(ConfigError, match=r"'gpt4' .*'gpt2'"):
         model_shape("gpt4")
-    with pytest.raises(ConfigError, match="device 'A41' is not known; did you mean 'A40'"):
+    with pytest.raises(ConfigError, match=r"'A41' .*'A40'"):
         device_sheet("A41")
 
 

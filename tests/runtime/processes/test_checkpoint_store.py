@@ -125,7 +125,7 @@ async def test_a_save_that_was_given_up_on_a_full_disk_is_completed_by_nobody(tm
         shutil.rmtree(own[1].memory.parent, ignore_errors=True)
 
 
-def test_memory_is_given_back_only_when_the_disk_has_what_it_has(tmp_path: Path) -> None:
+async def test_memory_is_given_back_only_when_the_disk_has_what_it_has(tmp_path: Path) -> None:
     """Whoever left it there: an agent that ends may never have heard of the state."""
     directory = AgentDir(f"test-{os.getpid()}", "node0")
     checkpoints = NodeCheckpoints(directory, default_directory=tmp_path / "checkpoints")
@@ -133,8 +133,8 @@ def test_memory_is_given_back_only_when_the_disk_has_what_it_has(tmp_path: Path)
         name = state_in(directory.memory, "2026-01-02T00:00:00")
         checkpoints.discard_memory()
         assert directory.memory.exists()
-        shards = checkpoints._persist_all(name)
-        checkpoints._commit(manifest_of(name, shards), ())
+        shards = await checkpoints.persist_all(name)
+        await checkpoints.commit(manifest_of(name, shards), ())
         checkpoints.discard_memory()
         assert not directory.memory.exists()
     finally:

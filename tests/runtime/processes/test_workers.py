@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from oobleck.control.protocol.messages import SetUpWorker
+from oobleck.control.protocol import Exited, ForkServerEnded, Killed, SetUpWorker, Unseen
 from oobleck.errors import WorkersUnavailable
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
-from oobleck.roles.ports import WorkerEnd
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.processes.workers import ForkingWorkerHost, Worker
 
@@ -83,13 +82,13 @@ async def test_workers_outlive_their_fork_server_and_their_ends_are_noticed(dire
     async with hosts(directory) as (host,):
         first = await host.start(setup())
         kill_server(directory)
-        assert await host.server_ended() == "killed by signal 9; it is started again"
+        assert await host.server_ended() == ForkServerEnded(end=Killed(signal=9), is_restarted=True)
         second = await host.start(setup(device=1))
         os.kill(first.pid, 0)  # it lives
         os.kill(first.pid, signal.SIGKILL)
-        assert await first.wait() == WorkerEnd(), "nobody saw how it ended, but that it did"
+        assert await first.wait() == Unseen(), "nobody saw how it ended, but that it did"
         second.kill()
-        assert await second.wait() == WorkerEnd(signal=9)
+        assert await second.wait() == Killed(signal=9)
 
 
 async def test_a_start_waits_for_the_next_server(directory: AgentDir) -> None:
@@ -106,7 +105,7 @@ async def test_agents_of_one_machine_share_the_next_server(directory: AgentDir) 
         before = [await one.start(setup()), await two.start(setup("node1"))]
         kill_server(directory)
         told = {await one.server_ended(), await two.server_ended()}
-        assert told == {"killed by signal 9; it is started again", "its connection was lost; it is started again"}
+        assert told == {ForkServerEnded(end=end, is_restarted=True) for end in (Killed(signal=9), Unseen())}
         after = [await one.start(setup()), await two.start(setup("node1"))]
         assert {parent_of(worker) for worker in after} == {directory.fork_server_pid.read_text().split()[0]}
         for worker in before:
@@ -118,7 +117,7 @@ async def test_a_worker_that_ends_at_once_is_a_worker_that_has_ended(directory: 
         for _ in range(20):
             worker = await host.start(setup())
             os.kill(worker.pid, signal.SIGKILL)
-            assert await worker.wait() == WorkerEnd(signal=9)
+            assert await worker.wait() == Killed(signal=9)
 
 
 async def test_a_server_that_ends_again_and_again_is_given_up_and_its_workers_live(directory: AgentDir) -> None:
@@ -127,17 +126,14 @@ async def test_a_server_that_ends_again_and_again_is_given_up_and_its_workers_li
         directory.job_path.joinpath("broken").touch()
         kill_server(directory)
         told = [await host.server_ended() for _ in range(4)]
-        assert told == [
-            "killed by signal 9; it is started again",
-            "exit code 3; it is started again",
-            "exit code 3; it is started again",
-            "exit code 3; it is not started again, for it was 3 times of late",
-        ]
+        broken = Exited(exit_code=3)
+        assert [ended.end for ended in told] == [Killed(signal=9), broken, broken, broken]
+        assert [ended.is_restarted for ended in told] == [True, True, True, False]
         with pytest.raises(WorkersUnavailable, match="its fork server ended 4 times within ten minutes, at last: exit"):
             await host.start(setup(device=1))
         os.kill(worker.pid, 0)
         worker.kill()
-        assert await worker.wait() == WorkerEnd()
+        assert await worker.wait() == Unseen()
         directory.fork_server_socket.unlink()
 
 

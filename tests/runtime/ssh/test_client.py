@@ -305,7 +305,7 @@ async def test_a_server_that_is_asked_by_too_many_is_told_apart(tmp_path):
             assert somebody.recv(7) == b"SSH-2.0"
             async with open_ssh_loop():
                 reason = await unreachable(ALPHA, options)
-    assert "closed the connection before anybody was let in" in reason
+    assert "closed the connection" in reason
     assert "MaxStartups" in reason
 
 
@@ -346,7 +346,7 @@ async def test_a_changed_host_key_is_refused_with_a_warning(openssh: OpenSSH, tm
     async with open_ssh_loop():
         reason = await unreachable(ALPHA, options)
     assert "another host key" in reason
-    assert "somebody else answers in its place" in reason
+    assert "somebody else answers" in reason
 
 
 @needs_openssh

@@ -6,12 +6,10 @@ import os
 import random
 import subprocess
 import sys
-import types
 
 import pytest
 import trio
 
-from oobleck.sim.cluster import determinism
 from oobleck.sim.cluster.determinism import Livelock, VirtualTime, run_virtual
 
 SHUFFLED = """
@@ -52,7 +50,7 @@ def test_trio_has_its_knobs_where_they_are_turned():
 
 
 def test_a_trio_without_the_knobs_is_told_of_loudly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(determinism, "_scheduler", types.SimpleNamespace())
+    monkeypatch.delattr(trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING")
     with pytest.raises(RuntimeError, match="_ALLOW_DETERMINISTIC_SCHEDULING"):
         run_virtual(trio.lowlevel.checkpoint, seed=0, horizon_s=1)
 

@@ -11,20 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
-    Cause,
+    ForkServerDown,
     JournalEntry,
+    LossCause,
     MasterResumed,
     NodeConnected,
     NodeLeft,
     NodeLost,
-    Notice,
     PlanAdopted,
+    PlanCause,
     RecoveryDone,
     StepDone,
     WorkerDown,
 )
+from oobleck.control.protocol import Killed
 from oobleck.job import ScheduleName
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
@@ -94,7 +96,7 @@ def test_a_lost_node_costs_no_step():
     played = run(Lost(t_s=10.0, node="n2"))
     check_whole(played)
     (lost,) = entries(played, NodeLost)
-    assert (lost.node, lost.cause) == ("n2", Cause.CONNECTION_LOST)
+    assert (lost.node, lost.loss.cause) == ("n2", LossCause.CONNECTION_LOST)
     (recovery,) = entries(played, RecoveryDone)
     assert recovery.steps_lost == 0
     assert recovery.decide_s < 0.1
@@ -103,7 +105,7 @@ def test_a_lost_node_costs_no_step():
 def test_a_node_that_comes_again_is_taken_in():
     played = run(Lost(t_s=10.0, node="n2"), Joined(t_s=15.0, node="n2"))
     check_whole(played)
-    assert [entry.cause for entry in entries(played, RecoveryDone)] == [Cause.CONNECTION_LOST, Cause.JOINED]
+    assert [entry.why for entry in entries(played, RecoveryDone)] == [LossCause.CONNECTION_LOST, PlanCause.JOINED]
     assert "n2" in entries(played, PlanAdopted)[-1].plan.nodes
 
 
@@ -120,7 +122,7 @@ def test_a_node_frozen_for_good_costs_its_lease():
     played = run(Frozen(t_s=10.0, node="n1"))
     check_whole(played)
     (lost,) = entries(played, NodeLost)
-    assert lost.cause is Cause.LEASE_EXPIRED
+    assert lost.loss.cause is LossCause.LEASE_EXPIRED
     assert lost.t_s == pytest.approx(10.0 + LEASE_S, abs=Setting().job.control.heartbeat_interval_s)
     (recovery,) = entries(played, RecoveryDone)
     assert recovery.stall_s <= LEASE_S + 0.5
@@ -273,7 +275,7 @@ def test_the_end_of_a_fork_server_stops_nobody_and_the_next_worker_waits_for_ano
     crash = WorkerCrashed(t_s=11.0, node="n3")
     played = run(ForkServerCrashed(t_s=10.0, node="n3"), crash)
     check_whole(played)
-    (told,) = [entry.text for entry in entries(played, Notice) if "fork server" in entry.text]
-    assert told == "n3's fork server ended: killed by signal 9; it is started again"
+    (down,) = entries(played, ForkServerDown)
+    assert (down.node, down.end, down.is_restarted) == ("n3", Killed(signal=9), True)
     back_s = entries(played, RecoveryDone)[-1].t_s
     assert back_s - entries(run(crash), RecoveryDone)[-1].t_s > 1.0

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
-from oobleck.control.journal.entries import (
-    Cause,
+from oobleck.control.journal import (
     JournalEntry,
+    LossCause,
     NodeLeft,
     NodeLost,
     PlanAdopted,
+    PlanCause,
     RecoveryDone,
     StepsDone,
 )
@@ -178,7 +179,7 @@ def test_when_every_pipeline_has_lost_a_node_the_step_is_run_again() -> None:
 def test_a_joined_node_is_absorbed_without_a_loss() -> None:
     journal = play(Lost(t_s=100, node="node3"), Joined(t_s=200, node="node3"))
     loss, join = only(journal, RecoveryDone)
-    assert (join.cause, join.nodes) == (Cause.JOINED, ("node3",))
+    assert (join.cause, join.nodes) == (PlanCause.JOINED, ("node3",))
     assert join.stall_s <= join.transfer_s + 1e-9
     assert len(only(journal, PlanAdopted)[-1].plan.nodes) == 4
     assert loss.generation < join.generation
@@ -187,7 +188,7 @@ def test_a_joined_node_is_absorbed_without_a_loss() -> None:
 def test_a_frozen_node_costs_its_lease() -> None:
     journal = play(Frozen(t_s=100, node="node0"))
     (recovery,) = only(journal, RecoveryDone)
-    assert recovery.cause is Cause.LEASE_EXPIRED
+    assert recovery.why is LossCause.LEASE_EXPIRED
     assert recovery.began_s == pytest.approx(103)
 
 
@@ -199,14 +200,14 @@ def test_a_node_that_thaws_within_its_lease_costs_its_pause_alone() -> None:
 
 def test_a_node_that_thaws_after_its_lease_joins_again() -> None:
     journal = play(Frozen(t_s=100, node="node0"), Thawed(t_s=200, node="node0"))
-    assert [recovery.cause for recovery in only(journal, RecoveryDone)] == [Cause.LEASE_EXPIRED, Cause.JOINED]
+    assert [recovery.why for recovery in only(journal, RecoveryDone)] == [LossCause.LEASE_EXPIRED, PlanCause.JOINED]
 
 
 def test_nodes_that_are_cut_off_for_long_are_given_up_and_taken_back() -> None:
     journal = play(Partitioned(t_s=100, nodes=("node0", "node1")), Healed(t_s=300))
-    causes = [recovery.cause for recovery in only(journal, RecoveryDone)]
-    assert causes[0] is Cause.LEASE_EXPIRED
-    assert set(causes[1:]) == {Cause.JOINED}
+    causes = [recovery.why for recovery in only(journal, RecoveryDone)]
+    assert causes[0] is LossCause.LEASE_EXPIRED
+    assert set(causes[1:]) == {PlanCause.JOINED}
     assert len(only(journal, PlanAdopted)[-1].plan.nodes) == 4
 
 
@@ -239,7 +240,7 @@ def test_a_notice_drains_the_node_before_it_goes() -> None:
     journal = play(Noticed(t_s=100, node="node3", grace_s=30), Lost(t_s=130, node="node3"))
     assert [left.node for left in only(journal, NodeLeft)] == ["node3"]
     (recovery,) = only(journal, RecoveryDone)
-    assert recovery.cause is Cause.DRAINED
+    assert recovery.cause is PlanCause.DRAINED
 
 
 def test_when_all_copies_are_lost_the_job_goes_on_from_its_checkpoint() -> None:

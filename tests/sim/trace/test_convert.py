@@ -152,7 +152,7 @@ def test_a_bad_file_is_named_with_its_place(format_name: str, text: str, message
 
 
 def test_a_cluster_smaller_than_the_nodes_that_fail_is_refused() -> None:
-    with pytest.raises(ConfigError, match="2 nodes fail in it; a cluster of 1 is too small"):
+    with pytest.raises(ConfigError, match=r"2 nodes fail.* 1 "):
         read("infinitehbd", num_nodes=1)
 
 

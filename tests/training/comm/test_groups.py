@@ -284,7 +284,7 @@ def test_too_few_descriptors_are_named_before_gloo_ends_the_process() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
     try:
-        with pytest.raises(ConfigError, match=r"needs \d+ open files .* may have \d+ on this node; .*`ulimit -n`"):
+        with pytest.raises(ConfigError, match=r"\d+ open files .*`ulimit -n`"):
             alone.table.form([GroupKey("reduce", 1, (A, B))], never)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

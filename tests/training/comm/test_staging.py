@@ -14,7 +14,7 @@ from oobleck.planner import WorkerId
 from oobleck.training.comm.groups import Group, GroupKey, GroupTable
 from oobleck.training.comm.rendezvous import RendezvousTable
 from oobleck.training.comm.staging import Courier, HostCopy, Posting
-from oobleck.training.comm.sums import GlooSum, StagedSum
+from oobleck.training.comm.sums import StagedSum
 from oobleck.training.comm.waiter import Waiter
 
 PLACES = tuple(WorkerId(node=node, device=0) for node in "ab")
@@ -164,7 +164,8 @@ class _FakeNccl:
 def test_what_nccl_has_under_way_is_aborted_on_another_thread_when_a_sum_is_given_up():
     group, other = _groups(stages=(False, False))
     nccl = _FakeNccl()
-    group._nccl = nccl
+    other.all_reduce(torch.zeros(1), Waiter())
+    group.use_nccl(nccl, None, torch.zeros(1), 10.0)  # type: ignore[arg-type]  # it needs no store
     with pytest.raises(Interrupted):
         group.all_reduce(torch.ones(1), Waiter()).wait(lambda: True)
     assert nccl.is_aborted.wait(10)
@@ -184,16 +185,29 @@ def test_whoever_waits_looks_again_where_nobody_tells():
     assert len(looks) > 20
 
 
+class _Waiting(Waiter):
+    """One that shows that something was announced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_woken = threading.Event()
+
+    def announce(self) -> None:
+        super().announce()
+        self.was_woken.set()
+
+
 def test_a_sum_of_gloos_announces_that_it_is_there():
     groups = _groups(stages=(False, False))
 
     def work(rank: int) -> torch.Tensor:
-        announced = threading.Event()
         tensor = torch.ones(2)
-        under_way = GlooSum(groups[rank]._all_reduce(tensor), announced.set)
-        assert announced.wait(10)
-        assert under_way.is_done()
-        under_way.conclude()
+        waiter = _Waiting()
+        reduction = groups[rank].all_reduce(tensor, waiter)
+        assert waiter.was_woken.wait(10)
+        assert reduction.poll_s is None
+        assert reduction.is_done()
+        reduction.wait(lambda: False)
         return tensor
 
     assert [found.tolist() for found in _both(work)] == [[2.0, 2.0]] * 2

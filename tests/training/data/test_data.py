@@ -159,9 +159,7 @@ def test_json_lines_are_documents(tmp_path: Path):
     path = tmp_path / "text.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     assert read_documents(DataSpec(paths=(str(path),))) == ["line 0", "line 1", "line 2"]
-    with pytest.raises(
-        ConfigError, match=r"text\.jsonl:1: has no text under 'content'; name its key by data\.text_column"
-    ):
+    with pytest.raises(ConfigError, match=r"text\.jsonl:1: .*'content'.*data\.text_column"):
         read_documents(DataSpec(paths=(str(path),), text_column="content"))
     path.write_text('{"text": "good"}\n{bad')
     with pytest.raises(ConfigError, match=r"text\.jsonl:2: not JSON"):
@@ -195,13 +193,13 @@ def test_mistakes_about_token_files_are_named(tmp_path: Path):
             DataSpec(paths=tuple(str(tmp_path / name) for name in names), **options), cache_dir=tmp_path
         )
 
-    with pytest.raises(ConfigError, match=r"text and tokens .* cannot be mixed"):
+    with pytest.raises(ConfigError, match=r"text and tokens"):
         prepare("a.txt", "a.bin")
     with pytest.raises(ConfigError, match="holds float64, which are no tokens"):
         prepare("floats.npy")
-    with pytest.raises(ConfigError, match="has 2000 tokens, which is not one sample of 5000"):
+    with pytest.raises(ConfigError, match=r"2000 tokens.*5000"):
         prepare("a.bin", sequence_length=5000)
-    with pytest.raises(ConfigError, match=r"has the token 1023, and data\.vocab_size is 1000; raise it"):
+    with pytest.raises(ConfigError, match=r"token 1023.*data\.vocab_size is 1000"):
         prepare("a.bin", vocab_size=1000).batch([15])
     with pytest.raises(ConfigError, match=r"none\.bin cannot be read as tokens"):
         prepare("none.bin")
@@ -256,7 +254,7 @@ def test_a_tokenizer_from_a_file_is_taken_with_its_own_special_tokens(spec: Data
     assert dataset.source.rows(range(dataset.num_samples)).reshape(-1).tolist() == expected[: dataset.num_samples * 16]
     assert dataset.vocab_size == tokenizer.get_vocab_size()
     assert dataset.with_masking(probability=0.2, seed=0).vocab_size == dataset.vocab_size, "it has a mask already"
-    with pytest.raises(ConfigError, match=r"name a tokenizer\.json, or its directory"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         prepare_dataset(replace(spec, tokenizer=str(tmp_path / "none")), cache_dir=tmp_path)
 
 
@@ -303,7 +301,7 @@ def test_what_a_script_makes_is_checked():
 def test_what_a_scripts_samples_say_beside_their_tokens_is_refused_by_name(column: str, value: object):
     whole = {"input_ids": [1, 2, 3, 4]}
     for samples in ([whole | {column: value}], [whole] * 63 + [whole | {column: value}]):
-        with pytest.raises(ConfigError, match=rf"its column '{column}' is not supported yet, .*; leave the column out"):
+        with pytest.raises(ConfigError, match=rf"its column '{column}' is not supported"):
             ScriptSamples(lambda samples=samples: samples, sequence_length=4, vocab_size=10)
 
 

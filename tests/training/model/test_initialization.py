@@ -81,7 +81,7 @@ def test_buffers_are_what_the_model_makes_on_a_real_device(name: str, dtype: tor
     structure = structure_of(name)
     stage = whole_stage(structure, dtype=dtype)
     expected = dict(transformers_model(structure, state_of(stage)).named_buffers())
-    buffers = dict(stage._model.named_buffers())
+    buffers = dict(stage.model.named_buffers())
     assert buffers.keys() == expected.keys()
     for buffer, value in expected.items():
         assert buffers[buffer].dtype == value.dtype
@@ -101,5 +101,5 @@ class _Forgetful(PreTrainedModel):
 def test_a_buffer_that_nothing_sets_is_an_error_and_not_garbage():
     with torch.device("meta"):
         model = _Forgetful(PreTrainedConfig())
-    with pytest.raises(ConfigError, match=r"leave the buffer inner\.table without a value"):
+    with pytest.raises(ConfigError, match=r"inner\.table"):
         materialize_buffers(model, device=torch.device("cpu"))

@@ -173,5 +173,5 @@ def test_lists_that_cannot_be_split_are_refused_with_the_reason(factory: Callabl
 
 def test_a_module_that_cannot_give_its_parameters_values_is_named():
     structure = _structure(lambda: [Embedding(), Unset(), nn.Linear(SIZE, VOCAB_SIZE)])
-    with pytest.raises(ConfigError, match=r"Unset has parameters or buffers of its own and no reset_parameters\(\)"):
+    with pytest.raises(ConfigError, match=r"Unset .*reset_parameters\(\)"):
         whole_stage(structure)

@@ -73,7 +73,7 @@ def test_the_loss_of_masked_tokens_is_the_models_own():
     batch = random_batch(1, is_causal=False)
     whole = whole_stage(structure)
     model = transformers_model(structure, state_of(whole)).eval()
-    whole._model.eval()
+    whole.model.eval()
     loss = whole.forward(batch, None, num_items=batch.num_items, key=KEY)
     torch.testing.assert_close(loss, model(input_ids=batch.input_ids, labels=batch.labels).loss)
 
@@ -200,7 +200,7 @@ def test_what_no_layer_needs_any_more_is_let_go():
     stage.adopt(1, 3, {})
     assert embedding not in stage.parameters
     held = {id(parameter) for parameter in stage.parameters.values()}
-    in_modules = {id(p) for p in stage._model.parameters() if p.device.type != "meta"}
+    in_modules = {id(p) for p in stage.model.parameters() if p.device.type != "meta"}
     assert in_modules == held
 
 

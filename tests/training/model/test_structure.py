@@ -79,18 +79,18 @@ def test_mistakes_are_named(model_type: str, config: dict[str, Scalar], message:
 
 
 def test_a_loss_over_all_routers_cannot_be_split():
-    with pytest.raises(ConfigError, match=r"cannot be split into layers: its router loss.*output_router_logits"):
+    with pytest.raises(ConfigError, match=r"output_router_logits"):
         _from_spec("mixtral", {**SPECS["mixtral"].config, "output_router_logits": True})
 
 
 def test_models_that_are_no_chain_of_blocks_are_refused_with_the_reason():
     gemma4 = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    with pytest.raises(ConfigError, match=r"block 0 takes its argument 1, which carries gradients beside"):
+    with pytest.raises(ConfigError, match=r"block 0 takes its argument 1"):
         _from_spec("gemma4_text", gemma4)
     roformer = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    with pytest.raises(ConfigError, match=r"parameter roformer\.encoder\.embed_positions\.weight is not to be trained"):
+    with pytest.raises(ConfigError, match=r"parameter roformer\.encoder\.embed_positions\.weight is not"):
         _from_spec("roformer", roformer)
-    with pytest.raises(ConfigError, match=r"exactly one list of 12 transformer blocks and has 0"):
+    with pytest.raises(ConfigError, match=r"12 transformer blocks .*0"):
         _from_spec("openai-gpt", {})
 
 

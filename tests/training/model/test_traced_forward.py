@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from oobleck.training.data.batches import Batch
 from oobleck.training.model.models import ModelStructure
-from oobleck.training.model.traced_forward import find_way
+from oobleck.training.model.traced_forward import trace_forward
 from tests.training.zoo import (
     KEY,
     SEQUENCE_LENGTH,
@@ -69,7 +69,7 @@ def _structure(factory: Callable[[], LlamaForCausalLM]) -> ModelStructure:
 
 
 def _find(run: Any, probes: list[nn.Module]) -> Any:
-    return find_way(probes, run, _TOKENS)
+    return trace_forward(probes, run, _TOKENS)
 
 
 @pytest.mark.parametrize("name", ["gpt2-dropout", "llama", "gemma3", "mixtral", "opt", "bert"])
@@ -81,7 +81,7 @@ def test_stages_after_the_first_have_masks_and_tables_made_once(name: str):
     calls: list[str] = []
     for number, stage in enumerate(stages):
         for root in structure.anatomy.prelude:
-            module = stage._modules[root] if number == 0 else stage._stand_ins[root]
+            module = stage.model.get_submodule(root)
             module.register_forward_hook(lambda *_, root=root, number=number: calls.append(f"{number}:{root}"))
     run_pipeline(stages, batches[1])
     # OPT's head calls the decoder past the model without a head, so its last stage goes the long way.

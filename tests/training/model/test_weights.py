@@ -85,10 +85,10 @@ def test_other_weights_have_another_digest(tmp_path: Path):
 
 
 def test_mistakes_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no directory with a config\.json on this node"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         _structure(tmp_path)
     _save("gpt2", tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.config\.n_layers: gpt2 has no such key; did you mean 'n_layer'"):
+    with pytest.raises(ConfigError, match=r"model\.config\.n_layers: .*'n_layer'"):
         _structure(tmp_path, n_layers=3)
     with pytest.raises(ConfigError, match=r"has the shape \(96, 32\).*and \(128, 32\) in the model"):
         whole_stage(_structure(tmp_path, vocab_size=128))

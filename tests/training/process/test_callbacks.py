@@ -14,8 +14,8 @@ import pytest
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import integration_utils
 
-from oobleck.control.journal.entries import Evaluated, JobEnded, JobStarted, JournalEntry, PlanAdopted, StepDone
-from oobleck.control.protocol.messages import CommitRecord
+from oobleck.control.journal import Evaluated, JobEnded, JobStarted, JournalEntry, PlanAdopted, StepDone
+from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, OptimizerSpec
 from oobleck.training.process.callbacks import CallbackRunner
 from tests.control.journals import run_with_a_loss

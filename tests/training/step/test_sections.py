@@ -1,4 +1,4 @@
-"""Sections of a step: what is banked is what one reduction would have summed, whoever is slow, fenced or gone."""
+"""Sections of a step: what is committed is what one reduction would have summed, whoever is slow, fenced or gone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
-from oobleck.control.commit.partial_commit import Bank
+from oobleck.control.commit.partial_commit import PartialCommit
 from oobleck.control.commit.sections import shares_of
 from oobleck.control.commit.worker_effects import Effect, Effects, Outcome, Say, drive
-from oobleck.control.protocol.messages import BankRecord, Fence, Order, PeerFailed
+from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecord
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.comm.groups import GroupKey, GroupTable
@@ -86,11 +86,11 @@ class Worker:
         self.buckets = tuple(Bucket(key=owners[name], parameters=(name,)) for name in self.parameters)
         self.keys = {everyone, *owners.values()}
         self.reducer = reducer(self.buckets, self.parameters, self.groups, self.waiter)
-        self.num_banked = 0
+        self.num_partial = 0
         self.failed: list[PeerFailed] = []
-        self.bank = Bank(self.commit_state, device=worker_id.device)
+        self.partial_commit = PartialCommit(self.commit_state, device=worker_id.device)
         self.sections = SectionSums(
-            self.bank,
+            self.partial_commit,
             self.commit_state,
             self.groups,
             self.waiter,
@@ -98,12 +98,12 @@ class Worker:
             tells=True,
             work=lambda: self.work,
             carry_out=self._drive,
-            on_folded=self._note_banked,
+            on_folded=self._note_partial,
         )
         self.share = shares_of(self.plan)[worker_ids.index(worker_id)]
         self.stops = section_stops(len(self.share), num_sections)
         self.work = StepWork(step=1, samples=range(MICROBATCHES), seed=0, microbatch_size=1, num_items=MICROBATCHES)
-        order = Order(
+        update = PlanUpdate(
             device=0,
             generation=1,
             plan=self.plan,
@@ -112,10 +112,10 @@ class Worker:
             boundary=0,
             num_sections=num_sections,
         )
-        self.commit_state.give_order(order)
-        self.commit_state.take_order()
-        self.commit_state.adopt(order, (0,))
-        self.bank.adopt(order, is_spare=False)
+        self.commit_state.give_update(update)
+        self.commit_state.take_update()
+        self.commit_state.adopt(update, (0,))
+        self.partial_commit.adopt(update, is_spare=False)
         groups = SectionGroups(parameters=self.parameters, reducer=self.reducer, everyone=everyone)
         self.sections.adopt(groups, {})
 
@@ -154,16 +154,16 @@ class Worker:
         self.sections.look()
 
     def settle(self) -> None:
-        self._drive(self.bank.settle())
+        self._drive(self.partial_commit.settle())
 
     def give_back(self) -> None:
-        self._drive(self.bank.give_back())
+        self._drive(self.partial_commit.give_back())
 
-    def catch_up(self, record: BankRecord) -> None:
-        self._drive(self.bank.catch_up(record))
+    def catch_up(self, record: SectionRecord) -> None:
+        self._drive(self.partial_commit.catch_up(record))
 
     def end_step(self) -> None:
-        self.bank.end_step()
+        self.partial_commit.end_step()
         self.sections.end_step()
 
     def _drive(self, effects: Effects) -> None:
@@ -176,8 +176,8 @@ class Worker:
             return None
         return self.sections.carry_out(effect)
 
-    def _note_banked(self) -> None:
-        self.num_banked += 1
+    def _note_partial(self) -> None:
+        self.num_partial += 1
 
 
 class Severed(GradientReducer):
@@ -232,13 +232,13 @@ def test_sections_and_the_rest_sum_to_what_one_reduction_sums(
     """
     workers = workers_of(worker_ids, num_sections=num_sections, whole=True)
     for worker, sums in zip(workers, run_all(workers, seed), strict=True):
-        assert worker.num_banked == num_sections - 1
+        assert worker.num_partial == num_sections - 1
         assert sums.keys() == worker.parameters.keys()
         for name, found in sums.items():
             assert torch.equal(found, expected_sum(name, workers, worker, whole=True))
-        banked = [microbatch for each in workers for microbatch in each.share[: each.stops[-2]]]
-        assert worker.bank.microbatches == tuple(sorted(banked))
-        assert worker.bank.loss == sum(banked)
+        partial = [microbatch for each in workers for microbatch in each.share[: each.stops[-2]]]
+        assert worker.partial_commit.microbatches == tuple(sorted(partial))
+        assert worker.partial_commit.loss == sum(partial)
         assert sorted(worker.work.counts) == sorted(worker.share[worker.stops[-2] :])
 
 
@@ -254,12 +254,12 @@ def test_fractions_agree_within_rounding_and_all_owners_to_the_last_bit() -> Non
     assert torch.equal(found[0]["both"], found[1]["both"])
 
 
-def test_the_next_step_begins_with_nothing_banked() -> None:
+def test_the_next_step_begins_with_nothing_committed() -> None:
     workers = workers_of((A, B), num_sections=3, whole=True)
     run_all(workers, 0)
     for worker in workers:
         worker.end_step()
-        assert (worker.sections.sums, worker.bank.microbatches, worker.bank.loss) == ({}, (), 0.0)
+        assert (worker.sections.sums, worker.partial_commit.microbatches, worker.partial_commit.loss) == ({}, (), 0.0)
         worker.work.losses, worker.work.counts = [], {}
         for parameter in worker.parameters.values():
             parameter.grad = None
@@ -278,10 +278,10 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
     for microbatch in first.share[half:]:
         first.compute(microbatch)
     first.look()  # the other has not begun, and never will
-    assert first.bank.section is not None
+    assert first.partial_commit.section is not None
     first.give_back()
-    assert first.bank.section is None
-    assert first.bank.microbatches == ()
+    assert first.partial_commit.section is None
+    assert first.partial_commit.microbatches == ()
     assert first.work.counts == dict.fromkeys(first.share, 1)
     assert first.work.loss == sum(first.share)
     for name, parameter in first.parameters.items():
@@ -309,18 +309,18 @@ def test_a_section_that_fails_is_told_at_once_and_the_program_goes_on() -> None:
     assert sorted(first.work.counts) == sorted(first.share[:2])
 
 
-def test_nothing_is_banked_after_a_fence_and_the_program_goes_on() -> None:
-    """The pipeline is whole: it finishes its microbatches, and what is not banked stays with it."""
+def test_nothing_is_committed_after_a_fence_and_the_program_goes_on() -> None:
+    """The pipeline is whole: it finishes its microbatches, and what is not committed stays with it."""
     first, other = workers_of((A, B), num_sections=3, whole=True)
     for worker in (first, other):
         worker.compute(worker.share[0])
     first.commit_state.answer(Fence(device=0, generation=2, lost=()))
     first.begin()
-    assert first.bank.section is None
+    assert first.partial_commit.section is None
     assert first.work.counts == {first.share[0]: 1}
     other.begin()
     status = other.commit_state.answer(Fence(device=0, generation=2, lost=()))
-    assert (status.banked, status.bank_reduced) == (None, None)
+    assert (status.partial, status.section_reduced) == (None, None)
     other.look()
     other.begin()  # does not wait for what will never come
     with pytest.raises(Interrupted):
@@ -330,7 +330,7 @@ def test_nothing_is_banked_after_a_fence_and_the_program_goes_on() -> None:
     first.answer_what_was_posted()
 
 
-def test_a_stopped_pipeline_does_not_wait_to_bank() -> None:
+def test_a_stopped_pipeline_does_not_wait_to_commit() -> None:
     first, other = workers_of((A, B), num_sections=3)
     first.compute(first.share[0])
     first.begin()
@@ -340,28 +340,30 @@ def test_a_stopped_pipeline_does_not_wait_to_bank() -> None:
     other.answer_what_was_posted()
 
 
-def test_whoever_holds_the_sums_banks_them_by_order() -> None:
-    """Both have the sums; a fence keeps one from hearing that all have. The other has banked, so it counts."""
+def test_whoever_holds_the_sums_commits_them_by_order() -> None:
+    """Both have the sums; a fence keeps one from hearing that all have. The other has committed, so it counts."""
     first, other = workers_of((A, B), num_sections=2, whole=True)
     for worker in (first, other):
         for microbatch in worker.share[: worker.stops[0]]:
             worker.compute(microbatch)
         worker.begin()
-    wait_for(lambda: (first.look(), first.commit_state.answer(Fence(device=0, generation=0, lost=())))[1].bank_reduced)
+    wait_for(
+        lambda: (first.look(), first.commit_state.answer(Fence(device=0, generation=0, lost=())))[1].section_reduced
+    )
     first.commit_state.answer(Fence(device=0, generation=2, lost=()))
     other.settle()
-    banked = other.commit_state.answer(Fence(device=0, generation=2, lost=())).banked
-    assert isinstance(banked, BankRecord)
+    partial = other.commit_state.answer(Fence(device=0, generation=2, lost=())).partial
+    assert isinstance(partial, SectionRecord)
     first.look()
     assert first.sections.sums == {}
-    first.catch_up(banked)
-    assert first.bank.section is None
-    assert first.bank.microbatches == other.bank.microbatches
-    assert first.bank.loss == other.bank.loss == sum(first.bank.microbatches)
+    first.catch_up(partial)
+    assert first.partial_commit.section is None
+    assert first.partial_commit.microbatches == other.partial_commit.microbatches
+    assert first.partial_commit.loss == other.partial_commit.loss == sum(first.partial_commit.microbatches)
     for name in ("all", "both", "last"):
         assert torch.equal(first.sections.sums[name], other.sections.sums[name])
-    first.catch_up(banked)
-    assert first.num_banked == 1, "once is enough"
+    first.catch_up(partial)
+    assert first.num_partial == 1, "once is enough"
 
 
 def test_a_wait_for_something_else_does_not_hold_up_the_others_section() -> None:
@@ -380,11 +382,11 @@ def test_a_wait_for_something_else_does_not_hold_up_the_others_section() -> None
         waiting = pool.submit(wait_for_message)
         other.settle()
         waiting.result(timeout=60)
-    assert first.num_banked == other.num_banked == 1
+    assert first.num_partial == other.num_partial == 1
     assert not arrived.is_set(), "with nothing to look after, the wait is the caller's own"
 
 
-def test_a_microbatch_that_is_counted_twice_is_not_banked() -> None:
+def test_a_microbatch_that_is_counted_twice_is_not_committed() -> None:
     first, other = workers_of((A, B), num_sections=2)
     for worker in (first, other):
         for microbatch in worker.share[: worker.stops[0]]:
@@ -396,7 +398,7 @@ def test_a_microbatch_that_is_counted_twice_is_not_banked() -> None:
         for settling in [pool.submit(worker.settle) for worker in (first, other)]:
             with pytest.raises(AssertionError, match="section 1 of step 1: microbatches counted"):
                 settling.result(timeout=60)
-    assert first.num_banked == other.num_banked == 0
+    assert first.num_partial == other.num_partial == 0
 
 
 def wait_for(ready: Callable[[], object]) -> None:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal.diagnosis import diagnose
-from oobleck.control.journal.entries import Cause, JobEnded, NodeLost
+from oobleck.control.journal import JobEnded, NodeLost, Unreachable, diagnose
 from oobleck.control.journal.history import history_of, mean_rates, thinned
 from oobleck.control.journal.summary import summarize
 from oobleck.ui.pictures import report_html
@@ -132,7 +131,7 @@ def test_what_comes_from_elsewhere_is_escaped():
         adopted(1.0, 1, plan(("a",), ("b",)), reason=evil),
         committed(2.0, 1),
         committed(3.0, 2),
-        NodeLost(t_s=4.0, node="b", cause=Cause.CONNECTION_LOST, evidence=evil),
+        NodeLost(t_s=4.0, node="b", loss=Unreachable(problem=evil)),
         JobEnded(t_s=5.0, exit_code=1, reason=evil),
     ]
     text = page_of(entries)

@@ -10,8 +10,7 @@ from html import unescape
 
 import pytest
 
-from oobleck.control.journal.diagnosis import diagnose
-from oobleck.control.journal.entries import Cause, NodeLost
+from oobleck.control.journal import NodeLost, Unreachable, diagnose
 from oobleck.control.journal.history import history_of
 from oobleck.control.journal.summary import summarize
 from oobleck.ui.pictures import report_html
@@ -71,7 +70,7 @@ def eventful_run():
         yield committed(4.0 + step, step)
     for index, at in enumerate((50.0, 51.0, 400.0, 3000.0, 3590.0)):
         lost = names[index::5][: 1 + index]
-        yield NodeLost(t_s=at, node=lost[0], cause=Cause.CONNECTION_LOST, evidence="x" * 300)
+        yield NodeLost(t_s=at, node=lost[0], loss=Unreachable(problem="x" * 300))
         yield adopted(at + 0.1, 2 + index, plan(*rows, microbatches=24), reason="borrowed " * 30)
         yield recovered(at + 0.2, 2 + index, *lost, stall_s=123.4)
         yield committed(at + 1.0, 40 + index)

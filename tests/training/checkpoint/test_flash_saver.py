@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -41,17 +43,41 @@ def saved_value(step: int) -> float:
 
 
 def test_a_pause_is_the_time_that_training_itself_waited(tmp_path: Path) -> None:
-    saver, reports = make(tmp_path)
-    layers = {0: {"weight": torch.ones(8 << 20)}}
+    reports: queue.SimpleQueue[SavedLayers] = queue.SimpleQueue()
+    may_go_on = threading.Event()
+
+    def report(saved: SavedLayers) -> None:
+        """Keep the thread that copies from the next save."""
+        reports.put(saved)
+        may_go_on.wait()
+
+    saver = FlashSaver(tmp_path / "memory", STEM, metadata={}, report=report)
+    layers = {0: {"weight": torch.ones(8)}}
     began_s = time.monotonic()
     saver.save(layers, name="beside", step=1, generation=1)
     called_s = time.monotonic() - began_s
     assert reports.get(timeout=30).pause_s <= called_s  # the copy is over before anybody waits for it
     saver.settle()
     began_s = time.monotonic()
-    saver.save(layers, name="at once", step=2, generation=1)
+    saver.save(layers, name="waited for", step=2, generation=1)
+    main = threading.get_ident()
+    releasing = threading.Thread(target=lambda: (until_settling(main), time.sleep(0.1), may_go_on.set()))
+    releasing.start()
     saver.settle()
-    assert reports.get(timeout=30).pause_s <= time.monotonic() - began_s
+    assert 0.1 <= reports.get(timeout=30).pause_s <= time.monotonic() - began_s
+    releasing.join()
+
+
+def until_settling(thread: int) -> None:
+    """Wait until a thread waits in `settle`."""
+    while True:
+        frame, names = sys._current_frames()[thread], []
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        if names[0] == "wait" and "settle" in names:
+            return
+        time.sleep(0.01)
 
 
 def test_settling_without_a_save_waits_for_nothing(tmp_path: Path) -> None:

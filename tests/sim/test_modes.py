@@ -1,4 +1,4 @@
-"""The two gears decide alike, and a run's decisions follow from what the coordinator was told and nothing else."""
+"""The two modes decide alike, and a run's decisions follow from what the coordinator was told and nothing else."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.control.coordinator.coordinator import Coordinator
-from oobleck.control.journal.entries import (
+from oobleck.control.journal import (
     Action,
-    Cause,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -20,6 +19,7 @@ from oobleck.control.journal.entries import (
     NodeLeft,
     NodeLost,
     PlanAdopted,
+    PlanCause,
     RecoveryStarted,
     WorkerDown,
 )
@@ -34,7 +34,7 @@ from tests.sim.test_promises import PLAIN, SHAPES, faulty
 from tests.sim.virtual import STARTED_S, Setting
 
 SPACED_S = 20.0
-"""From one fault to the next: by then every recovery is over, in both gears."""
+"""From one fault to the next: by then every recovery is over, in both modes."""
 
 
 def trace_of(entries: Iterable[JournalEntry]) -> Trace:
@@ -53,7 +53,7 @@ def trace_of(entries: Iterable[JournalEntry]) -> Trace:
             case NodeAdded(t_s=t_s, node=spec):
                 nodes[spec.name] = None
                 events.append(Joined(t_s=t_s, node=spec.name))
-            case RecoveryStarted(t_s=t_s, cause=Cause.DRAINED, nodes=(node,)):
+            case RecoveryStarted(t_s=t_s, cause=PlanCause.DRAINED, nodes=(node,)):
                 events.append(Noticed(t_s=t_s, node=node, grace_s=5.0))  # it may stay: the others may be too few
             case NodeLeft(t_s=t_s, node=node):
                 events.append(Lost(t_s=t_s + 5.0, node=node))
@@ -104,7 +104,7 @@ ONE_MUST_STAY = Trace(
     ),
     seed=st.integers(0, 2**32),
 )
-def test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_gear(trace: Trace, setting: Setting, seed: int):
+def test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_mode(trace: Trace, setting: Setting, seed: int):
     trace = replace(trace, duration_s=STARTED_S + 4 * SPACED_S, source="")
     job = replace(setting.job, control=replace(setting.job.control, rejoin_after_s=0))
     played = run_cluster(trace, job=job, profile=setting.profile, seed=seed)

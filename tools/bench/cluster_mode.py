@@ -1,6 +1,6 @@
-"""How long the cluster gear takes for one virtual hour of a cluster with heartbeats.
+"""How long the cluster mode takes for one virtual hour of a cluster with heartbeats.
 
-    python tools/bench/cluster_gear.py --nodes 16 --hours 1
+    python tools/bench/cluster_mode.py --nodes 16 --hours 1
 
 GPT-2 medium's shape on nodes with one A40 each, one heartbeat a second from each node, and a failure every ten
 minutes, each node coming back five minutes later. Processor seconds of this process, best of `--runs`: the machine

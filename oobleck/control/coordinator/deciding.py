@@ -1,0 +1,149 @@
+"""What to do once all survivors have answered: a plan by which they train on, or what has to come before one.
+
+It decides, and orders nothing. Where a recovery is, is the business of `recovery.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from oobleck.control.commit import Generations, Progress, Verdict, judge, microbatches_redone
+from oobleck.control.events import RunOver
+from oobleck.control.membership import Membership
+from oobleck.control.protocol import Status
+from oobleck.errors import PlanningError, Unrecoverable
+from oobleck.exit_codes import ExitCode
+from oobleck.planner import WorkerId
+
+from .going_back import Choice, GoingBack, Lineage, cannot_go_on
+from .recovery_states import CheckpointWanted, Deciding, WorkersWanted
+from .replanning import Aftermath, Replanning
+
+__all__ = ["Decider", "KeepDraining"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepDraining:
+    """The run cannot go on without nodes that were to leave: keep them, and decide again."""
+
+    nodes: tuple[str, ...]
+
+
+class Decider:
+    """Decides, and asks for what it has to know."""
+
+    def __init__(
+        self,
+        members: Membership,
+        progress: Progress,
+        replanning: Replanning,
+        going_back: GoingBack,
+    ) -> None:
+        self._members = members
+        self._progress = progress
+        self._replanning = replanning
+        self._going_back = going_back
+
+    def forget_answers(self) -> None:
+        """All are fenced again: what workers reported of checkpoints may not be true any more."""
+        self._going_back.forget_answers()
+
+    def ask_for_checkpoints(self, worker_ids: tuple[WorkerId, ...]) -> None:
+        """Ask workers which checkpoints they can read."""
+        self._going_back.ask(worker_ids)
+
+    def ask_again(self, node: str) -> None:
+        """A node is reached again: the question may be lost."""
+        self._going_back.ask_again(node)
+
+    def begin_from(self, name: str) -> None:
+        """What is trained comes from this checkpoint."""
+        self._going_back.begin_from(name)
+
+    def decide(
+        self, deciding: Deciding, generations: Generations, lineage: Lineage, now_s: float
+    ) -> Choice | KeepDraining | WorkersWanted | CheckpointWanted:
+        """Find what is committed, and a plan for those who are left. Raises RunOver where there is no way on."""
+        recovery = deciding.recovery
+        may_wait = bool(self._members.returning) and now_s < recovery.returns_by_s
+        if not recovery.asked:
+            if may_wait:
+                return WorkersWanted()
+            raise self._nobody_left(recovery.control.start_timeout_s)
+        statuses = lineage.since_restored(deciding.statuses)
+        self._take_in(statuses, generations)
+        found = judge(statuses, self._progress.last_record, generations.plans, generations.section_of)
+        verdict = self._confirm(found, statuses, generations)
+        in_force = generations.in_force(verdict)
+        after = Aftermath(
+            verdict=verdict,
+            statuses=statuses,
+            base=generations.plans[in_force],
+            lost=frozenset(self._members.without_part(in_force)),
+            is_from_scratch=lineage.is_from_scratch,
+            is_unexplained=deciding.is_unexplained,
+        )
+        try:
+            decision, finish = self._replanning.choose(after, generations)
+        except (PlanningError, Unrecoverable) as error:
+            draining = tuple(member.spec.name for member in self._members.ready if member.is_draining)
+            if may_wait:
+                return WorkersWanted()  # each of them that is ready begins the recovery again
+            if draining:
+                return KeepDraining(nodes=draining)
+            if isinstance(error, PlanningError):
+                raise RunOver(self._going_back.exit_code, cannot_go_on(recovery.nodes, error)) from error
+            return self._going_back.choose(after.base, error, recovery, lineage, now_s)
+        return Choice(
+            decision=decision,
+            verdict=verdict,
+            finish=finish,
+            steps_lost=max(0, self._progress.last_step - verdict.applied),
+            microbatches_redone=_redone(after, finish, generations),
+        )
+
+    def _take_in(self, statuses: Mapping[WorkerId, Status], generations: Generations) -> None:
+        """Note which steps are committed, by the answers.
+
+        Only now: all that reporters sent before they answered is known, so that no step is noted out of turn.
+        """
+        records = {status.last_record.step: status.last_record for status in statuses.values() if status.last_record}
+        for _, record in sorted(records.items()):
+            self._progress.commit(record)
+        generations.forget_before(min([said.adopted for said in statuses.values() if said.adopted], default=0))
+
+    def _confirm(self, verdict: Verdict, statuses: Mapping[WorkerId, Status], generations: Generations) -> Verdict:
+        """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
+        if verdict.adopted is None:
+            return verdict
+        plan, lost = generations.plans[verdict.adopted], frozenset(self._members.without_part(verdict.adopted))
+        worker_ids = (worker_id for pipeline in plan.pipelines for worker_id in pipeline.worker_ids)
+        members = [statuses[worker_id] for worker_id in worker_ids if worker_id.node not in lost]
+        is_in_force = all(status.adopted == verdict.adopted for status in members)
+        return verdict if is_in_force else replace(verdict, adopted=None)
+
+    def _nobody_left(self, limit_s: float) -> RunOver:
+        exit_code = self._going_back.exit_code
+        if returning := self._members.returning:
+            names = ", ".join(member.spec.name for member in returning)
+            return RunOver(exit_code, f"no worker is left, and none was ready again within {limit_s:g} s: {names}")
+        given_up = [member for member in self._members.all if member.last_words]
+        if not given_up:
+            return RunOver(exit_code, "all nodes are lost")
+        words = "; ".join(f"{member.spec.name}: {member.last_words}" for member in given_up)
+        return RunOver(ExitCode.FAILED, f"all nodes are lost: {words}")
+
+
+def _redone(after: Aftermath, finish: int | None, generations: Generations) -> int:
+    """How many microbatches of the step in flight are run again."""
+    verdict, base = after.verdict, after.base
+    if verdict.adopted is None:
+        return 0
+    return microbatches_redone(
+        base,
+        base.nodes if finish is None else after.lost.intersection(base.nodes),
+        after.statuses,
+        shares=generations.shares(verdict.adopted, verdict.applied + 1),
+        partial=generations.partial(verdict).microbatches,
+    )

@@ -1,0 +1,231 @@
+"""The part of the recovery's machine that asks: from the fence, through the answers, to what they are good for.
+
+`recovery.py` has the table of all transitions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import assert_never
+
+from oobleck.control.commit import cut_off_nodes, stuck_workers
+from oobleck.control.events import Record, Send, SendAll
+from oobleck.control.journal import CutOff, HangExplained, LossCause, PlanCause, RecoveryStarted, Silent
+from oobleck.control.membership import are_most, patience_s
+from oobleck.control.protocol import KillWorker
+from oobleck.planner import WorkerId
+
+from .recovery_states import (
+    Accusing,
+    Adopting,
+    Answered,
+    AwaitingWorkers,
+    Decide,
+    Deciding,
+    Effect,
+    Ended,
+    EndRun,
+    Fencing,
+    GiveUp,
+    LocatingCheckpoint,
+    Overdue,
+    Preparing,
+    Recovery,
+    RecoveryBegun,
+    RecoveryEnded,
+    Settling,
+    State,
+    Step,
+    Suspecting,
+    TimePassed,
+    Training,
+)
+
+__all__ = ["answered", "begin", "decide", "end_again", "judge", "left", "overdue"]
+
+_MAX_REGROUPS = 3
+"""Regroupings without a loss and without a committed step between them, before the run is given up."""
+
+
+def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
+    closed: tuple[Effect, ...] = ()
+    match state:
+        case Preparing() | Ended():
+            return state, ()
+        case Suspecting():
+            return begin(state.training, begun, now_s)
+        case Training():
+            recovery = _recovery(begun, now_s)
+        case Adopting():
+            recovery = _recovery(begun, now_s)
+            closed = (RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by="the next one began before"),)
+        case Fencing() | Overdue() | Settling() | Accusing() | Deciding() | AwaitingWorkers() | LocatingCheckpoint():
+            recovery = _again(state.recovery, _recovery(begun, now_s))
+        case _:
+            assert_never(state)
+    started = Record(
+        entry=RecoveryStarted(
+            t_s=now_s, generation=recovery.generation, nodes=recovery.nodes, cause=recovery.cause, loss=recovery.loss
+        )
+    )
+    fencing = Fencing(
+        recovery=recovery,
+        awaited=frozenset(begun.asked),
+        statuses={},
+        until_s=max(now_s, begun.heard_s) + begun.control.lease_s,
+    )
+    if begun.num_regroups > _MAX_REGROUPS:
+        return fencing, (*closed, started, EndRun(reason=f"no step was committed through {_MAX_REGROUPS} regroupings"))
+    if not begun.asked:
+        deciding, effects = decide(fencing)
+        return deciding, (*closed, started, *effects)
+    return fencing, (*closed, started, SendAll(worker_ids=begun.asked, message=recovery.fence))
+
+
+def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
+    explains = begun.cause is PlanCause.HANG or (begun.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
+    return Recovery(
+        began_s=now_s,
+        detect_s=begun.detect_s,
+        cause=begun.cause,
+        loss=begun.loss,
+        nodes=tuple(dict.fromkeys(begun.nodes)),
+        control=begun.control,
+        fence=begun.fence if explains else replace(begun.fence, probe_addresses=()),
+        fenced_s=now_s,
+        asked=begun.asked,
+        explains=explains,
+    )
+
+
+def _again(known: Recovery, begun: Recovery) -> Recovery:
+    """A loss during a recovery belongs to it. A cut network is what the hang came from, by which it was noticed."""
+    cause, loss = (begun if begun.loss is LossCause.CUT_OFF else known).why
+    return replace(
+        begun,
+        began_s=known.began_s,
+        detect_s=known.detect_s,
+        cause=cause,
+        loss=loss,
+        nodes=tuple(dict.fromkeys((*known.nodes, *begun.nodes))),
+        returns_by_s=known.returns_by_s,
+    )
+
+
+def answered(state: State, answer: Answered, now_s: float) -> Step:
+    if not isinstance(state, Fencing | Overdue | Settling) or answer.status.generation != state.recovery.generation:
+        return state, ()  # of an older fence, or a second time: what it said first is still true
+    statuses = {**state.statuses, **dict.fromkeys(answer.worker_ids, answer.status)}
+    match state:
+        case Fencing():
+            awaiting = replace(state, awaited=state.awaited.difference(answer.worker_ids), statuses=statuses)
+            return (awaiting, ()) if awaiting.awaited else _complete(awaiting, now_s)
+        case Overdue():
+            until_s = now_s + state.recovery.control.lease_s  # the others are about to answer, too
+            late = replace(
+                state, awaited=state.awaited.difference(answer.worker_ids), statuses=statuses, until_s=until_s
+            )
+            return (late, ()) if late.awaited else _complete(late, now_s)
+        case Settling():
+            return _complete(replace(state, statuses=statuses), now_s)
+        case _:
+            assert_never(state)
+
+
+def _complete(state: Fencing | Overdue | Settling, now_s: float) -> Step:
+    """All have answered that are asked."""
+    recovery = state.recovery
+    if not recovery.asked:
+        return decide(state)
+    if now_s >= recovery.settles_s:
+        return judge(state, now_s)
+    if isinstance(state, Settling):
+        return state, ()
+    return Settling(recovery=recovery, statuses=state.statuses, until_s=recovery.settles_s), ()
+
+
+def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
+    """Decide; but where nobody is gone and nothing moves, first find out whom the others wait for, or do not reach."""
+    recovery = state.recovery
+    if not recovery.explains:
+        return decide(state)
+    statuses = {worker_id: state.statuses[worker_id] for worker_id in recovery.asked}
+    cut_off = cut_off_nodes(statuses)
+    stuck = () if cut_off else stuck_workers(statuses)
+    explained = Record(
+        entry=HangExplained(
+            t_s=now_s,
+            generation=recovery.generation,
+            cut_off=cut_off,
+            stuck=stuck,
+            stacks=tuple((worker_id, status.stack) for worker_id, status in sorted(statuses.items()) if status.stack),
+        )
+    )
+    if not cut_off and not stuck:
+        deciding, effects = decide(state, is_unexplained=True)
+        return deciding, (explained, *effects)
+    until_s = now_s + recovery.control.lease_s
+    accusing = Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
+    if stuck:
+        return accusing, (explained, *end_again(stuck))
+    return accusing, (explained, GiveUp(nodes=cut_off, loss=CutOff()))
+
+
+def end_again(stuck: tuple[WorkerId, ...]) -> tuple[Effect, ...]:
+    """A worker that ends is started again in its place."""
+    return tuple(Send(node=worker_id.node, message=KillWorker(device=worker_id.device)) for worker_id in stuck)
+
+
+def overdue(state: Overdue, passed: TimePassed, now_s: float) -> Step:
+    """Workers answer at once, whatever they compute: one that does not is frozen, if its agent is not.
+
+    But where most do not answer, whatever holds them up may be one and the same, and pass.
+    """
+    recovery, control = state.recovery, state.recovery.control
+    silent = tuple(sorted({worker_id.node for worker_id in state.awaited}))
+    num_asked = len({worker_id.node for worker_id in recovery.asked})
+    limit_s = patience_s(
+        lease_s=control.lease_s,
+        orphan_timeout_s=control.orphan_timeout_s,
+        has_others=len(silent) < num_asked,
+    )
+    has_time = are_most(len(silent), num_asked) and now_s < recovery.fenced_s + limit_s
+    if passed.is_suspicious or has_time:
+        return replace(state, until_s=now_s + control.lease_s), ()
+    return state, (GiveUp(nodes=silent, loss=Silent(silent_s=now_s - recovery.fenced_s, is_worker=True)),)
+
+
+def left(state: State, node: str, now_s: float) -> Step:
+    match state:
+        case Preparing() | Training() | Adopting() | Suspecting() | Deciding() | Ended():
+            return state, ()
+        case Fencing() | Overdue():
+            rest = replace(
+                state,
+                recovery=_without(state.recovery, node),
+                awaited=frozenset(worker_id for worker_id in state.awaited if worker_id.node != node),
+            )
+            return (rest, ()) if rest.awaited else _complete(rest, now_s)
+        case Settling():
+            return _complete(replace(state, recovery=_without(state.recovery, node)), now_s)
+        case Accusing() | AwaitingWorkers() | LocatingCheckpoint():
+            return decide(replace(state, recovery=_without(state.recovery, node)))
+        case _:
+            assert_never(state)
+
+
+def _without(recovery: Recovery, node: str) -> Recovery:
+    return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node != node))
+
+
+def decide(
+    state: Fencing | Overdue | Settling | Accusing | AwaitingWorkers | LocatingCheckpoint,
+    *,
+    is_unexplained: bool = False,
+) -> Step:
+    if isinstance(state, AwaitingWorkers | LocatingCheckpoint):
+        is_unexplained = state.is_unexplained
+    recovery = state.recovery
+    statuses = {worker_id: state.statuses[worker_id] for worker_id in recovery.asked}
+    deciding = Deciding(recovery=recovery, statuses=statuses, is_unexplained=is_unexplained)
+    return deciding, (Decide(deciding=deciding),)

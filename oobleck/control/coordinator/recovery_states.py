@@ -1,0 +1,417 @@
+"""The values of the recovery's state machine: its states, what it is given, and what it asks for.
+
+`recovery.py` has the transitions, and the one function that makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from oobleck.control.events import Record, Send, SendAll
+from oobleck.control.journal import Action, Loss, LossCause, PlanCause
+from oobleck.control.protocol import Fence, Resumed, Status
+from oobleck.job import ControlSpec
+from oobleck.planner import WorkerId
+
+__all__ = [
+    "Accusing",
+    "Adopting",
+    "Answered",
+    "AwaitingWorkers",
+    "CheckpointReported",
+    "CheckpointWanted",
+    "Decide",
+    "Deciding",
+    "Effect",
+    "EndRun",
+    "Ended",
+    "FailureSuspected",
+    "Fencing",
+    "GiveUp",
+    "HeldUp",
+    "Input",
+    "LocatingCheckpoint",
+    "NodeGone",
+    "NodeLeft",
+    "NodeReached",
+    "Overdue",
+    "PlanInForce",
+    "PlanOrdered",
+    "Preparing",
+    "Recovery",
+    "RecoveryBegun",
+    "RecoveryEnded",
+    "Regroup",
+    "RunEnded",
+    "Settling",
+    "State",
+    "Step",
+    "Suspecting",
+    "TimePassed",
+    "Training",
+    "TrainingBegun",
+    "WorkersResumed",
+    "WorkersWanted",
+]
+
+_SETTLE_S = 0.01
+"""Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What a recovery is about. It is carried from state to state until the recovery is over.
+
+    What comes before its orders belongs to it, however often all are fenced again: `fence`, `fenced_s`, `asked` and
+    what follows are those of the newest fence.
+    """
+
+    began_s: float
+    detect_s: float
+    cause: PlanCause
+    loss: LossCause | None
+    """Of the nodes that were lost first; None where none was."""
+    nodes: tuple[str, ...]
+    control: ControlSpec
+    fence: Fence
+    fenced_s: float
+    asked: tuple[WorkerId, ...]
+    """Who is to answer, in the order of the nodes."""
+    explains: bool
+    """Nobody knows why nothing moves: all are asked what they wait for."""
+    found_by_s: float = math.inf
+    """Until then checkpoints are looked for; infinity before anybody is asked."""
+    returns_by_s: float = math.inf
+    """Until then workers that are started again are waited for. No later fence extends it."""
+
+    @property
+    def generation(self) -> int:
+        return self.fence.generation
+
+    @property
+    def why(self) -> tuple[PlanCause, LossCause | None]:
+        return self.cause, self.loss
+
+    @property
+    def settles_s(self) -> float:
+        """Until then answers may be complete and are waited with: losses that belong together come together."""
+        return self.fenced_s + _SETTLE_S
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparing:
+    """No plan is ordered yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """All train by the newest plan."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopting:
+    """A plan is ordered; some have still to compute under it. It is trained meanwhile."""
+
+    recovery: Recovery
+    ordered: PlanOrdered
+    ordered_s: float
+    awaited: frozenset[WorkerId]
+    resumed: Mapping[WorkerId, Resumed] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        return self.recovery.generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspecting:
+    """A survivor met a failure. Its cause is usually seen within milliseconds."""
+
+    training: Training | Adopting
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fencing:
+    """All are asked where they stand."""
+
+    recovery: Recovery
+    awaited: frozenset[WorkerId]
+    statuses: Mapping[WorkerId, Status]
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overdue:
+    """The time for answers is over. Some may wait unread, or the question may be unheard."""
+
+    recovery: Recovery
+    awaited: frozenset[WorkerId]
+    statuses: Mapping[WorkerId, Status]
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settling:
+    """All have answered. Another loss of the same moment may be on its way."""
+
+    recovery: Recovery
+    statuses: Mapping[WorkerId, Status]
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accusing:
+    """The answers name somebody who holds all up: a node that is given up, or workers that are ended."""
+
+    recovery: Recovery
+    statuses: Mapping[WorkerId, Status]
+    stuck: tuple[WorkerId, ...]
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deciding:
+    """What to do is being decided. It is left within the event that led to it."""
+
+    recovery: Recovery
+    statuses: Mapping[WorkerId, Status]
+    is_unexplained: bool = False
+    """Nobody could tell what they wait for: the groups themselves are not to be trusted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitingWorkers:
+    """Those who are here cannot go on without workers that are being started again."""
+
+    recovery: Recovery
+    statuses: Mapping[WorkerId, Status]
+    is_unexplained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocatingCheckpoint:
+    """A layer has no living copy: workers are asked which checkpoints they can read."""
+
+    recovery: Recovery
+    statuses: Mapping[WorkerId, Status]
+    is_unexplained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The run is over."""
+
+
+State = (
+    Preparing
+    | Training
+    | Adopting
+    | Suspecting
+    | Fencing
+    | Overdue
+    | Settling
+    | Accusing
+    | Deciding
+    | AwaitingWorkers
+    | LocatingCheckpoint
+    | Ended
+)
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBegun:
+    """The first plan is ordered, or was by an earlier master."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryBegun:
+    """Another plan is needed, under a new generation: a loss, or whatever else `cause` says."""
+
+    nodes: tuple[str, ...]
+    cause: PlanCause
+    loss: LossCause | None
+    detect_s: float
+    control: ControlSpec
+    fence: Fence
+    """With the address of every doorbell, whether or not they are to be asked for."""
+    asked: tuple[WorkerId, ...]
+    heard_s: float
+    """When something was last heard of any of them. A master that takes over has to reach them first."""
+    num_regroups: int
+    """How often all regrouped since the newest committed step because nothing moved, this time included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """Workers answer a fence."""
+
+    worker_ids: tuple[WorkerId, ...]
+    status: Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureSuspected:
+    """A collective failed under a survivor."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOrdered:
+    """It is decided: all have their orders."""
+
+    awaited: frozenset[WorkerId]
+    """The workers of the plan."""
+    action: Action
+    layers_moved: int
+    microbatches_redone: int
+    steps_lost: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersWanted:
+    """It is decided: nothing can be done before more workers are ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWanted:
+    """It is decided: only a checkpoint can help, and workers are asked which ones there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointReported:
+    """A worker reports which checkpoints it can read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersResumed:
+    """Workers compute under a plan."""
+
+    worker_ids: tuple[WorkerId, ...]
+    message: Resumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReached:
+    """A node could not be spoken to, and is reached again: what was sent to it last may be lost."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGone:
+    """A node without a part in the plan is given up. Its workers may be waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeft:
+    """A drained node is gone. A master that took over since may have asked it where it stands."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """It is later than before; most important where the state's deadline is over."""
+
+    is_suspicious: bool
+    """Most nodes are silent: it may be this master that hears nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldUp:
+    """This master itself was stopped for a while: what was said meanwhile waits to be read until `until_s`."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded:
+    """Nothing is left to do, or there is no way on."""
+
+
+Input = (
+    TrainingBegun
+    | RecoveryBegun
+    | Answered
+    | FailureSuspected
+    | PlanOrdered
+    | WorkersWanted
+    | CheckpointWanted
+    | CheckpointReported
+    | WorkersResumed
+    | NodeReached
+    | NodeGone
+    | NodeLeft
+    | TimePassed
+    | HeldUp
+    | RunEnded
+)
+
+
+# --- effects ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """Begin a recovery that no loss has asked for."""
+
+    cause: PlanCause
+    detect_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decide:
+    """Decide what to do, and answer with PlanOrdered, WorkersWanted or CheckpointWanted, or end the run."""
+
+    deciding: Deciding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """Give nodes up. Each begins the recovery again."""
+
+    nodes: tuple[str, ...]
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryEnded:
+    """Account for a recovery that is over, or that `overtaken_by` something never will be."""
+
+    recovery: Recovery
+    adopting: Adopting | None
+    """None where it got no orders."""
+    overtaken_by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInForce:
+    """All compute under the newest plan: what only the one before needed can go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRun:
+    """End the run as failed."""
+
+    reason: str
+
+
+Effect = Record | Send | SendAll | Regroup | Decide | GiveUp | RecoveryEnded | PlanInForce | EndRun
+"""Journal entries and messages are the coordinator's own commands; the others concern its parts."""
+
+Step = tuple[State, tuple[Effect, ...]]
+"""The next state, and what is to be done, in that order."""

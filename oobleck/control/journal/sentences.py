@@ -1,0 +1,362 @@
+"""Every journal entry, and every value in one that says what happened, as a sentence for people.
+
+Nothing reads these sentences but people: what a decision needs is a field. `incident_sentences` says incidents.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from oobleck.control.protocol import Exited, Killed, NotStarted, Raised, ServerEnd, Unseen, WorkerEnd
+
+from .entries import JournalEntry
+from .losses import (
+    AgentLeft,
+    AgentLost,
+    ConnectionLost,
+    CutOff,
+    Loss,
+    Misfit,
+    NotReading,
+    NoWorkerStarts,
+    ProtocolBroken,
+    Silent,
+    Unfit,
+    Unreachable,
+    WorkerEnded,
+)
+from .node_entries import (
+    ForkServerDown,
+    NodeAdded,
+    NodeConnected,
+    NodeLeft,
+    NodeLost,
+    NodeUnfit,
+    PaceChanged,
+    TerminationNoticed,
+    WorkerDown,
+    WorkerUp,
+)
+from .plan_entries import HangExplained, LayersArriving, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
+from .run_entries import (
+    JobEnded,
+    JobStarted,
+    JournalGap,
+    MasterResumed,
+    Notice,
+    ProfileKnown,
+    ScalingDecided,
+    WorkerError,
+)
+from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
+from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
+
+__all__ = ["end_text", "error_text", "fork_server_text", "given_up_text", "loss_text", "sentence", "server_end_text"]
+
+
+def sentence(entry: JournalEntry) -> str:
+    """An entry as one plain sentence, without its time."""
+    match entry:
+        case JobStarted() | MasterResumed() | ProfileKnown() | ScalingDecided() | JournalGap() | Notice() | JobEnded():
+            return _of_the_run(entry)
+        case (
+            NodeConnected()
+            | WorkerUp()
+            | WorkerDown()
+            | NodeLost()
+            | NodeUnfit()
+            | TerminationNoticed()
+            | ForkServerDown()
+            | NodeLeft()
+            | NodeAdded()
+            | PaceChanged()
+        ):
+            return _of_a_node(entry)
+        case PlanAdopted() | HangExplained() | RecoveryStarted() | LayersArriving() | RecoveryDone():
+            return _of_a_plan(entry)
+        case StepDone() | StepsDone() | Evaluated() | ReplicasDiffer():
+            return _of_a_step(entry)
+        case CheckpointSaved() | SaveFailed() | ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
+            return _of_the_state(entry)
+        case _:
+            assert_never(entry)
+
+
+# --- how processes end, and nodes are lost -----------------------------------------------------------------------
+
+
+def end_text(end: WorkerEnd) -> str:
+    """How a worker ended: `killed by signal 9`."""
+    match end:
+        case Killed(signal=signal):
+            return f"killed by signal {signal}"
+        case Exited(exit_code=code):
+            return f"exit code {code}"
+        case Raised(message=message):
+            return message
+        case Unseen():
+            return "nobody saw how: its fork server had ended before it"
+        case _:
+            assert_never(end)
+
+
+def server_end_text(end: ServerEnd) -> str:
+    """How a fork server ended: `exit code 1`."""
+    match end:
+        case Killed() | Exited():
+            return end_text(end)
+        case Unseen():
+            return "its connection was lost"
+        case NotStarted(problem=problem):
+            return f"it cannot be started: {problem}"
+        case _:
+            assert_never(end)
+
+
+def fork_server_text(entry: ForkServerDown) -> str:
+    """How a node's fork server ended, and whether there is another one."""
+    again = "it is started again" if entry.is_restarted else "it is not started again, for it has ended too often"
+    return f"{server_end_text(entry.end)}; {again}"
+
+
+def loss_text(loss: Loss) -> str:
+    """Why a node was lost: `not heard of for 3.1 s`."""
+    match loss:
+        case ConnectionLost():
+            return "its connection was lost"
+        case AgentLost(had_no_master=had_no_master):
+            return "its agent was lost while there was no master" if had_no_master else "its agent is gone"
+        case NotReading(num_unread=count):
+            return f"took none of {count} messages"
+        case ProtocolBroken(problem=problem):
+            return f"broke the protocol: {problem}"
+        case Silent(silent_s=silent_s, is_worker=is_worker):
+            return f"{'its worker did not answer' if is_worker else 'not heard of'} for {silent_s:.1f} s"
+        case WorkerEnded(pid=pid, end=end):
+            return end_text(end) if loss.is_users else f"worker process {pid} ended: {end_text(end)}"
+        case NoWorkerStarts(problem=problem):
+            return f"no worker can be started: {problem}"
+        case AgentLeft(reason=reason):
+            return f"its agent stopped: {reason}"
+        case CutOff():
+            return "it reaches the master, and its peers do not reach it"
+        case Unreachable(problem=problem) | Misfit(problem=problem):
+            return problem
+        case Unfit(fault=fault):
+            return f"faulty: {fault}"
+        case _:
+            assert_never(loss)
+
+
+def given_up_text(end: WorkerEnd, *, num_restarts: int) -> str:
+    """Why a node's workers are not started again."""
+    return f"its worker was started again {num_restarts} times, and ended again: {end_text(end)}"
+
+
+def error_text(error: WorkerError) -> str:
+    """The exception that ended a run, with all that is known of it."""
+    return f"an error ended the workers; {error.worker_id} said:\n{error.end.traceback or error.end.message}"
+
+
+# --- entries -----------------------------------------------------------------------------------------------------
+
+
+def _of_the_run(
+    entry: JobStarted | MasterResumed | ProfileKnown | ScalingDecided | JournalGap | Notice | JobEnded,
+) -> str:
+    match entry:
+        case JobStarted():
+            return f"job {entry.job.tag} starts on {len(entry.nodes)} nodes"
+        case MasterResumed():
+            return f"a new master takes over; the one before was last heard {entry.away_s:.1f} s ago"
+        case ProfileKnown():
+            return "the model's profile is known"
+        case ScalingDecided():
+            train = f"{entry.num_nodes} of {entry.num_available} nodes are to train"
+            return f"{train} ({entry.policy}): {entry.reason}"
+        case JournalGap():
+            return _gap(entry)
+        case Notice():
+            return entry.text
+        case JobEnded():
+            return entry.reason
+        case _:
+            assert_never(entry)
+
+
+def _gap(entry: JournalGap) -> str:
+    since = f"the journal could not be written from {entry.since_s:.1f} s on: {entry.problem}"
+    if entry.until_s is None:
+        return f"{since}; what happened since is not in it yet"
+    lost = f"{entry.num_lost} entries are missing" if entry.num_lost else "nothing is missing"
+    return f"{since}; since {entry.until_s:.1f} s it is: {entry.num_late} entries came late, {lost}"
+
+
+def _of_a_node(
+    entry: NodeConnected
+    | WorkerUp
+    | WorkerDown
+    | NodeLost
+    | NodeUnfit
+    | TerminationNoticed
+    | ForkServerDown
+    | NodeLeft
+    | NodeAdded
+    | PaceChanged,
+) -> str:
+    match entry:
+        case NodeConnected():
+            return f"{entry.node} connected (agent process {entry.agent_pid})"
+        case WorkerUp():
+            return f"{entry.node} device {entry.device} is ready (worker process {entry.pid})"
+        case WorkerDown(also=()):
+            return f"the worker of {entry.node} ended ({end_text(entry.end)}); it is started again"
+        case WorkerDown():
+            return f"a worker of {entry.node} ended ({end_text(entry.end)}); the node's workers are started again"
+        case NodeLost():
+            return f"{entry.node} lost: {loss_text(entry.loss)}"
+        case NodeUnfit(is_tried_again=True):
+            return f"{entry.node}: it is not taken in again: {entry.fault}"
+        case NodeUnfit():
+            way_back = f"once it is repaired, `oobleck add {entry.node}` lets it in"
+            return f"{entry.node} is faulty and left out: {entry.fault}; {way_back}"
+        case TerminationNoticed():
+            return f"{entry.node} is to be terminated: {entry.reason}"
+        case ForkServerDown():
+            return f"{entry.node}'s fork server ended: {fork_server_text(entry)}"
+        case NodeLeft():
+            return f"{entry.node} has left"
+        case NodeAdded():
+            return f"{entry.node.name} is added"
+        case PaceChanged():
+            slow = f"{entry.factor:.1f} times the usual time"
+            return f"{entry.node} takes {slow if entry.factor > 1 else 'the usual time again'}"
+        case _:
+            assert_never(entry)
+
+
+def _of_a_plan(entry: PlanAdopted | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone) -> str:
+    match entry:
+        case PlanAdopted():
+            return f"generation {entry.generation}: {entry.reason}"
+        case HangExplained(cut_off=(), stuck=()):
+            return "nobody can tell who holds the others up"
+        case HangExplained(cut_off=()):
+            return f"all wait for {', '.join(map(str, entry.stuck))}"
+        case HangExplained():
+            return f"the network between {', '.join(entry.cut_off)} and their peers is cut"
+        case RecoveryStarted():
+            return _recovering(entry.cause, ", ".join(entry.nodes))
+        case LayersArriving():
+            share = entry.received_bytes / entry.all_bytes
+            return f"{entry.node} has received {share:.0%} of the {entry.all_bytes / 1e9:.2f} GB that it needs"
+        case RecoveryDone():
+            return _recovered(entry)
+        case _:
+            assert_never(entry)
+
+
+def _recovering(cause: PlanCause, names: str) -> str:
+    match cause:
+        case PlanCause.JOINED:
+            return f"taking in {names}"
+        case PlanCause.DRAINED:
+            return f"letting {names} go"
+        case PlanCause.SCALED:
+            return f"going on with more nodes, or fewer: {names}"
+        case PlanCause.SLOW:
+            return f"planning anew for the pace of {names}"
+        case PlanCause.RETRIED:
+            return f"trying again whether {names} is slow"
+        case PlanCause.CORRUPTION:
+            return f"making the layers of {names} equal to their other copies"
+        case (
+            PlanCause.LOSS
+            | PlanCause.PEER_FAILED
+            | PlanCause.HANG
+            | PlanCause.MASTER_LOST
+            | PlanCause.CHECKPOINT_BROKEN
+            | PlanCause.DATA_UNREADABLE
+        ):
+            return f"recovering from the loss of {names}" if names else "regrouping; no node is lost"
+        case _:
+            assert_never(cause)
+
+
+def _recovered(entry: RecoveryDone) -> str:
+    names = ", ".join(entry.nodes)
+    what = f"{names} {_happened(entry.cause)}" if names else "regrouped"
+    if entry.unfinished:
+        return f"{what}; this recovery was not completed: {entry.unfinished}"
+    copied = f"{entry.layers_moved} layers copied" if entry.layers_moved else "nothing copied"
+    lost = "no step lost" if not entry.steps_lost else f"{entry.steps_lost} steps lost"
+    return f"{what}; {entry.action.value}; {copied} in {entry.transfer_s:.2f} s; {lost}"
+
+
+def _happened(cause: PlanCause) -> str:
+    """What has happened to the nodes of a recovery."""
+    match cause:
+        case PlanCause.JOINED:
+            return "taken in"
+        case PlanCause.DRAINED:
+            return "drained"
+        case PlanCause.SLOW:
+            return "planned for"
+        case PlanCause.SCALED:
+            return "set aside or taken back"
+        case PlanCause.RETRIED:
+            return "tried again"
+        case PlanCause.CORRUPTION:
+            return "repaired"
+        case (
+            PlanCause.LOSS
+            | PlanCause.PEER_FAILED
+            | PlanCause.HANG
+            | PlanCause.MASTER_LOST
+            | PlanCause.CHECKPOINT_BROKEN
+            | PlanCause.DATA_UNREADABLE
+        ):
+            return "lost"
+        case _:
+            assert_never(cause)
+
+
+def _of_a_step(entry: StepDone | StepsDone | Evaluated | ReplicasDiffer) -> str:
+    match entry:
+        case StepDone(record=record):
+            return f"step {record.step} committed: loss {record.loss:.4f}"
+        case StepsDone(record=record):
+            return f"steps {entry.first_step} to {record.step} committed, {record.duration_s:.3f} s each"
+        case Evaluated():
+            return f"evaluation after step {entry.step}: loss {entry.loss:.4f} ({entry.num_samples} samples)"
+        case ReplicasDiffer():
+            odd, trusted = (", ".join(map(str, worker_ids)) for worker_ids in (entry.odd, entry.trusted))
+            text = f"after step {entry.step} layer {entry.layer} on {odd} differs from that on {trusted}"
+            if entry.is_sure:
+                return f"{text}; {odd} computed or kept it wrongly, and takes it from the others"
+            return f"{text}; nobody can tell which is right: {odd} takes it from the others; check all of these nodes"
+        case _:
+            assert_never(entry)
+
+
+def _of_the_state(
+    entry: CheckpointSaved | SaveFailed | ShardsKnown | DataPlaced | RecordsDealt | ShardQuarantined,
+) -> str:
+    match entry:
+        case CheckpointSaved():
+            what = f"checkpoint of step {entry.step}: {entry.size_bytes / 2**20:.1f} MiB"
+            return f"{what}; training waited {entry.pause_s:.3f} s, the disk took {entry.duration_s:.1f} s"
+        case SaveFailed():
+            what = f"step {entry.step} is not saved" if entry.step else "a save has failed"
+            newest = f"the newest checkpoint is that of step {entry.newest_step}"
+            return f"{what}: {entry.reason}; {'there is none' if entry.newest_step is None else newest}"
+        case ShardsKnown():
+            return f"the data is in {len(entry.names)} shards"
+        case DataPlaced():
+            return f"the data goes on at record {entry.position.records}"
+        case RecordsDealt():
+            return f"step {entry.records.step} takes {entry.records.num_records} records"
+        case ShardQuarantined():
+            return f"{entry.shard} is in quarantine, and the data not complete without it: {entry.problem}"
+        case _:
+            assert_never(entry)

@@ -1,0 +1,74 @@
+"""How processes end, as values: what a signal, an exit code or an exception says, and nothing that must be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["ErrorKind", "Exited", "Killed", "NotStarted", "ProcessEnd", "Raised", "ServerEnd", "Unseen", "WorkerEnd"]
+
+
+class ErrorKind(StrEnum):
+    """What an exception that ended a worker was about. The worker says it, for it holds the exception."""
+
+    CODE = "code"
+    """Anything that the training code, the model or the data pipeline raises."""
+    MEMORY = "memory"
+    """No memory was left, on the device or in the machine."""
+    PEER = "peer"
+    """A collective or a transfer failed: most likely another worker is gone."""
+    DATA = "data"
+    """The data cannot be used as it is: the user must change it, or name another."""
+    JOB = "job"
+    """The job cannot be run as it is: the user must change it."""
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the message says what the user must change."""
+        return self in (ErrorKind.DATA, ErrorKind.JOB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """A signal ended it."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """It ended by itself."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """It is gone, and nobody saw how: the process that would have been told had ended before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """A Python exception ended it."""
+
+    kind: ErrorKind
+    message: str
+    """What the user must change, if it is the user's to change; else the last line of the traceback."""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotStarted:
+    """It could not even be started."""
+
+    problem: str
+
+
+ProcessEnd = Killed | Exited | Unseen
+"""What the operating system says of an end."""
+
+WorkerEnd = Killed | Exited | Unseen | Raised
+"""How a worker ended. An exception that it reported says more than the exit code that followed."""
+
+ServerEnd = Killed | Exited | Unseen | NotStarted
+"""How the process that forks workers ended."""

@@ -1,0 +1,231 @@
+"""What the master says, to agents and through them to workers, and what an agent says to a worker that it starts.
+
+Generations are strictly increasing; whoever receives an order of an old generation drops it. Steps count from 1:
+`applied == k` means that k optimizer steps were applied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
+from oobleck.schedule import ScheduleKind
+
+from .agent_messages import Heartbeat
+from .bases import ForWorker
+from .checkpoint_messages import (
+    CommitCheckpoint,
+    FindCheckpoints,
+    PersistState,
+    RemoveUnfinished,
+    Restore,
+    SaveState,
+    StoragePaths,
+)
+from .records import NOTHING, CommitRecord, PartialStep, ProbeAddress, SectionRecord, Segment
+from .shard_messages import RecordsOver, ScanRequest, StepRecords
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Configure",
+    "Fence",
+    "FinishStep",
+    "Greeting",
+    "KillWorker",
+    "MasterMessage",
+    "PlanUpdate",
+    "ProfileRequest",
+    "SetUpWorker",
+    "StartWorker",
+    "StopAgent",
+    "StoreKeys",
+    "WorkerBound",
+    "WorkerCommand",
+]
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """The first frame on a connection, from the master.
+
+    The master speaks first because an SSH server may lose what a socket's owner says before its client has said
+    anything (asyncssh's forwarder does).
+    """
+
+    protocol: int
+    tag: str
+    """The job's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configure:
+    """The master's answer to the hello."""
+
+    protocol: int
+    oobleck_version: str
+    job: JobSpec
+    node: str
+    devices: tuple[int, ...]
+    address: str
+    """Where the node's peers reach it: an address, a host name, or a network interface there."""
+    torch_threads: int
+    """Threads that each worker of this node computes with."""
+    device_memory_bytes: int
+    """What one worker of this node may use of the machine's memory."""
+    num_sharing: int = 1
+    """How many workers compute on the same device: more than one where nodes share it."""
+    run: str
+    """Tells this run from others of its tag: see `manifest.run_digest`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorker:
+    """Have a worker on a device: start one, unless it is there already."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWorker:
+    """End a worker that is stuck; its exit is reported as any other."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAgent:
+    """End the workers, then yourself."""
+
+    reason: str
+    is_dismissal: bool = False
+    """The node is drained: the run continues without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest(ForWorker):
+    """Measure the model's layers on this device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence(ForWorker):
+    """From now on commit nothing of an older generation; answer with a status.
+
+    Workers of pipelines with a lost node stop what they do; the others finish their microbatches, and
+    nobody waits for a reduction any more.
+    """
+
+    generation: int
+    lost: tuple[str, ...]
+    """Nodes lost since the newest plan."""
+    probe_addresses: tuple[ProbeAddress, ...] = ()
+    """When given, nobody knows why no step is committed: tell what you wait for, and which of these do not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanUpdate(ForWorker):
+    """Resolve what is in flight; then adopt the plan and train on.
+
+    Resolving takes two moves, either of which may be nothing to do: `catch_up` or `catch_up_section`, then `finish`.
+    """
+
+    generation: int
+    catch_up: CommitRecord | None = None
+    """A step that some survivor has applied: whoever has not applies it too, from its reduced gradients."""
+    catch_up_section: SectionRecord | None = None
+    """A section that some survivor has committed: whoever has not commits it too, from its reduced gradients."""
+    finish: int | None = None
+    """The step to finish under the old plan: the whole pipelines complete it and the segments, all survivors
+    reduce, commit and apply it. None: what is in flight and not committed is forgotten, to be run again."""
+    segments: tuple[Segment, ...] = ()
+    """All extra segments of the step to finish so far."""
+    lost: tuple[str, ...] = ()
+    """Nodes of the old plan that take no part any more."""
+    plan: ExecutionPlan
+    pipeline_generations: tuple[int, ...]
+    """For each pipeline of the plan, the generation in which the group that links its stages is formed."""
+    schedules: tuple[ScheduleKind, ...]
+    """For each pipeline of the plan, in which order its stages work."""
+    boundary: int
+    """Steps applied when the plan takes effect."""
+    partial: PartialStep = NOTHING
+    """What of the step after the boundary is committed then. The sums travel with the layers that change hands."""
+    num_sections: int = 1
+    """Into how many sections a step is cut under this plan."""
+    initial: bool = False
+    """The job's first order: layers take their initial values."""
+    restore: Restore | None = None
+    """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
+    transfers: tuple[LayerTransfer, ...] = ()
+    """Everybody's, in one order: their messages are numbered by it."""
+    assignment_version: int = 0
+    """Of the records that steps take once the plan is in force: see `StepRecords`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishStep(ForWorker):
+    """Commit the step in flight, then train no further. The commit itself makes all workers agree on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreKeys:
+    """Rendezvous keys that workers elsewhere have put up, for all workers of a node.
+
+    Many in one message: where hundreds of workers form a group, each of them wants the keys of all others.
+    """
+
+    keys: tuple[tuple[str, bytes], ...]
+    """Names and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetUpWorker:
+    """The first frame a worker receives: everything it needs before its first order."""
+
+    job: JobSpec
+    worker_id: WorkerId
+    address: str
+    """Where this node's peers reach it: process groups listen at this address, host name or network interface."""
+    torch_threads: int
+    cache_dir: str
+    device_memory_bytes: int
+    local_device: int = 0
+    """What this worker's machine counts its device as."""
+    num_sharing: int = 1
+    """How many workers compute on that device."""
+    storage: StoragePaths | None = None
+    """None where nothing can be saved."""
+
+
+WorkerCommand = (
+    ProfileRequest
+    | Fence
+    | PlanUpdate
+    | FinishStep
+    | SaveState
+    | FindCheckpoints
+    | ScanRequest
+    | StepRecords
+    | RecordsOver
+)
+"""What the master says to one worker, through its agent."""
+
+MasterMessage = (
+    Greeting
+    | Configure
+    | Heartbeat
+    | StartWorker
+    | KillWorker
+    | StopAgent
+    | StoreKeys
+    | CommitCheckpoint
+    | PersistState
+    | RemoveUnfinished
+    | WorkerCommand
+)
+"""What the master says to an agent, what is for its workers included."""
+
+WorkerBound = SetUpWorker | StoreKeys | WorkerCommand
+"""What an agent says to a worker."""

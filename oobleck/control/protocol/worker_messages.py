@@ -1,0 +1,218 @@
+"""What a worker says. Its agent relays all of it to the master but its last word, which comes with its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from oobleck.planner import WorkerId
+
+from .bases import FromWorker
+from .checkpoint_messages import CheckpointsFound, ReplicaDigests, RestoreFailed, StateNotSaved, StateSaved
+from .ends import Raised
+from .records import CommitRecord, ProbeAddress, SectionRecord
+from .shard_messages import RecordsFailed, ScanAnswer
+
+__all__ = [
+    "Evaluating",
+    "EvaluationDone",
+    "Finished",
+    "LayersMoving",
+    "Pace",
+    "PeerFailed",
+    "Profiled",
+    "Resumed",
+    "Status",
+    "StepCommitted",
+    "StorePut",
+    "WorkerFailed",
+    "WorkerMessage",
+    "WorkerReady",
+    "WorkerReport",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady(FromWorker):
+    """A worker has its data and its model's structure, and waits for an order."""
+
+    needs_orders: ClassVar[bool] = False
+    pid: int
+    data_digest: str
+    """Equal on all nodes, or they would train on different text."""
+    num_samples: int
+    layer_names: tuple[str, ...]
+    parameters: int
+    """Number of the model's parameters, tied ones counted once."""
+    torch_version: str
+    probe_address: ProbeAddress | None = None
+    """Where others can try whether they reach it."""
+    saves: bool = False
+    """Whether it has a place to save its state in, and to restore it from."""
+    weights_digest: str = ""
+    """Of the weights that the model starts from; equal on all nodes too."""
+    device_name: str = ""
+    """What the worker computes on, as its maker calls it."""
+    shards: tuple[str, ...] = ()
+    """The shards that its data is in, by name; empty where samples have numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled(FromWorker):
+    """The measured profile of the model, as the JSON of a profile file."""
+
+    needs_orders: ClassVar[bool] = False
+    outlives_worker: ClassVar[bool] = True
+    profile_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCommitted(FromWorker):
+    """A worker has applied a step.
+
+    The first and the last stage of each pipeline say so: the record survives f failures, and one of a lone pipeline
+    while nobody hears it.
+    """
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating(FromWorker):
+    """A worker evaluates, so no step is to be expected for a while; said every second or so."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDone(FromWorker):
+    """The model of a step is evaluated; said by the first and the last stage of each pipeline."""
+
+    step: int
+    loss: float
+    num_samples: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status(FromWorker):
+    """The answer to a fence: nothing of an older generation will be committed by this worker any more."""
+
+    generation: int
+    """The fence's."""
+    applied: int
+    """Steps applied."""
+    last_record: CommitRecord | None
+    reduced: int | None
+    """The step whose fully reduced gradients this worker holds and has not applied."""
+    adopted: int
+    """The newest generation whose plan it has adopted, transfers included; 0 for none."""
+    layers: tuple[int, ...]
+    """The layers it holds whole, at version `applied`."""
+    microbatches_done: int
+    """Microbatches of the step in flight that this worker has taken backward."""
+    broken: bool
+    """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
+    partial: SectionRecord | None = None
+    """The newest section of the step in flight that it has committed under the plan that it has adopted."""
+    section_reduced: int | None = None
+    """The number of the section after, if this worker holds its fully reduced gradients and has not committed them."""
+    waits_for: tuple[WorkerId, ...] = ()
+    """The workers whose part it waits for; none while it computes. This and what follows only on request."""
+    unreachable: tuple[WorkerId, ...] = ()
+    """The workers whose doorbell does not answer."""
+    stack: str = ""
+    """Where its training thread is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(FromWorker):
+    """A worker has adopted a plan, and computes again (or waits as a spare)."""
+
+    generation: int
+    transfer_s: float
+    """What it spent receiving and sending layers."""
+    received_bytes: int
+    resumed_s: float
+    """When it began to compute under the new plan, by its machine's monotonic clock."""
+    busy_s: tuple[tuple[float, float], ...]
+    """When it computed for steps that were committed, most recently: (from, to) by the same clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace(FromWorker):
+    """How long a worker computed since it said so last; waiting is left out."""
+
+    compute_s: float
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersMoving(FromWorker):
+    """A worker still receives layers that a plan gives it; said now and then, by exchanges that take long."""
+
+    generation: int
+    received_bytes: int
+    all_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFailed(FromWorker):
+    """A collective or a transfer failed under this worker: a suspicion, to be checked."""
+
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePut:
+    """A rendezvous key that a worker puts up; the master passes it on to the nodes that want it: see `StoreKeys`."""
+
+    key: str
+    value: bytes
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(FromWorker):
+    """A worker has applied the last step, or the one it was to stop after."""
+
+    applied: int
+    computed_s: float = 0.0
+    """What it computed in the latest steps, in seconds."""
+    waited_s: float = 0.0
+    """What it waited meanwhile: for its neighbours in the pipeline, the bubble as it really was, and for sections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailed:
+    """A worker's last word: the exception that ends it. The agent reports it with the exit."""
+
+    end: Raised
+
+
+WorkerReport = (
+    WorkerReady
+    | Profiled
+    | StepCommitted
+    | Evaluating
+    | EvaluationDone
+    | Status
+    | Resumed
+    | Pace
+    | LayersMoving
+    | PeerFailed
+    | StorePut
+    | Finished
+    | StateSaved
+    | StateNotSaved
+    | CheckpointsFound
+    | RestoreFailed
+    | ReplicaDigests
+    | ScanAnswer
+    | RecordsFailed
+)
+"""What a worker says to the master, through its agent."""
+
+WorkerMessage = WorkerReport | WorkerFailed
+"""What a worker says to its agent."""

@@ -1,0 +1,196 @@
+"""What the engine does, as lines of its log: one for each effect that says something of a run.
+
+What changes with a plan is information; what every step does is for debugging, and so is what is only looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import assert_never
+
+from oobleck.control.commit import (
+    FAILURES,
+    Adopt,
+    Agree,
+    Apply,
+    AwaitPlanUpdate,
+    AwaitRecords,
+    AwaitSection,
+    BeginStep,
+    CompareReplicas,
+    Compute,
+    Effect,
+    Evaluate,
+    Exchange,
+    Fold,
+    ForgetStep,
+    FormGroups,
+    GiveBack,
+    KeepGroups,
+    PostSection,
+    PostTotals,
+    PrepareToSave,
+    ReadCheckpoint,
+    Reduce,
+    ReportFinished,
+    ReportResumed,
+    Save,
+    SaveEnd,
+    Say,
+    ShareLossScale,
+    TakeSums,
+    TakeTotals,
+)
+from oobleck.control.protocol import PlanUpdate, StepCommitted
+from oobleck.planner import WorkerId
+from oobleck.training.worker_log import WorkerLog
+
+__all__ = ["logged", "update_text"]
+
+_INFO, _DEBUG, _NEVER = logging.INFO, logging.DEBUG, logging.NOTSET
+
+
+@contextmanager
+def logged(log: WorkerLog, effect: Effect, worker_id: WorkerId) -> Iterator[None]:
+    """Log an effect that is carried out within the block: once it is done, or with what ended it."""
+    level = _level_of(effect)
+    if level == _NEVER:
+        yield
+        return
+    began_s = time.monotonic()
+    try:
+        yield
+    except FAILURES as error:
+        words = (type(error).__name__, str(error) or "a fence came first")
+        log.info("%s: ended after %.3f s by %s: %s", _text_of(effect, worker_id), time.monotonic() - began_s, *words)
+        raise
+    if log.isEnabledFor(level):
+        log.log(level, "%s (%.3f s)", _text_of(effect, worker_id), time.monotonic() - began_s)
+
+
+def update_text(update: PlanUpdate) -> str:
+    """What an order asks for, in a line."""
+    parts = [f"plan of {len(update.plan.pipelines)} pipelines from step {update.boundary} on"]
+    if update.catch_up is not None:
+        parts.append(f"catch up with step {update.catch_up.step}")
+    if update.catch_up_section is not None:
+        parts.append(f"catch up with section {update.catch_up_section.number} of step {update.catch_up_section.step}")
+    if update.finish is not None:
+        parts.append(f"finish step {update.finish} with {len(update.segments)} extra segments")
+    if update.restore is not None:
+        parts.append(f"restore {update.restore.name}")
+    if update.initial:
+        parts.append("begin with the initial values")
+    if update.transfers:
+        parts.append(f"{len(update.transfers)} transfers of layers")
+    if update.lost:
+        parts.append(f"without {', '.join(update.lost)}")
+    return ", ".join(parts)
+
+
+def _level_of(effect: Effect) -> int:
+    """How much a line says; never for what is only looked at, or said elsewhere."""
+    match effect:
+        case (
+            FormGroups()
+            | ReadCheckpoint()
+            | Exchange()
+            | Adopt()
+            | GiveBack()
+            | ReportResumed()
+            | ReportFinished()
+            | Evaluate()
+            | Save()
+            | SaveEnd()
+        ):
+            return _INFO
+        case Reduce(committee=committee) | Agree(committee=committee) if committee.lost:
+            return _INFO  # a step is finished without those that began it
+        case Say(message=message):
+            return _DEBUG if isinstance(message, StepCommitted) else _INFO
+        case (
+            BeginStep()
+            | ForgetStep()
+            | AwaitRecords()
+            | Compute()
+            | Reduce()
+            | Agree()
+            | Apply()
+            | CompareReplicas()
+            | KeepGroups()
+            | ShareLossScale()
+            | PostSection()
+            | Fold()
+        ):
+            return _DEBUG
+        case AwaitPlanUpdate() | PrepareToSave() | TakeSums() | PostTotals() | TakeTotals() | AwaitSection():
+            return _NEVER
+        case _:
+            assert_never(effect)
+
+
+def _text_of(effect: Effect, worker_id: WorkerId) -> str:
+    match effect:
+        case FormGroups(keys=keys):
+            return f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys})) or 'none'}"
+        case KeepGroups(keys=keys, generation=generation):
+            return f"keeps {len(keys)} groups for generation {generation}"
+        case ReadCheckpoint(update=update, layers=layers):
+            name = "" if update.restore is None else update.restore.name
+            return f"reads {_layers(layers)} from {name}"
+        case Exchange(update=update):
+            sent = [item.layer for item in update.transfers if item.source == worker_id]
+            received = [item.layer for item in update.transfers if item.target == worker_id]
+            return f"sends {_layers(sent)}, receives {_layers(received)}"
+        case ShareLossScale():
+            return "shares the loss scale"
+        case Adopt(update=update, worker_id=place, layers=layers):
+            what = "rests as a spare" if place is None else f"holds {_layers(layers)}"
+            return f"adopts the plan of generation {update.generation} from step {update.boundary} on: {what}"
+        case ForgetStep():
+            return "forgets what it has of the step in flight"
+        case GiveBack(number=number):
+            return f"gives section {number} back"
+        case Evaluate(step=step):
+            return f"evaluates the model of step {step}"
+        case Say(message=message):
+            return f"reports {type(message).__name__}"
+        case ReportResumed(generation=generation):
+            return f"computes under the plan of generation {generation}"
+        case ReportFinished():
+            return "trains no further"
+        case BeginStep(step=step):
+            return f"begins step {step}"
+        case AwaitRecords(step=step):
+            return f"has the records of step {step}"
+        case Compute(step=step, microbatches=microbatches):
+            return f"computes {len(microbatches)} microbatches of step {step}"
+        case Reduce(step=step, committee=committee):
+            return f"reduces step {step} in generation {committee.generation}"
+        case Agree(step=step, committee=committee):
+            return f"agrees on step {step} with {len(committee.key.members)} workers"
+        case Apply(record=record):
+            return f"commits and applies step {record.step}: loss {record.loss:.4f}"
+        case CompareReplicas(record=record):
+            return f"takes digests of its layers after step {record.step}"
+        case Save(record=record):
+            return f"begins to save its share of step {record.step}"
+        case SaveEnd(over=over):
+            return f"saves its share of step {over.step}, the last of the data"
+        case PostSection(step=step, number=number):
+            return f"sets section {number} of step {step} aside"
+        case Fold(record=record):
+            return f"commits section {record.number} of step {record.step}"
+        case AwaitPlanUpdate() | PrepareToSave() | TakeSums() | PostTotals() | TakeTotals() | AwaitSection():
+            return type(effect).__name__
+        case _:
+            assert_never(effect)
+
+
+def _layers(layers: list[int] | range) -> str:
+    if not layers:
+        return "no layers"
+    return f"layers {', '.join(map(str, sorted(set(layers))))}"

@@ -1,0 +1,45 @@
+"""A worker's log: lines for people, each with the worker and the generation that it follows.
+
+The lines of all workers of a machine go to the log of the agent that started its fork server. Those of one worker,
+read alone, tell how it went through a recovery: fenced, ordered, groups, transfers, finish, adopt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING
+
+from oobleck.planner import WorkerId
+
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["WorkerLog", "start_logging"]
+
+_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class WorkerLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines begin with `[node1:0 generation 3]`."""
+
+    def __init__(self, name: str, worker_id: WorkerId, generation: Callable[[], int] | None = None) -> None:
+        """`name` is the module's; without `generation`, lines name the worker alone."""
+        super().__init__(logging.getLogger(name))
+        self._worker_id = worker_id
+        self._generation = generation
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
+        """Put the worker before a line; the line's own arguments are still put in lazily."""
+        which = "" if self._generation is None else f" generation {self._generation()}"
+        return f"[{self._worker_id}{which}] {msg}", kwargs
+
+
+def start_logging(level: str) -> None:
+    """Have this process write to its standard error: our lines from `level` on, those of others from warnings on.
+
+    Costs a worker nothing but the lines: a full disk, or a log that is gone, ends nothing.
+    """
+    logging.raiseExceptions = False
+    logging.basicConfig(level=logging.WARNING, format=_FORMAT, force=True)
+    logging.getLogger("oobleck").setLevel(level.upper())

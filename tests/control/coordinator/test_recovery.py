@@ -1,0 +1,387 @@
+"""The recovery's state machine: every state is given every input, and does what its table says and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from oobleck.control.coordinator.recovery import FENCED, TRAINED, TRANSITIONS, deadline, step
+from oobleck.control.coordinator.recovery_states import (
+    Accusing,
+    Adopting,
+    Answered,
+    AwaitingWorkers,
+    CheckpointReported,
+    CheckpointWanted,
+    Decide,
+    Deciding,
+    Effect,
+    Ended,
+    EndRun,
+    FailureSuspected,
+    Fencing,
+    GiveUp,
+    HeldUp,
+    Input,
+    LocatingCheckpoint,
+    NodeGone,
+    NodeLeft,
+    NodeReached,
+    Overdue,
+    PlanOrdered,
+    Preparing,
+    Recovery,
+    RecoveryBegun,
+    RecoveryEnded,
+    RunEnded,
+    Settling,
+    State,
+    Suspecting,
+    TimePassed,
+    Training,
+    TrainingBegun,
+    WorkersResumed,
+    WorkersWanted,
+)
+from oobleck.control.events import SendAll
+from oobleck.control.journal import Action, CutOff, LossCause, PlanCause, Silent
+from oobleck.control.protocol import Fence, Resumed, Status
+from oobleck.job import ControlSpec
+from oobleck.planner import WorkerId
+from tests.examples import examples
+
+CONTROL = ControlSpec()
+A, B, C = (WorkerId(node=node, device=0) for node in "abc")
+ALL = (A, B, C)
+FENCED_S = 100.0
+SETTLED_S = FENCED_S + 1.0
+LONG_AFTER_S = FENCED_S + 10_000.0
+GENERATION = 3
+
+STATUS = Status(
+    device=0,
+    generation=GENERATION,
+    applied=1,
+    last_record=None,
+    reduced=None,
+    adopted=2,
+    layers=(),
+    microbatches_done=0,
+    broken=False,
+)
+WAITS = replace(STATUS, waits_for=(A, B))
+"""Somebody waits for `a` and `b`, who wait for nobody."""
+CUT = replace(STATUS, unreachable=(A, B))
+RESUMED = Resumed(device=0, generation=GENERATION, transfer_s=0.0, received_bytes=0, resumed_s=0.0, busy_s=())
+ORDERED = PlanOrdered(
+    awaited=frozenset(ALL), action=Action.REINSTANTIATE, layers_moved=0, microbatches_redone=0, steps_lost=0
+)
+FENCE = Fence(device=0, generation=GENERATION, lost=(), probe_addresses=())
+PLAIN = Recovery(
+    began_s=99.0,
+    detect_s=0.5,
+    cause=PlanCause.LOSS,
+    loss=LossCause.CONNECTION_LOST,
+    nodes=("d",),
+    control=CONTROL,
+    fence=FENCE,
+    fenced_s=FENCED_S,
+    asked=ALL,
+    explains=False,
+)
+HANG = replace(PLAIN, cause=PlanCause.HANG, loss=None, explains=True)
+RECOVERIES = (PLAIN, HANG, replace(PLAIN, asked=(A,)))
+BEGUN = RecoveryBegun(
+    nodes=("b",),
+    cause=PlanCause.LOSS,
+    loss=LossCause.CONNECTION_LOST,
+    detect_s=0.0,
+    control=CONTROL,
+    fence=replace(FENCE, generation=GENERATION + 1),
+    asked=(A, C),
+    heard_s=FENCED_S,
+    num_regroups=0,
+)
+
+
+def states() -> Iterator[State]:
+    """Every kind of state, with every kind of value that matters to a transition."""
+    trained: tuple[Training | Adopting, ...] = (
+        Training(generation=GENERATION),
+        *(
+            Adopting(recovery=PLAIN, ordered=ORDERED, ordered_s=FENCED_S, awaited=frozenset(awaited))
+            for awaited in (ALL, (A,))
+        ),
+    )
+    yield from (Preparing(), Ended(), *trained)
+    for training in trained:
+        yield Suspecting(training=training, until_s=SETTLED_S)
+    for recovery in RECOVERIES:
+        for said in (STATUS, WAITS, CUT):
+            statuses = {worker_id: said if worker_id == C else STATUS for worker_id in recovery.asked if worker_id != A}
+            for awaited in {recovery.asked, (A,)}:
+                waits = {worker_id: status for worker_id, status in statuses.items() if worker_id not in awaited}
+                for kind in (Fencing, Overdue):
+                    yield kind(recovery=recovery, awaited=frozenset(awaited), statuses=waits, until_s=FENCED_S + 30)
+            complete = {**statuses, A: STATUS}
+            yield Settling(recovery=recovery, statuses=complete, until_s=FENCED_S + 0.01)
+        statuses = dict.fromkeys(recovery.asked, STATUS)
+        yield Accusing(recovery=recovery, statuses=statuses, stuck=(A,), until_s=FENCED_S + 30)
+        for is_unexplained in (False, True):
+            yield Deciding(recovery=recovery, statuses=statuses, is_unexplained=is_unexplained)
+            limited = replace(recovery, returns_by_s=FENCED_S + 60, found_by_s=FENCED_S + 30)
+            yield AwaitingWorkers(recovery=limited, statuses=statuses, is_unexplained=is_unexplained)
+            yield LocatingCheckpoint(recovery=limited, statuses=statuses, is_unexplained=is_unexplained)
+
+
+def inputs() -> Iterator[Input]:
+    yield TrainingBegun(generation=1)
+    for cause, num_regroups in ((PlanCause.LOSS, 0), (PlanCause.HANG, 1), (PlanCause.HANG, 4)):
+        for asked in ((A, C), ()):
+            yield replace(BEGUN, cause=cause, num_regroups=num_regroups, asked=asked)
+    for status in (STATUS, WAITS, CUT, replace(STATUS, generation=GENERATION - 1)):
+        for worker_ids in ((A,), (B,), ALL):
+            yield Answered(worker_ids=worker_ids, status=status)
+    yield from (FailureSuspected(generation=generation) for generation in (GENERATION - 1, GENERATION))
+    yield from (ORDERED, WorkersWanted(), CheckpointWanted(), CheckpointReported())
+    for generation in (GENERATION - 1, GENERATION):
+        yield from (
+            WorkersResumed(worker_ids=worker_ids, message=replace(RESUMED, generation=generation))
+            for worker_ids in ((A,), ALL)
+        )
+    for node in "abd":
+        yield from (NodeReached(node=node), NodeLeft(node=node))
+    yield from (NodeGone(), RunEnded(), HeldUp(until_s=LONG_AFTER_S + 1))
+    yield from (TimePassed(is_suspicious=is_suspicious) for is_suspicious in (False, True))
+
+
+TIMES_S = (FENCED_S, SETTLED_S, LONG_AFTER_S)
+
+
+def allowed(state: State, given: Input, after: State) -> list[tuple[int, type[State]]]:
+    """The rows of the table that have this change, each with the state that it leads to."""
+    return [
+        (index, type(after))
+        for index, row in enumerate(TRANSITIONS)
+        if isinstance(state, row.states) and row.given is type(given)
+        if isinstance(after, row.targets or (type(state),))
+    ]
+
+
+def test_every_state_does_with_every_input_what_the_table_says_and_nothing_else():
+    reached = set()
+    for state in states():
+        for given in inputs():
+            for now_s in TIMES_S:
+                after, effects = step(state, given, now_s)
+                if (after, effects) == (state, ()):
+                    continue
+                rows = allowed(state, given, after)
+                assert rows, f"{state} became {after} by {given}, with {effects}"
+                reached |= {(index, type(state), target) for index, target in rows}
+    listed = {
+        (index, state, target)
+        for index, row in enumerate(TRANSITIONS)
+        for state in row.states
+        for target in row.targets or (state,)
+    }
+    dead = [(state.__name__, TRANSITIONS[index], target.__name__) for index, state, target in listed - reached]
+    assert not dead, "rows that nothing reaches"
+
+
+def test_the_table_has_a_row_for_each_input_and_a_way_to_each_state():
+    assert {row.given for row in TRANSITIONS} == set(get_args(Input)) == {type(given) for given in inputs()}
+    assert {target for row in TRANSITIONS for target in row.targets} == {*get_args(State)} - {Preparing}
+    assert {type(state) for state in states()} == set(get_args(State)) == {Preparing, *TRAINED, *FENCED, Ended}
+
+
+def test_no_change_is_listed_twice_for_one_reason():
+    """Two rows for one change would hide that one of them is dead."""
+    listed = [
+        (state, row.given, target) for row in TRANSITIONS for state in row.states for target in row.targets or (state,)
+    ]
+    assert len(listed) == len(set(listed))
+
+
+def test_every_wait_of_a_recovery_has_an_end():
+    for state in states():
+        assert math.isfinite(deadline(state)) == (
+            isinstance(state, (Suspecting, *FENCED)) and not isinstance(state, Deciding)
+        )
+
+
+def test_time_before_the_deadline_changes_nothing():
+    for state in states():
+        for is_suspicious in (False, True):
+            before_s = math.nextafter(deadline(state), 0.0)
+            assert step(state, TimePassed(is_suspicious=is_suspicious), before_s) == (state, ())
+
+
+def test_answers_are_judged_in_the_order_in_which_the_workers_were_asked():
+    """So that the same answers lead to the same decision, in whatever order they arrive."""
+    state: State = Fencing(recovery=PLAIN, awaited=frozenset(ALL), statuses={}, until_s=200.0)
+    effects: tuple[Effect, ...] = ()
+    for worker_id in (C, A, B):
+        state, effects = step(state, Answered(worker_ids=(worker_id,), status=STATUS), SETTLED_S)
+    (decide,) = effects
+    assert isinstance(decide, Decide)
+    assert tuple(decide.deciding.statuses) == ALL
+
+
+def test_a_loss_during_a_recovery_belongs_to_it():
+    waiting = AwaitingWorkers(
+        recovery=replace(PLAIN, returns_by_s=150.0, found_by_s=130.0), statuses={}, is_unexplained=True
+    )
+    after, _ = step(waiting, replace(BEGUN, loss=LossCause.LEASE_EXPIRED), 110.0)
+    assert isinstance(after, Fencing)
+    recovery = after.recovery
+    assert (recovery.began_s, recovery.detect_s, recovery.loss) == (99.0, 0.5, LossCause.CONNECTION_LOST)
+    assert recovery.nodes == ("d", "b")
+    assert recovery.returns_by_s == 150.0, "no later loss extends it"
+    assert recovery.found_by_s == math.inf, "what was found before may be lost with the node"
+
+
+def test_a_cut_network_is_what_a_hang_came_from():
+    accusing = Accusing(recovery=HANG, statuses={}, stuck=(), until_s=130.0)
+    after, _ = step(accusing, replace(BEGUN, loss=LossCause.CUT_OFF), 110.0)
+    assert isinstance(after, Fencing)
+    assert (after.recovery.cause, after.recovery.loss) == (PlanCause.LOSS, LossCause.CUT_OFF)
+
+
+def test_a_node_that_its_peers_do_not_reach_is_given_up():
+    said = replace(STATUS, unreachable=(A,))
+    state = Settling(recovery=HANG, statuses={A: STATUS, B: said, C: said}, until_s=SETTLED_S)
+    after, effects = step(state, TimePassed(is_suspicious=False), SETTLED_S)
+    assert isinstance(after, Accusing)
+    assert effects[-1] == GiveUp(nodes=("a",), loss=CutOff())
+
+
+def test_silent_nodes_are_given_up_unless_most_are_silent():
+    late = Overdue(recovery=PLAIN, awaited=frozenset([A]), statuses={}, until_s=130.0)
+    after, effects = step(late, TimePassed(is_suspicious=False), 130.0)
+    assert (after, effects) == (late, (GiveUp(nodes=("a",), loss=Silent(silent_s=30.0, is_worker=True)),))
+    after, effects = step(late, TimePassed(is_suspicious=True), 130.0)
+    assert (deadline(after), effects) == (130.0 + CONTROL.lease_s, ())
+    most = replace(late, awaited=frozenset([A, B]))
+    after, effects = step(most, TimePassed(is_suspicious=False), FENCED_S + 1.0)
+    assert effects == () or deadline(most) > FENCED_S + 1.0
+
+
+@pytest.mark.parametrize("cause", [PlanCause.PEER_FAILED, PlanCause.HANG])
+def test_doorbells_are_rung_only_where_nobody_knows_why_nothing_moves(cause: PlanCause):
+    for num_regroups in (1, 2):
+        begun = replace(
+            BEGUN, cause=cause, num_regroups=num_regroups, fence=replace(FENCE, probe_addresses=("unix:/a", "unix:/b"))
+        )
+        _, effects = step(Training(generation=1), begun, 100.0)
+        (fence,) = (effect.message for effect in effects if isinstance(effect, SendAll))
+        assert isinstance(fence, Fence)
+        assert bool(fence.probe_addresses) == (cause is PlanCause.HANG or num_regroups > 1)
+
+
+class Walk(RuleBasedStateMachine):
+    """A recovery by any path; decisions are drawn. What began is accounted for exactly once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: State = Preparing()
+        self.now_s = 0.0
+        self.generation = 0
+        self.begun = self.ended = 0
+
+    def give(self, given: Input) -> None:
+        before = self.state
+        self.state, effects = step(before, given, self.now_s)
+        if (self.state, effects) == (before, ()):
+            return
+        assert allowed(before, given, self.state), f"{before} became {self.state} by {given}"
+        if isinstance(given, RecoveryBegun) and isinstance(before, TRAINED):
+            self.begun += 1
+        self.ended += sum(isinstance(effect, RecoveryEnded) for effect in effects)
+        if any(isinstance(effect, EndRun) for effect in effects):
+            self.give(RunEnded())
+        assert isinstance(self.state, Deciding) == any(isinstance(effect, Decide) for effect in effects)
+
+    @rule()
+    def begin_training(self) -> None:
+        self.give(TrainingBegun(generation=self.generation))
+
+    @precondition(lambda self: not isinstance(self.state, Preparing))
+    @rule(
+        cause=st.sampled_from((PlanCause.LOSS, PlanCause.HANG, PlanCause.PEER_FAILED, PlanCause.JOINED)),
+        asked=st.sets(st.sampled_from(ALL)).map(lambda ids: tuple(sorted(ids))),
+        num_regroups=st.integers(0, 4),
+    )
+    def begin(self, cause: PlanCause, asked: tuple[WorkerId, ...], num_regroups: int) -> None:
+        self.generation += 1
+        fence = replace(FENCE, generation=self.generation)
+        self.give(replace(BEGUN, cause=cause, asked=asked, num_regroups=num_regroups, fence=fence, heard_s=self.now_s))
+
+    @rule(worker_id=st.sampled_from(ALL), said=st.sampled_from((STATUS, WAITS, CUT)), age=st.sampled_from((0, 0, 0, 1)))
+    def answer(self, worker_id: WorkerId, said: Status, age: int) -> None:
+        status = replace(said, generation=self.generation - age)
+        self.give(Answered(worker_ids=(worker_id,), status=status))
+
+    @rule(worker_id=st.sampled_from(ALL), age=st.sampled_from((0, 0, 0, 1)))
+    def resume(self, worker_id: WorkerId, age: int) -> None:
+        message = replace(RESUMED, generation=self.generation - age)
+        self.give(WorkersResumed(worker_ids=(worker_id,), message=message))
+
+    @rule()
+    def suspect(self) -> None:
+        self.give(FailureSuspected(generation=self.generation))
+
+    @rule(node=st.sampled_from("abc"), kind=st.sampled_from((NodeReached, NodeLeft)))
+    def hear_of_node(self, node: str, kind: type[NodeReached] | type[NodeLeft]) -> None:
+        self.give(kind(node=node))
+
+    @rule(given=st.sampled_from((NodeGone(), CheckpointReported())))
+    def hear(self, given: Input) -> None:
+        self.give(given)
+
+    @precondition(lambda self: math.isfinite(deadline(self.state)))
+    @rule(is_suspicious=st.booleans())
+    def reach_deadline(self, is_suspicious: bool) -> None:
+        self.now_s = max(self.now_s, deadline(self.state))
+        self.give(TimePassed(is_suspicious=is_suspicious))
+
+    @rule(seconds=st.floats(0.0, 40.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(seconds=st.floats(0.0, 5.0))
+    def hold_up(self, seconds: float) -> None:
+        self.give(HeldUp(until_s=self.now_s + seconds))
+
+    @precondition(lambda self: isinstance(self.state, Deciding))
+    @rule(decided=st.sampled_from((ORDERED, ORDERED, WorkersWanted(), CheckpointWanted())))
+    def decide(self, decided: PlanOrdered | WorkersWanted | CheckpointWanted) -> None:
+        self.give(decided)
+
+    @precondition(lambda self: not isinstance(self.state, Preparing))
+    @rule(is_sure=st.integers(0, 9))
+    def end(self, is_sure: int) -> None:
+        if is_sure == 9:
+            self.give(RunEnded())
+
+    @invariant()
+    def each_recovery_is_accounted_for_once(self) -> None:
+        is_open = isinstance(self.state, (Adopting, *FENCED)) or (
+            isinstance(self.state, Suspecting) and isinstance(self.state.training, Adopting)
+        )
+        assert self.begun - self.ended == is_open
+
+    @invariant()
+    def a_recovery_never_waits_for_ever(self) -> None:
+        if isinstance(self.state, FENCED) and not isinstance(self.state, Deciding):
+            assert math.isfinite(deadline(self.state))
+
+
+TestWalk = Walk.TestCase
+TestWalk.settings = examples(60)

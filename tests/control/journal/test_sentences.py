@@ -1,0 +1,127 @@
+"""Every kind of failure, remedy, measure, loss and end has its sentence, and none of them lacks a fact."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
+from oobleck.control.journal import (
+    Failure,
+    ForkServerDown,
+    Loss,
+    LossCause,
+    Measure,
+    NodeLost,
+    NodeUnfit,
+    PlanCause,
+    RecoveryStarted,
+    Remedy,
+    ReplicasDiffer,
+    Response,
+    end_text,
+    failure_of_loss,
+    failure_text,
+    loss_text,
+    remedy_of,
+    remedy_text,
+    response_text,
+    sentence,
+    server_end_text,
+)
+from oobleck.control.protocol import ErrorKind, Exited, Killed, NotStarted, Raised, ServerEnd, Unseen, WorkerEnd
+from oobleck.planner import WorkerId
+from tests.control.journals import recovered
+
+ENDS = {
+    Killed: Killed(signal=9),
+    Exited: Exited(exit_code=3),
+    Unseen: Unseen(),
+    Raised: Raised(kind=ErrorKind.CODE, message="ValueError: bad"),
+    NotStarted: NotStarted(problem="no memory"),
+}
+_VALUES = {
+    "problem": "no route", "fault": "no memory", "reason": "told to", "silent_s": 3.14, "num_unread": 7, "pid": 8,
+    "end": Killed(signal=9), "is_worker": False, "had_no_master": False,
+}  # fmt: skip
+
+
+def losses() -> list[Loss]:
+    """One of each kind."""
+    return [cls(**{field.name: _VALUES[field.name] for field in fields(cls)}) for cls in get_args(Loss)]
+
+
+@pytest.mark.parametrize("failure", Failure)
+def test_each_failure_has_a_sentence_and_a_remedy(failure: Failure):
+    assert failure_text(failure)
+    assert remedy_of(failure) in Remedy
+
+
+@pytest.mark.parametrize("remedy", Remedy)
+def test_each_remedy_has_a_sentence_of_its_own(remedy: Remedy):
+    text = remedy_text(remedy, node="n1", repeated=3)
+    assert text.endswith(".") or "grep" in text
+    assert "{" not in text
+    assert [other for other in Remedy if remedy_text(other, node="n1", repeated=3) == text] == [remedy]
+
+
+@pytest.mark.parametrize("measure", Measure)
+def test_each_measure_has_a_sentence(measure: Measure):
+    assert response_text(Response(measure=measure, subject="n1", position=7, reason="the reason"))
+
+
+@pytest.mark.parametrize("loss", losses(), ids=lambda loss: type(loss).__name__)
+def test_each_loss_has_a_cause_a_failure_and_a_sentence_with_all_its_facts(loss: Loss):
+    assert loss.cause in LossCause
+    assert failure_of_loss(loss, is_requested=False) in Failure
+    text = sentence(NodeLost(t_s=1.0, node="n1", loss=loss))
+    assert text == f"n1 lost: {loss_text(loss)}"
+    for field in fields(loss):
+        value = getattr(loss, field.name)
+        if isinstance(value, str):
+            assert value in text
+        elif isinstance(value, float):
+            assert "3.1 s" in text
+
+
+def test_every_cause_of_a_loss_belongs_to_one():
+    assert {loss.cause for loss in losses()} == set(LossCause)
+
+
+def test_no_cause_of_a_plan_is_called_like_one_of_a_loss():
+    assert not {cause.value for cause in PlanCause} & {cause.value for cause in LossCause}
+
+
+@pytest.mark.parametrize("cls", get_args(WorkerEnd))
+def test_each_end_of_a_worker_has_a_sentence(cls: type):
+    assert end_text(ENDS[cls])
+
+
+@pytest.mark.parametrize("cls", get_args(ServerEnd))
+def test_each_end_of_a_fork_server_has_a_sentence_that_says_whether_there_is_another(cls: type):
+    again, never = (
+        sentence(ForkServerDown(t_s=1.0, node="n1", end=ENDS[cls], is_restarted=is_restarted))
+        for is_restarted in (True, False)
+    )
+    assert server_end_text(ENDS[cls]) in again
+    assert again != never
+
+
+@pytest.mark.parametrize("cause", PlanCause)
+def test_each_cause_of_a_plan_is_said_when_it_begins_and_when_it_is_over(cause: PlanCause):
+    assert "n1" in sentence(RecoveryStarted(t_s=1.0, generation=2, nodes=("n1",), cause=cause))
+    assert "n1" in sentence(recovered(1.0, 2, "n1", cause=cause))
+
+
+@pytest.mark.parametrize("is_tried_again", [True, False])
+def test_an_unfit_node_is_told_with_its_fault(is_tried_again: bool):
+    assert "no memory" in sentence(NodeUnfit(t_s=1.0, node="n1", fault="no memory", is_tried_again=is_tried_again))
+
+
+@pytest.mark.parametrize("is_sure", [True, False])
+def test_copies_that_differ_are_named_with_those_who_have_them(is_sure: bool):
+    odd, trusted = (WorkerId(node=node, device=0) for node in ("n1", "n2"))
+    text = sentence(ReplicasDiffer(t_s=1.0, step=5, layer=2, odd=(odd,), trusted=(trusted,), is_sure=is_sure))
+    assert all(part in text for part in ("step 5", "layer 2", "n1:0", "n2:0"))
+    assert ("nobody can tell" in text) is not is_sure

@@ -1,0 +1,153 @@
+"""What the pages name is there: files, functions, words; and what README shows works as it stands there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.inputs.job_file import load_job
+from oobleck.cli.main import main
+from oobleck.control.journal import Action, JournalEntry, LossCause, PlanCause
+from oobleck.control.journal.snapshot import NodeState, RunState
+from oobleck.exit_codes import ExitCode
+from oobleck.job import ScriptSpec
+from oobleck.script import run_script
+from tests.documented import PAGES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`]+)`")
+FILE = re.compile(r"(?:oobleck/|tests/|tools/|examples/|[a-z_]+/)[\w./]+\.(?:py|json|yaml)")
+
+FOLDERS = ("", "oobleck", "oobleck/training/comm", "oobleck/training/step", "oobleck/sim/cluster")
+"""Where a file may lie that a page names: architecture.md leaves `oobleck/` out, its tables also a folder."""
+
+DROPPED = {
+    r"\bgo(es)? on\b": "continues",
+    r"\banew\b": "again, from scratch",
+    r"\bwhoever\b": "any worker that",
+    r"\b(is|are) worth nothing\b": "is discarded",
+    r"\bcounts? for nothing\b": "is ignored",
+    r"\btakes? .{1,20} for lost\b": "marks as lost",
+    r"\bforetell": "predict",
+    r"\blets? it back\b": "rejoins",
+    r"\b(is|are) met as\b": "is handled as",
+    r"\b(was|were) at hand\b": "was available",
+    r"\btold\b": "reported",
+    r"\btells? of\b": "reports",
+    r"\bbank(ed|s|ing)?\b": "partial commit",
+    r"\bgears?\b": "mode",
+}
+"""Idioms that a reader stumbles over, and the common words for them."""
+
+
+def prose(page: Path) -> str:
+    return CODE.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_uses_the_common_word(page: Path):
+    found = [
+        f"{found[0]}: {instead}" for idiom, instead in DROPPED.items() for found in re.finditer(idiom, prose(page))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_a_page_names_are_there(page: Path):
+    named = [name for name in CODE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))) if FILE.fullmatch(name)]
+    assert [name for name in named if not any((ROOT / folder / name).exists() for folder in FOLDERS)] == []
+
+
+def stops() -> list[tuple[str, list[str]]]:
+    """The files and functions of architecture.md's walk from a socket to a plan."""
+    section = ARCHITECTURE.split("## A killed node, from the socket to the new plan\n")[1].split("\n## ")[0]
+    items = re.findall(r"^\d+\. (.*(?:\n   .*)*)", section, flags=re.MULTILINE)
+    heads = [item.replace("\n", " ").split(". ")[0] for item in items]
+    return [(names[0], names[1:]) for names in map(CODE.findall, heads)]
+
+
+def functions(path: Path) -> Iterator[str]:
+    """The names of a module's functions, with their classes."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.ClassDef):
+            members = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from (f"{node.name}.{member.name}" for member in members)
+
+
+def test_the_walk_from_the_socket_to_the_new_plan_names_what_there_is():
+    assert len(stops()) > 10
+    assert all(names for _, names in stops())
+    for file, names in stops():
+        assert set(names) <= set(functions(ROOT / "oobleck" / file)), file
+
+
+def test_the_walk_is_short():
+    assert len({file for file, _ in stops()}) <= 20
+
+
+def words(section: str) -> set[str]:
+    """The code in the first cell of each row of a section's tables; of the states, in the second."""
+    rows = [line.split("|")[1:-1] for line in GLOSSARY.split(f"\n## {section}\n")[1].split("\n## ")[0].splitlines()]
+    return {word for row in rows if row for word in CODE.findall(row[1] if section == "States" else row[0])}
+
+
+def test_the_glossary_has_what_a_run_reports():
+    assert words("Entries of the journal") == {kind.__name__ for kind in typing.get_args(JournalEntry)}
+    assert words("Actions and causes") == {*Action, *LossCause, *PlanCause}
+    assert words("States") == {*RunState, *NodeState}
+
+
+def test_what_the_glossary_names_in_the_code_is_there():
+    rows = [line.split("|")[1:-1] for line in GLOSSARY.split("\n## The code\n")[0].splitlines() if line[:1] == "|"]
+    named = [name for row in rows if len(row) == 3 for name in CODE.findall(row[2])]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "oobleck").rglob("*.py")))
+    missing = [
+        name
+        for name in named
+        if not (ROOT / name).exists()
+        and not all(re.search(rf"\b{part}\b", text) for part in re.split(r"[.(=]|\)", name) if part)
+    ]
+    assert len(named) > 50
+    assert missing == []
+
+
+def shown(language: str) -> str:
+    """The one example in this language on the front page."""
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert len([line for line in text.splitlines() if line.strip()]) <= 10
+    return text
+
+
+def test_the_job_and_the_script_of_the_front_page_are_read_as_they_stand():
+    job = load_job(shown("yaml"), source="README.md")
+    assert (job.tag, job.model.type, job.max_steps) == ("my-llama", "llama", 200)
+    script = run_script(ScriptSpec(name="train.py", source=shown("python"), arguments=(), directory="/nowhere"))
+    of_script = load_job(json.dumps(dict(script.settings)), source="README.md")
+    assert (of_script.tag, of_script.model.type, of_script.optimizer.learning_rate) == ("my-gpt2", "gpt2", 6e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("language", "file"), [("yaml", "job.yaml"), ("python", "train.py")])
+def test_the_front_page_has_jobs_that_four_nodes_can_run(
+    language: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / file
+    path.write_text(shown(language), encoding="utf-8")
+    named = ["--job", str(path)] if language == "yaml" else [str(path)]
+    code = main(["up", "--local", "4", *named, "--dry-run", "--base-dir", str(tmp_path / "runs")])
+    said = capsys.readouterr()
+    assert code == ExitCode.DONE, said.err
+    assert "node0" in said.out

@@ -1,0 +1,76 @@
+"""The site of the documentation: it builds without a warning, needs no network, and has the whole public API."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import oobleck.planner
+import oobleck.schedule
+import oobleck.sim.cluster
+import oobleck.sim.sweep
+import oobleck.sim.trace
+
+DOCS = Path(__file__).parents[1] / "docs"
+PUBLIC = (oobleck.planner, oobleck.schedule, oobleck.sim.trace, oobleck.sim.sweep)
+
+# What a page loads by itself: scripts, styles, fonts, pictures. Links that a reader may follow are none of these.
+LOADED = re.compile(
+    r"""(?:<(?:script|img|iframe|source)\b[^>]*\bsrc=|<link\b[^>]*\bhref=|url\()["']?(https?:)?//[^"')>]*"""
+)
+
+
+def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    options = ["--builder", "html", "--fail-on-warning", "--keep-going", "--quiet", "--conf-dir", str(DOCS)]
+    command = [sys.executable, "-m", "sphinx", *options, str(source), str(site)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("site")
+    done = build(DOCS, site)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
+def test_every_page_is_on_the_site(site: Path):
+    assert len(list(DOCS.glob("*.md"))) > 12
+    assert [page.name for page in DOCS.glob("*.md") if not (site / f"{page.stem}.html").is_file()] == []
+
+
+def test_no_page_loads_anything_from_a_network(site: Path):
+    files = [path for path in site.rglob("*") if path.suffix in (".html", ".css", ".svg")]
+    assert len(files) > 15
+    loaded = {
+        f"{path.name}: {found[0]}" for path in files for found in LOADED.finditer(path.read_text(encoding="utf-8"))
+    }
+    assert sorted(loaded) == []
+
+
+def documented(site: Path) -> set[str]:
+    """The anchors of the API's page, which are the full names of what it documents."""
+    return set(re.findall(r'id="(oobleck\.[\w.]+)"', (site / "api.html").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_what_a_library_offers_is_on_the_api_page(site: Path, module: ModuleType):
+    assert {f"{module.__name__}.{name}" for name in module.__all__} - documented(site) == set()
+
+
+def test_the_job_of_a_script_is_on_the_api_page(site: Path):
+    assert {"oobleck.Job", "oobleck.sim.cluster.run_cluster"} <= documented(site)
+
+
+def test_links_that_lead_nowhere_fail_the_build(tmp_path: Path):
+    wrong = ("other.md", "#nothing", "page.md#nothing", "../examples/nothing.yaml")
+    (tmp_path / "page.md").write_text("# A page\n")
+    (tmp_path / "index.md").write_text("# Links\n\n" + "".join(f"- [it]({link})\n" for link in wrong))
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    assert [link for link in wrong if link.lstrip("#").split("#")[-1] not in done.stderr] == []

@@ -1,0 +1,99 @@
+"""Draw the pictures of README.md from the journal of a run: its dashboard, and its first recovery.
+
+    python tools/pictures.py                                        from docs/images/demo.jsonl
+    python tools/pictures.py ~/.oobleck/gpt2-demo/journal.jsonl     from another run, such as `make demo`'s
+
+The journal is kept beside the pictures, up to the moment that they show, so that anyone draws the same ones. If its
+format changes, or a run should look otherwise, run `make demo`, and name its journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it finds its neighbours
+
+from rich.console import Console
+
+from oobleck.control.journal import JournalEntry, NodeState, ProfileKnown, RecoveryDone, RunView
+from oobleck.errors import UserError
+from oobleck.runtime.files import read_journal
+from oobleck.ui.dashboard import Dashboard
+from oobleck.wire import encode_json
+from tools.recovery_timeline import find_recovery, recovery_svg
+
+__all__ = ["dashboard_svg", "excerpt", "main", "pictures"]
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+KEPT = IMAGES / "demo.jsonl"
+
+_COMMAND = "oobleck up --local 4 --kill node2@40"
+_WIDTH, _HEIGHT = 92, 26
+_SHOWN_AFTER_S = 1.0
+"""The dashboard is drawn so long after the recovery."""
+_KEPT_AFTER_S = 3.0
+_WEB_FONT = re.compile(r"@font-face \{[^}]*\}\s*")
+"""rich has the picture load its font from a server; the reader's own will do."""
+
+
+def pictures(entries: Sequence[JournalEntry]) -> dict[str, str]:
+    """The pictures by their file names, as SVG. Raises UserError for a run that lost no node."""
+    recovery = find_recovery(entries)
+    if recovery is None:
+        raise UserError("no node was lost in this run; `make demo` kills one")
+    return {
+        "dashboard.svg": dashboard_svg(entries, at_s=recovery.done.t_s + _SHOWN_AFTER_S),
+        "recovery.svg": recovery_svg(recovery),
+    }
+
+
+def dashboard_svg(entries: Sequence[JournalEntry], *, at_s: float) -> str:
+    """The dashboard as it is `at_s` seconds after the start of the run, in a terminal window."""
+    view = RunView()
+    for entry in entries:
+        if entry.t_s <= at_s:
+            view.apply(entry)
+    for node in view.at(at_s).nodes:
+        if node.state is NodeState.TRAINING:
+            view.heard(node.name, at_s)  # heartbeats are no journal entries
+    console = Console(
+        record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor", width=_WIDTH, height=_HEIGHT
+    )
+    console.print(Dashboard(view.at(at_s), fill=False))
+    return _WEB_FONT.sub("", console.export_svg(title=_COMMAND))
+
+
+def excerpt(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
+    """What the pictures need of a journal: all up to a moment after its first recovery, without the profile."""
+    done_s = next((entry.t_s for entry in entries if isinstance(entry, RecoveryDone)), 0.0)
+    return [entry for entry in entries if entry.t_s <= done_s + _KEPT_AFTER_S and not isinstance(entry, ProfileKnown)]
+
+
+def main() -> int:
+    """Read the command line, draw; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "journal", type=Path, nargs="?", help="journal.jsonl of a run; by default, the one that is kept"
+    )
+    parser.add_argument("--output", type=Path, default=IMAGES, help="directory of the pictures")
+    given = parser.parse_args()
+    try:
+        entries = tuple(read_journal(given.journal or KEPT))
+        drawn = pictures(entries)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if given.journal is not None:
+        (given.output / KEPT.name).write_bytes(b"".join(map(encode_json, excerpt(entries))))
+    for name, svg in drawn.items():
+        (given.output / name).write_text(svg, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
