@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from oobleck.control.coordinator.recovery import FENCED, TRAINED, TRANSITIONS, Transition
+from oobleck.control.coordinator.recovery_states import State
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/recovery_states.py -->\n", "<!-- end -->\n"
-_GROUPS = {TRAINED: "Trained", FENCED: "Fenced"}
+_GROUPS: dict[tuple[type[State], ...], str] = {TRAINED: "Trained", FENCED: "Fenced"}
 """Sets of states that are drawn as one where they have a transition in common."""
 
 
