@@ -29,6 +29,8 @@ from oobleck.wire import decode_json, encode_frame, encode_json
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = {"yaml": "pyyaml", "trio_asyncio": "trio-asyncio"}
 """Of modules that are called otherwise."""
+TOOLS = ("docs", "test")
+"""Extras of those who work on the package; nobody who runs it needs them."""
 
 
 def imported() -> set[str]:
@@ -46,7 +48,7 @@ def imported() -> set[str]:
 def test_what_is_declared_is_imported_and_what_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    listed = [project["dependencies"], *(names for extra, names in extras.items() if extra != "test")]
+    listed = [project["dependencies"], *(names for extra, names in extras.items() if extra not in TOOLS)]
     declared = [Requirement(text).name for names in listed for text in names]
     assert sorted(declared) == sorted(imported())
 

@@ -50,7 +50,7 @@ def test_all_workers_are_killed_at_once_and_then_the_fork_server_with_one_of_the
         # Nobody stops for the fork server; a worker that ends while there is none waits for the next one.
         runner.kill_fork_server()
         kill_workers(runner, "node1")
-        run.up.wait_for("'s fork server ended: killed by signal 9; it is started again")
+        run.up.wait_for("'s fork server ended: ")
         run.up.wait_for("node1 taken in; restart_worker")
         run.up.wait_for_steps(6)
         outcome = run.stop()

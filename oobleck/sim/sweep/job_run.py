@@ -58,7 +58,7 @@ __all__ = ["JobRun"]
 
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
-"""Steps of a job that goes on for as long as its trace does."""
+"""Steps of a job that continues for as long as its trace does."""
 _SOON_S = 0.1
 """How long a node waits that comes while the job is being started."""
 
