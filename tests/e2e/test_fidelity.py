@@ -66,7 +66,7 @@ def test_the_simulator_foretells_what_a_real_run_does(
     for _ in range(attempts):
         journal = play_really(runner, text, tmp_path / "trace.json")
         recovered = [entry for entry in journal if entry["@type"] == "RecoveryDone"]
-        met = [(each["cause"], each["action"], tuple(each["nodes"])) for each in recovered]
+        met = [(each["loss"] or each["cause"], each["action"], tuple(each["nodes"])) for each in recovered]
         began_s = recovered[0]["began_s"] - recovered[0]["detect_s"] - events[0]["t_s"]
         commits = [(entry["t_s"], entry["record"]["step"]) for entry in journal if entry["@type"] == "StepDone"]
         before = progress(commits, began_s)
