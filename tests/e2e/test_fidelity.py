@@ -122,7 +122,7 @@ def simulate(trace: Trace, journal: Sequence[dict[str, Any]], *, phase: float) -
             commits += [(begin_s, entry.first_step - 1), (entry.t_s, entry.record.step)]
     recovered = [entry for entry in played if isinstance(entry, RecoveryDone)]
     trained = progress(commits, end_s) - progress(commits, began_s)
-    return trained, [(each.cause.value, each.action.value, each.nodes) for each in recovered]
+    return trained, [(each.why.value, each.action.value, each.nodes) for each in recovered]
 
 
 def longest_s(journal: Sequence[dict[str, Any]], kind: str) -> float:
