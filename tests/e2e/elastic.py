@@ -151,7 +151,7 @@ def recoveries(outcome: Outcome) -> list[tuple[str, str, tuple[str, ...]]]:
 def recoveries_in(journal: Sequence[dict[str, Any]]) -> list[tuple[str, str, tuple[str, ...]]]:
     """Cause, action and nodes of each recovery that a journal tells of."""
     done = [entry for entry in journal if entry["@type"] == "RecoveryDone"]
-    return [(each["cause"], each["action"], tuple(each["nodes"])) for each in done]
+    return [(each["loss"] or each["cause"], each["action"], tuple(each["nodes"])) for each in done]
 
 
 def nodes_of(outcome: Outcome) -> list[str]:

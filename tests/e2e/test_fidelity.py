@@ -73,7 +73,7 @@ def test_the_simulator_predicts_what_a_real_run_does(
     for _ in range(attempts):
         journal = play_really(runner, text, tmp_path / "trace.json")
         recovered = [entry for entry in journal if entry["@type"] == "RecoveryDone"]
-        met = [(each["cause"], each["action"], tuple(each["nodes"])) for each in recovered]
+        met = [(each["loss"] or each["cause"], each["action"], tuple(each["nodes"])) for each in recovered]
         began_s = recovered[0]["began_s"] - recovered[0]["detect_s"] - events[0]["t_s"]
         commits = [(entry["t_s"], entry["record"]["step"]) for entry in journal if entry["@type"] == "StepDone"]
         before = progress(commits, began_s)
@@ -129,7 +129,7 @@ def simulate(trace: Trace, journal: Sequence[dict[str, Any]], *, phase: float) -
             commits += [(begin_s, entry.first_step - 1), (entry.t_s, entry.record.step)]
     recovered = [entry for entry in played if isinstance(entry, RecoveryDone)]
     trained = progress(commits, end_s) - progress(commits, began_s)
-    return trained, [(each.cause.value, each.action.value, each.nodes) for each in recovered]
+    return trained, [(each.why.value, each.action.value, each.nodes) for each in recovered]
 
 
 def longest_s(journal: Sequence[dict[str, Any]], kind: str) -> float:
