@@ -8,6 +8,7 @@ heard of a step late and once only, and the master could not begin another file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 __all__ = ["TensorBoardFile"]
+
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 class TensorBoardFile:
@@ -30,7 +33,9 @@ class TensorBoardFile:
 
     def add(self, step: int, values: Mapping[str, float], *, wall_s: float) -> None:
         """Write the scalars of a step."""
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        summary = Summary(
+            value=[Summary.Value(tag=tag, simple_value=_as_float32(value)) for tag, value in values.items()]
+        )
         self._write(Event(wall_time=wall_s, step=step, summary=summary))
 
     def close(self) -> None:
@@ -38,3 +43,8 @@ class TensorBoardFile:
 
     def _write(self, event: Event) -> None:
         self._records.write(event.SerializeToString())
+
+
+def _as_float32(value: float) -> float:
+    """What a record of 32 bits can hold: what is too large for one is infinite."""
+    return value if not math.isfinite(value) or abs(value) <= _FLOAT32_MAX else math.copysign(math.inf, value)
