@@ -74,6 +74,6 @@ def label_cells(app: Sphinx, doctree: nodes.document) -> None:
 def setup(app: Sphinx) -> None:
     """Register the above, and take the fences of our own languages for text."""
     app.add_lexer("hostfile", TextLexer)
-    app.add_lexer("mermaid", TextLexer)  # drawn where the repository is viewed; its script is not for a site without a network
+    app.add_lexer("mermaid", TextLexer)  # a drawing needs a script from a network
     app.connect("doctree-read", label_cells)
     app.connect("doctree-resolved", name_pages_by_title)

@@ -131,4 +131,4 @@ def test_what_the_page_says_is_read_as_it_stands():
     examples = {
         path.name for path in (Path(__file__).parents[1] / "examples").iterdir() if path.suffix in (".py", ".yaml")
     }
-    assert set(re.findall(r"`examples/([\w.]+)`", page)) == examples
+    assert set(re.findall(r"\]\(\.\./examples/([\w.]+)\)", page)) == examples

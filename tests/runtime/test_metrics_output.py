@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import stat
 from pathlib import Path
@@ -70,14 +71,14 @@ def events(path: Path) -> list[Event]:
 
 def test_tensorboard_reads_what_was_written(tmp_path):
     board = TensorBoardFile(tmp_path / "tensorboard", wall_s=1000.5, name="1")
-    board.add(300, {"loss": 2.5, "goodput": 0.75}, wall_s=1001.25)
+    board.add(300, {"loss": 2.5, "goodput": 0.75, "large": -1e300}, wall_s=1001.25)
     board.close()
     (path,) = (tmp_path / "tensorboard").glob("events.out.tfevents.1000.*")
     head, event = events(path)
     assert (head.wall_time, head.file_version) == (1000.5, "brain.Event:2")
     assert (event.wall_time, event.step) == (1001.25, 300)
     values = {value.tag: list(value.tensor.float_val) for value in event.summary.value}
-    assert values == {"loss": [2.5], "goodput": [0.75]}
+    assert values == {"loss": [2.5], "goodput": [0.75], "large": [-math.inf]}
 
 
 def test_a_run_writes_event_files_where_it_is_to(tmp_path):

@@ -104,7 +104,7 @@ TRANSITIONS = (
     Transition((Settling,), NodeLeft, (Accusing,), "losses have settled; the answers explain a hang"),
     Transition((Settling,), TimePassed, (Deciding,), "losses have settled"),
     Transition((Settling,), TimePassed, (Accusing,), "losses have settled; the answers explain a hang"),
-    Transition((Accusing,), TimePassed, (Deciding,), "the accused are still there: go on, and end them again"),
+    Transition((Accusing,), TimePassed, (Deciding,), "the accused are still there: decide, and end them again"),
     # What is decided
     Transition((Deciding,), PlanOrdered, (Adopting,), "all have their orders"),
     Transition((Deciding,), WorkersWanted, (AwaitingWorkers,), "the others cannot do it alone"),
