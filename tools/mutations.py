@@ -58,7 +58,7 @@ MUTATIONS = (
     Mutation(
         name="stale_answers",
         what="answers to an older fence are not dropped",
-        file="oobleck/control/coordinator/fencing.py",
+        file="oobleck/control/coordinator/recovery/fencing.py",
         old=" or answer.status.generation != state.recovery.generation:",
         new=":",
         caught_by="tests/control/coordinator/test_coordinator.py::test_answers_to_an_older_fence_count_for_nothing",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from oobleck.control.coordinator.recovery import FENCED, TRAINED, TRANSITIONS, Transition
-from oobleck.control.coordinator.recovery_states import State
+from oobleck.control.coordinator.recovery.states import State
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/recovery_states.py -->\n", "<!-- end -->\n"

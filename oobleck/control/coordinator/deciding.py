@@ -17,7 +17,7 @@ from oobleck.exit_codes import ExitCode
 from oobleck.planner import WorkerId
 
 from .going_back import Choice, GoingBack, Lineage, cannot_go_on
-from .recovery_states import CheckpointWanted, Deciding, WorkersWanted
+from .recovery.states import CheckpointWanted, Deciding, WorkersWanted
 from .replanning import Aftermath, Replanning
 
 __all__ = ["Decider", "KeepDraining"]

@@ -16,7 +16,7 @@ from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.exit_codes import ExitCode
 from oobleck.planner import Decision, ExecutionPlan, WorkerId
 
-from .recovery_states import CheckpointWanted, Recovery
+from .recovery.states import CheckpointWanted, Recovery
 from .replanning import Replanning
 
 __all__ = ["Choice", "GoingBack", "Lineage", "cannot_go_on", "to_checkpoint"]

@@ -35,7 +35,7 @@ from oobleck.job import NodeSpec
 from .consequences import Consequences
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
-from .recovery_states import GiveUp
+from .recovery.states import GiveUp
 from .worker_lifecycle import start_again
 
 __all__ = ["NodeLifecycle"]

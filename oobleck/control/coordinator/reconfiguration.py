@@ -25,9 +25,8 @@ from oobleck.planner import Profile, WorkerId
 from .deciding import Decider, KeepDraining
 from .going_back import Choice, Lineage, to_checkpoint
 from .ordering import Ordering
-from .recovery import FENCED, TRAINED, Phase, deadline, phase, step
-from .recovery_record import recovery_done
-from .recovery_states import (
+from .recovery import FENCED, TRAINED, Phase, deadline, phase, recovery_done, step
+from .recovery.states import (
     Answered,
     CheckpointReported,
     CheckpointWanted,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from oobleck.control.coordinator.recovery import FENCED, TRAINED, TRANSITIONS, deadline, step
-from oobleck.control.coordinator.recovery_states import (
+from oobleck.control.coordinator.recovery.states import (
     Accusing,
     Adopting,
     Answered,

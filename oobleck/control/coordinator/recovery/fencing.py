@@ -15,7 +15,7 @@ from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import KillWorker
 from oobleck.planner import WorkerId
 
-from .recovery_states import (
+from .states import (
     Accusing,
     Adopting,
     Answered,

@@ -9,7 +9,7 @@ from oobleck.control.journal import Action, RecoveryDone
 from oobleck.control.protocol import Resumed
 from oobleck.planner import WorkerId
 
-from .recovery_states import Recovery, RecoveryEnded
+from .states import Recovery, RecoveryEnded
 
 __all__ = ["recovery_done"]
 

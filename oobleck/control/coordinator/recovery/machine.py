@@ -16,7 +16,7 @@ from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
 
 from .fencing import answered, begin, decide, end_again, judge, left, overdue
-from .recovery_states import (
+from .states import (
     Accusing,
     Adopting,
     Answered,
