@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +17,7 @@ import trio
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.job import ControlSpec
 from oobleck.runtime.processes.notice import await_notice
+from tests.serving import serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
@@ -103,14 +102,8 @@ def event(kind: str, *resources: str) -> str:
     return json.dumps({"DocumentIncarnation": 2, "Events": [said]})
 
 
-@contextmanager
-def cloud(handler: type[_Handler]) -> Iterator[Cloud]:
-    with Cloud(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def cloud(handler: type[_Handler]) -> AbstractContextManager[Cloud]:
+    return serving(Cloud(("127.0.0.1", 0), handler))
 
 
 def recipe(name: str, server: Cloud) -> ControlSpec:

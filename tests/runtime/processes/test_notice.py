@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ import trio
 from oobleck.errors import ConfigError
 from oobleck.job import ControlSpec
 from oobleck.runtime.processes.notice import await_notice
+from tests.serving import serving
 
 
 class Metadata(ThreadingHTTPServer):
@@ -42,12 +42,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def metadata_server() -> Iterator[tuple[Metadata, str]]:
-    with Metadata(("127.0.0.1", 0), _Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with serving(Metadata(("127.0.0.1", 0), _Handler)) as server:
         yield server, f"http://127.0.0.1:{server.server_address[1]}/preempted"
-        server.shutdown()
-        thread.join()
 
 
 async def first_notice(control: ControlSpec, within_s: float = 20.0) -> str | None:
