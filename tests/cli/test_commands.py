@@ -65,7 +65,7 @@ ELSEWHERE = (
         r"python tools/mutations.py( --end-to-end)?",
         "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code",
     ),
-    (r"python tools/(paper|recovery_timeline|pictures).py.*", "tests/tools has a test of each"),
+    (r"python tools/(paper|recovery_states|recovery_timeline|pictures).py.*", "tests/tools has a test of each"),
 )
 """What is not run by this file or on a run of tests/e2e, and why, or who runs it."""
 

@@ -180,7 +180,7 @@ def _scaling_specs() -> st.SearchStrategy[ScalingSpec]:
 
 
 def _shards() -> st.SearchStrategy[Shard]:
-    return built(Shard, file=TEXT.filter(lambda name: "/" not in name and name not in ("", ".", "..")))
+    return built(Shard, file=st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,20}", fullmatch=True))
 
 
 @st.composite
