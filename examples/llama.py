@@ -15,8 +15,8 @@ class Report(TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs):
         print(f"step {state.global_step}: {logs}")
 
-    def on_recovery(self, args, state, control, recovery, **kwargs):
-        print(f"after step {state.global_step}: {recovery.describe()}")
+    def on_recovery(self, args, state, control, text, **kwargs):
+        print(f"after step {state.global_step}: {text}")
 
 
 def job() -> Job:

@@ -12,7 +12,8 @@ them can hold up training. So they see what the journal tells: losses, rates, ev
     on_log           after each step and each evaluation: logs=
     on_evaluate      an evaluation is done: metrics={"eval_loss": …}
     on_save          a checkpoint is complete on disk
-    on_recovery      the run continues after a loss, a join or a departure: recovery=, the journal's entry
+    on_recovery      the run continues after a loss, a join or a departure: recovery=, the journal's entry;
+                     text=, it as a sentence
     on_train_end     the run ends
 """
 
@@ -35,6 +36,7 @@ from oobleck.control.journal import (
     PlanAdopted,
     RecoveryDone,
     StepDone,
+    sentence,
 )
 from oobleck.job import JobSpec
 
@@ -88,7 +90,7 @@ class CallbackRunner:
             case CheckpointSaved():
                 yield "on_save", {}
             case RecoveryDone():
-                yield "on_recovery", {"recovery": entry}
+                yield "on_recovery", {"recovery": entry, "text": sentence(entry)}
             case JobEnded():
                 yield "on_train_end", {}
 
