@@ -64,7 +64,7 @@ def _interleaved(shape: PipelineShape, stage: int) -> Iterator[Pass]:
 def _zero_bubble(shape: PipelineShape, stage: int) -> Iterator[Pass]:
     """Order passes as ZB-H1 (Qi et al., 2023, section 2.3) does: 1F1B in which weight gradients lag behind.
 
-    The gradient of the input goes on its way at once. The weights' lags by as many microbatches as there are
+    The gradient of the input is sent at once. The weights' lags by as many microbatches as there are
     stages before, and fills the end of the step. Every stage so holds up to `num_stages` activations, as
     the first one of 1F1B does. The first stage itself sends no gradient, and keeps its backward passes whole.
     """

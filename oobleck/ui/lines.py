@@ -1,4 +1,4 @@
-"""A run as plain lines of text: for log files, pipes, and whoever prefers them.
+"""A run as plain lines of text: for log files, pipes, and readers who prefer them.
 
 One line an event. Steps are thinned to a few lines a second, so that short runs show every step and long
 ones stay readable; the first step, the last, and the first after an event are always told.

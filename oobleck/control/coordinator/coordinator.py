@@ -116,7 +116,7 @@ class Coordinator:
         replayed: ReplayedRun | None = None,
         resume: str = "auto",
     ) -> None:
-        """With `replayed`, take over a run that goes on without a master: its job is `job`.
+        """With `replayed`, take over a run that continues without a master: its job is `job`.
 
         `resume` says what a run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
         path, on the nodes, to a checkpoint or a directory of checkpoints.

@@ -91,7 +91,7 @@ class NodeLifecycle:
             raise RunOver(
                 ExitCode.FAILED,
                 f"{node} trains in generation {event.hello.generation}, and the journal knows none after "
-                f"{self._reconfiguration.generations.current}: its end is lost; start anew with --resume never",
+                f"{self._reconfiguration.generations.current}: its end is lost; start from scratch with --resume never",
             )
         elif member.hello is not None and not member.ready and not member.gone:  # it may have heard nothing of us yet
             self._effects.command(*self._preparation.configure(event, self._effects.now_s))
@@ -166,7 +166,7 @@ class NodeLifecycle:
         )
 
     def add(self, spec: NodeSpec) -> None:
-        """Take another node in. Training goes on; it joins once its workers are ready."""
+        """Take another node in. Training continues; it joins once its workers are ready."""
         try:
             self._check_devices(spec)
             self._members.add(spec)

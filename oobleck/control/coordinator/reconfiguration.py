@@ -301,7 +301,7 @@ class Reconfiguration:
             case EndRun(reason=reason):
                 raise RunOver(ExitCode.FAILED, reason)
             case GiveUp():
-                pass  # whoever gave the input does that
+                pass  # the part that gave the input does that
             case _:
                 assert_never(effect)
 

@@ -122,7 +122,7 @@ class Replanning:
         return changed if self._pays(plan) else []
 
     def forget_pace(self, node: str) -> None:
-        """What was known of a node's pace is worth nothing."""
+        """Discard what was known of a node's pace."""
         self._slow_retry.forget(node)
         self._paces.forget(node)
 

@@ -1,6 +1,6 @@
 """What the journal of a master that died tells of its run: enough for another master to take over.
 
-Training goes on without a master. The one that takes over knows the plans and the members from the journal, and
+Training continues without a master. The one that takes over knows the plans and the members from the journal, and
 hears from the agents what happened since.
 """
 
@@ -125,7 +125,7 @@ def replay_run(entries: Iterable[JournalEntry]) -> ReplayedRun | None:
 
 
 def _interrupt_joining(replayed: ReplayedRun) -> None:
-    """Nobody goes on with the nodes that the master which died was taking in; the next one begins with them anew."""
+    """The nodes that the dead master was taking in: the next one takes them in again, from the start."""
     joining = [
         *replayed.members.in_state(NodeState.CONNECTING),
         *(member for member in replayed.members.in_state(NodeState.CONNECTED) if not member.restarts),

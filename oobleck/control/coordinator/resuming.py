@@ -68,7 +68,7 @@ class Resuming:
         misfit = None if candidate is None else self._sharding.misfit(candidate.position)
         if candidate is not None and misfit is not None:
             text = f"the checkpoint of step {candidate.step} cannot be gone on from: {misfit}"
-            raise RunOver(ExitCode.CONFIG, f"{text}; --resume never starts anew")
+            raise RunOver(ExitCode.CONFIG, f"{text}; --resume never starts from scratch")
         if candidate is not None and candidate.position is None and self._sharding.is_on:
             text = f"the checkpoint of step {candidate.step} knows no place in the shards"
             self._effects.notice("warning", f"{text}: they are read from their beginning")

@@ -1,4 +1,4 @@
-"""How a master goes on with a run that an earlier one has left: nobody stops for it, unless orders may be lost."""
+"""How a master takes over a run that an earlier one has left: no worker stops for it, unless orders may be lost."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class TerminationNoticed:
     t_s: float
     node: str
     reason: str
-    """In the words of whoever announced it."""
+    """In the words of the agent that announced it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What the master says, to agents and through them to workers, and what an agent says to a worker that it starts.
 
-Generations are strictly increasing; whoever receives an order of an old generation drops it. Steps count from 1:
+Generations are strictly increasing; a receiver drops an order of an old generation. Steps count from 1:
 `applied == k` means that k optimizer steps were applied.
 """
 
@@ -133,9 +133,9 @@ class PlanUpdate(ForWorker):
 
     generation: int
     catch_up: CommitRecord | None = None
-    """A step that some survivor has applied: whoever has not applies it too, from its reduced gradients."""
+    """A step that some survivor has applied: the others apply it too, from its reduced gradients."""
     catch_up_section: SectionRecord | None = None
-    """A section that some survivor has committed: whoever has not commits it too, from its reduced gradients."""
+    """A section that some survivor has committed: the others commit it too, from its reduced gradients."""
     finish: int | None = None
     """The step to finish under the old plan: the whole pipelines complete it and the segments, all survivors
     reduce, commit and apply it. None: what is in flight and not committed is forgotten, to be run again."""

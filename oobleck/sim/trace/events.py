@@ -78,7 +78,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thawed:
-    """A frozen node goes on where it stood."""
+    """A frozen node continues where it stood."""
 
     kind: ClassVar[str] = "node_thawed"
     t_s: float
@@ -143,7 +143,7 @@ class MasterCrashed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterFrozen:
-    """The master process is stopped, and goes on where it stood `frozen_s` seconds later."""
+    """The master process is stopped, and continues where it stood `frozen_s` seconds later."""
 
     kind: ClassVar[str] = "master_frozen"
     t_s: float
