@@ -94,7 +94,12 @@ class MetricsOutput:
 
     def _write_to_board(self, values: Mapping[str, object], step: int) -> None:
         """Begin another file after an error: the one before may end with half a record."""
-        from .tensorboard_file import TensorBoardFile
+        try:
+            from .tensorboard_file import TensorBoardFile
+        except ImportError as error:  # half installed, or with packages that it cannot use: the run does not need it
+            self._has_board = False
+            _log.warning("TensorBoard's files are not written: it cannot be imported: %s", error)
+            return
 
         known = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
         try:

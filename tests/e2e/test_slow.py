@@ -49,7 +49,7 @@ def test_a_slow_node_is_planned_for(runner: Runner) -> None:
     with runner.up("--job", str(path), "--steps", str(STEPS)) as up:
         up.wait_for_step(3)
         with slowed(worker_pids(runner)["node1"]):
-            up.wait_for("planning anew for the pace of node1")
+            up.wait_for("for the pace of node1")
             up.wait_for_steps(5)
         assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0
         outcome = up.finish()

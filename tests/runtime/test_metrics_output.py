@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,25 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert (event.wall_time, event.step) == (1001.25, 300)
     values = {value.tag: list(value.tensor.float_val) for value in event.summary.value}
     assert values == {"loss": [2.5], "goodput": [0.75], "large": [-math.inf]}
+
+
+def test_a_tensorboard_that_cannot_be_imported_ends_no_run(tmp_path):
+    """In a process of its own, where a broken package stands before the real one."""
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "__init__.py").write_text("raise ImportError('half installed')")
+    program = (
+        "from pathlib import Path; from tests.control.journals import run_with_a_loss;"
+        "from oobleck.runtime.metrics_output import MetricsOutput; output = MetricsOutput(Path('metrics.jsonl'));"
+        "[output.apply(entry) for entry in run_with_a_loss(steps=5, lost_at=2)]; output.close()"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "half installed" in ended.stderr
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
 
 
 def test_a_run_writes_event_files_where_it_is_to(tmp_path):

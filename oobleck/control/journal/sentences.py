@@ -265,7 +265,7 @@ def _recovering(cause: PlanCause, names: str) -> str:
         case PlanCause.SCALED:
             return f"going on with more nodes, or fewer: {names}"
         case PlanCause.SLOW:
-            return f"planning anew for the pace of {names}"
+            return f"planning again for the pace of {names}"
         case PlanCause.RETRIED:
             return f"trying again whether {names} is slow"
         case PlanCause.CORRUPTION:

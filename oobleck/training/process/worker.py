@@ -222,7 +222,7 @@ class _Worker:
                 raise AssertionError("a worker is set up once")
 
     def _answer(self, fence: Fence) -> Status:
-        """Raise the fence, and log what is told of it."""
+        """Raise the fence, and log what it says."""
         status = self._commit_state.answer(fence)
         self._log.info(
             "is fenced by generation %d, without %s: has applied step %d, %s, %d microbatches done%s",
