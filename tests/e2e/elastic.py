@@ -15,6 +15,9 @@ from .harness import TAG, Outcome, Runner, Up, oobleck
 from .reference import each_reference_loss
 
 TOLERANCE = 1e-9
+LLAMA_TOLERANCE = 1e-5
+"""transformers' Llama takes its norms in float32, whatever the job's dtype: now and then sums in another order round to
+another number there, and within 200 steps losses are up to 4e-7 apart."""
 ENDLESS = 5000
 """Steps that no run here makes; each is stopped before."""
 MAX_COMPARED = 200
@@ -128,20 +131,22 @@ def each_loss(job_file: Path, cache_dir: Path, *, evaluations: list[float] | Non
     return first
 
 
-def assert_all_is_right(outcome: Outcome, reference: Reference, *, loses_steps: bool | None = False) -> None:
+def assert_all_is_right(
+    outcome: Outcome, reference: Reference, *, loses_steps: bool | None = False, tolerance: float = TOLERANCE
+) -> None:
     assert outcome.exit_code == 0, outcome.output
     summary = outcome.summary
     assert summary["reason"].startswith("stopped on request")
     assert (summary["samples_repeated"], summary["samples_missing"]) == (0, 0)
     assert loses_steps in (None, summary["steps_lost"] > 0)
     assert len(outcome.losses) == summary["steps_committed"] < ENDLESS
-    assert_losses(outcome.losses, reference)
+    assert_losses(outcome.losses, reference, tolerance=tolerance)
 
 
-def assert_losses(losses: list[float], reference: Reference) -> None:
+def assert_losses(losses: list[float], reference: Reference, *, tolerance: float = TOLERANCE) -> None:
     """Compare with the losses of one process, as many as it computes in some seconds."""
     expected = reference(min(len(losses), MAX_COMPARED))
-    assert max(abs(one - other) for one, other in zip(losses, expected, strict=False)) < TOLERANCE
+    assert max(abs(one - other) for one, other in zip(losses, expected, strict=False)) < tolerance
 
 
 def recoveries(outcome: Outcome) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -20,10 +20,10 @@ from oobleck.cli.inputs.job_file import load_job
 from oobleck.exit_codes import ExitCode
 from tests.disks import fill, small_disk
 
+from .elastic import TOLERANCE
 from .harness import TAG, Outcome, Runner, kill_everything, oobleck
 from .reference import reference_losses
 
-TOLERANCE = 1e-9
 ENDS_BADLY = (ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.CONFIG)
 STEPS = 40
 

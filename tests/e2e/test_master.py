@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from oobleck.cli.inputs.job_file import load_job
 
+from .elastic import TOLERANCE
 from .harness import Runner, incidents, oobleck, started_at, worker_pids
 from .reference import reference_losses
 
-TOLERANCE = 1e-9
 STEPS = 60
 AWAY_S = 3.0
 """How long there is no master."""

@@ -26,10 +26,10 @@ from oobleck.job import JobSpec
 from oobleck.training.data.redis_shard import position_of
 from tests.redis_server import needs_redis, serve_redis
 
+from .elastic import TOLERANCE
 from .harness import Runner, kill_everything, oobleck
 from .reference import losses_of_rows
 
-TOLERANCE = 1e-9
 LENGTH = 32
 TOKENS = 300
 SIZES = (90, 5, 300, 160, 1, 200)

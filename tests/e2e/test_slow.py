@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from oobleck.cli.inputs.job_file import load_job
 
+from .elastic import TOLERANCE
 from .harness import TAG, Runner, oobleck, worker_pids
 from .reference import each_reference_loss
 
-TOLERANCE = 1e-9
 STEPS = 5000
 """More than are run: the test stops once it has seen enough."""
 RUNNING_S, STOPPED_S = 0.01, 0.04

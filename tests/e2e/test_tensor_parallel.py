@@ -12,7 +12,7 @@ import pytest
 
 from oobleck.checkpoint import CheckpointDirectory
 
-from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, assert_losses, each_loss, stopped
+from .elastic import ENDLESS, LLAMA_TOLERANCE, Reference, assert_all_is_right, assert_losses, each_loss, stopped
 from .harness import LLAMA, Runner, kill_everything, worker_pids
 from .test_checkpoints import first_step_of, steps_of
 from .test_losses import KILL_STEP
@@ -50,7 +50,7 @@ def _evaluated(runner: Runner) -> dict[int, float]:
 def _assert_evaluated(runner: Runner, reference: list[float]) -> None:
     compared = {step: loss for step, loss in _evaluated(runner).items() if step // 4 <= len(reference)}
     assert compared
-    assert max(abs(loss - reference[step // 4 - 1]) for step, loss in compared.items()) < TOLERANCE
+    assert max(abs(loss - reference[step // 4 - 1]) for step, loss in compared.items()) < LLAMA_TOLERANCE
 
 
 def test_stages_that_devices_share_compute_what_one_process_computes(
@@ -63,7 +63,7 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
     with runner.up("--job", str(path), "--tp", "2", "--kill", f"node2@{KILL_STEP}") as up:
         up.wait_for_step(42)
         outcome = stopped(runner, up)
-    assert_all_is_right(outcome, reference[0])
+    assert_all_is_right(outcome, reference[0], tolerance=LLAMA_TOLERANCE)
     assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [["node2"]]
     _assert_evaluated(runner, reference[1])
     assert {4, *range(12, 41, 4)} <= _evaluated(runner).keys()
@@ -114,5 +114,5 @@ def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
     assert first_step_of(runner) == newest + 1, outcome.output
     take_in(runner.journal())
     assert sorted(losses) == list(range(1, len(losses) + 1))
-    assert_losses([loss for _, loss in sorted(losses.items())], reference[0])
+    assert_losses([loss for _, loss in sorted(losses.items())], reference[0], tolerance=LLAMA_TOLERANCE)
     _assert_evaluated(runner, reference[1])
