@@ -273,7 +273,7 @@ class GroupTable:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
                 formed.extend(pool.map(lambda key: self._form_one(key, networks[key]), missing))
             for group in formed:  # all in the order of the keys: NCCL's own barriers could deadlock otherwise
-                self._open_nccl(group)
+                self._open_nccl(group, networks[group.key])
 
         try:
             others = {worker_id for key in missing for worker_id in key.members} - {self._worker_id}
@@ -317,21 +317,21 @@ class GroupTable:
     def _form_one(self, key: GroupKey, network: Network) -> Group:
         store = self._store_of(key, network)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-        options._devices = [network.device]
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
         prefixed = PrefixStore(key.name, store)
-        with network.forming():
+        with network.forming() as device:
+            options._devices = [device]
             process_group = ProcessGroupGloo(prefixed, key.members.index(self._worker_id), len(key.members), options)
             process_group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
             group = Group(key, self._worker_id, process_group, store, stages=self._stages)
             network.keep(group)
         return group
 
-    def _open_nccl(self, group: Group) -> None:
+    def _open_nccl(self, group: Group, network: Network) -> None:
         """Let NCCL carry a group's sums, where each member has a GPU of its own. A barrier among them."""
         if self._computes_on.type != "cuda" or group.key.purpose not in _PURPOSES_THAT_SUM:
             return
-        store = self._store_of(group.key, self._network_of(group.key))
+        store = self._store_of(group.key, network)
         prefixed = PrefixStore(f"{group.key.name}/nccl", store)
         prefixed.set(f"gpu/{group.rank}", device_identity(self._computes_on) or "")
         told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(group.key.members))]

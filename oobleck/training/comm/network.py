@@ -54,7 +54,7 @@ class Network:
         """Listen at an address. Raises ConfigError for a useless one."""
         with _opening:
             before = set(_epolls())
-            self.device: object = open_device(address)
+            self._device: object = open_device(address)
             self._epoll = next((fd for fd in _epolls() if fd not in before and _has_listener(fd)), None)
         self._lock = threading.Lock()
         self._kept: list[_Closable] = []
@@ -63,12 +63,17 @@ class Network:
         """Whether its groups are given up."""
 
     @contextmanager
-    def forming(self) -> Iterator[None]:
-        """Within the block a group is being connected."""
+    def forming(self) -> Iterator[object]:
+        """Hold the device, for a group to be connected through it. Raises RuntimeError once that is given up.
+
+        A thread that was left behind may come that late; without a device, Gloo ends the process.
+        """
         with self._lock:
+            if self.is_over:
+                raise RuntimeError("given up before it began")
             self._num_forming += 1
         try:
-            yield
+            yield self._device
         finally:
             with self._lock:
                 self._num_forming -= 1
@@ -88,7 +93,8 @@ class Network:
 
     def end(self) -> None:
         """Let go of everything, on a thread of its own that ends with it."""
-        self.is_over = True
+        with self._lock:
+            self.is_over = True
         threading.Thread(target=self._end, daemon=True, name="end of a network").start()
 
     def _end(self) -> None:
@@ -102,7 +108,7 @@ class Network:
         for group in self._kept:  # one may have been formed after all were closed
             group.close()
         self._kept.clear()
-        self.device = self._epoll = None
+        self._device = self._epoll = None
 
     def _shut(self, how: int) -> int:
         """End all connections that are there; returns how many."""

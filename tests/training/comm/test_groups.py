@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,6 +33,7 @@ from oobleck.training.comm.waiter import Waiter
 from tests.training.freezing_peer import A, B, C, keys_of
 
 PATIENCE_S = 60.0
+NUM_TRIES = 60
 
 
 def never() -> bool:
@@ -253,6 +256,48 @@ def test_forming_that_is_given_up_ends_at_once_and_its_keys_are_not_kept() -> No
 def _form_in_vain(member: Member, is_over: threading.Event) -> None:
     with pytest.raises(Interrupted):
         member.table.form([GroupKey("reduce", 1, (A, B))], is_over.is_set)
+
+
+def test_forming_may_be_given_up_at_any_moment() -> None:
+    """In a process of its own: Gloo ended it, with a signal, where a thread came late to a network that was over."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from tests.training.comm.test_groups import give_up_often; give_up_often()",
+        ],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def give_up_often() -> None:
+    """Form groups of three members, and have each give them up within milliseconds."""
+    three = members((A, B, C))
+    chance = random.Random(0)
+
+    def form(member: Member, generation: int, gives_up_s: float) -> None:
+        keys = [GroupKey("reduce", generation, pair) for pair in ((A, B), (A, C), (B, C)) if member.worker_id in pair]
+        is_over = threading.Event()
+
+        def give_up() -> None:
+            is_over.set()
+            member.waiter.announce()
+
+        timer = threading.Timer(gives_up_s, give_up)
+        timer.start()
+        with suppress(Interrupted, PeerLost):
+            member.table.form(keys, is_over.is_set)
+        timer.cancel()
+        member.table.keep_only([], generation=generation + 1)
+
+    for generation in range(1, NUM_TRIES + 1):
+        at_once(*(partial(form, member, generation, chance.uniform(0.0, 0.01)) for member in three))
+    os._exit(0)  # threads that Gloo keeps, for a peer that does not come, end within a minute
 
 
 def test_strangers_cannot_connect_to_groups_that_are_formed() -> None:
