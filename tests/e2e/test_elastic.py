@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, nodes_of, recoveries
-from .harness import Runner, started_at, worker_pids
+from .harness import TAG, Runner, started_at, worker_pids
 
 SLACK_S = 0.5
 """What two busy cores may add to a time that is bounded by a timer."""
@@ -88,6 +88,9 @@ def test_a_worker_that_ends_by_itself_is_started_again_in_place(start: Callable[
     assert [each[0] for each in recoveries(outcome)][::2] == ["worker_exited"] * 2
     assert nodes_of(outcome) == ["node0", "node1", "node2", "node3"]
     assert "NodeLost" not in {entry["@type"] for entry in runner.journal()}
+    log = (runner.base_dir / TAG / "agent1.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in log
+    assert 'oobleck/training/step/engine.py", line' in log, "where each thread was"
 
 
 def test_a_node_whose_worker_ends_again_and_again_is_given_up(start: Callable[..., Any], runner: Runner) -> None:

@@ -5,6 +5,7 @@ The control thread answers fences at once, whatever the training thread is doing
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -74,6 +75,7 @@ def run_worker(sock: socket.socket) -> None:
     An exception that nobody catches ends the process, on whatever thread: a helper that is gone would be waited for.
     """
     shield_scripts()
+    faulthandler.enable()  # where native code was called from that ends the process is in the agent's log
     link = AgentLink(sock)
     threading.excepthook = lambda failed: _fail(link, failed.exc_value)
     try:
