@@ -1,7 +1,7 @@
 """How many examples a property is tried with: few in every run of the tests, very many in a deep one.
 
-HYPOTHESIS_PROFILE=deep tries 20,000; HYPOTHESIS_PROFILE=hasty tries many, stops at the first failure and shrinks
-nothing.
+HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes; HYPOTHESIS_PROFILE=hasty tries
+many, stops at the first failure and shrinks nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["examples"]
+__all__ = ["examples", "seeds"]
 
 _DEEP = 20_000
+_DEEP_SEEDS = 20
 _HASTE = 14
 # A failure's trace says what happened; explaining it by coverage costs more than it tells.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
@@ -32,3 +33,8 @@ def examples(number: int, *, stateful_step_count: int = 50) -> settings:
         database=None if profile == "hasty" else settings.default.database,
         suppress_health_check=[HealthCheck.too_slow],
     )
+
+
+def seeds(number: int) -> range:
+    """The seeds of as many runs of real processes, which take minutes each; of 20 in a deep run."""
+    return range(_DEEP_SEEDS if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else number)

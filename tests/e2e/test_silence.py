@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.examples import seeds
+
 from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, stopped
 from .harness import Runner, Up
 
@@ -188,6 +190,6 @@ def ride_out(runner: Runner, reference: Reference, *, seed: int, stalls: int) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_storm_of_stalls_ends_no_run(runner: Runner, endless_reference: Reference, seed: int) -> None:
     ride_out(runner, endless_reference, seed=seed, stalls=8)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.examples import seeds
+
 from .elastic import ENDLESS, TOLERANCE, Reference, stopped
 from .harness import TAG, Runner, Up, oobleck
 
@@ -188,14 +190,14 @@ def test_a_short_storm_changes_no_loss(runner: Runner, endless_reference: Refere
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_long_storm_changes_no_loss(runner: Runner, endless_reference: Reference, seed: int) -> None:
     ride_out(runner, endless_reference, seed=seed, faults=30, steps=300)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_storm_over_steps_in_sections_changes_no_loss(
     runner: Runner, endless_reference: Reference, seed: int
 ) -> None:
