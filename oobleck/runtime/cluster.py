@@ -24,6 +24,7 @@ from oobleck.roles.ports import LinkLost
 from oobleck.wire import FrameDecoder
 
 from .files import (
+    answer_command,
     clean_command,
     end_command,
     forget_command,
@@ -119,13 +120,13 @@ class SSHCluster:
         async with self._tending[node.name]:
             connection = await self._connection(node)
             try:
-                if not attach:
+                if attach:
+                    command = f"({answer_command(self._run_id, node.name)}) || exit {_NO_AGENT}"
+                else:
                     async with self._turns:
                         await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
                     await self._check_if_returning(node)
-                command = self._agent_command(node)
-                if attach:
-                    command = f"({is_alive_command(self._run_id, node.name)}) || exit {_NO_AGENT}; {command}"
+                    command = self._agent_command(node)
                 completed = await connection.run(command, timeout_s=_START_TIMEOUT_S)
                 socket = self._understand(node, completed)
                 return _Tunnel(connection, await connection.open_unix(socket))

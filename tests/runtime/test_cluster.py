@@ -1,4 +1,4 @@
-"""What the cluster does with a node that the run has let go: it is tested before it comes back."""
+"""What the cluster does with nodes that it knows: who was let go is tested first, and who lives is found again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello
-from oobleck.errors import NodeUnfit
+from oobleck.errors import AgentGone, NodeUnfit
 from oobleck.roles.ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.ssh.client import open_ssh_loop
@@ -59,5 +59,25 @@ async def test_a_node_that_is_not_healthy_is_not_taken_in_again(temporary: Path,
                 await cluster.reach(node, attach=False)
         else:
             await meet(await cluster.reach(node, attach=False))
+        await cluster.clean(node)
+        await cluster.aclose()
+
+
+async def test_a_living_agent_is_found_without_a_python_there(temporary: Path) -> None:
+    python = temporary / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    base = PurePosixPath(temporary / "base")
+    paths = RemotePaths(python=str(python), base_dir=base, cache_dir=base / "cache")
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options):
+        cluster = SSHCluster("tag", [node], run_id="tag-01234567", options=options, paths=paths)
+        with pytest.raises(AgentGone):
+            await cluster.reach(node, attach=True)
+        await meet(await cluster.reach(node, attach=False))
+        python.unlink()
+        await meet(await cluster.reach(node, attach=True))
+        assert await cluster.kill(node)
+        with pytest.raises(AgentGone):
+            await cluster.reach(node, attach=True)
         await cluster.clean(node)
         await cluster.aclose()

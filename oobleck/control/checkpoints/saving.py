@@ -134,12 +134,12 @@ class Saving:
     @property
     def is_settled(self) -> bool:
         """Nothing is under way, and a save after the newest step has come to an end, good or bad."""
-        return not self.is_enabled or (not self._saves and self._tried_step >= self._last_step)
+        return (not self._saves and self._tried_step >= self._last_step) or not self.is_enabled
 
     @property
     def is_behind(self) -> bool:
         """The newest step is not saved, and no save of it is under way."""
-        return self.is_enabled and self._tried_step < self._last_step
+        return self._tried_step < self._last_step and self.is_enabled
 
     @property
     def lacking(self) -> str | None:

@@ -156,7 +156,9 @@ class Reconfiguration:
         self._progress.expect_none()
         self.generations.begin()
         survivors = self._members.ready
-        ready = (worker for member in survivors for worker in member.ready.values())
+        # Only then may it be asked who reaches whom; the addresses of thousands are not gathered for each loss.
+        is_unexplained = cause in (PlanCause.HANG, PlanCause.PEER_FAILED)
+        ready = (worker for member in (survivors if is_unexplained else ()) for worker in member.ready.values())
         fence = Fence(
             device=0,
             generation=self.generations.current,

@@ -110,9 +110,7 @@ class Shutdown:
         """Ask every new plan's workers to finish once a stop is wanted. Raises RunOver once nothing is waited for."""
         if self._progress.last_step < self._over_step:  # its state was lost before it was saved
             self._over, self._over_step, self.due_s = None, 0, math.inf
-        # While no worker is left, nobody can tell what is saved.
-        is_settled = bool(self._members.ready) and self._saving.is_settled
-        if self._over is not None and (is_settled or self._effects.now_s >= self.due_s):
+        if self._over is not None and (self._is_settled or self._effects.now_s >= self.due_s):
             self._end(self._over)
         generations = self._reconfiguration.generations
         if self._stop is not None and self._asked_to_finish != generations.newest:
@@ -120,6 +118,11 @@ class Shutdown:
             for worker_id in generations.plan.worker_ids:
                 if self._members[worker_id.node].is_ready:
                     self._effects.send(worker_id.node, FinishStep(device=worker_id.device))
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether saves have come to an end. While no worker is left, nobody can tell what is saved."""
+        return bool(self._members.ready) and self._saving.is_settled
 
     def _end(self, over: RunOver) -> None:
         """Raise RunOver, but where the last save has failed only after all had a moment to say what memory has."""

@@ -85,8 +85,11 @@ class Leases:
 
     def take_lapsed(self, now_s: float) -> tuple[Member, ...]:
         """Judge the silence of all: return the nodes that are lost by it."""
-        heard_s = {member.spec.name: member.last_heard_s for member in self._members.living}
-        self._looks = {name: look for name, look in self._looks.items() if heard_s.get(name) == look[0]}
+        if self._looks:
+            heard_s = {member.spec.name: member.last_heard_s for member in self._members.living}
+            self._looks = {name: look for name, look in self._looks.items() if heard_s.get(name) == look[0]}
+        if not self.is_suspicious and now_s < self.due_s:
+            return ()  # by far the most calls: thousands of nodes are not judged one by one
         lapsed = [member for member in self._members.living if now_s >= self._judged_s(member)]
         if not self.is_suspicious:
             lapsed = [member for member in lapsed if self._was_looked_at(member, now_s)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .agent_dir import (
     AgentDir,
+    answer_command,
     clean_command,
     end_command,
     forget_command,
@@ -31,6 +32,7 @@ __all__ = [
     "ProcessId",
     "ProfileFiles",
     "RunDirectory",
+    "answer_command",
     "aside_of",
     "clean_command",
     "default_base_dir",

@@ -20,6 +20,7 @@ from .process_id import ProcessId
 
 __all__ = [
     "AgentDir",
+    "answer_command",
     "clean_command",
     "end_command",
     "forget_command",
@@ -63,6 +64,11 @@ class AgentDir:
     @property
     def socket(self) -> Path:
         return self.path / "agent.sock"
+
+    @property
+    def answer(self) -> Path:
+        """What the agent told the master that started it, for any that comes after."""
+        return self.path / "agent.json"
 
     @property
     def fork_server_socket(self) -> Path:
@@ -147,6 +153,15 @@ def slow_command(run_id: str, node: str, factor: float) -> str:
 def is_alive_command(run_id: str, node: str) -> str:
     """A shell command that succeeds where the agent of a node lives."""
     return _in_shell(f'{_enter(run_id, node)} && [ -n "$({_pids("agent")})" ]')
+
+
+def answer_command(run_id: str, node: str) -> str:
+    """A shell command that prints where the agent of a node can be reached; fails where none lives.
+
+    It starts no Python: on a machine of many nodes that all train, this would take longer than all else that a new
+    master does.
+    """
+    return _in_shell(f'{_enter(run_id, node)} && [ -n "$({_pids("agent")})" ] && cat agent.json')
 
 
 def end_command(run_id: str, node: str) -> str:

@@ -1,8 +1,8 @@
 """The agent's process: `python -m oobleck.runtime.processes.agent_process`, started over SSH.
 
 It binds its socket, forks into the background, and tells the waiting SSH command where to connect, in one line of
-JSON. Where an agent of the same job and node runs already, it names that one: so a master that comes back finds
-its agents.
+JSON. It leaves the same line in its directory, where a master that comes back finds it (`answer_command`). Where an
+agent of the same job and node runs already, it names that one.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ def _become_agent(arguments: argparse.Namespace) -> None:
     raise_descriptor_limit()  # the fork server and the workers inherit it
     directory = AgentDir(arguments.run, arguments.node)
     directory.create()
+    answer = json.dumps({"socket": str(directory.socket), "version": __version__})
     if _answers(directory.socket):
-        print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
+        print(answer)  # noqa: T201  the answer
         return
     log_path = Path(arguments.log).expanduser().absolute()
     log = _open_log(log_path)
     listener = _listen(directory.socket)
+    directory.answer.write_text(f"{answer}\n", encoding="utf-8")
     sys.stdout.flush()
     if os.fork() > 0:
-        print(json.dumps({"socket": str(directory.socket), "version": __version__}))  # noqa: T201  the answer
+        print(answer)  # noqa: T201  the answer
         sys.stdout.flush()
         os._exit(0)
     _detach(log)
@@ -179,7 +181,7 @@ async def _serve(
         reason = await agent.run()
         _log.info("stops: %s", reason)
         nursery.cancel_scope.cancel()
-    for path in (directory.socket, *directory.path.glob("*.pid")):
+    for path in (directory.socket, directory.answer, *directory.path.glob("*.pid")):
         with suppress(FileNotFoundError):
             path.unlink()
 

@@ -8,6 +8,7 @@ which `deadline` reads from it. What to do about a loss is decided elsewhere, an
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import assert_never
@@ -144,19 +145,18 @@ _FIND_S = 30.0
 """How long workers may look for checkpoints."""
 
 
+_PHASES: Mapping[type[State], Phase] = {
+    Preparing: Phase.PREPARING,
+    **dict.fromkeys(TRAINED, Phase.TRAINING),
+    **dict.fromkeys(FENCED, Phase.FENCING),
+    Ended: Phase.ENDED,
+}
+"""A table, since the phase is asked for several times at every event."""
+
+
 def phase(state: State) -> Phase:
     """Which phase a state belongs to."""
-    match state:
-        case Preparing():
-            return Phase.PREPARING
-        case Training() | Adopting() | Suspecting():
-            return Phase.TRAINING
-        case Fencing() | Overdue() | Settling() | Accusing() | Deciding() | AwaitingWorkers() | LocatingCheckpoint():
-            return Phase.FENCING
-        case Ended():
-            return Phase.ENDED
-        case _:
-            assert_never(state)
+    return _PHASES[type(state)]
 
 
 def deadline(state: State) -> float:

@@ -103,7 +103,7 @@ class Recovery:
 
 def has_all(reports: Mapping[WorkerId, object], worker_ids: tuple[WorkerId, ...]) -> bool:
     """Whether all of these workers have reported; O(1) as long as too few have."""
-    return len(reports) >= len(worker_ids) and all(worker_id in reports for worker_id in worker_ids)
+    return len(reports) >= len(worker_ids) and all(map(reports.__contains__, worker_ids))
 
 
 # --- states ----------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class RecoveryBegun:
     detect_s: float
     control: ControlSpec
     fence: Fence
-    """With the address of every doorbell, whether or not they are to be asked for."""
+    """With the address of every doorbell where `cause` may need them, whether or not they are to be asked for."""
     asked: tuple[WorkerId, ...]
     heard_s: float
     """When something was last heard of any of them. A master that takes over has to reach them first."""
