@@ -40,7 +40,6 @@ from oobleck.control.commit import (
     GiveBack,
     KeepGroups,
     Outcome,
-    PlaceInPlan,
     PostSection,
     PostTotals,
     PrepareToSave,
@@ -67,7 +66,7 @@ from oobleck.control.protocol import (
     WorkerReport,
 )
 from oobleck.training.assembly import Assembly
-from oobleck.training.checkpoint import LayerSaver, digest_of
+from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import GroupTable
 from oobleck.training.model import Precision, Share, StageModel, install
 from oobleck.training.worker_log import WorkerLog
@@ -269,17 +268,14 @@ class Engine:
         self._report(moving)
 
     def _tell_digests(self, record: CommitRecord) -> None:
-        layers = tuple(self._model.layers)
-        digests = tuple(digest_of(self._layer_store.named_state(layer).values()) for layer in layers)
-        self._report(
-            ReplicaDigests(
-                device=self._worker_id.device,
-                step=record.step,
-                generation=record.generation,
-                layers=layers,
-                digests=digests,
-            )
+        digests = ReplicaDigests(
+            device=self._worker_id.device,
+            step=record.step,
+            generation=record.generation,
+            layers=tuple(self._model.layers),
+            digests=self._layer_store.digests(),
         )
+        self._report(digests)
 
     # --- a step ----------------------------------------------------------------------------------------------
 
@@ -397,15 +393,7 @@ class Engine:
         )
         self._reducers.adopt(effect.committee)
         self._sections.adopt(self._reducers.in_force, sums)
-        self._pipeline_rank = None if seat is None else self._rank_in(seat)
+        self._pipeline_rank = None
+        if seat is not None:
+            self._pipeline_rank = PipelineRank.of(seat, self._share, self._groups.find(seat.lane_key))
         self._stage_sums.adopt(None if seat is None else self._groups.find(seat.stage_key))
-
-    def _rank_in(self, seat: PlaceInPlan) -> PipelineRank:
-        return PipelineRank(
-            stage=seat.stage,
-            num_stages=seat.num_stages,
-            group=self._groups.find(seat.lane_key),
-            rank=self._share.rank,
-            degree=self._share.degree,
-            schedule=seat.schedule,
-        )

@@ -13,7 +13,7 @@ import torch
 from oobleck.control.protocol import CommitRecord, PlanUpdate, Restore
 from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, WorkerId
-from oobleck.training.checkpoint import LayerSaver
+from oobleck.training.checkpoint import LayerSaver, digest_of
 from oobleck.training.comm import Group, LayerState, exchange_layers, fill_state
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
 from oobleck.training.optim import LossScale, Optimizer
@@ -80,6 +80,10 @@ class LayerStore:
         if self.loss_scale is not None and self._precision.scales_loss:
             state[_LOSS_SCALE] = torch.tensor(self.loss_scale.as_numbers(), dtype=torch.float64)
         return state
+
+    def digests(self) -> tuple[int, ...]:
+        """The digest of each held layer: whoever holds the same layer has the same."""
+        return tuple(digest_of(self.named_state(layer).values()) for layer in self._model.layers)
 
     def _state_of(self, layer: int, sums: Sums | None) -> LayerState:
         """What travels of a layer: the optimizer's state and, if there is any, what is committed for its parameters."""

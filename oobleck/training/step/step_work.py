@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from oobleck.control.commit import PlaceInPlan
 from oobleck.schedule import ScheduleKind
 from oobleck.training.comm import Group, Pending
 from oobleck.training.data import NO_SAMPLE, Batch, Dataset
-from oobleck.training.model import MicrobatchKey
+from oobleck.training.model import MicrobatchKey, Share
 
 __all__ = ["GlobalBatch", "PipelineRank", "StepWork"]
 
@@ -23,11 +24,23 @@ class PipelineRank:
     num_stages: int
     group: Group | None
     """None for a pipeline of one worker."""
-    rank: int = 0
+    rank: int
     """Which of the devices that share the stage this is."""
-    degree: int = 1
+    degree: int
     """How many share each stage."""
-    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    schedule: ScheduleKind
+
+    @classmethod
+    def of(cls, seat: PlaceInPlan, share: Share, group: Group | None) -> PipelineRank:
+        """Return the view of a worker that has this place in its plan, and this share of its stage."""
+        return cls(
+            stage=seat.stage,
+            num_stages=seat.num_stages,
+            group=group,
+            rank=share.rank,
+            degree=share.degree,
+            schedule=seat.schedule,
+        )
 
     def member(self, stage: int) -> int:
         """The neighbour at another stage, as the group counts: the device of like rank."""
