@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
@@ -41,9 +40,10 @@ from oobleck.control.journal import (
 )
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
 from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable, PeerError
-from oobleck.job import NodeSpec
+from oobleck.job import JobSpec, NodeSpec
 
 from .ports import AgentConnection, Cluster, Journal, LinkLost, ProfileCache
+from .run_clock import RunClock
 
 __all__ = ["Master"]
 
@@ -64,33 +64,27 @@ class Master:
     def __init__(
         self,
         coordinator: Coordinator,
+        job: JobSpec,
         *,
-        tag: str,
         cluster: Cluster,
         journal: Journal,
         profiles: ProfileCache,
-        hello_timeout_s: float,
-        elapsed_s: float = 0.0,
+        clock: RunClock,
         known: Sequence[NodeSpec] = (),
-        held_up_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`elapsed_s`: how long the run has gone on already, under a master before.
-
-        `held_up_s` tells how long this process was stopped so far, where trio's clock does not count that.
-        `known` are the nodes that one had, lost ones included: something may be left on them at the end.
+        """`known` are the nodes that a master before had, lost ones included: something may be left on them at the
+        end.
         """
         self._coordinator = coordinator
         self._nodes = {spec.name: spec for spec in known}
-        self._tag = tag
+        self._tag = job.tag
         self._cluster = cluster
         self._journal = journal
         self._profiles = profiles
-        self._hello_timeout_s = hello_timeout_s
+        self._hello_timeout_s = job.control.connect_timeout_s
+        self._clock = clock
         self._events, self._inbox = trio.open_memory_channel[Event](_EVENTS_BUFFERED)
         self._tunnels: dict[str, _Tunnel] = {}
-        self._elapsed_s = elapsed_s
-        self._held_up_s = held_up_s
-        self._started_s = 0.0
         self._observers: list[Callable[[JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
         self._outcome: End | None = None
@@ -100,7 +94,7 @@ class Master:
     @property
     def now_s(self) -> float:
         """Seconds since the run started, those included in which this process was stopped."""
-        return trio.current_time() - self._started_s + self._held_up_s()
+        return self._clock.now_s
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
@@ -129,7 +123,7 @@ class Master:
 
     async def run(self) -> End:
         """Run the job; returns how it ended, when nothing of it is left running."""
-        self._started_s = trio.current_time() - self._elapsed_s + self._held_up_s()
+        self._clock.start()
         async with trio.open_nursery() as nursery:
             self._carry_out(self._coordinator.start(self.now_s), nursery)
             while self._outcome is None:
@@ -143,8 +137,7 @@ class Master:
         return self._outcome
 
     async def _next_commands(self) -> list[Command]:
-        deadline_s = self._coordinator.next_deadline()
-        at = math.inf if math.isinf(deadline_s) else self._started_s + deadline_s - self._held_up_s()
+        at = self._clock.deadline(self._coordinator.next_deadline())
         with trio.move_on_at(min(at, self._keys.due_s)):
             commands = self._feed(await self._inbox.receive())
             with suppress(trio.WouldBlock):  # heartbeats of many nodes come together: one wake-up serves them all

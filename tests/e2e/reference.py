@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from oobleck.job import JobSpec
+from oobleck.training.assembly import assemble, structure_of_job
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
 from oobleck.training.data.data import Dataset
 from oobleck.training.data.sampling import samples_of_step
 from oobleck.training.model.models import MicrobatchKey, ModelStructure, StageModel
-from oobleck.training.process.assembly import assemble, structure_of_job
 
 __all__ = ["each_reference_loss", "losses_of_rows", "reference_losses"]
 

@@ -26,6 +26,7 @@ from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.master import Master
+from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory
 from oobleck.runtime.metrics_output import MetricsOutput
 from oobleck.wire import FrameDecoder
@@ -70,11 +71,11 @@ async def _run(arguments: argparse.Namespace) -> None:
     with JournalWriter(directory.journal) as journal:
         master = Master(
             coordinator,
-            tag=job.tag,
+            job,
             cluster=_Sockets(arguments.sockets),
             journal=journal,
             profiles=ProfileFiles(directory.profile),
-            hello_timeout_s=job.control.connect_timeout_s,
+            clock=RunClock(),
         )
         view, metrics = RunView(), MetricsOutput(directory.metrics)
         master.observe(view.apply)

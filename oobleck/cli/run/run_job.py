@@ -36,6 +36,7 @@ from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageEr
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
+from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
@@ -370,14 +371,12 @@ def _make_master(
     )
     return Master(
         coordinator,
-        tag=run.job.tag,
+        run.job,
         cluster=cluster,
         journal=journal,
         profiles=ProfileFiles(directory.profile),
-        hello_timeout_s=run.job.control.connect_timeout_s,
-        elapsed_s=past.elapsed_s,
+        clock=RunClock(elapsed_s=past.elapsed_s, held_up_s=held_up_s),
         known=[] if past.replayed is None else [member.spec for member in past.replayed.members.all],
-        held_up_s=held_up_s,
     )
 
 

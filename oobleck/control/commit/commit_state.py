@@ -35,7 +35,7 @@ class CommitState:
     def __init__(
         self, worker_id: WorkerId, announce: Callable[[], None], *, lock: AbstractContextManager[object]
     ) -> None:
-        self._worker_id = worker_id
+        self.worker_id = worker_id
         self._announce = announce
         self._lock = lock
         self._fence = 0
@@ -66,12 +66,12 @@ class CommitState:
             self._fence = max(self._fence, fence.generation)
             if self._update is not None and self._update.generation < self._fence:
                 self._update = None
-            located = self._plan.locate(self._worker_id) if self._plan else None
+            located = self._plan.locate(self.worker_id) if self._plan else None
             if self._plan is not None and located is not None:
                 nodes = self._plan.pipelines[located[0]].nodes
                 self._pipeline_lost = self._pipeline_lost or any(node in fence.lost for node in nodes)
             status = Status(
-                device=self._worker_id.device,
+                device=self.worker_id.device,
                 generation=fence.generation,
                 applied=self._applied,
                 last_record=self._last_record,

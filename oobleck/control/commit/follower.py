@@ -32,7 +32,6 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from oobleck.job import JobSpec
-from oobleck.planner import WorkerId
 
 from .commit_state import CommitState, Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan, transfer_key
@@ -91,23 +90,17 @@ class Follower:
     """
 
     def __init__(
-        self,
-        job: JobSpec,
-        worker_id: WorkerId,
-        commit_state: CommitState,
-        *,
-        records: RecordBoard | None,
-        evaluates: bool,
+        self, job: JobSpec, commit_state: CommitState, *, records: RecordBoard | None, evaluates: bool
     ) -> None:
         """`records` is None where data is in no shards; `evaluates` if there are samples to evaluate the model on."""
         self._job = job
-        self._device = worker_id.device
-        self._worker_id = worker_id
+        self._worker_id = commit_state.worker_id
+        self._device = commit_state.worker_id.device
         self._commit_state = commit_state
         self._records = records
         self._evaluates = evaluates
         self._whole = tuple(range(job.num_microbatches))
-        self.partial_commit = PartialCommit(commit_state, device=worker_id.device)
+        self.partial_commit = PartialCommit(commit_state)
         self._seat: PlaceInPlan | None = None
         """In the plan in force; None for a spare."""
         self._committee: Committee | None = None

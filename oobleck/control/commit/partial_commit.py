@@ -49,9 +49,8 @@ class Section:
 class PartialCommit:
     """What is committed of the step in flight, and the section that is about to be."""
 
-    def __init__(self, commit_state: CommitState, *, device: int) -> None:
+    def __init__(self, commit_state: CommitState) -> None:
         self._commit_state = commit_state
-        self._device = device
         self._update: PlanUpdate | None = None
         """The one whose plan is in force; None for a spare."""
         self._before = NOTHING
@@ -208,7 +207,8 @@ class PartialCommit:
         """Report at once that a section failed: others wait for it, and this pipeline's own work continues."""
         section.failure = error
         assert self._update is not None
-        yield Say(PeerFailed(device=self._device, generation=self._update.generation, detail=str(error)))
+        device = self._commit_state.worker_id.device
+        yield Say(PeerFailed(device=device, generation=self._update.generation, detail=str(error)))
 
     def _microbatches_after(self, number: int) -> tuple[int, ...]:
         update = self._update

@@ -280,7 +280,7 @@ class Adopt:
     """Put a plan in force: hold its layers, received or here, and keep some for others."""
 
     update: PlanUpdate
-    worker_id: PlaceInPlan | None
+    seat: PlaceInPlan | None
     """None for a spare."""
     committee: Committee | None
     layers: range

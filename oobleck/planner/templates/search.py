@@ -66,6 +66,18 @@ class _Table:
         self.most_in_flight = np.where(inside, most_in_flight[firsts, stops], np.inf)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """What a search chooses from."""
+
+    costs: StageCosts
+    tables: dict[_Key, _Table]
+    scale_s: float
+    """Seconds of the whole model."""
+    counted: bool
+    """Whether the number of stages is carried along."""
+
+
 class StageSearch:
     """Searches the cuts of one cost table.
 
@@ -75,25 +87,24 @@ class StageSearch:
     """
 
     def __init__(self, costs: StageCosts, *, counted: bool = False) -> None:
-        self._costs = costs
-        self._counted = counted
         whole = [
             float(costs.seconds(count, left_same_node=False, right_same_node=False)[0, -1])
             for count in costs.device_counts
         ]
-        self._scale_s = max(whole) or 1.0
+        scale_s = max(whole) or 1.0
         neighbours = (False, True) if costs.devices_per_node > 1 else (False,)
-        self._tables: dict[_Key, _Table] = {
+        tables = {
             (count, left, right): _Table(
                 costs.seconds(count, left_same_node=left, right_same_node=right),
                 costs.most_in_flight(count),
-                self._scale_s,
+                scale_s,
             )
             for count in costs.device_counts
             for left in neighbours
             for right in neighbours
         }
-        self._quickest = np.min([table.seconds.min(axis=1) for table in self._tables.values()], axis=0)
+        self._stages = _Stages(costs, tables, scale_s, counted)
+        self._quickest = np.min([table.seconds.min(axis=1) for table in tables.values()], axis=0)
 
     def tightest(self, num_devices: int) -> Floats:
         """Return the least possible seconds of the slowest stage, at [v] for pipelines of v devices."""
@@ -118,9 +129,7 @@ class StageSearch:
     def _run(self, bounds: Floats, num_devices: int, combine: np.ufunc) -> _Run:
         allowed = np.nonzero(self._quickest <= bounds.max())[0]
         width = int(allowed[-1]) + 1 if len(allowed) else 1
-        return _Run(
-            self._costs, self._tables, bounds, num_devices, width, combine, scale_s=self._scale_s, counted=self._counted
-        )
+        return _Run(self._stages, bounds, num_devices, width, combine)
 
 
 def _chunks(devices: NDArray[np.int64]) -> list[list[int]]:
@@ -140,18 +149,8 @@ class _Run:
     The axis of stages has length 1 unless they are counted; the axis of layers is padded with infinities.
     """
 
-    def __init__(
-        self,
-        costs: StageCosts,
-        tables: dict[_Key, _Table],
-        bounds: Floats,
-        num_devices: int,
-        width: int,
-        combine: np.ufunc,
-        *,
-        scale_s: float,
-        counted: bool,
-    ) -> None:
+    def __init__(self, stages: _Stages, bounds: Floats, num_devices: int, width: int, combine: np.ufunc) -> None:
+        costs, tables, counted = stages.costs, stages.tables, stages.counted
         self._costs, self._width, self._combine, self._counted = costs, width, combine, counted
         self._size = size = costs.num_layers
         self._allowed: dict[_Key, Floats] = {}
@@ -169,7 +168,7 @@ class _Run:
         self.best[0, :, 0, size] = 0.0
         # Which kind of stage, times the width, plus its layers less one.
         self._choice = np.zeros((num_devices + 1, len(bounds), depth, size), dtype=np.int32)
-        self._bias = -_LEFTMOST * scale_s * np.arange(width, dtype=np.float64)[:, None, None]
+        self._bias = -_LEFTMOST * stages.scale_s * np.arange(width, dtype=np.float64)[:, None, None]
         self._keys = list(tables)
         self._seconds = [table.seconds for table in tables.values()]
         for total in range(1, num_devices + 1):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Generator, Sequence
 
 from oobleck.control.commit import CommitState, GroupKey
 from oobleck.control.protocol import StorePut
-from oobleck.planner import WorkerId
 
 from .fabric import Contribution, Fabric, Violation, Wait, label
 from .moves import Moves
@@ -19,16 +18,10 @@ class GroupTable:
     """The groups of one worker. Members find each other by what they put on a board that all read."""
 
     def __init__(
-        self,
-        worker_id: WorkerId,
-        fabric: Fabric,
-        commit_state: CommitState,
-        *,
-        put: Callable[[StorePut], None],
-        form_group_s: float,
+        self, fabric: Fabric, commit_state: CommitState, *, put: Callable[[StorePut], None], form_group_s: float
     ) -> None:
         """`put` writes to the boards of others; forming takes `form_group_s` once all are there."""
-        self._worker_id = worker_id
+        self._worker_id = commit_state.worker_id
         self._fabric = fabric
         self._commit_state = commit_state
         self._put = put

@@ -19,7 +19,6 @@ from oobleck.control.commit import (
 )
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
-from oobleck.planner import WorkerId
 from oobleck.schedule import section_stops
 
 from .fabric import Fabric, Violation, Wait, label
@@ -55,7 +54,6 @@ class Programs:
 
     def __init__(
         self,
-        worker_id: WorkerId,
         fabric: Fabric,
         commit_state: CommitState,
         partial_commit: PartialCommit,
@@ -65,7 +63,7 @@ class Programs:
         carry_out: Callable[[Effects], Moves],
     ) -> None:
         """`commit_section` is looked after while a program runs; `carry_out` carries its effects out."""
-        self.worker_id = worker_id
+        self.worker_id = commit_state.worker_id
         self.fabric = fabric
         self.commit_state = commit_state
         self.partial_commit = partial_commit
@@ -77,7 +75,7 @@ class Programs:
         self._running: _Running | None = None
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
-        self._pace = PaceMeter(worker_id.device, clock())
+        self._pace = PaceMeter(commit_state.worker_id.device, clock())
 
     def execute(self, work: Work, seat: PlaceInPlan, program: Compute) -> Moves:
         """Run this stage's program for some microbatches; it ends when the schedule's timeline says.

@@ -15,6 +15,7 @@ from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Profile, profile_to_json
 from oobleck.roles.master import Master
+from oobleck.roles.run_clock import RunClock
 from oobleck.sim.trace import Trace
 
 from .cluster import PYTHON_VERSION, VirtualCluster
@@ -213,12 +214,11 @@ class _Simulation:
         coordinator.decisions = self.decisions if self.keeps_decisions else None
         master = Master(
             coordinator,
-            tag=self._job.tag,
+            self._job,
             cluster=cluster,
             journal=self.journal,
             profiles=self.profiles,
-            hello_timeout_s=self._job.control.connect_timeout_s,
-            elapsed_s=trio.current_time(),
+            clock=RunClock(elapsed_s=trio.current_time()),
         )
         for observer in self.observers:
             master.observe(observer)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 
 from oobleck.control.commit import CommitState, GroupKey
 from oobleck.control.protocol import PlanUpdate
-from oobleck.planner import LayerTransfer, WorkerId
+from oobleck.planner import LayerTransfer
 
 from .fabric import Fabric, Violation, Wait
 from .layers import HeldLayers, Version
@@ -19,19 +19,11 @@ __all__ = ["Transfers"]
 class Transfers:
     """What one worker exchanged for the plan in force."""
 
-    def __init__(
-        self,
-        worker_id: WorkerId,
-        fabric: Fabric,
-        commit_state: CommitState,
-        *,
-        tempo: Tempo,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, fabric: Fabric, commit_state: CommitState, *, tempo: Tempo, clock: Callable[[], float]) -> None:
         self.took_s = 0.0
         """How long the latest exchange took."""
         self.received_bytes = 0
-        self._worker_id = worker_id
+        self._worker_id = commit_state.worker_id
         self._fabric = fabric
         self._commit_state = commit_state
         self._tempo = tempo

@@ -129,18 +129,16 @@ class VirtualWorker:
         self._announce = announce
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(worker_id, fabric, self.commit_state, put=say, form_group_s=tempo.form_group_s)
-        self._transfers = Transfers(worker_id, fabric, self.commit_state, tempo=tempo, clock=clock)
+        self._groups = GroupTable(fabric, self.commit_state, put=say, form_group_s=tempo.form_group_s)
+        self._transfers = Transfers(fabric, self.commit_state, tempo=tempo, clock=clock)
         self._follower = Follower(
             job,
-            worker_id,
             self.commit_state,
             records=self._records if self._records.are_needed else None,
             evaluates=True,
         )
         self._sections = SectionSums(self.commit_state, fabric, self._groups, self._layers)
         self._programs = self.programs(
-            worker_id,
             fabric,
             self.commit_state,
             self._follower.partial_commit,
@@ -437,7 +435,7 @@ class VirtualWorker:
         self._records.assignment_version = update.assignment_version
         if self._seat is None:
             self._step_ended_s = self._clock()  # it has rested until now
-        self._seat, self._received = effect.worker_id, {}
+        self._seat, self._received = effect.seat, {}
         self._reduce_s = self._tempo.reduce_s(update.plan)
         if effect.committee is not None:
             self._sections.adopt(self._buckets_of(effect.committee), effect.committee.key, tells=self._tells)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from math import floor
 
 from oobleck.sim.costs import Activity, Outcome
+from oobleck.sim.sweep import SweepSettings
 from oobleck.sim.trace import Trace
 
 from .happenings import MembershipChange, happenings
@@ -30,20 +31,10 @@ ABOUT = "ReCycle (SOSP'24): peers of the same stage take over a lost node's micr
 _FORWARD_SHARE = 1 / 3
 
 
-def play(
-    trace: Trace,
-    grids: Grids,
-    *,
-    batch_size: int,
-    tokens_per_sample: int,
-    reroute_s: float,
-    restart_s: float,
-    start_s: float,
-    checkpoint_every_s: float,
-    seed: int = 0,
-) -> Outcome:
+def play(trace: Trace, job: SweepSettings, *, reroute_s: float, restart_s: float) -> Outcome:
     """Play a trace. `reroute_s` is the pause of a loss that peers take over, `restart_s` that of one they cannot."""
-    run = _Run(trace, grids, batch_size, tokens_per_sample, reroute_s, restart_s, start_s, checkpoint_every_s)
+    grids = Grids(job)
+    run = _Run(trace, job, grids, reroute_s=reroute_s, restart_s=restart_s)
     for happening in happenings(trace):
         run.move_to(happening.t_s)
         run.happen(happening)
@@ -52,33 +43,23 @@ def play(
     return run.ledger.outcome(
         policy="recycle",
         about=ABOUT,
-        seed=seed,
+        seed=job.seed,
         reason=f"the trace ends after {int(run.ledger.steps)} steps",
         max_steps=int(trace.duration_s / best_s) if best_s else 0,
     )
 
 
 class _Run:
-    def __init__(
-        self,
-        trace: Trace,
-        grids: Grids,
-        batch_size: int,
-        tokens_per_sample: int,
-        reroute_s: float,
-        restart_s: float,
-        start_s: float,
-        checkpoint_every_s: float,
-    ) -> None:
+    def __init__(self, trace: Trace, job: SweepSettings, grids: Grids, *, reroute_s: float, restart_s: float) -> None:
         self._grids = grids
         self._reroute_s, self._restart_s = reroute_s, restart_s
-        self._checkpoint_every_s = checkpoint_every_s
-        self.ledger = Ledger(batch_size=batch_size, tokens_per_sample=tokens_per_sample)
+        self._checkpoint_every_s = job.checkpoint_interval_s
+        self.ledger = Ledger(batch_size=job.global_batch_size, tokens_per_sample=job.profile.sequence_length)
         self._here = dict.fromkeys(trace.start)
         self._slowest = 1.0
         self._waiting = Activity.STARTING
-        self._up_s = start_s
-        self._saved_s = start_s
+        self._up_s = job.costs.node_start_s
+        self._saved_s = self._up_s
         self._done = 0.0
         """Steps since the newest checkpoint."""
         self._build()

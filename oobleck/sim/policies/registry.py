@@ -111,17 +111,7 @@ def _bamboo(trace: Trace, settings: PolicySettings) -> Outcome:
 
 def _recycle(trace: Trace, settings: PolicySettings) -> Outcome:
     job = settings.job
-    return recycle.play(
-        trace,
-        Grids(job),
-        batch_size=job.global_batch_size,
-        tokens_per_sample=job.profile.sequence_length,
-        reroute_s=_REROUTE_S,
-        restart_s=_PROCESS_START_S + job.costs.checkpoint_read_s,
-        start_s=job.costs.node_start_s,
-        checkpoint_every_s=job.checkpoint_interval_s,
-        seed=job.seed,
-    )
+    return recycle.play(trace, job, reroute_s=_REROUTE_S, restart_s=_PROCESS_START_S + job.costs.checkpoint_read_s)
 
 
 POLICIES: Mapping[str, Callable[[Trace, PolicySettings], Outcome]] = {

@@ -53,10 +53,18 @@ class Group:
     """A formed group, seen from one of its members."""
 
     def __init__(
-        self, key: GroupKey, worker_id: WorkerId, process_group: ProcessGroupGloo, store: Store, *, stages: bool = False
+        self,
+        key: GroupKey,
+        worker_id: WorkerId,
+        process_group: ProcessGroupGloo,
+        store: Store,
+        waiter: Waiter,
+        *,
+        stages: bool = False,
     ) -> None:
         """With `stages`, tensors of any device go through the host's memory, whether they need it or not."""
         self.key = key
+        self.waiter = waiter
         self.rank = key.members.index(worker_id)
         self._process_group: Any = process_group  # torch's stubs leave out what a backend inherits
         self._inboxes: dict[int, Inbox] = {}
@@ -107,10 +115,10 @@ class Group:
         except RuntimeError as error:
             raise PeerLost(f"receive from {self.key.members[source]}: {error}") from error
 
-    def inbox(self, source: int, waiter: Waiter) -> Inbox:
+    def inbox(self, source: int) -> Inbox:
         """Return the one inbox for what `source` sends."""
         if source not in self._inboxes:
-            self._inboxes[source] = Inbox(self.key.members[source], waiter)
+            self._inboxes[source] = Inbox(self.key.members[source], self.waiter)
         return self._inboxes[source]
 
     def close(self) -> None:
@@ -121,10 +129,10 @@ class Group:
             self._courier.close()
         self.abort()
 
-    def all_reduce(self, tensor: torch.Tensor, waiter: Waiter) -> Reduction:
+    def all_reduce(self, tensor: torch.Tensor) -> Reduction:
         """Post a sum over the members, in place."""
         try:
-            return Reduction(self, self._sum(tensor, waiter.announce), waiter)
+            return Reduction(self, self._sum(tensor, self.waiter.announce))
         except RuntimeError as error:
             raise PeerLost(f"all-reduce in {self.key.name}: {error}") from error
 
@@ -184,9 +192,8 @@ class Group:
 class Reduction:
     """An all-reduce under way. The waiting is interruptible: a frozen peer never answers."""
 
-    def __init__(self, group: Group, under_way: Sum, waiter: Waiter) -> None:
+    def __init__(self, group: Group, under_way: Sum) -> None:
         self._group = group
-        self._waiter = waiter
         self._sum = under_way
 
     @property
@@ -210,7 +217,7 @@ class Reduction:
     def wait(self, interrupted: Callable[[], bool]) -> None:
         """Wait for the sum. Raises Interrupted, or PeerLost when a member failed."""
         try:
-            self._waiter.wait(self._sum.is_done, interrupted, self._group.others, poll_s=self._sum.poll_s)
+            self._group.waiter.wait(self._sum.is_done, interrupted, self._group.others, poll_s=self._sum.poll_s)
             self._sum.conclude()
         except Interrupted:
             self._group.give_up(self._sum)
@@ -237,11 +244,11 @@ class GroupTable:
 
         Raises ConfigError for a useless address.
         """
+        self.waiter = waiter
+        self.device = device or torch.device("cpu")
         self._stages = stages
         self._worker_id = worker_id
-        self._computes_on = device or torch.device("cpu")
         self._board = board
-        self._waiter = waiter
         self._log = WorkerLog(__name__, worker_id)
         self._address = address
         self._groups: dict[GroupKey, Group] = {}
@@ -251,6 +258,15 @@ class GroupTable:
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
+
+    def find(self, key: GroupKey) -> Group | None:
+        """Return a group that was formed; None for one of this worker alone."""
+        return self._groups[key] if len(key.members) > 1 else None
+
+    def sum(self, key: GroupKey, tensor: torch.Tensor, interrupted: Callable[[], bool]) -> None:
+        """Add a tensor up over a group's members, in place. Raises Interrupted or PeerLost."""
+        if (group := self.find(key)) is not None:
+            group.all_reduce(tensor).wait(interrupted)
 
     def form(self, keys: Iterable[GroupKey], interrupted: Callable[[], bool]) -> None:
         """Form those of the groups that are not there yet, all at once.
@@ -277,7 +293,7 @@ class GroupTable:
 
         try:
             others = {worker_id for key in missing for worker_id in key.members} - {self._worker_id}
-            self._waiter.call(form_all, interrupted, sorted(others))
+            self.waiter.call(form_all, interrupted, sorted(others))
         except Interrupted:
             self._give_up(formed)
             raise
@@ -323,17 +339,17 @@ class GroupTable:
             options._devices = [device]
             process_group = ProcessGroupGloo(prefixed, key.members.index(self._worker_id), len(key.members), options)
             process_group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
-            group = Group(key, self._worker_id, process_group, store, stages=self._stages)
+            group = Group(key, self._worker_id, process_group, store, self.waiter, stages=self._stages)
             network.keep(group)
         return group
 
     def _open_nccl(self, group: Group, network: Network) -> None:
         """Let NCCL carry a group's sums, where each member has a GPU of its own. A barrier among them."""
-        if self._computes_on.type != "cuda" or group.key.purpose not in _PURPOSES_THAT_SUM:
+        if self.device.type != "cuda" or group.key.purpose not in _PURPOSES_THAT_SUM:
             return
         store = self._store_of(group.key, network)
         prefixed = PrefixStore(f"{group.key.name}/nccl", store)
-        prefixed.set(f"gpu/{group.rank}", device_identity(self._computes_on) or "")
+        prefixed.set(f"gpu/{group.rank}", device_identity(self.device) or "")
         told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(group.key.members))]
         if carrier_of(told) is Carrier.NCCL:
             self._log.debug("has NCCL carry the sums of %s", group.key.name)
@@ -342,7 +358,7 @@ class GroupTable:
             options = kind.Options()
             options._timeout = timedelta(seconds=_TRAFFIC_TIMEOUT_S)
             nccl = kind(prefixed, group.rank, len(group.key.members), options)
-            group.use_nccl(nccl, store, torch.zeros(1, device=self._computes_on), _FORMING_TIMEOUT_S)
+            group.use_nccl(nccl, store, torch.zeros(1, device=self.device), _FORMING_TIMEOUT_S)
 
     def _store_of(self, key: GroupKey, network: Network) -> RendezvousStore:
         nodes = tuple(sorted({worker_id.node for worker_id in key.members}))

@@ -24,7 +24,6 @@ from oobleck.planner import LayerTransfer, WorkerId
 
 from .groups import Group
 from .staging import Pending
-from .waiter import Waiter
 
 __all__ = [
     "CHUNK_BYTES",
@@ -66,11 +65,10 @@ def exchange_layers(
     size_of: Callable[[int], int],
     element_bytes: int,
     on_progress: Callable[[int, int], None],
-    waiter: Waiter,
     interrupted: Callable[[], bool],
     chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[int, LayerState]:
-    """Send what others lack, receive what `place` lacks; return the received layers' states.
+    """Send what others lack, receive what this worker lacks; return the received layers' states.
 
     `state_of(layer)` is the state of a layer held here, `empty_state(layer)` makes room for one that is not, and
     `size_of(layer)` is the number of elements of either. `on_progress(received, all)` is told bytes every half second,
@@ -85,7 +83,7 @@ def exchange_layers(
     held = {layer: _Row(state_of(layer)) for layer in _layers_of(outgoing)}
     received = {layer: empty_state(layer) for layer in _layers_of(incoming)}
     rows = {layer: _Row(state) for layer, state in received.items()}
-    waiter.call_all(
+    group.waiter.call_all(
         [
             lambda: _send(group, outgoing, held),
             lambda: _receive(group, incoming, rows, _Progress(incoming, element_bytes, on_progress)),

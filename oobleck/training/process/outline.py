@@ -12,10 +12,9 @@ import sys
 
 from oobleck.errors import UserError
 from oobleck.job import JobSpec
+from oobleck.training.assembly import check_optimizer, structure_of_job
 from oobleck.training.model import ModelStructure
 from oobleck.wire import decode_json
-
-from .assembly import check_optimizer, structure_of_job
 
 __all__ = ["main"]
 

@@ -19,11 +19,11 @@ from oobleck.control.coordinator import profile_key
 from oobleck.errors import ConfigError, UserError
 from oobleck.job import JobSpec
 from oobleck.planner import profile_from_json, profile_to_json
+from oobleck.training.assembly import assemble
 from oobleck.training.comm import choose_device, device_memory_bytes
 from oobleck.training.model import require_compiler
 from oobleck.wire import decode_json
 
-from .assembly import assemble
 from .profiler import device_name, profile_of_job
 
 __all__ = ["main"]

@@ -42,6 +42,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.planner import profile_to_json
 from oobleck.streams import shield_scripts
+from oobleck.training.assembly import assemble
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import (
     GroupTable,
@@ -58,7 +59,6 @@ from oobleck.training.model import require_compiler, share_of
 from oobleck.training.step import Engine
 from oobleck.training.worker_log import WorkerLog, start_logging
 
-from .assembly import assemble
 from .errors import raised
 from .link import AgentLink
 from .profiler import device_name, profile_of_job
@@ -139,16 +139,9 @@ class _Worker:
         if setup.storage is not None and job.checkpoint.enabled:
             self._saving = LayerSaver(setup.worker_id, setup.storage, share, link.send, tag=setup.job.tag)
         self._engine = Engine(
-            job,
-            setup.worker_id,
-            device=self._computes_on,
-            dataset=self._dataset,
-            validation=assembly.validation,
-            structure=self._structure,
-            share=share,
-            optimizer=assembly.optimizer,
+            assembly,
+            share,
             groups=GroupTable(setup.worker_id, setup.address, self._board, self._waiter, device=self._computes_on),
-            waiter=self._waiter,
             commit_state=self._commit_state,
             saving=self._saving,
             next_update=self._next_order,

@@ -147,8 +147,8 @@ def _text_of(effect: Effect, worker_id: WorkerId) -> str:
             return f"sends {_layers(sent)}, receives {_layers(received)}"
         case ShareLossScale():
             return "shares the loss scale"
-        case Adopt(update=update, worker_id=place, layers=layers):
-            what = "rests as a spare" if place is None else f"holds {_layers(layers)}"
+        case Adopt(update=update, seat=seat, layers=layers):
+            what = "rests as a spare" if seat is None else f"holds {_layers(layers)}"
             return f"adopts the plan of generation {update.generation} from step {update.boundary} on: {what}"
         case ForgetStep():
             return "forgets what it has of the step in flight"

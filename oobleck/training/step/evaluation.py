@@ -17,11 +17,11 @@ import torch
 from oobleck.control.commit import Evaluation, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
-from oobleck.training.comm import Group, Pending, Waiter
+from oobleck.training.comm import GroupKey, GroupTable, Pending
 from oobleck.training.data import Dataset
 from oobleck.training.model import MicrobatchKey, StageModel
 
-from .executor import PipelineRank
+from .step_work import PipelineRank
 
 __all__ = ["Evaluator"]
 
@@ -36,14 +36,25 @@ _Send = tuple[Pending, torch.Tensor]
 class Evaluator:
     """Evaluates a job's model on the samples that are kept for it."""
 
-    def __init__(self, job: JobSpec, dataset: Dataset, *, waiter: Waiter, on_progress: Callable[[int], None]) -> None:
-        """`on_progress` is called with the step every second or so, for others that wait for the next step.
-
-        Raises ConfigError where there are fewer samples than one microbatch has.
+    def __init__(
+        self,
+        job: JobSpec,
+        dataset: Dataset,
+        model: StageModel,
+        groups: GroupTable,
+        *,
+        interrupted: Callable[[], bool],
+        on_progress: Callable[[int], None],
+    ) -> None:
+        """`interrupted` ends whatever is waited for. `on_progress` is called with the step every second or so, for
+        others that wait for the next step. Raises ConfigError where there are fewer samples than one microbatch has.
         """
         self._job = job
         self._dataset = dataset
-        self._waiter = waiter
+        self._model = model
+        self._groups = groups
+        self._waiter = groups.waiter
+        self._interrupted = interrupted
         self._on_progress = on_progress
         num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
         self._num_microbatches = num_samples // job.microbatch_size
@@ -53,27 +64,17 @@ class Evaluator:
                 "data.validation_split, or raise max_eval_samples"
             )
 
-    def run(
-        self,
-        step: int,
-        *,
-        model: StageModel,
-        pipeline_rank: PipelineRank,
-        share: tuple[int, int],
-        everyone: Group | None,
-        interrupted: Callable[[], bool],
-    ) -> Evaluation:
+    def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], everyone: GroupKey) -> Evaluation:
         """Evaluate the model of a step, together with all others in the plan.
 
-        `share` is this pipeline's number and how many there are, `everyone` the group of all workers, if there are
-        others. Raises Interrupted or PeerLost; nothing is lost by it but the evaluation, whose messages may be stuck in
-        the groups then.
+        `share` is this pipeline's number and how many there are, `everyone` the group of all workers. Raises
+        Interrupted or PeerLost; nothing is lost by it but the evaluation, whose messages may be stuck in the groups
+        then.
         """
         began_s = time.monotonic()
         sends: deque[_Send] = deque()  # until all have what they need: one that is let go holds up those after it
-        total = self._sum_losses(step, model, pipeline_rank, share, sends, interrupted)
-        if everyone is not None:
-            everyone.all_reduce(total, self._waiter).wait(interrupted)
+        total = self._sum_losses(step, pipeline_rank, share, sends)
+        self._groups.sum(everyone, total, self._interrupted)
         return Evaluation(
             loss=float(total),
             num_samples=self._num_microbatches * self._job.microbatch_size,
@@ -81,36 +82,29 @@ class Evaluator:
         )
 
     def _sum_losses(
-        self,
-        step: int,
-        model: StageModel,
-        pipeline_rank: PipelineRank,
-        share: tuple[int, int],
-        sends: deque[_Send],
-        interrupted: Callable[[], bool],
+        self, step: int, pipeline_rank: PipelineRank, share: tuple[int, int], sends: deque[_Send]
     ) -> torch.Tensor:
         """Take this pipeline's share of the microbatches forward; zero but for the last stage."""
         total = torch.zeros((), dtype=torch.float64)
         told_s = -_PROGRESS_INTERVAL_S
-        with model.evaluating(), torch.no_grad():
+        with self._model.evaluating(), torch.no_grad():
             for microbatch in range(share[0], self._num_microbatches, share[1]):
                 if time.monotonic() - told_s >= _PROGRESS_INTERVAL_S:
                     told_s = time.monotonic()
                     self._on_progress(step)
-                hidden = self._received(model, pipeline_rank, microbatch, interrupted)
-                output = self._forward(model, hidden, step, microbatch)
+                hidden = self._received(pipeline_rank, microbatch)
+                output = self._forward(hidden, step, microbatch)
                 if not pipeline_rank.is_last:
                     if len(sends) == _SENDS_AHEAD:
-                        self._waiter.call(partial(_wait_sent, sends[0][0]), interrupted)
+                        self._waiter.call(partial(_wait_sent, sends[0][0]), self._interrupted)
                         sends.popleft()
                     sends.append(_send(output.contiguous(), pipeline_rank, microbatch))
-                elif pipeline_rank.rank == 0:  # the other devices of the stage have the same to tell
+                elif pipeline_rank.reports:
                     total += float(output)
         return total
 
-    def _received(
-        self, model: StageModel, pipeline_rank: PipelineRank, tag: int, interrupted: Callable[[], bool]
-    ) -> torch.Tensor | None:
+    def _received(self, pipeline_rank: PipelineRank, tag: int) -> torch.Tensor | None:
+        interrupted, model = self._interrupted, self._model
         self._waiter.wait(lambda: not interrupted(), interrupted)
         if pipeline_rank.is_first:
             return None
@@ -123,12 +117,12 @@ class Evaluator:
         )
         return hidden
 
-    def _forward(self, model: StageModel, hidden: torch.Tensor | None, step: int, microbatch: int) -> torch.Tensor:
+    def _forward(self, hidden: torch.Tensor | None, step: int, microbatch: int) -> torch.Tensor:
         size = self._job.microbatch_size
-        batch = self._dataset.batch(range(microbatch * size, (microbatch + 1) * size)).to(model.device)
+        batch = self._dataset.batch(range(microbatch * size, (microbatch + 1) * size)).to(self._model.device)
         num_items = self._num_microbatches * size * self._dataset.items_per_sample
         key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
-        return model.forward(batch, hidden, num_items=num_items, key=key)
+        return self._model.forward(batch, hidden, num_items=num_items, key=key)
 
 
 def _send(output: torch.Tensor, pipeline_rank: PipelineRank, tag: int) -> _Send:

@@ -10,17 +10,18 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from oobleck.control.protocol import PlanUpdate, Restore
+from oobleck.control.protocol import CommitRecord, PlanUpdate, Restore
 from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, WorkerId
-from oobleck.training.checkpoint import LayerSaver
-from oobleck.training.comm import LayerState, fill_state
+from oobleck.training.checkpoint import LayerSaver, digest_of
+from oobleck.training.comm import Group, LayerState, exchange_layers, fill_state
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
 from oobleck.training.optim import LossScale, Optimizer
 
-from .sections import SectionSums
-
 __all__ = ["LayerStore"]
+
+Sums = Mapping[str, torch.Tensor]
+"""By parameter: the sum of the gradients that are committed of the step in flight."""
 
 _LOSS_SCALE = "training.loss_scale"
 """What layers' files call the numbers of `LossScale`."""
@@ -38,7 +39,6 @@ class LayerStore:
         share: Share,
         model: StageModel,
         optimizer: Optimizer,
-        sections: SectionSums,
     ) -> None:
         """`whole` is the structure of which `share` is this device's."""
         self._job = job
@@ -49,8 +49,9 @@ class LayerStore:
         self._precision = Precision.of(job.dtype)
         self._model = model
         self._optimizer = optimizer
-        self._sections = sections
         self._kept: dict[int, LayerState] = {}
+        self._received: dict[int, LayerState] = {}
+        """Layers that have come, until a plan that takes them is in force."""
         self.loss_scale: LossScale | None = LossScale(scale=job.initial_loss_scale)
         """None where others continued without this worker: it must be told before it takes part again."""
 
@@ -60,27 +61,18 @@ class LayerStore:
         assert self.loss_scale is not None
         return self.loss_scale.scale if self._precision.scales_loss else 1.0
 
+    def apply(self, record: CommitRecord, reduced: Mapping[str, torch.Tensor]) -> None:
+        """Apply a committed step's gradients, unless it is skipped. Nobody asks for layers that a plan took away."""
+        assert self.loss_scale is not None
+        if not record.is_skipped:
+            limit = self._job.optimizer.max_grad_norm
+            clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
+            num_skipped = self.loss_scale.num_skipped
+            self._optimizer.step(record.step, reduced, clip / record.loss_scale, num_skipped=num_skipped)
+        self.loss_scale = self.loss_scale.after(is_skipped=record.is_skipped)
+        self.let_go_of_kept()
+
     # --- what there is of a layer --------------------------------------------------------------------------
-
-    def state_of(self, layer: int, *, has_partial: bool) -> LayerState:
-        """What travels of a layer: the optimizer's state and, if there is any, what is committed for its parameters."""
-        if layer in self._kept:
-            return self._kept[layer]
-        names = self._structure.layer_parameters(layer)
-        return self._optimizer.layer_tensors(names) + (self._sections.tensors_of(names) if has_partial else ())
-
-    def empty_state(self, layer: int, *, has_partial: bool = False) -> LayerState:
-        """Memory for a layer that is about to come."""
-        shapes = [self._structure.shapes[name] for name in self._structure.layer_parameters(layer)]
-        dtype, device = self._precision.parameters, self._model.device
-        state = self._optimizer.empty_layer(shapes, dtype=dtype, device=device)
-        return state + tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes if has_partial)
-
-    def state_size(self, layer: int, *, has_partial: bool) -> int:
-        """The elements of what travels of a layer."""
-        shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
-        counts = [shapes[name].numel() for name in self._structure.layer_parameters(layer)]
-        return sum(layout.size(count) + count * has_partial for count in counts)
 
     def named_state(self, layer: int) -> dict[str, torch.Tensor]:
         """A layer's state as a file has it."""
@@ -88,6 +80,31 @@ class LayerStore:
         if self.loss_scale is not None and self._precision.scales_loss:
             state[_LOSS_SCALE] = torch.tensor(self.loss_scale.as_numbers(), dtype=torch.float64)
         return state
+
+    def digests(self) -> tuple[int, ...]:
+        """The digest of each held layer: whoever holds the same layer has the same."""
+        return tuple(digest_of(self.named_state(layer).values()) for layer in self._model.layers)
+
+    def _state_of(self, layer: int, sums: Sums | None) -> LayerState:
+        """What travels of a layer: the optimizer's state and, if there is any, what is committed for its parameters."""
+        if layer in self._kept:
+            return self._kept[layer]
+        names = self._structure.layer_parameters(layer)
+        partial = () if sums is None else tuple(sums[name] for name in names)
+        return self._optimizer.layer_tensors(names) + partial
+
+    def _empty_state(self, layer: int, *, has_partial: bool = False) -> LayerState:
+        """Memory for a layer that is about to come."""
+        shapes = [self._structure.shapes[name] for name in self._structure.layer_parameters(layer)]
+        dtype, device = self._precision.parameters, self._model.device
+        state = self._optimizer.empty_layer(shapes, dtype=dtype, device=device)
+        return state + tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes if has_partial)
+
+    def _state_size(self, layer: int, *, has_partial: bool) -> int:
+        """The elements of what travels of a layer."""
+        shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
+        counts = [shapes[name].numel() for name in self._structure.layer_parameters(layer)]
+        return sum(layout.size(count) + count * has_partial for count in counts)
 
     # --- from one plan to the next -------------------------------------------------------------------------
 
@@ -109,10 +126,40 @@ class LayerStore:
                 shapes=self._structure.shapes,
                 dtype=self._precision.parameters,
             )
-            restored[layer] = fill_state(self.empty_state(layer), flat)
+            restored[layer] = fill_state(self._empty_state(layer), flat)
             if _LOSS_SCALE in tensors:
                 self.loss_scale = LossScale.from_numbers(*tensors[_LOSS_SCALE].tolist())
         self._kept = restored
+
+    def exchange(
+        self,
+        update: PlanUpdate,
+        group: Group | None,
+        *,
+        sums: Sums | None,
+        interrupted: Callable[[], bool],
+        on_progress: Callable[[int, int], None],
+    ) -> int:
+        """Exchange the layers that change hands; returns the bytes that have come, which a plan takes later.
+
+        `sums` is what is committed here of the step in flight, None where nothing is. `group` is that of all who send
+        or receive, None for one that does neither. `on_progress(received, all)` is told bytes now and then. Raises
+        Interrupted or PeerLost.
+        """
+        has_partial = sums is not None
+        self._received = {}
+        self._received = exchange_layers(
+            update.transfers,
+            worker_id=self._worker_id,
+            group=group,
+            state_of=lambda layer: self._state_of(layer, sums),
+            empty_state=lambda layer: self._empty_state(layer, has_partial=has_partial),
+            size_of=lambda layer: self._state_size(layer, has_partial=has_partial),
+            element_bytes=self._precision.parameters.itemsize,
+            on_progress=on_progress,
+            interrupted=interrupted,
+        )
+        return sum(tensor.nbytes for state in self._received.values() for tensor in state)
 
     def agree_on_loss_scale(self, sum_up: Callable[[torch.Tensor], None] | None, *, is_current: bool) -> None:
         """Tell newcomers the loss scale that the others have come to. Raises what `sum_up` raises.
@@ -136,38 +183,35 @@ class LayerStore:
             else LossScale(scale=self._job.initial_loss_scale)
         )
 
-    def take(
-        self, layers: range, received: Mapping[int, LayerState], *, keep: Collection[int], update: PlanUpdate
-    ) -> dict[str, torch.Tensor]:
+    def take(self, layers: range, *, keep: Collection[int], is_initial: bool, sums: Sums | None) -> Sums:
         """Hold exactly these layers: with their initial values, with what was received, or as they are here already.
 
-        Those to `keep` are kept for others besides. Nothing is copied: what is let go does not change any more, and a
-        tied parameter that stays here changes with the next step, up to which the layers are kept. Returns the
-        committed sums of the held layers' parameters, received or held here, if there are any.
+        Those to `keep` are kept for others besides; `sums` as in `exchange`. Nothing is copied: what is let go does not
+        change any more, and a tied parameter that stays here changes with the next step, up to which the layers are
+        kept. Returns the committed sums of the held layers' parameters, received or held here, if there are any.
         """
-        has_partial = bool(update.partial.microbatches)
-        kept = {layer: self.state_of(layer, has_partial=has_partial) for layer in keep}
-        states = {layer: state for layer, state in self._kept.items() if layer in layers} | dict(received)
-        self._kept = kept
-        if update.initial:  # whatever was trained is of a past that never was
+        kept = {layer: self._state_of(layer, sums) for layer in keep}
+        states = {layer: state for layer, state in self._kept.items() if layer in layers} | self._received
+        self._kept, self._received = kept, {}
+        if is_initial:  # whatever was trained is of a past that never was
             states = {}
             self._model.adopt(0, 0, {})
             self._optimizer.adopt({})
         given: dict[str, tuple[torch.Tensor, ...]] = {}
-        sums = dict(self._sections.sums)
+        known = dict(sums or {})
         for layer, state in sorted(states.items()):
             names = self._structure.layer_parameters(layer)
-            if has_partial:
+            if sums is not None:
                 state, partial = state[: -len(names)], state[-len(names) :]
-                sums |= dict(zip(names, partial, strict=True))
+                known |= dict(zip(names, partial, strict=True))
             given |= self._optimizer.split_layer(names, state)
         self._model.adopt(layers.start, layers.stop, {name: tensors[0] for name, tensors in given.items()})
         self._optimizer.adopt(self._model.parameters, given)
-        if update.initial and self._share.degree == 1:
+        if is_initial and self._share.degree == 1:
             self._model.initialize(layers, seed=self._job.seed)
-        elif update.initial:
+        elif is_initial:
             initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)
-        return {name: sums[name] for name in self._model.parameters} if has_partial else {}
+        return {} if sums is None else {name: known[name] for name in self._model.parameters}
 
     def let_go_of_kept(self) -> None:
         """All have adopted the plan: nobody will ask for the layers that it took away."""

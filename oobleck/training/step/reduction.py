@@ -1,7 +1,6 @@
-"""What ends a step: gradients summed over owner sets, and the commit that all take part in or none.
+"""What ends a step: gradients summed over owner sets.
 
-Reductions run out of place, from flat copies, so that an interrupted one leaves every rank's own gradients
-whole. The commit is one small all-reduce over all workers; it carries what everyone must agree on.
+Reductions run out of place, from flat copies, so that an interrupted one leaves every rank's own gradients whole.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from oobleck.control.commit import PeerLost
+from oobleck.control.commit import Committee, PeerLost
 from oobleck.planner import ExecutionPlan, WorkerId
-from oobleck.training.comm import GroupKey, GroupTable, Reduction, Waiter
-from oobleck.training.model import ModelStructure, Share
+from oobleck.training.comm import GroupKey, GroupTable, Reduction
+from oobleck.training.model import ModelStructure, Share, StageModel
 
 __all__ = [
     "BUCKET_ELEMENTS",
     "Bucket",
-    "Commit",
     "GradientReducer",
-    "commit",
-    "counted_in",
+    "PlanReducer",
+    "Reducers",
     "make_buckets",
     "squared_norm",
 ]
@@ -43,20 +41,8 @@ class Bucket:
     """Whether its owners count it in the global gradient norm; other devices of their stages may have the same."""
 
     def is_counted_by(self, worker_id: WorkerId) -> bool:
-        """Tell whether `place` counts these parameters in the global gradient norm: one owner does."""
+        """Tell whether a worker counts these parameters in the global gradient norm: one owner does."""
         return self.is_counted and self.key.members[0] == worker_id
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """What all workers learn from the commit's all-reduce; equal everywhere to the last bit."""
-
-    loss: float
-    grad_norm: float
-    stop: bool
-    save: bool
-    counted: tuple[int, ...]
-    """The microbatches of the step that were counted, as often as they were, sorted."""
 
 
 def make_buckets(
@@ -68,7 +54,7 @@ def make_buckets(
     lost: Collection[str] = (),
     max_elements: int = BUCKET_ELEMENTS,
 ) -> tuple[Bucket, ...]:
-    """Group the parameters that `place` holds by their owner sets among the nodes not lost; O(parameters).
+    """Group the parameters that a worker holds by their owner sets among the nodes not lost; O(parameters).
 
     A tied parameter belongs to several layers; its owners are all who hold any of them. Where devices share a stage,
     those of like rank are owners together, for their `share` of the parameter. Buckets come in the order
@@ -135,13 +121,10 @@ class GradientReducer:
     What it sums are the parameters' own gradients, or others that `begin` is given.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], groups: GroupTable, waiter: Waiter
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], groups: GroupTable) -> None:
         self.buckets = tuple(buckets)
-        self._parameters = parameters
+        self.parameters = parameters
         self._groups = groups
-        self._waiter = waiter
         self._flats: dict[int, torch.Tensor] = {}
         self._pending: list[Reduction] = []
         self._num_posted = 0
@@ -181,7 +164,7 @@ class GradientReducer:
         """Post each bucket as soon as its gradients are final; the block is the last backward pass of the step."""
         missing = [len(bucket.parameters) for bucket in self.buckets]
         handles = [
-            self._parameters[name].register_post_accumulate_grad_hook(self._note(missing, index))  # type: ignore[no-untyped-call]
+            self.parameters[name].register_post_accumulate_grad_hook(self._note(missing, index))  # type: ignore[no-untyped-call]
             for index, bucket in enumerate(self.buckets)
             if len(bucket.key.members) > 1
             for name in bucket.parameters
@@ -239,7 +222,7 @@ class GradientReducer:
                 continue
             flat = self._flats[index] = self._flatten(bucket, self._flats.get(index))
             try:
-                self._pending.append(self._groups[bucket.key].all_reduce(flat, self._waiter))
+                self._pending.append(self._groups[bucket.key].all_reduce(flat))
             except PeerLost as error:
                 self._failure = error
 
@@ -249,7 +232,7 @@ class GradientReducer:
             return torch.cat(flat) if out is None else torch.cat(flat, out=out)
 
     def _gradient(self, name: str) -> torch.Tensor:
-        parameter = self._parameters[name]
+        parameter = self.parameters[name]
         gradient = parameter.grad if self._others is None else self._others.get(name)
         return torch.zeros_like(parameter).detach() if gradient is None else gradient.detach()
 
@@ -261,55 +244,68 @@ class GradientReducer:
                 own = self._gradient(name)
                 yield name, own + plus[name] if name in plus else own
             return
-        shapes = [self._parameters[name].shape for name in bucket.parameters]
+        shapes = [self.parameters[name].shape for name in bucket.parameters]
         pieces = torch.split(self._flats[index], [shape.numel() for shape in shapes])
         for name, shape, piece in zip(bucket.parameters, shapes, pieces, strict=True):
             sums = piece.view(shape)
             yield name, sums.add_(plus[name]) if name in plus else sums
 
 
+@dataclass(frozen=True, slots=True)
+class PlanReducer:
+    """What sums gradients under a plan, and who takes part."""
+
+    committee: Committee
+    reducer: GradientReducer
+
+
+class Reducers:
+    """This worker's buckets and reducers: those of the plan in force, and of a committee that ends a step without some
+    of its nodes."""
+
+    def __init__(self, worker_id: WorkerId, share: Share, model: StageModel, groups: GroupTable) -> None:
+        self.in_force: PlanReducer | None = None
+        """None for a spare."""
+        self._worker_id = worker_id
+        self._share = share
+        self._model = model
+        self._groups = groups
+        self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
+        """Those of the newest committee."""
+
+    def adopt(self, committee: Committee | None) -> None:
+        """A plan comes into force, and the model holds its layers; None for a spare."""
+        self.in_force = None if committee is None else PlanReducer(committee, self._new(committee))
+
+    def of(self, committee: Committee) -> GradientReducer:
+        """Return what sums a committee's gradients. What is posted already was with the one in force."""
+        in_force = self.in_force
+        return in_force.reducer if in_force is not None and in_force.committee is committee else self._new(committee)
+
+    def keys_of(self, committee: Committee | None) -> list[GroupKey]:
+        """Return the groups in which this worker's gradients are summed with those of others."""
+        return [] if committee is None else [bucket.key for bucket in self._buckets_of(committee)]
+
+    def squared_norm(self, committee: Committee, reduced: Mapping[str, torch.Tensor]) -> float:
+        """Return the part of the squared global gradient norm that this worker counts."""
+        return squared_norm(self._buckets_of(committee), reduced, self._worker_id)
+
+    def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
+        if self._buckets is None or self._buckets[0] is not committee:
+            buckets = make_buckets(
+                committee.plan, self._worker_id, self._share, generation=committee.generation, lost=committee.lost
+            )
+            self._buckets = committee, buckets
+        return self._buckets[1]
+
+    def _new(self, committee: Committee) -> GradientReducer:
+        return GradientReducer(self._buckets_of(committee), self._model.parameters, self._groups)
+
+
 def squared_norm(buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], worker_id: WorkerId) -> float:
-    """The part of the squared global gradient norm that `place` counts."""
+    """The part of the squared global gradient norm that a worker counts."""
     counted = [reduced[name] for bucket in buckets if bucket.is_counted_by(worker_id) for name in bucket.parameters]
     if not counted:
         return 0.0
     norms = torch.stack(torch._foreach_norm(counted)).double()
     return float((norms * norms).sum())
-
-
-def commit(
-    key: GroupKey,
-    *,
-    loss: float,
-    squared_grad_norm: float,
-    stop: bool,
-    save: bool,
-    counts: Mapping[int, int],
-    num_microbatches: int,
-    groups: GroupTable,
-    waiter: Waiter,
-    interrupted: Callable[[], bool],
-) -> Commit:
-    """Take part in the commit. A worker that returns from it knows that all have reduced all their gradients.
-
-    Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
-    """
-    vector = torch.zeros(4 + num_microbatches, dtype=torch.float64)
-    vector[0], vector[1], vector[2], vector[3] = loss, squared_grad_norm, float(stop), float(save)
-    for microbatch, count in counts.items():
-        vector[4 + microbatch] = count
-    if len(key.members) > 1:
-        groups[key].all_reduce(vector, waiter).wait(interrupted)
-    values = vector.tolist()
-    return Commit(
-        loss=values[0],
-        grad_norm=values[1] ** 0.5,
-        stop=values[2] > 0,
-        save=values[3] > 0,
-        counted=counted_in(values[4:]),
-    )
-
-
-def counted_in(counts: Sequence[float]) -> tuple[int, ...]:
-    """Microbatches, each as often as it was counted."""
-    return tuple(microbatch for microbatch, count in enumerate(counts) for _ in range(round(count)))

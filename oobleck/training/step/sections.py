@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 import torch
-from torch import nn
 
 from oobleck.control.commit import (
     AwaitSection,
@@ -19,7 +18,6 @@ from oobleck.control.commit import (
     Effects,
     Fold,
     GiveBack,
-    GroupKey,
     Outcome,
     PartialCommit,
     PostSection,
@@ -30,28 +28,21 @@ from oobleck.control.commit import (
     Totals,
 )
 from oobleck.planner import WorkerId
-from oobleck.training.comm import GroupTable, HostCopy, Reduction, Waiter
+from oobleck.training.comm import GroupTable, HostCopy, Reduction
 
-from .executor import StepWork
-from .reduction import GradientReducer, counted_in
+from .commit_vector import counted_in, tally
+from .reduction import PlanReducer
+from .step_work import StepWork
 
-__all__ = ["SectionGroups", "SectionSums"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SectionGroups:
-    """Who sums with whom under a plan."""
-
-    parameters: Mapping[str, nn.Parameter]
-    reducer: GradientReducer
-    """The one that also ends the step: it has no sums under way when a section begins."""
-    everyone: GroupKey
+__all__ = ["SectionSums"]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Posted:
     """A section whose gradients are on their way."""
 
+    work: StepWork
+    """What it was taken from, and is given back to."""
     own: dict[str, torch.Tensor]
     """This worker's gradients, set aside."""
     losses: list[torch.Tensor]
@@ -65,56 +56,51 @@ class _Posted:
 
 
 class SectionSums:
-    """The committed sums, and the section that is on its way to them. The executor's `SectionCommitter`."""
+    """The committed sums, and the section that is on its way to them."""
 
     def __init__(
         self,
         partial_commit: PartialCommit,
         commit_state: CommitState,
         groups: GroupTable,
-        waiter: Waiter,
         *,
         num_microbatches: int,
-        tells: bool,
-        work: Callable[[], StepWork | None],
         carry_out: Callable[[Effects], None],
-        on_folded: Callable[[], None],
     ) -> None:
-        """`tells`: whether this worker reports losses and counts: of the devices that share a stage, one does.
-
-        `work` is what is done of the step in flight, `carry_out` carries out what `partial_commit` asks for, and
-        `on_folded` is called whenever another section is committed.
-        """
+        """`carry_out` carries out what `partial_commit` asks for; its sections come back to the method of that name."""
         self._partial_commit = partial_commit
         self._commit_state = commit_state
-        self._waiter = waiter
         self._groups = groups
         self._num_microbatches = num_microbatches
-        self._tells = tells
-        self._work = work
         self._carry_out = carry_out
-        self._on_folded = on_folded
-        self._in_force: SectionGroups | None = None
+        self._in_force: PlanReducer | None = None
+        self._work: StepWork | None = None
+        """What is done of the step in flight, where a section of it was begun."""
         self._posted: _Posted | None = None
         self.sums: dict[str, torch.Tensor] = {}
         """Of the gradients of what is committed, by parameter; empty where nothing is."""
 
-    def adopt(self, groups: SectionGroups | None, sums: Mapping[str, torch.Tensor]) -> None:
-        """A plan comes into force, with these sums committed of the step in flight; None for a spare."""
-        self._in_force, self.sums = groups, dict(sums)
+    def adopt(self, in_force: PlanReducer | None, sums: Mapping[str, torch.Tensor]) -> None:
+        """A plan comes into force, with these sums committed of the step in flight; None for a spare.
+
+        The reducer is the one that also ends the step: it has no sums under way when a section begins.
+        """
+        self._in_force, self.sums = in_force, dict(sums)
 
     def end_step(self) -> None:
         """The step is applied: nothing is committed of the next."""
         self.sums = {}
 
-    def tensors_of(self, names: Iterable[str]) -> tuple[torch.Tensor, ...]:
-        """Return what is committed for these parameters, as it is: it changes with each section."""
-        return tuple(self.sums[name] for name in names)
+    @property
+    def may_post_step(self) -> bool:
+        """The step's own sums may be posted: no section is on its way, and none has failed."""
+        return self._partial_commit.may_post_step
 
     # --- while a program runs ------------------------------------------------------------------------------
 
     def begin(self, work: StepWork) -> None:
         """Have what is done of a step committed, beside what follows. Raises Interrupted if the pipeline is stopped."""
+        self._work = work
         self._carry_out(self._partial_commit.begin(work.step))
 
     def look(self) -> None:
@@ -131,7 +117,7 @@ class SectionSums:
         """
         waits_for = tuple(waits_for)
         while self._partial_commit.is_busy and not ready():
-            self._waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
+            self._groups.waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
             self.look()
 
     # --- effects -------------------------------------------------------------------------------------------
@@ -150,7 +136,9 @@ class SectionSums:
             case Fold():
                 self._fold()
             case AwaitSection():
-                self._waiter.wait(self._can_move, self._commit_state.is_fenced, self._awaited(), poll_s=self._poll_s)
+                self._groups.waiter.wait(
+                    self._can_move, self._commit_state.is_fenced, self._awaited(), poll_s=self._poll_s
+                )
             case GiveBack():
                 self._give_back()
             case _:
@@ -158,39 +146,31 @@ class SectionSums:
         return None
 
     def _post(self) -> None:
-        work, groups = self._work(), self._groups_in_force
+        work, reducer = self._work, self._plan.reducer
         assert work is not None
         own: dict[str, torch.Tensor] = {}
-        for name, parameter in groups.parameters.items():
+        for name, parameter in reducer.parameters.items():
             if parameter.grad is not None:
                 own[name], parameter.grad = parameter.grad.detach(), None
         losses, work.losses = work.losses, []
         counts, work.counts = work.counts, {}
-        self._posted = _Posted(
-            own=own, losses=losses, loss=HostCopy(torch.stack(losses)) if losses else None, counts=counts
-        )
-        groups.reducer.begin(own)
+        loss = HostCopy(torch.stack(losses)) if losses else None
+        self._posted = _Posted(work=work, own=own, losses=losses, loss=loss, counts=counts)
+        reducer.begin(own)
 
     def _take_sums(self) -> bool:
-        reducer = self._groups_in_force.reducer
+        reducer = self._plan.reducer
         if not reducer.is_done():
             return False
         self._section.sums = reducer.finish(self._commit_state.is_fenced)
         return True
 
     def _post_totals(self) -> None:
-        section, everyone = self._section, self._groups_in_force.everyone
-        section.vector = self._contribution(section)
-        if len(everyone.members) > 1:
-            section.agreement = self._groups[everyone].all_reduce(section.vector, self._waiter)
-
-    def _contribution(self, section: _Posted) -> torch.Tensor:
-        vector = torch.zeros(1 + self._num_microbatches, dtype=torch.float64)
-        if self._tells:
-            vector[0] = 0.0 if section.loss is None else sum(section.loss.wait().tolist())
-            for microbatch, count in section.counts.items():
-                vector[1 + microbatch] = count
-        return vector
+        section, everyone = self._section, self._plan.committee.key
+        loss = 0.0 if section.loss is None else sum(section.loss.wait().tolist())
+        section.vector = tally([loss], section.counts, self._num_microbatches)
+        if (group := self._groups.find(everyone)) is not None:
+            section.agreement = group.all_reduce(section.vector)
 
     def _take_totals(self) -> Totals | None:
         section = self._section
@@ -212,19 +192,17 @@ class SectionSums:
             else:
                 self.sums = {name: gradient.clone() for name, gradient in sums.items()}
         self._posted = None
-        self._on_folded()
 
     def _give_back(self) -> None:
-        work, section, groups = self._work(), self._section, self._groups_in_force
-        assert work is not None, "a section is of the step in flight"
-        self._posted = None
-        groups.reducer.abandon()
+        section, reducer = self._section, self._plan.reducer
+        work, self._posted = section.work, None
+        reducer.abandon()
         work.losses = [*section.losses, *work.losses]
         work.counts = {
             key: section.counts.get(key, 0) + work.counts.get(key, 0) for key in section.counts | work.counts
         }
         for name, gradient in section.own.items():
-            parameter = groups.parameters[name]
+            parameter = reducer.parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     # --- what is waited for --------------------------------------------------------------------------------
@@ -235,22 +213,22 @@ class SectionSums:
         return self._posted
 
     @property
-    def _groups_in_force(self) -> SectionGroups:
+    def _plan(self) -> PlanReducer:
         assert self._in_force is not None
         return self._in_force
 
     def _can_move(self) -> bool:
         section = self._section
         if section.sums is None:
-            return self._groups_in_force.reducer.is_done()
+            return self._plan.reducer.is_done()
         return section.agreement is None or section.agreement.is_done()
 
     def _awaited(self) -> tuple[WorkerId, ...]:
         section = self._section
         if section.sums is None:
-            return self._groups_in_force.reducer.awaited
+            return self._plan.reducer.awaited
         return () if section.agreement is None else section.agreement.others
 
     @property
     def _poll_s(self) -> float | None:
-        return self._groups_in_force.reducer.poll_s if self._section.sums is None else None
+        return self._plan.reducer.poll_s if self._section.sums is None else None

@@ -8,17 +8,18 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from oobleck.control.commit import CommitState, Compute, PartialCommit
+from oobleck.control.commit import CommitState, Compute
 from oobleck.job import JobSpec
-from oobleck.schedule import ScheduleKind, compile_schedule
+from oobleck.schedule import compile_schedule
 from oobleck.training.comm import Waiter, synchronize
 from oobleck.training.data import Dataset, samples_of_step
 from oobleck.training.model import StageModel, WeightGradients
 
-from .executor import PipelineRank, StepWork, execute
+from .executor import Execution
 from .reduction import GradientReducer
 from .sections import SectionSums
 from .step_timer import StepTimer
+from .step_work import GlobalBatch, PipelineRank, StepWork
 
 __all__ = ["StepInFlight"]
 
@@ -32,7 +33,6 @@ class StepInFlight:
         dataset: Dataset,
         model: StageModel,
         *,
-        partial_commit: PartialCommit,
         sections: SectionSums,
         commit_state: CommitState,
         waiter: Waiter,
@@ -41,13 +41,13 @@ class StepInFlight:
         self._job = job
         self._dataset = dataset
         self._model = model
-        self._partial_commit = partial_commit
         self._sections = sections
         self._commit_state = commit_state
         self._waiter = waiter
         self._step_timer = step_timer
         self._put_off = self._put_off_weights() if job.may_split_backward else None
-        self.work: StepWork | None = None
+        self._batch: GlobalBatch | None = None
+        self._work: StepWork | None = None
         self.reduced: dict[str, torch.Tensor] = {}
         """Its gradients, by parameter, once they are summed over all."""
 
@@ -58,23 +58,37 @@ class StepInFlight:
                 put_off.put_off(module)
         return put_off
 
+    @property
+    def batch(self) -> GlobalBatch:
+        """The samples of the step in flight."""
+        assert self._batch is not None
+        return self._batch
+
+    @property
+    def work(self) -> StepWork:
+        """What is done of it."""
+        assert self._work is not None
+        return self._work
+
     def begin(self, step: int, *, scale: float) -> None:
         """Begin a step; its loss is multiplied with `scale`. Raises Interrupted where its records never come."""
         self._model.loss_scale = scale
         samples, num_items = self._samples_of(step)
-        self.work = StepWork(
+        self._batch = GlobalBatch(
+            dataset=self._dataset,
             step=step,
             samples=samples,
-            seed=self._job.seed,
-            microbatch_size=self._job.microbatch_size,
             num_items=num_items,
+            microbatch_size=self._job.microbatch_size,
+            seed=self._job.seed,
         )
+        self._work = StepWork(step)
 
     def forget(self) -> None:
         """Nothing is done of the step but what is committed."""
         for parameter in self._model.parameters.values():
             parameter.grad = None
-        self.work = None
+        self._batch, self._work = None, None
         self.reduced = {}
         self._step_timer.forget_step()
 
@@ -88,6 +102,15 @@ class StepInFlight:
         numbers, num_items = records.numbers_of(step, batch)
         return numbers, max(1, num_items)
 
+    def await_records(self, step: int) -> None:
+        """Wait until it is known which records a step takes, or that it never comes. Raises Interrupted."""
+        records = self._dataset.records
+        assert records is not None
+        self._waiter.wait(
+            lambda: records.is_told(step) or records.over_after(step - 1) is not None, self._commit_state.is_fenced
+        )
+        self._step_timer.begin_step()
+
     # --- computing -----------------------------------------------------------------------------------------
 
     def execute(self, pipeline_rank: PipelineRank, program: Compute, reducer: GradientReducer) -> None:
@@ -95,8 +118,6 @@ class StepInFlight:
 
         Raises Interrupted, PeerLost or ShardUnreadable.
         """
-        work = self.work
-        assert work is not None
         schedule = compile_schedule(
             pipeline_rank.schedule,
             num_stages=pipeline_rank.num_stages,
@@ -105,22 +126,19 @@ class StepInFlight:
             commits=program.posts_sums,
         )
         if self._put_off is not None:
-            self._put_off.engage(is_on=_splits_backward(pipeline_rank))
-        began_s, waited_s = time.monotonic(), self._waiter.waited_s
-        execute(
-            schedule.programs[pipeline_rank.stage],
-            program.microbatches,
-            work=work,
-            model=self._model,
-            dataset=self._dataset,
-            pipeline_rank=pipeline_rank,
-            on_backward=self._commit_state.note_microbatch,
-            around_last=self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext(),
-            put_off=self._put_off if _splits_backward(pipeline_rank) else None,
-            committer=self._sections if program.num_sections > 1 else None,
-            waiter=self._waiter,
-            interrupted=self._commit_state.is_pipeline_stopped,
+            self._put_off.engage(is_on=pipeline_rank.splits_backward)
+        execution = Execution(
+            self.batch,
+            self.work,
+            pipeline_rank,
+            self._model,
+            self._commit_state,
+            put_off=self._put_off if pipeline_rank.splits_backward else None,
+            sections=self._sections if program.num_sections > 1 else None,
         )
+        around_last = self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext()
+        began_s, waited_s = time.monotonic(), self._waiter.waited_s
+        execution.run(schedule.programs[pipeline_rank.stage], program.microbatches, around_last=around_last)
         synchronize(self._model.device)  # what was launched is not computed yet, and times are of what is
         self._step_timer.add(
             began_s,
@@ -134,11 +152,10 @@ class StepInFlight:
         """Around the last backward pass: post what is final meanwhile, unless a section is still to be committed."""
         self._sections.look()
         # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-        overlaps = not _splits_backward(pipeline_rank) and self._partial_commit.may_post_step
+        overlaps = not pipeline_rank.splits_backward and self._sections.may_post_step
         with reducer.overlapping() if overlaps else nullcontext():
             yield
 
-
-def _splits_backward(pipeline_rank: PipelineRank) -> bool:
-    """Whether a stage takes its backward passes in two parts: the first of a pipeline never does."""
-    return pipeline_rank.schedule is ScheduleKind.ZERO_BUBBLE and not pipeline_rank.is_first
+    def reduce(self, reducer: GradientReducer) -> None:
+        """Sum the step's gradients over all, with what is committed of them. Raises Interrupted or PeerLost."""
+        self.reduced = reducer.finish(self._commit_state.is_fenced, plus=self._sections.sums)

@@ -174,9 +174,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.commit_state = CommitState(self.worker_id, lambda: None, lock=nullcontext())
-        self.follower = Follower(
-            self.job, self.worker_id, self.commit_state, records=self.records, evaluates=self.evaluates
-        )
+        self.follower = Follower(self.job, self.commit_state, records=self.records, evaluates=self.evaluates)
 
     def follow(self, *updates: PlanUpdate) -> list[Effect]:
         """Give orders, one after the other; returns all that was asked for up to the wait for another."""
@@ -327,7 +325,7 @@ class Driver:
         """Hold a reduction to what this worker owes it: a microbatch that is done twice is summed twice."""
         assert self.adopted is not None
         assert self.done is not None
-        seat, committee = self.adopted.worker_id, effect.committee
+        seat, committee = self.adopted.seat, effect.committee
         assert seat is not None
         owed: list[int] = []
         if not set(committee.lost).intersection(seat.pipeline.nodes):

@@ -182,8 +182,8 @@ def wait_in_vain(one: Member, two: Member, keys: dict[str, GroupKey]) -> None:
     """Sum with the frozen peer, send to it, and receive from it, on every kind of thread that does."""
     pipeline_rank = one.table[keys["lane"]]
     is_over = threading.Event()
-    sums = [member.table[keys["all"]].all_reduce(torch.ones(9), member.waiter) for member in (one, two) * 3]
-    inbox = pipeline_rank.inbox(1, one.waiter)
+    sums = [member.table[keys["all"]].all_reduce(torch.ones(9)) for member in (one, two) * 3]
+    inbox = pipeline_rank.inbox(1)
     room = torch.empty(4)
     inbox.expect(1, lambda tag: (pipeline_rank.post_receive(room, 1, tag), room))
     sends = [pipeline_rank.send(torch.ones(1 << 20), 1, tag) for tag in (2, 3)]
@@ -228,7 +228,7 @@ def overlapping_sums() -> list[list[float]]:
     def sums(member: Member) -> list[float]:
         own = {key: torch.full((3,), 2.0) for key in keys if member.worker_id in key.members}
         member.table.form(own, never)
-        for each in [member.table[key].all_reduce(tensor, member.waiter) for key, tensor in own.items()]:
+        for each in [member.table[key].all_reduce(tensor) for key, tensor in own.items()]:
             each.wait(never)
         return [float(tensor[0]) for tensor in own.values()]
 

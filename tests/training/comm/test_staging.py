@@ -21,7 +21,7 @@ PLACES = tuple(WorkerId(node=node, device=0) for node in "ab")
 KEY = GroupKey("pipeline", 1, PLACES)
 
 
-def _groups(*, stages: tuple[bool, bool]) -> tuple[Group, ...]:
+def _groups(*, stages: tuple[bool, bool], waiters: type[Waiter] = Waiter) -> tuple[Group, ...]:
     """A group of two members, seen from both of them."""
     boards: list[RendezvousTable] = []
 
@@ -31,7 +31,7 @@ def _groups(*, stages: tuple[bool, bool]) -> tuple[Group, ...]:
 
     boards += [RendezvousTable(publish) for _ in PLACES]
     tables = [
-        GroupTable(worker_id, "127.0.0.1", board, Waiter(), stages=staged)
+        GroupTable(worker_id, "127.0.0.1", board, waiters(), stages=staged)
         for worker_id, board, staged in zip(PLACES, boards, stages, strict=True)
     ]
     with ThreadPoolExecutor(2) as pool:
@@ -80,9 +80,8 @@ def test_sums_are_posted_in_their_order_and_return_to_their_tensors(stages: tupl
     groups = _groups(stages=stages)
 
     def work(rank: int) -> torch.Tensor:
-        waiter = Waiter()
         tensors = [torch.full((5,), float(10 * number + rank)) for number in range(6)]
-        sums = [groups[rank].all_reduce(tensor, waiter) for tensor in tensors]
+        sums = [groups[rank].all_reduce(tensor) for tensor in tensors]
         for each in reversed(sums):
             each.wait(lambda: False)
         return torch.stack(tensors)
@@ -93,19 +92,19 @@ def test_sums_are_posted_in_their_order_and_return_to_their_tensors(stages: tupl
 
 def test_a_staged_sum_that_the_other_side_never_joins_can_be_given_up():
     group, other = _groups(stages=(True, True))
-    waiter, is_fenced = Waiter(), threading.Event()
+    is_fenced = threading.Event()
     tensor = torch.ones(3)
-    reduction = group.all_reduce(tensor, waiter)
+    reduction = group.all_reduce(tensor)
 
     def fence() -> None:
         is_fenced.set()
-        waiter.announce()
+        group.waiter.announce()
 
     threading.Timer(0.05, fence).start()
     with pytest.raises(Interrupted):
         reduction.wait(is_fenced.is_set)
     assert torch.equal(tensor, torch.ones(3)), "nothing is copied back of a sum that is not there"
-    other.all_reduce(torch.ones(3), waiter).wait(lambda: False)  # a group that is stuck cannot be destroyed
+    other.all_reduce(torch.ones(3)).wait(lambda: False)  # a group that is stuck cannot be destroyed
 
 
 def test_failures_to_post_are_told_to_those_who_wait():
@@ -164,13 +163,13 @@ class _FakeNccl:
 def test_what_nccl_has_under_way_is_aborted_on_another_thread_when_a_sum_is_given_up():
     group, other = _groups(stages=(False, False))
     nccl = _FakeNccl()
-    other.all_reduce(torch.zeros(1), Waiter())
+    other.all_reduce(torch.zeros(1))
     group.use_nccl(nccl, None, torch.zeros(1), 10.0)  # type: ignore[arg-type]  # it needs no store
     with pytest.raises(Interrupted):
-        group.all_reduce(torch.ones(1), Waiter()).wait(lambda: True)
+        group.all_reduce(torch.ones(1)).wait(lambda: True)
     assert nccl.is_aborted.wait(10)
     assert nccl.aborted_by.startswith("abort ")
-    other.all_reduce(torch.ones(1), Waiter()).wait(lambda: False)  # a group that is stuck cannot be destroyed
+    other.all_reduce(torch.ones(1)).wait(lambda: False)  # a group that is stuck cannot be destroyed
     group.close()
 
 
@@ -198,12 +197,14 @@ class _Waiting(Waiter):
 
 
 def test_a_sum_of_gloos_announces_that_it_is_there():
-    groups = _groups(stages=(False, False))
+    groups = _groups(stages=(False, False), waiters=_Waiting)
 
     def work(rank: int) -> torch.Tensor:
         tensor = torch.ones(2)
-        waiter = _Waiting()
-        reduction = groups[rank].all_reduce(tensor, waiter)
+        waiter = groups[rank].waiter
+        assert isinstance(waiter, _Waiting)
+        waiter.was_woken.clear()  # by the forming of the group
+        reduction = groups[rank].all_reduce(tensor)
         assert waiter.was_woken.wait(10)
         assert reduction.poll_s is None
         assert reduction.is_done()

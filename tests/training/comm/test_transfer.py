@@ -90,7 +90,6 @@ class Worker:
             size_of=lambda layer: sum(tensor.numel() for tensor in shapes[layer]),
             element_bytes=4,
             on_progress=lambda received, whole: self.told.append((received, whole)),
-            waiter=self.waiter,
             interrupted=lambda: False,
             chunk_bytes=chunk_bytes,
         )

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from oobleck.control.protocol import DataPosition, RecordRun, ScanAnswer, ScanRange, ScanRequest, StepRecords
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec, JobSpec, ScriptSpec
+from oobleck.training.assembly import assemble
 from oobleck.training.data.batches import IGNORED_LABEL
 from oobleck.training.data.data import prepare_dataset
 from oobleck.training.data.shard_files import LineShard
 from oobleck.training.data.shard_reader import Extent
 from oobleck.training.data.shard_readers import NO_TOKEN, RecordText, ShardReader, ShardSet, register_stream
 from oobleck.training.data.shard_scanner import ShardScanner
-from oobleck.training.process.assembly import assemble
 from tests.examples import examples
 
 LENGTH = 4

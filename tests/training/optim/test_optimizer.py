@@ -10,8 +10,8 @@ from torch import nn
 
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, OptimizerSpec, Scalar
+from oobleck.training.assembly import check_optimizer
 from oobleck.training.optim.optimizer import Optimizer
-from oobleck.training.process.assembly import check_optimizer
 
 SPEC = OptimizerSpec(learning_rate=0.01, warmup_steps=2, lr_scheduler_type="linear")
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4, 2), "b.norm": (11,)}

@@ -13,18 +13,19 @@ import torch
 from torch import nn
 
 from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
+from oobleck.control.commit.groups import Committee
 from oobleck.control.commit.partial_commit import PartialCommit
 from oobleck.control.commit.sections import shares_of
-from oobleck.control.commit.worker_effects import Effect, Effects, Outcome, Say, drive
+from oobleck.control.commit.worker_effects import Effect, Effects, Fold, Outcome, Say, drive
 from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecord
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.comm.groups import GroupKey, GroupTable
 from oobleck.training.comm.rendezvous import RendezvousTable
 from oobleck.training.comm.waiter import Waiter
-from oobleck.training.step.executor import StepWork
-from oobleck.training.step.reduction import Bucket, GradientReducer
-from oobleck.training.step.sections import SectionGroups, SectionSums
+from oobleck.training.step.reduction import Bucket, GradientReducer, PlanReducer
+from oobleck.training.step.sections import SectionSums
+from oobleck.training.step.step_work import StepWork
 
 A, B, C = (WorkerId(node=node, device=0) for node in "abc")
 MICROBATCHES = 24
@@ -85,24 +86,20 @@ class Worker:
         }
         self.buckets = tuple(Bucket(key=owners[name], parameters=(name,)) for name in self.parameters)
         self.keys = {everyone, *owners.values()}
-        self.reducer = reducer(self.buckets, self.parameters, self.groups, self.waiter)
+        self.reducer = reducer(self.buckets, self.parameters, self.groups)
         self.num_partial = 0
         self.failed: list[PeerFailed] = []
-        self.partial_commit = PartialCommit(self.commit_state, device=worker_id.device)
+        self.partial_commit = PartialCommit(self.commit_state)
         self.sections = SectionSums(
             self.partial_commit,
             self.commit_state,
             self.groups,
-            self.waiter,
             num_microbatches=MICROBATCHES,
-            tells=True,
-            work=lambda: self.work,
             carry_out=self._drive,
-            on_folded=self._note_partial,
         )
         self.share = shares_of(self.plan)[worker_ids.index(worker_id)]
         self.stops = section_stops(len(self.share), num_sections)
-        self.work = StepWork(step=1, samples=range(MICROBATCHES), seed=0, microbatch_size=1, num_items=MICROBATCHES)
+        self.work = StepWork(step=1)
         update = PlanUpdate(
             device=0,
             generation=1,
@@ -116,8 +113,7 @@ class Worker:
         self.commit_state.take_update()
         self.commit_state.adopt(update, (0,))
         self.partial_commit.adopt(update, is_spare=False)
-        groups = SectionGroups(parameters=self.parameters, reducer=self.reducer, everyone=everyone)
-        self.sections.adopt(groups, {})
+        self.sections.adopt(PlanReducer(Committee(self.plan, 1), self.reducer), {})
 
     def form(self) -> None:
         self.groups.form(self.keys, lambda: False)
@@ -174,10 +170,8 @@ class Worker:
             assert isinstance(effect.message, PeerFailed)
             self.failed.append(effect.message)
             return None
+        self.num_partial += isinstance(effect, Fold)
         return self.sections.carry_out(effect)
-
-    def _note_partial(self) -> None:
-        self.num_partial += 1
 
 
 class Severed(GradientReducer):

@@ -22,8 +22,9 @@ _Made = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """What one worker needs to train a job, before it has a plan."""
+    """A job and what it trains with, before there is a plan."""
 
+    job: JobSpec
     train: Dataset
     validation: Dataset | None
     structure: ModelStructure
@@ -49,7 +50,7 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
             structure = _structure(job, made, vocab_size=train.vocab_size)
     if job.eval_steps and validation is None:
         raise ConfigError("eval_steps: nothing is kept for evaluation; set data.validation_split as well, to 0.05 say")
-    return Assembly(train=train, validation=validation, structure=structure, optimizer=_optimizer(job, made))
+    return Assembly(job=job, train=train, validation=validation, structure=structure, optimizer=_optimizer(job, made))
 
 
 @contextmanager
