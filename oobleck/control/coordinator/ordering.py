@@ -1,52 +1,19 @@
-"""From a decision to its orders: the update that all workers are sent, and what the journal says of it."""
+"""What a recovery has to know of its orders, and what the journal says of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from oobleck.control.commit import PARTIAL_COMMIT_COPIES, Generations, sections_wanted
 from oobleck.control.journal import Action, PlanAdopted, PlanCause
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import PlanUpdate
 from oobleck.job import JobSpec
-from oobleck.planner import Planner
-from oobleck.schedule import SECTIONED_KINDS, ScheduleKind
+from oobleck.schedule import ScheduleKind
 
 from .choice import Choice
-from .planning import schedules_for
 from .recovery.states import PlanOrdered, Recovery
 
-__all__ = ["plan_adopted", "plan_ordered", "plan_update"]
-
-
-def plan_update(
-    job: JobSpec,
-    planner: Planner,
-    choice: Choice,
-    generations: Generations,
-    *,
-    lost: Collection[str],
-    is_from_scratch: bool,
-) -> PlanUpdate:
-    """Make a choice the newest plan of these generations, and return its orders.
-
-    `lost` are the nodes that have no part any more in the plan in force. With `is_from_scratch`, what is trained comes
-    from the model's initial values.
-    """
-    decision, candidate = choice.decision, choice.candidate
-    schedules = schedules_for(job, planner.profile, decision.plan)
-    has_room = planner.has_room(decision.plan, gradient_copies=PARTIAL_COMMIT_COPIES)
-    sections = sections_wanted(job, decision.plan, decision.predicted_step_s, has_room=has_room)
-    return generations.plan_update(
-        decision,
-        choice.verdict,
-        schedules=schedules,
-        finish=choice.finish,
-        lost=lost,
-        restore=None if candidate is None else candidate.restore,
-        is_from_scratch=is_from_scratch,
-        num_sections=sections if all(kind in SECTIONED_KINDS for kind in schedules) else 1,
-    )
+__all__ = ["plan_adopted", "plan_ordered"]
 
 
 def plan_ordered(recovery: Recovery, choice: Choice, update: PlanUpdate, members: Membership) -> PlanOrdered:

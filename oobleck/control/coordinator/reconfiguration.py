@@ -1,26 +1,29 @@
 """From one plan to the next: gives the recovery's state machine its inputs, and returns what it asks for.
 
-It has the state, the generations, and nothing else to say where a recovery is. `deciding.py` decides, `ordering.py`
-makes the orders, `routing.py` carries out what is asked for.
+It has the state, the generations, and nothing else to say where a recovery is. `deciding.py` decides, `routing.py`
+carries out what is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from oobleck.control.commit import Generations, Progress
+from oobleck.control.commit import PARTIAL_COMMIT_COPIES, Generations, Progress, sections_wanted
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, Status
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
-from oobleck.planner import Planner, WorkerId
+from oobleck.planner import WorkerId
+from oobleck.schedule import SECTIONED_KINDS
 
 from .choice import Choice
 from .deciding import Decider, committed_records
 from .going_back import Lineage
-from .ordering import plan_ordered, plan_update
+from .ordering import plan_ordered
+from .planning import schedules_for
 from .recovery import FENCED, TRAINED, Phase, deadline, phase, step
 from .recovery.states import (
     Answered,
@@ -33,6 +36,9 @@ from .recovery.states import (
     TrainingBegun,
 )
 from .requests import Effects
+
+if TYPE_CHECKING:
+    from oobleck.planner import Planner
 
 __all__ = ["Reconfiguration"]
 
@@ -158,14 +164,19 @@ class Reconfiguration:
                 restored_generation=self.generations.current,
                 is_from_scratch=choice.candidate is None,
             )
-        adopted = choice.verdict.adopted
-        return plan_update(
-            self._job,
-            planner,
-            choice,
-            self.generations,
+        adopted, candidate, plan = choice.verdict.adopted, choice.candidate, choice.decision.plan
+        schedules = schedules_for(self._job, planner.profile, plan)
+        has_room = planner.has_room(plan, gradient_copies=PARTIAL_COMMIT_COPIES)
+        sections = sections_wanted(self._job, plan, choice.decision.predicted_step_s, has_room=has_room)
+        return self.generations.plan_update(
+            choice.decision,
+            choice.verdict,
+            schedules=schedules,
+            finish=choice.finish,
             lost=() if adopted is None else self._members.without_part(adopted),
+            restore=None if candidate is None else candidate.restore,
             is_from_scratch=self._lineage.is_from_scratch,
+            num_sections=sections if all(kind in SECTIONED_KINDS for kind in schedules) else 1,
         )
 
     def ordered(self, choice: Choice, update: PlanUpdate, now_s: float) -> Effects:

@@ -26,7 +26,7 @@ from oobleck.control.events import (
     StoreProfile,
     notice,
 )
-from oobleck.control.journal import Action, PlanCause
+from oobleck.control.journal import Action, JournalEntry, PlanCause
 from oobleck.errors import PlanningError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
@@ -90,6 +90,14 @@ class Routing:
         """Hand over all commands gathered since the last time."""
         commands, self._commands = self._commands, []
         return commands
+
+    def record(self, entry: JournalEntry) -> None:
+        """Append to the journal."""
+        self._commands.append(Record(entry=entry))
+
+    def begin(self, cause: PlanCause, now_s: float, *, detect_s: float = 0.0) -> None:
+        """Begin a recovery although no node is lost."""
+        self._carry_out(BeginRecovery(cause=cause, detect_s=detect_s), now_s)
 
     def carry_out(self, effects: Effects, now_s: float) -> None:
         """Carry out one effect after the other. Raises RunOver, and PeerError for what a peer did wrong."""
@@ -157,7 +165,7 @@ class Routing:
             case RecoveryEnded():
                 done = recovery_done(effect, now_s, parts.members.clock_offsets_s)
                 parts.replanning.recovery_done(done)
-                self._commands.append(Record(entry=done))
+                self.record(done)
             # Checkpoints
             case LocateCheckpoints(worker_ids=worker_ids):
                 self.carry_out(parts.restoring.ask(worker_ids), now_s)
@@ -241,7 +249,7 @@ class Routing:
         is_quick = parts.progress.last_step > 0 and candidate is None
         parts.progress.foresee(decision.predicted_step_s)
         parts.progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s, now_s)
-        self.carry_out((Record(entry=plan_adopted(self._job, choice, update, now_s)),), now_s)
+        self.record(plan_adopted(self._job, choice, update, now_s))
         if not decision.redundant:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
