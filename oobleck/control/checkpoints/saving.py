@@ -82,7 +82,15 @@ class _Save:
 class Saving:
     """The policy, the saves under way, and the checkpoints that are complete."""
 
-    def __init__(self, job: JobSpec, members: Membership, *, run: str) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        members: Membership,
+        *,
+        run: str,
+        reads_to_the_end: Callable[[DataPosition | None], bool],
+    ) -> None:
+        """`reads_to_the_end` says whether data that grows no more is read at a position, so that the run is done."""
         self._job = job
         self._members = members
         self._run = run
@@ -98,7 +106,7 @@ class Saving:
         self._tried_step = 0
         """The newest step after which a save has begun."""
         self._origin: str | None = None
-        self._reads_to_the_end: Callable[[DataPosition | None], bool] = lambda _: False
+        self._reads_to_the_end = reads_to_the_end
         self._saved_step = 0
         """The newest step of which there is a checkpoint on disk."""
         self._in_memory: tuple[int, set[tuple[int, int]]] = (0, set())
@@ -162,10 +170,6 @@ class Saving:
     def begin_from(self, origin: str) -> None:
         """The run continues from this checkpoint: its own will say so."""
         self._origin = self._origin or origin
-
-    def judge_end(self, reads_to_the_end: Callable[[DataPosition | None], bool]) -> None:
-        """`reads_to_the_end` says whether data that grows no more is read at a position, so that the run is done."""
-        self._reads_to_the_end = reads_to_the_end
 
     def begin(self, layer_names: Sequence[str]) -> None:
         """Training begins, or is taken over."""

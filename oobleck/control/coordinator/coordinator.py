@@ -71,7 +71,7 @@ __all__ = ["Coordinator", "Phase"]
 
 
 class Coordinator:
-    """Decides everything of one run. Mutable; changes through `start`, `handle` and `handle_deadline` alone."""
+    """Decides everything of one run. It changes through `start`, `handle` and `handle_deadline` alone."""
 
     def __init__(
         self,

@@ -62,10 +62,9 @@ def make_parts(
     num_devices = nodes[0].num_devices
     progress = Progress(job)
     preparation = Preparation(job, members, python_version=python_version, run=run)
-    saving = Saving(job, members, run=run)
     restoring = Restoring(run=run, directory=None if resume in ("auto", "never") else resume)
     sharding = Sharding(job, progress, worker_ids=training_places)
-    saving.judge_end(sharding.has_read_all)
+    saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
     make_planner = partial(planner_for, job, devices_per_node=num_devices)
     scaling = Scaling(job, members, progress)
     replanning = Replanning(members, progress, scaling, sharding, make_planner=make_planner)

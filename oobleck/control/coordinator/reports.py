@@ -89,6 +89,7 @@ class Reports:
         self._do = routing.carry_out
 
     def said(self, node: str, message: AgentMessage, now_s: float) -> None:
+        """Take in what a node's agent reports, or a worker through it."""
         member, is_begun = self._parts.members[node], self._parts.reconfiguration.is_begun
         if member.state not in (NodeState.CONNECTED, NodeState.READY):
             return  # late words of a node that was given up
