@@ -233,7 +233,7 @@ MUTATIONS = (
         name="no_restart",
         what="a worker that ended is not restarted",
         file="oobleck/control/coordinator/worker_lifecycle.py",
-        old="        self._effects.command(start_again(member, worker_id.device))\n",
+        old="            start_again(member, worker_id.device),\n",
         new="",
         caught_by="tests/sim/cluster/test_run.py::test_a_crashed_worker_is_started_again_in_its_place",
     ),

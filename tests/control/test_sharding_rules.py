@@ -10,8 +10,7 @@ import pytest
 from oobleck.control.commit.progress import Progress
 from oobleck.control.data.record_assigner import RecordAssigner
 from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
-from oobleck.control.events.effects import Effects
-from oobleck.control.events.inputs import Record, Send, SendAll
+from oobleck.control.events import Effects, ExpectSteps, Record, Send, SendAll
 from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.journal.data_view import DataView
 from oobleck.control.protocol import (
@@ -43,13 +42,12 @@ class Bench:
         self.job = JobSpec(
             data=DataSpec(shards=NAMES, **data), max_steps=max_steps, global_batch_size=4, microbatch_size=2
         )
-        self.effects = Effects()
-        self.progress = Progress(self.job, self.effects)
-        self.sharding = Sharding(self.job, self.progress, self.effects, worker_ids=lambda: PLACES)
+        self.progress = Progress(self.job)
+        self.sharding = Sharding(self.job, self.progress, worker_ids=lambda: PLACES)
         self.entries: list[object] = []
 
     def begin(self, *, generation: int = 1, boundary: int = 0, position: DataPosition | None = None) -> int:
-        self.sharding.know(NAMES)
+        self.carry_out(self.sharding.know(NAMES, 0.0))
         return self.update(generation=generation, boundary=boundary, position=position)
 
     def update(self, *, generation: int, boundary: int, position: DataPosition | None = None) -> int:
@@ -64,19 +62,24 @@ class Bench:
         )
         if position:
             self.progress.go_back(boundary, generation=generation)
-        return self.sharding.follow(update, position=position)
+        self.carry_out(self.sharding.follow(update, 0.0, position=position))
+        return self.sharding.assignment_version
 
     def go_on(self, *, now_s: float = 0.0) -> list[object]:
         """Let it go on; returns what it says to workers."""
-        self.effects.now_s = now_s
-        self.sharding.go_on(1, save=False)
+        return self.carry_out(self.sharding.go_on(1, now_s, save=False), now_s=now_s)
+
+    def carry_out(self, effects: Effects, *, now_s: float = 0.0) -> list[object]:
+        """Do what the coordinator does with them; returns what is sent to workers."""
         said: list[object] = []
-        for command in self.effects.take():
-            match command:
+        for effect in effects:
+            match effect:
                 case Record(entry=entry):
                     self.entries.append(entry)
                 case Send() | SendAll():
-                    said.append(command.message)
+                    said.append(effect.message)
+                case ExpectSteps(within_s=within_s):
+                    self.progress.expect(within_s, now_s)
         return said
 
     def survey(self, said: Sequence[object]) -> ScanRequest:
@@ -95,7 +98,8 @@ class Bench:
             )
             for want in survey.wants
         )
-        self.sharding.surveyed(worker_id, ScanAnswer(device=0, request=survey.request, found=found))
+        answer = ScanAnswer(device=0, request=survey.request, found=found)
+        self.carry_out(self.sharding.surveyed(worker_id, answer, 0.0))
 
     def commit(self, step: int) -> None:
         record = CommitRecord(
@@ -109,7 +113,7 @@ class Bench:
             samples_missing=0,
             duration_s=0.1,
         )
-        assert self.progress.commit(record)
+        assert self.progress.commit(record, 0.0)
         self.sharding.committed(step)
 
     def asked(self, survey: ScanRequest) -> WorkerId:
@@ -155,7 +159,7 @@ def test_whoever_does_not_answer_in_time_is_not_waited_for():
     assert bench.go_on(now_s=29.0) == []
     second = bench.survey(bench.go_on(now_s=30.0))
     assert (second.wants, bench.asked(second)) == (first.wants, PLACES[1 - PLACES.index(bench.asked(first))])
-    assert bench.sharding.takes_regrouping(), "it may be stuck, and where no step is begun nobody else would notice"
+    assert bench.sharding.takes_regrouping(30.0), "it may be stuck, and where no step is begun nobody else would notice"
 
 
 def test_a_long_problem_is_cut_before_it_is_stored_with_every_state():
@@ -176,9 +180,9 @@ def test_a_failure_of_an_older_generation_changes_nothing():
     bench = Bench()
     bench.begin(generation=5)
     failed = RecordsFailed(device=0, generation=4, shard=0, position=0, problem="broken")
-    bench.sharding.failed(5, failed)
+    bench.sharding.failed(5, failed, 0.0)
     assert bench.sharding.num_late == 1
-    assert not bench.sharding.takes_regrouping()
+    assert not bench.sharding.takes_regrouping(0.0)
 
 
 def test_the_third_failure_puts_a_shard_in_quarantine_and_deals_anew_without_it():
@@ -191,12 +195,10 @@ def test_the_third_failure_puts_a_shard_in_quarantine_and_deals_anew_without_it(
     bench.commit(1)
     for attempt, wait_s in ((1, 1.0), (2, 2.0), (3, 0.0)):
         now_s = 10.0 * attempt
-        bench.effects.now_s = now_s
         failed = RecordsFailed(device=0, generation=attempt, shard=shard, position=4, problem="broken")
-        bench.sharding.failed(attempt, failed)
-        assert bench.sharding.takes_regrouping() is (wait_s == 0.0)
-        bench.effects.now_s = now_s + wait_s
-        assert bench.sharding.takes_regrouping() is (wait_s != 0.0)
+        bench.carry_out(bench.sharding.failed(attempt, failed, now_s))
+        assert bench.sharding.takes_regrouping(now_s) is (wait_s == 0.0)
+        assert bench.sharding.takes_regrouping(now_s + wait_s) is (wait_s != 0.0)
         is_same = bench.sharding.can_finish(2, generation=attempt)
         assert is_same is (attempt < 3)
         assert bench.update(generation=attempt + 1, boundary=1) == (1 if attempt < 3 else 2)
@@ -222,7 +224,6 @@ def test_going_back_to_a_checkpoint_goes_back_in_the_data():
     for step in (1, 2, 3):
         bench.commit(step)
     assert bench.update(generation=2, boundary=2, position=first[1].after) == 2
-    bench.effects.take()
     survey = bench.survey(bench.go_on())
     bench.answer(survey, bench.asked(survey))
     again = [each for each in bench.go_on() if isinstance(each, StepRecords)]
@@ -245,10 +246,8 @@ def test_a_new_master_deals_on_where_the_one_before_has_stopped():
         replayed.note(entry)
     successor = Bench()
     successor.sharding.restore(replayed)
-    successor.sharding.tell(PLACES[:1])
-    assert steps([command.message for command in successor.effects.take() if isinstance(command, SendAll)]) == steps(
-        said[:-1]
-    )
+    told = successor.carry_out(successor.sharding.tell(PLACES[:1]))
+    assert steps(told) == steps(said[:-1])
     survey = successor.survey(successor.go_on())
     successor.answer(survey, successor.asked(survey), (6, 6))
     rest = [each for each in successor.go_on() if isinstance(each, StepRecords)]
@@ -265,7 +264,7 @@ def test_after_the_last_step_all_are_waited_for_and_where_records_are_missing_no
         bench.answer(survey, bench.asked(survey), (8, 0), grows=True)
         bench.go_on()
         for step in (1, 2):
-            bench.progress.expect(10.0)
+            bench.progress.expect(10.0, 0.0)
             bench.commit(step)
             bench.go_on()
         assert (bench.progress.hangs_s < math.inf) is is_expected
@@ -301,19 +300,19 @@ def test_answers_that_make_no_sense_break_the_protocol(found):
     bench.begin()
     survey = bench.survey(bench.go_on())
     with pytest.raises(PeerError):
-        bench.sharding.surveyed(bench.asked(survey), ScanAnswer(device=0, request=survey.request, found=(found,)))
+        bench.sharding.surveyed(bench.asked(survey), ScanAnswer(device=0, request=survey.request, found=(found,)), 0.0)
 
 
 def test_a_place_in_other_shards_is_no_place_in_these():
     bench = Bench()
-    bench.sharding.know(NAMES)
+    bench.sharding.know(NAMES, 0.0)
     assert bench.sharding.misfit(DataPosition(shards=digest_of_shards(NAMES))) is None
     assert "other shards" in (bench.sharding.misfit(DataPosition(shards=digest_of_shards(NAMES[::-1]))) or "")
 
 
 def test_a_run_that_has_read_all_is_told_from_one_that_has_not():
     bench = Bench(epochs=2)
-    bench.sharding.know(NAMES)
+    bench.sharding.know(NAMES, 0.0)
     assert bench.sharding.has_read_all(DataPosition(opened=4))
     assert not bench.sharding.has_read_all(DataPosition(opened=2))
     assert not bench.sharding.has_read_all(DataPosition(opened=4, open=(OpenShard(visit=3, next=1),)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .restoring import Candidate, Restoring
-from .saving import KnownCheckpoint, Saving
+from .candidate import Candidate, KnownCheckpoint
+from .restoring import Restoring
+from .saving import Saving
 from .shares import saving_shares
 
 __all__ = ["Candidate", "KnownCheckpoint", "Restoring", "Saving", "saving_shares"]

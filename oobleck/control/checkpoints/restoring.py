@@ -7,52 +7,24 @@ a layer turns out to be broken is left out from then on, and the one before is t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 
-from oobleck.control.events import Effects
-from oobleck.control.protocol import CheckpointsFound, DataPosition, FindCheckpoints, FoundState, Restore, run_of
+from oobleck.control.events import Record, Send, notice
+from oobleck.control.protocol import CheckpointsFound, FindCheckpoints, FoundState, run_of
 from oobleck.planner import WorkerId
 
-from .saving import KnownCheckpoint
+from .candidate import Candidate, KnownCheckpoint
 
-__all__ = ["Candidate", "Restoring"]
+__all__ = ["Restoring"]
 
 _AGE = attrgetter("saved_at", "step", "name")
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A state that can be gone back to."""
-
-    name: str
-    run: str
-    step: int
-    saved_at: str
-    directory: str | None
-    position: DataPosition | None = None
-    origin: str | None = None
-    is_final: bool = False
-    is_on_disk: bool = False
-    held: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
-    """The layers that each worker can read."""
-    in_memory: set[str] = field(default_factory=set)
-    """The nodes whose memory has some of it."""
-
-    @property
-    def restore(self) -> Restore:
-        return Restore(name=self.name, directory=self.directory)
-
-    def covers(self, num_layers: int) -> bool:
-        return len(frozenset().union(*self.held.values())) == num_layers
 
 
 class Restoring:
     """The question under way, its answers, and what was found broken."""
 
-    def __init__(self, effects: Effects, *, run: str, directory: str | None) -> None:
+    def __init__(self, *, run: str, directory: str | None) -> None:
         """`directory`: where to look as well, a checkpoint or a directory of checkpoints."""
-        self._effects = effects
         self._run = run
         self._directory = directory
         self._request = 0
@@ -63,21 +35,26 @@ class Restoring:
         self._origin: str | None = None
         """The name of what this run began from: with all that is older, its own past."""
 
-    def ask(self, worker_ids: Collection[WorkerId]) -> None:
+    def ask(self, worker_ids: Collection[WorkerId]) -> tuple[Send, ...]:
         """Ask workers what they can restore."""
         self._request += 1
         self._asked = frozenset(worker_ids)
         self._answers = {}
-        self._send(self._asked)
+        return self._questions(self._asked)
 
-    def ask_again(self, node: str) -> None:
+    def ask_again(self, node: str) -> tuple[Send, ...]:
         """Ask those of a node that have not answered once more: the question may be lost."""
-        self._send(worker_id for worker_id in self._asked - self._answers.keys() if worker_id.node == node)
+        unanswered = self._asked - self._answers.keys()
+        return self._questions(worker_id for worker_id in unanswered if worker_id.node == node)
 
-    def _send(self, worker_ids: Iterable[WorkerId]) -> None:
-        for worker_id in sorted(worker_ids):
-            question = FindCheckpoints(device=worker_id.device, request=self._request, directory=self._directory)
-            self._effects.send(worker_id.node, question)
+    def _questions(self, worker_ids: Iterable[WorkerId]) -> tuple[Send, ...]:
+        return tuple(
+            Send(
+                node=worker_id.node,
+                message=FindCheckpoints(device=worker_id.device, request=self._request, directory=self._directory),
+            )
+            for worker_id in sorted(worker_ids)
+        )
 
     def forget(self) -> None:
         """Whatever was answered is not true any more."""
@@ -104,11 +81,11 @@ class Restoring:
         """The run continues from this checkpoint: it, and what is older, are its own past."""
         self._origin = self._origin or name
 
-    def problems(self) -> tuple[str, ...]:
-        """What workers cannot use and why, each once in a run."""
+    def report_problems(self, now_s: float) -> tuple[Record, ...]:
+        """Say what workers cannot use and why, each once in a run."""
         said = {problem for answer in self._answers.values() for problem in answer.problems} - self._told
         self._told |= said
-        return tuple(sorted(said))
+        return tuple(notice(now_s, "warning", f"cannot be used: {problem}") for problem in sorted(said))
 
     def known(self, candidate: Candidate | None) -> tuple[KnownCheckpoint, ...]:
         """Of all that is complete in the run's own directory, what is its own past if it begins from `candidate`.

@@ -10,10 +10,10 @@ A part of the coordinator's machine. Training never waits for it: what fails is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from oobleck.control.events import Effects
+from oobleck.control.events import Record, Send, notice
 from oobleck.control.journal import CheckpointSaved, SaveFailed
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import (
@@ -35,26 +35,16 @@ from oobleck.control.protocol import (
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
+from .candidate import Candidate, KnownCheckpoint
 from .save_policy import SavePolicy
 
-__all__ = ["KnownCheckpoint", "Saving"]
+__all__ = ["Saving"]
 
 _RETRY_S = 30.0
 """After a save that failed, at least."""
 _PATIENCE_S = 1800.0
 """A save that is not complete by then never will be."""
 _LOSSES_KEPT = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownCheckpoint:
-    """A complete checkpoint in the run's directory."""
-
-    name: str
-    step: int
-    saved_at: str
-    is_final: bool = False
-    """Of a run that had nothing more to train: it stays, whatever limit there is."""
 
 
 @dataclass(slots=True)
@@ -92,10 +82,17 @@ class _Save:
 class Saving:
     """The policy, the saves under way, and the checkpoints that are complete."""
 
-    def __init__(self, job: JobSpec, members: Membership, effects: Effects, *, run: str) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        members: Membership,
+        *,
+        run: str,
+        reads_to_the_end: Callable[[DataPosition | None], bool],
+    ) -> None:
+        """`reads_to_the_end` says whether data that grows no more is read at a position, so that the run is done."""
         self._job = job
         self._members = members
-        self._effects = effects
         self._run = run
         self._num_parts = job.tensor_parallel
         self._policy = SavePolicy(spec=job.checkpoint)
@@ -109,7 +106,7 @@ class Saving:
         self._tried_step = 0
         """The newest step after which a save has begun."""
         self._origin: str | None = None
-        self._reads_to_the_end: Callable[[DataPosition | None], bool] = lambda _: False
+        self._reads_to_the_end = reads_to_the_end
         self._saved_step = 0
         """The newest step of which there is a checkpoint on disk."""
         self._in_memory: tuple[int, set[tuple[int, int]]] = (0, set())
@@ -174,21 +171,17 @@ class Saving:
         """The run continues from this checkpoint: its own will say so."""
         self._origin = self._origin or origin
 
-    def judge_end(self, reads_to_the_end: Callable[[DataPosition | None], bool]) -> None:
-        """`reads_to_the_end` says whether data that grows no more is read at a position, so that the run is done."""
-        self._reads_to_the_end = reads_to_the_end
-
     def begin(self, layer_names: Sequence[str]) -> None:
         """Training begins, or is taken over."""
         self._layer_names = tuple(layer_names)
 
-    def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> None:
+    def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> tuple[Send, ...]:
         """Note what lies in the directory from before; what was never finished is removed."""
         known = {known.name: known for known in (*self.complete, *complete)}
         self.complete = sorted(known.values(), key=lambda known: (known.saved_at, known.step))
-        self._remove(name for name in unfinished if name not in self._saves)
+        return self._remove(name for name in unfinished if name not in self._saves)
 
-    def plan_adopted(self, plan: ExecutionPlan, *, boundary: int, redundant: bool) -> None:
+    def plan_adopted(self, plan: ExecutionPlan, now_s: float, *, boundary: int, redundant: bool) -> tuple[Send, ...]:
         """Tell the workers of a new plan what is wanted; without redundancy that is a save, at once."""
         self._plan = plan
         self._last_step = boundary
@@ -198,13 +191,10 @@ class Saving:
         if self._in_memory[0] > boundary:
             self._in_memory = (0, set())  # the steps since are run again, under other names
         if not self.is_enabled:
-            return
+            return ()
         if not redundant:
             self._wanted = boundary + 1
-        if self._wanted is not None:
-            self._tell()
-        else:
-            self._arm()
+        return self._arm(now_s) if self._wanted is None else self._orders(self._wanted)
 
     def step_done(self, record: CommitRecord) -> None:
         """Note a committed step; one that all were to save after may have been missed."""
@@ -217,28 +207,31 @@ class Saving:
         self._tried_step = max(self._tried_step, step)
         self._saved_step = max(self._saved_step, step)
 
-    def rescue(
-        self,
-        name: str,
-        *,
-        step: int,
-        saved_at: str,
-        position: DataPosition | None,
-        held: Mapping[WorkerId, Collection[int]],
-    ) -> None:
-        """Have a state written that a run before has left in memory alone; `held` says which layers of it where.
+    def keep(self, candidate: Candidate, now_s: float) -> tuple[Send, ...]:
+        """See to it that the state which is gone back to is on disk."""
+        if candidate.is_on_disk:
+            self.note_saved(candidate.step)
+            return ()
+        if self._is_final(candidate.step, candidate.position):
+            return self._rescue(candidate, now_s)
+        return self.save_now()
+
+    def _rescue(self, candidate: Candidate, now_s: float) -> tuple[Send, ...]:
+        """Have a state written that a run before has left in memory alone.
 
         It is the state that this run begins from, and there is nothing more to train.
         """
+        name, step = candidate.name, candidate.step
         generation = int(name.rpartition(".")[2])
-        save = _Save(name, step, generation, self._effects.now_s, saved_at=saved_at, position=position)
-        save.savers = {worker_id: tuple(sorted(layers)) for worker_id, layers in sorted(held.items()) if layers}
+        save = _Save(name, step, generation, now_s, saved_at=candidate.saved_at, position=candidate.position)
+        held = sorted(candidate.held.items())
+        save.savers = {worker_id: tuple(sorted(layers)) for worker_id, layers in held if layers}
         self._saves[name] = save
         self._tried_step = max(self._tried_step, step)
         self._memory_step = max(self._memory_step, step)
         self.due_s = save.began_s + _PATIENCE_S
-        for node in sorted({worker_id.node for worker_id in save.savers}):
-            self._effects.send(node, PersistState(name=name, step=step))
+        nodes = sorted({worker_id.node for worker_id in save.savers})
+        return tuple(Send(node=node, message=PersistState(name=name, step=step)) for node in nodes)
 
     def note_on_disk(self, step: int) -> None:
         """A master before has heard that there is a checkpoint of this step."""
@@ -248,53 +241,58 @@ class Saving:
         """Count a failure that needed a checkpoint."""
         self._policy = replace(self._policy, num_failures=self._policy.num_failures + 1)
 
-    def worker_lost(self, node: str) -> None:
+    def worker_lost(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
         """A worker is gone, its agent is not: what is whole in memory will be written all the same."""
-        for save in list(self._saves.values()):
-            if not save.is_in_memory(len(self._layer_names), num_parts=self._num_parts):
-                self._give_up(save.name, f"the worker of {node} was lost before all layers were in memory", soon=True)
+        num_layers, num_parts = len(self._layer_names), self._num_parts
+        broken = [each for each in self._saves.values() if not each.is_in_memory(num_layers, num_parts=num_parts)]
+        why = f"the worker of {node} was lost before all layers were in memory"
+        return tuple(effect for save in broken for effect in self._give_up(save.name, why, now_s, soon=True))
 
-    def node_lost(self, node: str) -> None:
+    def node_lost(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
         """A node is gone, with all that it had not written."""
-        self.worker_lost(node)
+        effects = list(self.worker_lost(node, now_s))
         for save in list(self._saves.values()):
             here = [worker_id for worker_id in save.savers if worker_id.node == node]
             if any(save.unwritten(worker_id, num_parts=self._num_parts) for worker_id in here):
-                self._give_up(save.name, f"{node} was lost before it had written its layers", soon=True)
+                why = f"{node} was lost before it had written its layers"
+                effects += self._give_up(save.name, why, now_s, soon=True)
             else:
-                self._complete_when_committed(save)
+                effects += self._complete_when_committed(save, now_s)
+        return tuple(effects)
 
-    def handle_deadline(self) -> None:
+    def handle_deadline(self, now_s: float) -> tuple[Record | Send, ...]:
         """Have a save made when one is due; give up what takes for ever."""
-        now_s = self._effects.now_s
+        effects: list[Record | Send] = []
         for save in list(self._saves.values()):
             if now_s >= save.began_s + _PATIENCE_S:
-                self._give_up(save.name, f"it was not complete within {_PATIENCE_S:g} s")
+                effects += self._give_up(save.name, f"it was not complete within {_PATIENCE_S:g} s", now_s)
         if not self._saves and self._wanted is None and now_s >= self.due_s and self._plan is not None:
-            self.save_now()
+            effects += self.save_now()
         elif self._saves:
             self.due_s = min(save.began_s for save in self._saves.values()) + _PATIENCE_S
         else:
             self.due_s = math.inf
+        return tuple(effects)
 
-    def save_now(self) -> None:
+    def save_now(self) -> tuple[Send, ...]:
         """Have the state saved after the next step."""
-        if self.is_enabled and self._plan is not None:
-            self._wanted = self._last_step + 1
-            self.due_s = math.inf
-            self._tell()
+        if not self.is_enabled or self._plan is None:
+            return ()
+        self._wanted = self._last_step + 1
+        self.due_s = math.inf
+        return self._orders(self._wanted)
 
     # --- what workers and agents say -------------------------------------------------------------------------
 
-    def saved(self, worker_id: WorkerId, message: StateSaved) -> None:
+    def saved(self, worker_id: WorkerId, message: StateSaved, now_s: float) -> tuple[Send, ...]:
         """A share is whole in memory; its agent is writing it."""
         state = message.state
         self._note_in_memory(worker_id, message)
         if self._is_over(state.name):
-            return
+            return ()
         save = self._saves.get(state.name)
         if save is None:
-            save = _Save(state.name, state.step, state.generation, self._effects.now_s)
+            save = _Save(state.name, state.step, state.generation, now_s)
             self._saves[state.name] = save
             self._tried_step = max(self._tried_step, state.step)
             self.due_s = save.began_s + _PATIENCE_S
@@ -305,57 +303,57 @@ class Saving:
         save.position = state.position
         save.pause_s = max(save.pause_s, message.pause_s)
         save.copy_s = max(save.copy_s, message.copy_s)
-        self._commit_when_written(save)
+        return self._commit_when_written(save)
 
-    def persisted(self, message: LayersPersisted) -> None:
+    def persisted(self, message: LayersPersisted) -> tuple[Send, ...]:
         """A share is on disk."""
         save = self._saves.get(message.name)
         if save is not None:
             save.shards.update(((shard.layer, shard.part), shard) for shard in message.shards)
-            self._commit_when_written(save)
-        elif message.name in self._given_up:
-            self._remove([message.name])  # written after it was given up
+            return self._commit_when_written(save)
+        if message.name in self._given_up:
+            return self._remove([message.name])  # written after it was given up
+        return ()
 
-    def committed(self, node: str, message: CheckpointCommitted) -> None:
+    def committed(self, node: str, message: CheckpointCommitted, now_s: float) -> tuple[Record | Send, ...]:
         """A node has the manifest. The checkpoint is complete once all that wrote layers have: each may have a disk."""
         save = self._saves.get(message.name)
-        if save is not None:
-            save.committed.add(node)
-            self._complete_when_committed(save)
+        if save is None:
+            return ()
+        save.committed.add(node)
+        return self._complete_when_committed(save, now_s)
 
-    def _complete_when_committed(self, save: _Save) -> None:
+    def _complete_when_committed(self, save: _Save, now_s: float) -> tuple[Record | Send, ...]:
         ready = {member.spec.name for member in self._members.ready}
         if not save.committed or not {worker_id.node for worker_id in save.savers} & ready <= save.committed:
-            return
+            return ()
         del self._saves[save.name]
-        now_s = self._effects.now_s
         self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
         self.know([self._known(save)])
         self._forget_old()
         self._saved_step, self._failure = max(self._saved_step, save.step), ""
         self.due_s = math.inf
-        self._effects.record(
-            CheckpointSaved(
-                t_s=now_s,
-                name=save.name,
-                step=save.step,
-                saved_at=save.saved_at,
-                size_bytes=sum(shard.size_bytes for shard in save.shards.values()),
-                pause_s=save.pause_s,
-                duration_s=now_s - save.began_s,
-            )
+        entry = CheckpointSaved(
+            t_s=now_s,
+            name=save.name,
+            step=save.step,
+            saved_at=save.saved_at,
+            size_bytes=sum(shard.size_bytes for shard in save.shards.values()),
+            pause_s=save.pause_s,
+            duration_s=now_s - save.began_s,
         )
-        self._arm()
+        return (Record(entry=entry), *self._arm(now_s))
 
-    def failed(self, node: str, message: StateNotSaved) -> None:
+    def failed(self, node: str, message: StateNotSaved, now_s: float) -> tuple[Record | Send, ...]:
         """A part of a save has failed, so the rest cannot be used. Training continues, and says so."""
         if not message.name:  # a node has no place to save in, and there will be no save
             self._failure = f"{node}: {message.reason}"
-            self._effects.notice("error", f"nothing can be saved: {self._failure}; training continues")
-        elif not self._is_over(message.name):
-            self._tried_step = max(self._tried_step, message.step)
-            self._saves.setdefault(message.name, _Save(message.name, message.step, 0, self._effects.now_s))
-            self._give_up(message.name, f"{node}: {message.reason}")
+            return (notice(now_s, "error", f"nothing can be saved: {self._failure}; training continues"),)
+        if self._is_over(message.name):
+            return ()
+        self._tried_step = max(self._tried_step, message.step)
+        self._saves.setdefault(message.name, _Save(message.name, message.step, 0, now_s))
+        return self._give_up(message.name, f"{node}: {message.reason}", now_s)
 
     # --- small things ----------------------------------------------------------------------------------------
 
@@ -372,58 +370,56 @@ class Saving:
     def _is_over(self, name: str) -> bool:
         return name in self._given_up or any(known.name == name for known in self.complete)
 
-    def _remove(self, unfinished: Iterable[str]) -> None:
+    def _remove(self, unfinished: Iterable[str]) -> tuple[Send, ...]:
         """Have agents remove what is on disk of saves that will never be complete."""
         names = tuple(sorted(unfinished))
-        if names:
-            for member in self._members.ready:
-                self._effects.send(member.spec.name, RemoveUnfinished(names=names))
+        return self._to_all(RemoveUnfinished(names=names)) if names else ()
 
-    def _tell(self) -> None:
+    def _to_all(self, message: RemoveUnfinished | CommitCheckpoint) -> tuple[Send, ...]:
+        return tuple(Send(node=member.spec.name, message=message) for member in self._members.ready)
+
+    def _orders(self, step: int) -> tuple[Send, ...]:
+        """Have the plan's workers save after a step."""
         assert self._plan is not None
-        assert self._wanted is not None
-        for worker_id in self._plan.worker_ids:
-            if self._members[worker_id.node].is_ready:
-                self._effects.send(worker_id.node, SaveState(device=worker_id.device, step=self._wanted))
+        return tuple(
+            Send(node=worker_id.node, message=SaveState(device=worker_id.device, step=step))
+            for worker_id in self._plan.worker_ids
+            if self._members[worker_id.node].is_ready
+        )
 
-    def _arm(self, *, not_before_s: float = 0.0) -> None:
+    def _arm(self, now_s: float, *, not_before_s: float = 0.0) -> tuple[Send, ...]:
         """Settle when the next save is to be made; while one is under way, that is later."""
         if not self.is_enabled or self._saves or self._plan is None or self._wanted is not None:
-            return
-        now_s = self._effects.now_s
+            return ()
         step = self._policy.next_step(self._last_step)
         if step is None or not_before_s > now_s:
             self.due_s = max(not_before_s, min(self.due_s, now_s + self._policy.interval_s(now_s)))
-        else:
-            self._wanted = step
-            self._tell()
+            return ()
+        self._wanted = step
+        return self._orders(step)
 
-    def _give_up(self, name: str, why: str, *, soon: bool = False) -> None:
+    def _give_up(self, name: str, why: str, now_s: float, *, soon: bool = False) -> tuple[Record | Send, ...]:
         """Forget a save. `soon`: nothing speaks against the next one, once there is a plan again."""
         save = self._saves.pop(name)
         self._given_up.add(name)
         self._failure = why
-        self._remove([name])
         newest_step = self.complete[-1].step if self.complete else None
-        self._effects.record(
-            SaveFailed(t_s=self._effects.now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
-        )
+        entry = SaveFailed(t_s=now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
+        told: tuple[Record | Send, ...] = (*self._remove([name]), Record(entry=entry))
         if soon:
             self._wanted = self._last_step + 1
-        else:
-            self.due_s = math.inf
-            self._arm(not_before_s=self._effects.now_s + _RETRY_S)
+            return told
+        self.due_s = math.inf
+        return (*told, *self._arm(now_s, not_before_s=now_s + _RETRY_S))
 
-    def _commit_when_written(self, save: _Save) -> None:
+    def _commit_when_written(self, save: _Save) -> tuple[Send, ...]:
         is_written = save.is_written(len(self._layer_names), num_parts=self._num_parts)
         if save.is_committing or not is_written or not save.savers:
-            return
+            return ()
         save.is_committing = True
         complete = [*self.complete, self._known(save)]
         remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit] if not known.is_final]
-        commit = CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove))
-        for member in self._members.ready:
-            self._effects.send(member.spec.name, commit)
+        return self._to_all(CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove)))
 
     def _known(self, save: _Save) -> KnownCheckpoint:
         return KnownCheckpoint(

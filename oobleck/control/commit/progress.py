@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from oobleck.control.events import Effects
+from oobleck.control.events import Record
 from oobleck.control.journal import Evaluated, StepDone
 from oobleck.control.protocol import CommitRecord, EvaluationDone
 from oobleck.job import JobSpec
@@ -22,9 +22,8 @@ _STEPS_TIMED = 20
 class Progress:
     """The newest committed step, and what depends on it."""
 
-    def __init__(self, job: JobSpec, effects: Effects) -> None:
+    def __init__(self, job: JobSpec) -> None:
         self._job = job
-        self._effects = effects
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
         self._predicted_s = 0.0
         self._evaluated_step = 0
@@ -44,29 +43,27 @@ class Progress:
         """The newest step that is known to be committed."""
         return self._base_step if self.last_record is None else self.last_record.step
 
-    def commit(self, record: CommitRecord) -> bool:
-        """Note a committed step; False for one that another reporter told before."""
+    def commit(self, record: CommitRecord, now_s: float) -> tuple[Record, ...]:
+        """Note a committed step, unless another reporter told it before: then nothing is recorded."""
         if record.step <= self.last_step or record.generation < self._base_generation:
-            return False
+            return ()
         self.restore(record)
         tokens = record.num_samples * self._job.data.sequence_length
-        self._effects.record(StepDone(t_s=self._effects.now_s, record=record, tokens=tokens))
-        return True
+        return (Record(entry=StepDone(t_s=now_s, record=record, tokens=tokens)),)
 
-    def evaluate(self, message: EvaluationDone) -> None:
-        """Note an evaluation, unless another reporter told it before."""
+    def evaluate(self, message: EvaluationDone, now_s: float) -> tuple[Record, ...]:
+        """Note an evaluation, unless another reporter told it before: then nothing is recorded."""
         if message.step <= self._evaluated_step:
-            return
+            return ()
         self._evaluated_step = message.step
-        self._effects.record(
-            Evaluated(
-                t_s=self._effects.now_s,
-                step=message.step,
-                loss=message.loss,
-                num_samples=message.num_samples,
-                duration_s=message.duration_s,
-            )
+        entry = Evaluated(
+            t_s=now_s,
+            step=message.step,
+            loss=message.loss,
+            num_samples=message.num_samples,
+            duration_s=message.duration_s,
         )
+        return (Record(entry=entry),)
 
     def owes_evaluation(self, step: int) -> bool:
         """Whether a step's evaluation is due, and nobody has told its outcome."""
@@ -96,16 +93,19 @@ class Progress:
         """Steps take so long from here on, by the newest plan."""
         self._predicted_s = step_s
 
-    def expect(self, least_s: float) -> None:
-        """Take it for a hang when no step is committed in so many seconds, or many times the usual time."""
-        self.progressed_s = self._effects.now_s
-        usual_s = max([self._predicted_s, *self._step_times_s])
-        self.hangs_s = self._effects.now_s + max(least_s, _HANG_FACTOR * usual_s)
+    def expect(self, least_s: float, now_s: float) -> None:
+        """Take it for a hang when no step is committed in so many seconds, or many times the usual time.
 
-    def give_time(self) -> None:
+        Infinity: no step can be committed now.
+        """
+        self.progressed_s = now_s
+        usual_s = max([self._predicted_s, *self._step_times_s])
+        self.hangs_s = now_s + max(least_s, _HANG_FACTOR * usual_s)
+
+    def give_time(self, now_s: float) -> None:
         """Steps may be committed that have not been told yet: nothing hangs before they had time to be."""
         if math.isfinite(self.hangs_s):
-            self.hangs_s = max(self.hangs_s, self._effects.now_s + HANG_FLOOR_S)
+            self.hangs_s = max(self.hangs_s, now_s + HANG_FLOOR_S)
 
     def expect_none(self) -> None:
         """No step can be committed now: nothing hangs."""

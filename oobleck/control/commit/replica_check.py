@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from oobleck.control.events import Effects
+from oobleck.control.events import Record, Repair, notice
 from oobleck.control.journal import ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
@@ -34,28 +34,28 @@ def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool
 class ReplicaCheck:
     """The digests of the newest step that was reported."""
 
-    def __init__(self, effects: Effects, *, degree: int = 1) -> None:
+    def __init__(self, *, degree: int = 1) -> None:
         """Where `degree` devices share each stage, those of like rank have copies of the same part."""
-        self._effects = effects
         self._degree = degree
         self._key = (0, 0)
         self._told: dict[WorkerId, dict[int, int]] = {}
         self._in_a_row = 0
 
     def take(
-        self, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId]
-    ) -> dict[WorkerId, frozenset[int]]:
-        """Take a worker's digests; once all `places` have told theirs, return what is not to be trusted, by holder."""
+        self, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId], now_s: float
+    ) -> tuple[Record | Repair, ...]:
+        """Take a worker's digests in; once all of `worker_ids` have sent theirs, return what follows from them."""
         key = (message.generation, message.step)
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
-            return {}
+            return ()
         if key > self._key:
             self._key, self._told = key, {}
         self._told[worker_id] = dict(zip(message.layers, message.digests, strict=True))
-        return self._compare() if self._told.keys() >= set(worker_ids) else {}
+        return self._compare(now_s) if self._told.keys() >= set(worker_ids) else ()
 
-    def _compare(self) -> dict[WorkerId, frozenset[int]]:
+    def _compare(self, now_s: float) -> tuple[Record | Repair, ...]:
         told, self._told = self._told, {}
+        differing: list[Record] = []
         distrusted: dict[WorkerId, set[int]] = {}
         for layer in sorted({layer for digests in told.values() for layer in digests}):
             for rank in range(self._degree):
@@ -66,24 +66,26 @@ class ReplicaCheck:
                 }
                 odd, is_sure = odd_ones(copies)
                 if odd:
-                    self._say(layer, sorted(odd), sorted(copies.keys() - odd), is_sure=is_sure)
+                    trusted = sorted(copies.keys() - odd)
+                    differing.append(Record(entry=self._entry(layer, sorted(odd), trusted, now_s, is_sure=is_sure)))
                 for worker_id in odd:
                     distrusted.setdefault(worker_id, set()).add(layer)
         self._in_a_row = self._in_a_row + 1 if distrusted else 0
         if self._in_a_row >= _MOST_IN_A_ROW:
             text = "copies keep differing: their machines compute differently, and are compared no more"
-            self._effects.notice("error", text)
-            return {}
-        return {worker_id: frozenset(layers) for worker_id, layers in sorted(distrusted.items())}
+            return (*differing, notice(now_s, "error", text))
+        if not distrusted:
+            return ()
+        return (*differing, Repair(copies={each: frozenset(layers) for each, layers in sorted(distrusted.items())}))
 
-    def _say(self, layer: int, odd: list[WorkerId], trusted: list[WorkerId], *, is_sure: bool) -> None:
-        self._effects.record(
-            ReplicasDiffer(
-                t_s=self._effects.now_s,
-                step=self._key[1],
-                layer=layer,
-                odd=tuple(odd),
-                trusted=tuple(trusted),
-                is_sure=is_sure,
-            )
+    def _entry(
+        self, layer: int, odd: list[WorkerId], trusted: list[WorkerId], now_s: float, *, is_sure: bool
+    ) -> ReplicasDiffer:
+        return ReplicasDiffer(
+            t_s=now_s,
+            step=self._key[1],
+            layer=layer,
+            odd=tuple(odd),
+            trusted=tuple(trusted),
+            is_sure=is_sure,
         )

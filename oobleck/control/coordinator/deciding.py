@@ -6,28 +6,22 @@ It decides, and orders nothing. Where a recovery is, is the business of `recover
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from oobleck.control.commit import Generations, Progress, Verdict, judge, microbatches_redone
-from oobleck.control.events import RunOver
+from oobleck.control.events import EndRun
 from oobleck.control.membership import Membership
-from oobleck.control.protocol import Status
+from oobleck.control.protocol import CommitRecord, Status
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.exit_codes import ExitCode
 from oobleck.planner import WorkerId
 
-from .going_back import Choice, GoingBack, Lineage, cannot_go_on
-from .recovery.states import CheckpointWanted, Deciding, WorkersWanted
+from .choice import Choice
+from .going_back import GoingBack, Lineage, cannot_go_on
+from .recovery.states import Decide, Deciding, WorkersWanted
 from .replanning import Aftermath, Replanning
+from .requests import Effects, KeepDraining
 
-__all__ = ["Decider", "KeepDraining"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepDraining:
-    """The run cannot go on without nodes that were to leave: keep them, and decide again."""
-
-    nodes: tuple[str, ...]
+__all__ = ["Decider", "committed_records"]
 
 
 class Decider:
@@ -45,34 +39,13 @@ class Decider:
         self._replanning = replanning
         self._going_back = going_back
 
-    def forget_answers(self) -> None:
-        """All are fenced again: what workers reported of checkpoints may not be true any more."""
-        self._going_back.forget_answers()
-
-    def ask_for_checkpoints(self, worker_ids: tuple[WorkerId, ...]) -> None:
-        """Ask workers which checkpoints they can read."""
-        self._going_back.ask(worker_ids)
-
-    def ask_again(self, node: str) -> None:
-        """A node is reached again: the question may be lost."""
-        self._going_back.ask_again(node)
-
-    def begin_from(self, name: str) -> None:
-        """What is trained comes from this checkpoint."""
-        self._going_back.begin_from(name)
-
-    def decide(
-        self, deciding: Deciding, generations: Generations, lineage: Lineage, now_s: float
-    ) -> Choice | KeepDraining | WorkersWanted | CheckpointWanted:
-        """Find what is committed, and a plan for those who are left. Raises RunOver where there is no way on."""
+    def decide(self, deciding: Deciding, generations: Generations, lineage: Lineage, now_s: float) -> Effects:
+        """Find what is committed, and a plan for those who are left, or what has to come before one."""
         recovery = deciding.recovery
         may_wait = bool(self._members.returning) and now_s < recovery.returns_by_s
         if not recovery.asked:
-            if may_wait:
-                return WorkersWanted()
-            raise self._nobody_left(recovery.control.start_timeout_s)
+            return (WorkersWanted() if may_wait else self._nobody_left(recovery.control.start_timeout_s),)
         statuses = lineage.since_restored(deciding.statuses)
-        self._take_in(statuses, generations)
         found = judge(statuses, self._progress.last_record, generations.plans, generations.section_of)
         verdict = self._confirm(found, statuses, generations)
         in_force = generations.in_force(verdict)
@@ -89,30 +62,20 @@ class Decider:
         except (PlanningError, Unrecoverable) as error:
             draining = tuple(member.spec.name for member in self._members.ready if member.is_draining)
             if may_wait:
-                return WorkersWanted()  # each of them that is ready begins the recovery again
+                return (WorkersWanted(),)  # each of them that is ready begins the recovery again
             if draining:
-                return KeepDraining(nodes=draining)
+                return (KeepDraining(nodes=draining), Decide(deciding=deciding))
             if isinstance(error, PlanningError):
-                raise RunOver(self._going_back.exit_code, cannot_go_on(recovery.nodes, error)) from error
+                return (EndRun(exit_code=self._going_back.exit_code, reason=cannot_go_on(recovery.nodes, error)),)
             return self._going_back.choose(after.base, error, recovery, lineage, now_s)
-        return Choice(
+        choice = Choice(
             decision=decision,
             verdict=verdict,
             finish=finish,
             steps_lost=max(0, self._progress.last_step - verdict.applied),
             microbatches_redone=_redone(after, finish, generations),
         )
-
-    def _take_in(self, statuses: Mapping[WorkerId, Status], generations: Generations) -> None:
-        """Note which steps are committed, by the answers.
-
-        Only now: all that reporters sent before they answered is known, so that no step is noted out of turn.
-        """
-        alike = {id(status): status for status in statuses.values()}.values()  # thousands answer with one value
-        records = {status.last_record.step: status.last_record for status in alike if status.last_record}
-        for _, record in sorted(records.items()):
-            self._progress.commit(record)
-        generations.forget_before(min([said.adopted for said in alike if said.adopted], default=0))
+        return (choice,)
 
     def _confirm(self, verdict: Verdict, statuses: Mapping[WorkerId, Status], generations: Generations) -> Verdict:
         """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
@@ -124,16 +87,28 @@ class Decider:
         is_in_force = all(status.adopted == verdict.adopted for status in members)
         return verdict if is_in_force else replace(verdict, adopted=None)
 
-    def _nobody_left(self, limit_s: float) -> RunOver:
+    def _nobody_left(self, limit_s: float) -> EndRun:
         exit_code = self._going_back.exit_code
         if returning := self._members.returning:
             names = ", ".join(member.spec.name for member in returning)
-            return RunOver(exit_code, f"no worker is left, and none was ready again within {limit_s:g} s: {names}")
+            text = f"no worker is left, and none was ready again within {limit_s:g} s: {names}"
+            return EndRun(exit_code=exit_code, reason=text)
         given_up = [member for member in self._members.all if member.last_words]
         if not given_up:
-            return RunOver(exit_code, "all nodes are lost")
+            return EndRun(exit_code=exit_code, reason="all nodes are lost")
         words = "; ".join(f"{member.spec.name}: {member.last_words}" for member in given_up)
-        return RunOver(ExitCode.FAILED, f"all nodes are lost: {words}")
+        return EndRun(reason=f"all nodes are lost: {words}")
+
+
+def committed_records(statuses: Mapping[WorkerId, Status]) -> tuple[CommitRecord, ...]:
+    """Return the newest committed steps that answers name, in their order.
+
+    They are noted once all have answered: by then all is known that reporters sent before, so that no step is noted
+    out of turn.
+    """
+    alike = {id(status): status for status in statuses.values()}.values()  # thousands answer with one value
+    records = {status.last_record.step: status.last_record for status in alike if status.last_record}
+    return tuple(record for _, record in sorted(records.items()))
 
 
 def _redone(after: Aftermath, finish: int | None, generations: Generations) -> int:

@@ -1,4 +1,4 @@
-"""The parts of the coordinator, wired together. Here, and nowhere else, is said who knows whom."""
+"""The parts of the coordinator, wired together. Here, and nowhere else, is said who reads whom."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from functools import partial
 from oobleck.control.checkpoints import Restoring, Saving
 from oobleck.control.commit import Progress, ReplicaCheck
 from oobleck.control.data import Sharding
-from oobleck.control.events import Effects
 from oobleck.control.membership import Leases, Membership, NodeRetry
 from oobleck.control.scaling import Scaling
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
-from .consequences import Consequences
 from .deciding import Decider
 from .going_back import GoingBack
 from .node_lifecycle import NodeLifecycle
-from .ordering import Ordering
 from .planning import planner_for
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
@@ -35,21 +32,20 @@ __all__ = ["Parts", "make_parts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Each decides one thing. They collect their commands in `effects`, in order."""
+    """Each decides one thing. It may read others, and changes none: what it asks of them, it returns."""
 
-    effects: Effects
     members: Membership
+    """Who is there: the one table that several parts keep. The lifecycles say who comes and goes."""
     progress: Progress
     preparation: Preparation
     saving: Saving
     restoring: Restoring
-    scaling: Scaling
     sharding: Sharding
+    replanning: Replanning
     reconfiguration: Reconfiguration
     startup: Startup
     shutdown: Shutdown
     replica_check: ReplicaCheck
-    node_retry: NodeRetry
     lifecycle: NodeLifecycle
     workers: WorkerLifecycle
     silence: Silence
@@ -64,44 +60,29 @@ def make_parts(
         return reconfiguration.training_places()
 
     num_devices = nodes[0].num_devices
-    effects = Effects()
-    progress = Progress(job, effects)
+    progress = Progress(job)
     preparation = Preparation(job, members, python_version=python_version, run=run)
-    saving = Saving(job, members, effects, run=run)
-    restoring = Restoring(effects, run=run, directory=None if resume in ("auto", "never") else resume)
-    scaling = Scaling(job, members, progress, effects)
-    sharding = Sharding(job, progress, effects, worker_ids=training_places)
-    saving.judge_end(sharding.has_read_all)
+    restoring = Restoring(run=run, directory=None if resume in ("auto", "never") else resume)
+    sharding = Sharding(job, progress, worker_ids=training_places)
+    saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
     make_planner = partial(planner_for, job, devices_per_node=num_devices)
-    replanning = Replanning(members, progress, scaling, sharding, effects, make_planner=make_planner)
-    going_back = GoingBack(members, progress, saving, restoring, replanning, effects)
-    decider = Decider(members, progress, replanning, going_back)
-    ordering = Ordering(job, progress, saving, sharding, replanning, effects)
-    reconfiguration = Reconfiguration(job, members, progress, replanning, decider, ordering, effects)
-    resuming = Resuming(job, saving, restoring, sharding, effects, resume=resume)
-    startup = Startup(job, nodes, members, preparation, resuming, effects)
-    shutdown = Shutdown(job, members, progress, saving, reconfiguration, sharding, effects)
-    node_retry = NodeRetry(first_wait_s=job.control.rejoin_after_s)
-    consequences = Consequences(startup, shutdown, saving, sharding, reconfiguration)
-    lifecycle = NodeLifecycle(
-        members, preparation, node_retry, reconfiguration, consequences, effects, num_devices=num_devices
-    )
-    workers = WorkerLifecycle(members, preparation, progress, shutdown, reconfiguration, consequences, effects)
+    scaling = Scaling(job, members, progress)
+    replanning = Replanning(members, progress, scaling, sharding, make_planner=make_planner)
+    going_back = GoingBack(members, progress, saving, restoring, replanning)
+    reconfiguration = Reconfiguration(job, members, progress, Decider(members, progress, replanning, going_back))
     return Parts(
-        effects=effects,
         members=members,
         progress=progress,
         preparation=preparation,
         saving=saving,
         restoring=restoring,
-        scaling=scaling,
         sharding=sharding,
+        replanning=replanning,
         reconfiguration=reconfiguration,
-        startup=startup,
-        shutdown=shutdown,
-        replica_check=ReplicaCheck(effects, degree=job.tensor_parallel),
-        node_retry=node_retry,
-        lifecycle=lifecycle,
-        workers=workers,
-        silence=Silence(job.control, Leases(job.control, members), effects),
+        startup=Startup(job, nodes, members, preparation, Resuming(job, saving, restoring, sharding, resume=resume)),
+        shutdown=Shutdown(job, members, progress, saving, sharding),
+        replica_check=ReplicaCheck(degree=job.tensor_parallel),
+        lifecycle=NodeLifecycle(members, NodeRetry(first_wait_s=job.control.rejoin_after_s), num_devices=num_devices),
+        workers=WorkerLifecycle(members, progress),
+        silence=Silence(job.control, Leases(job.control, members)),
     )

@@ -27,7 +27,7 @@ __all__ = ["Preparation"]
 
 
 class Preparation:
-    """Mutable: tells what to ask of nodes until every worker is ready and the profile is known."""
+    """Says what to ask of nodes until every worker is ready and the profile is known."""
 
     def __init__(self, job: JobSpec, members: Membership, *, python_version: str, run: str) -> None:
         self._job = job
@@ -59,13 +59,13 @@ class Preparation:
             )
         return None
 
-    def configure(self, event: NodeUp, now_s: float) -> list[Command]:
+    def configure(self, event: NodeUp, now_s: float) -> tuple[Command, ...]:
         """Take a node in: tell its agent about the job and have its workers started."""
         member = self._members[event.node]
         if member.state is NodeState.CONNECTING:  # else it was reached again, and our words may be lost
             member.move_to(NodeState.CONNECTED)
         member.meet(event.hello, address=event.address, now_s=now_s)
-        asks = self._ask(self._measures) if self._measures is not None and self._measures.node == event.node else []
+        asks = self._ask(self._measures) if self._measures is not None and self._measures.node == event.node else ()
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -81,9 +81,9 @@ class Preparation:
         starts = [
             Send(node=event.node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids
         ]
-        return [Send(node=event.node, message=configure), *starts, *asks]
+        return (Send(node=event.node, message=configure), *starts, *asks)
 
-    def note_ready(self, member: Member, message: WorkerReady) -> list[Command]:
+    def note_ready(self, member: Member, message: WorkerReady) -> tuple[Command, ...]:
         """Look at a worker that is ready. The first one of all settles which profile is needed.
 
         Raises ConfigError when it trains on other data than the rest, or from other weights.
@@ -102,7 +102,7 @@ class Preparation:
         if self._is_unmeasured:
             return self._ask(WorkerId(node=member.spec.name, device=message.device))
         if self.profile is not None or self._key is not None:
-            return []
+            return ()
         assert member.hello is not None
         self._key = profile_key(
             self._job,
@@ -111,9 +111,9 @@ class Preparation:
             device=(message.device_name, self._memory(member), self._threads(member), member.hello.num_cores),
             versions=(member.hello.python_version, message.torch_version),
         )
-        return [LookUpProfile(key=self._key)]
+        return (LookUpProfile(key=self._key),)
 
-    def take_profile(self, event: ProfileFound) -> list[Command]:
+    def take_profile(self, event: ProfileFound) -> tuple[Command, ...]:
         """Use the cached profile, or have the first worker that is ready measure one."""
         if event.profile_json is not None:
             try:
@@ -121,32 +121,32 @@ class Preparation:
             except ConfigError:
                 pass  # torn or of an older version: measured again, and overwritten
             else:
-                return []
+                return ()
         return self._have_measured()
 
-    def worker_lost(self, worker_id: WorkerId) -> list[Command]:
+    def worker_lost(self, worker_id: WorkerId) -> tuple[Command, ...]:
         """A worker has ended, and is started again: have another one measure what it was to."""
         if self.profile is not None or self._measures is None or self._measures.node != worker_id.node:
-            return []
+            return ()
         return self._have_measured()
 
-    def _have_measured(self) -> list[Command]:
+    def _have_measured(self) -> tuple[Command, ...]:
         """Ask any worker that is ready, or else the first that is."""
         member = next((member for member in self._members.living if member.ready), None)
         self._is_unmeasured = member is None
-        return [] if member is None else self._ask(WorkerId(node=member.spec.name, device=min(member.ready)))
+        return () if member is None else self._ask(WorkerId(node=member.spec.name, device=min(member.ready)))
 
-    def _ask(self, worker_id: WorkerId) -> list[Command]:
+    def _ask(self, worker_id: WorkerId) -> tuple[Command, ...]:
         self._measures, self._is_unmeasured = worker_id, False
-        return [Send(node=worker_id.node, message=ProfileRequest(device=worker_id.device))]
+        return (Send(node=worker_id.node, message=ProfileRequest(device=worker_id.device)),)
 
-    def take_measurement(self, message: Profiled) -> list[Command]:
+    def take_measurement(self, message: Profiled) -> tuple[Command, ...]:
         """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""
         if self._key is None or self.profile is not None:
             raise PeerError("sent a profile that nobody asked for")
         self._measures = None
         self.profile = profile_from_json(message.profile_json, source="measured profile")
-        return [StoreProfile(key=self._key, profile_json=message.profile_json)]
+        return (StoreProfile(key=self._key, profile_json=message.profile_json),)
 
     @property
     def is_complete(self) -> bool:

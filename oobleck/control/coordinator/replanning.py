@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 from oobleck.control.commit import NO_SECTION, Generations, Progress, Verdict, broken_pipelines, shares_of
 from oobleck.control.data import Sharding
-from oobleck.control.events import Effects
-from oobleck.control.journal import PaceChanged, RecoveryDone
+from oobleck.control.events import Record
+from oobleck.control.journal import PaceChanged, PlanCause, RecoveryDone
 from oobleck.control.membership import Membership
-from oobleck.control.protocol import Pace, Status
+from oobleck.control.protocol import CommitRecord, Pace, Status
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
 from oobleck.planner import Decision, ExecutionPlan, Profile, WorkerId
+
+from .recovery.states import BeginRecovery
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
@@ -26,6 +28,8 @@ __all__ = ["Aftermath", "Replanning"]
 
 _WORTH_FORGETTING_S = 1.0
 """A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
+_FINDING_S = 2.0
+"""How long a master that takes over finds its nodes: before, it has more urgent things to do than to plan."""
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -46,7 +50,10 @@ class Aftermath:
 
 
 class Replanning:
-    """Mutable: knows the profile, the planner made of it, the nodes' paces, and copies that are not to be trusted."""
+    """Knows the profile, the planner made of it, the nodes' paces, and copies that are not to be trusted.
+
+    On how many nodes to train is `Scaling`'s to say: it belongs to this part, and nobody else calls it.
+    """
 
     def __init__(
         self,
@@ -54,7 +61,6 @@ class Replanning:
         progress: Progress,
         scaling: Scaling,
         sharding: Sharding,
-        effects: Effects,
         *,
         make_planner: Callable[[Profile], Planner],
     ) -> None:
@@ -63,7 +69,6 @@ class Replanning:
         self._progress = progress
         self._scaling = scaling
         self._sharding = sharding
-        self._effects = effects
         self._make_planner = make_planner
         self._profile: Profile | None = None
         self._planner: Planner | None = None
@@ -74,19 +79,35 @@ class Replanning:
         """Layers that differ from their other copies, by holder, until they are replaced."""
 
     def take_over(
-        self, profile: Profile, plan: ExecutionPlan, step_s: float, slow: Mapping[str, float], *, from_s: float
+        self,
+        profile: Profile,
+        plan: ExecutionPlan,
+        now_s: float,
+        *,
+        step_s: float,
+        slow: Mapping[str, float],
+        target: int | None,
     ) -> None:
-        """Plan by this profile, from `from_s` on: before, a new master has more urgent things to do."""
-        self._profile, self._from_s = profile, from_s
+        """Plan by what the journal of a master before knows: steps take `step_s`, on `target` nodes."""
+        self._profile, self._from_s = profile, now_s + _FINDING_S
         self._paces.slow = slow
-        self._leave_out(plan, step_s)
+        self._leave_out(plan, step_s, now_s)
+        self._scaling.restore(target, now_s)
 
-    def begin(self, profile: Profile, nodes: Sequence[str]) -> Decision:
-        """Plan by this profile: return the first plan for these nodes. Raises PlanningError."""
+    def begin(self, profile: Profile, num_nodes: int, now_s: float) -> tuple[Record, ...]:
+        """Plan by this profile, for so many nodes. Raises PlanningError."""
         self._profile = profile
-        resting = self._scaling.begin(self.planner, nodes)
+        return self._scaling.begin(self.planner, num_nodes, now_s)
+
+    def first_plan(self, nodes: Sequence[str]) -> Decision:
+        """Return the first plan for these nodes. Raises PlanningError."""
+        resting = self._scaling.resting(self.planner, nodes)
         decision = self.planner.initial_plan([node for node in nodes if node not in resting])
         return with_resting(decision, resting)
+
+    def step_done(self, record: CommitRecord, *, generation: int) -> None:
+        """A step was committed; `generation` is that of the newest plan."""
+        self._scaling.step_done(record, generation=generation)
 
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan where nothing is lost."""
@@ -107,29 +128,33 @@ class Replanning:
         """How many times the usual time slow nodes take."""
         return dict(self._paces.slow)
 
-    def note_pace(self, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan) -> list[str]:
-        """Take in how fast workers compute; return the nodes whose pace makes another plan pay."""
+    def note_pace(
+        self, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan, now_s: float
+    ) -> tuple[Record | BeginRecovery, ...]:
+        """Take in how fast workers compute; plan again where slow nodes make that pay."""
+        if not self.has_time(now_s):
+            return ()
         profile, before = self.planner.profile, self.slow
         for worker_id in worker_ids:
             self._paces.note(worker_id, pace, plan, profile)
         if not self._paces.take_change(plan):
-            return []
+            return ()
         after = self.slow
         changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
-        for node in changed:
-            self._effects.record(PaceChanged(t_s=self._effects.now_s, node=node, factor=after.get(node, 1.0)))
-        self._scaling.paces_changed()
-        return changed if self._pays(plan) else []
+        entries = [PaceChanged(t_s=now_s, node=node, factor=after.get(node, 1.0)) for node in changed]
+        self._scaling.paces_changed(now_s)
+        begun = self._if_it_pays(changed, PlanCause.SLOW, plan)
+        return (*(Record(entry=entry) for entry in entries), *begun)
 
     def forget_pace(self, node: str) -> None:
         """Discard what was known of a node's pace."""
         self._slow_retry.forget(node)
         self._paces.forget(node)
 
-    def plan_adopted(self, decision: Decision) -> None:
+    def plan_adopted(self, decision: Decision, now_s: float) -> None:
         """A plan was ordered: slow nodes that it leaves out are tried again later."""
         self._scaling.plan_adopted(decision)
-        self._leave_out(decision.plan, decision.predicted_step_s)
+        self._leave_out(decision.plan, decision.predicted_step_s, now_s)
 
     def recovery_done(self, done: RecoveryDone) -> None:
         """A change is over: note what it cost."""
@@ -143,22 +168,26 @@ class Replanning:
         """All copies have been replaced that differed from others."""
         self._distrusted.clear()
 
-    def _leave_out(self, plan: ExecutionPlan, step_s: float) -> None:
+    def _leave_out(self, plan: ExecutionPlan, step_s: float, now_s: float) -> None:
         resting = [node for node in plan.spares if node in self.slow]
-        self._slow_retry.leave_out(resting, self._effects.now_s, found_out_s=found_out_s(step_s))
+        self._slow_retry.leave_out(resting, now_s, found_out_s=found_out_s(step_s))
 
     @property
     def retries_s(self) -> float:
         """When a slow node that was left out is to be tried again; infinity for never."""
         return self._slow_retry.due_s
 
-    def retry_slow(self, plan: ExecutionPlan) -> list[str]:
-        """Take slow nodes that have waited for long enough for normal; return them if another plan pays then."""
-        nodes = self._slow_retry.take_due(self._effects.now_s)
+    def retry_slow(self, plan: ExecutionPlan, now_s: float) -> tuple[BeginRecovery, ...]:
+        """Take slow nodes that have waited for long enough for normal; plan again where another plan pays then."""
+        nodes = self._slow_retry.take_due(now_s)
         for node in nodes:
             self._paces.forget(node)
-        self._scaling.paces_changed()
-        return nodes if self._pays(plan) else []
+        self._scaling.paces_changed(now_s)
+        return self._if_it_pays(nodes, PlanCause.RETRIED, plan)
+
+    def _if_it_pays(self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan) -> tuple[BeginRecovery, ...]:
+        """Have all plan again because of nodes that have become slower or faster, if there are any."""
+        return (BeginRecovery(cause=cause, nodes=tuple(nodes)),) if nodes and self._pays(plan) else ()
 
     def _pays(self, plan: ExecutionPlan) -> bool:
         """Whether another plan is better for the nodes as fast as they are."""
@@ -170,25 +199,34 @@ class Replanning:
 
     # --- another number of nodes -----------------------------------------------------------------------------
 
-    def rescale(self, plan: ExecutionPlan) -> list[str] | None:
-        """Look at how many nodes should train; return those that come or rest where it is another number now."""
-        if not self._scaling.consider(self.planner):
-            return None
+    @property
+    def rescales_s(self) -> float:
+        """When to look at the number of nodes again; infinity for never."""
+        return self._scaling.due_s
+
+    def rescale(self, plan: ExecutionPlan, now_s: float) -> tuple[Record | BeginRecovery, ...]:
+        """Look at how many nodes should train; plan again where that is another number now."""
+        if not self.has_time(now_s):
+            self._scaling.look_later(now_s)
+            return ()
+        is_due, recorded = self._scaling.consider(self.planner, now_s)
+        if not is_due:
+            return recorded
         (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
         changed = set(plan.nodes).intersection(resting) or {
             member.spec.name
             for member in self._members.ready
             if member.spec.name not in plan.nodes and member.spec.name not in resting
         }
-        return sorted(changed)
+        return (*recorded, BeginRecovery(cause=PlanCause.SCALED, nodes=tuple(sorted(changed))))
 
-    def look_soon(self) -> None:
+    def look_soon(self, now_s: float) -> None:
         """A node has come that rests: the number of nodes may be another one."""
-        self._scaling.look_soon()
+        self._scaling.look_soon(now_s)
 
-    def look_later(self) -> None:
+    def look_later(self, now_s: float) -> None:
         """The number of nodes cannot be looked at now."""
-        self._scaling.look_later()
+        self._scaling.look_later(now_s)
 
     def wants_more(self, num_used: int) -> bool:
         """Whether a node that has come is to train at once, beside `num_used` that do."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from oobleck.control.checkpoints import Candidate, Restoring, Saving
 from oobleck.control.data import Sharding
-from oobleck.control.events import Effects, RunOver
+from oobleck.control.events import EndRun, Record, notice
 from oobleck.control.membership import Membership
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
-from oobleck.planner import Profile
+from oobleck.planner import Profile, WorkerId
+
+from .requests import BeginTraining, Effects, KnowCheckpoints, LocateCheckpoints, ReportProblems
 
 __all__ = ["Resuming", "finished_text"]
 
@@ -26,69 +28,84 @@ def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
 class Resuming:
     """Finds out what a run begins from."""
 
-    def __init__(
-        self, job: JobSpec, saving: Saving, restoring: Restoring, sharding: Sharding, effects: Effects, *, resume: str
-    ) -> None:
+    def __init__(self, job: JobSpec, saving: Saving, restoring: Restoring, sharding: Sharding, *, resume: str) -> None:
         """`resume` as in `Coordinator`."""
         self._job = job
         self._saving = saving
         self._restoring = restoring
         self._sharding = sharding
-        self._effects = effects
         self._resume = resume
 
-    def forget(self) -> None:
-        """A worker is started again: what was reported may not be true any more."""
-        self._restoring.forget()
-
     def is_known(self, members: Membership) -> bool:
-        """Whether all workers have reported what they can restore; ask them where they were not."""
-        worker_ids = [worker_id for member in members.ready for worker_id in member.worker_ids]
-        if not self._saving.is_enabled or self._restoring.is_answered(worker_ids):
-            return True
-        if not self._restoring.is_asked(worker_ids):
-            self._restoring.ask(worker_ids)
-        return False
+        """Whether all workers have reported what they can restore, if anything is saved at all."""
+        return not self._saving.is_enabled or self._restoring.is_answered(_workers(members))
 
-    def begin(self, profile: Profile) -> Candidate | None:
-        """Return the checkpoint that the run begins from; None for the model's initial values. Raises RunOver."""
-        self._saving.begin([layer.name for layer in profile.layers])
-        for problem in self._restoring.problems():
-            self._effects.notice("warning", f"cannot be used: {problem}")
+    def questions(self, members: Membership) -> tuple[LocateCheckpoints, ...]:
+        """Have workers asked what they can restore, unless all were."""
+        worker_ids = _workers(members)
+        return () if self._restoring.is_asked(worker_ids) else (LocateCheckpoints(worker_ids=worker_ids),)
+
+    def begin(self, profile: Profile, now_s: float) -> Effects:
+        """Have training begin with the checkpoint that fits, or with the model's initial values, or end the run."""
         candidate = None if self._resume == "never" else self._restoring.newest(len(profile.layers))
-        if self._resume == "auto":
-            if candidate is None and (misfits := self._restoring.misfits()):
-                text = f"this tag has trained another model: {misfits[0]}"
-                keep = "--resume never trains from the beginning and keeps what is there"
-                raise RunOver(ExitCode.CONFIG, f"{text}; choose another --tag, or {keep}")
-            if candidate is not None:
-                self._end_if_finished(candidate)
-        elif self._resume != "never" and candidate is None:
-            raise RunOver(ExitCode.CONFIG, f"--resume {self._resume}: there is no checkpoint that can be used")
-        misfit = None if candidate is None else self._sharding.misfit(candidate.position)
-        if candidate is not None and misfit is not None:
-            text = f"the checkpoint of step {candidate.step} cannot be gone on from: {misfit}"
-            raise RunOver(ExitCode.CONFIG, f"{text}; --resume never starts from scratch")
-        if candidate is not None and candidate.position is None and self._sharding.is_on:
-            text = f"the checkpoint of step {candidate.step} knows no place in the shards"
-            self._effects.notice("warning", f"{text}: they are read from their beginning")
-        self._look_after_others(candidate)
-        return candidate
+        over = self._lacking() if candidate is None else self._misfit(candidate)
+        if over is not None:
+            return (ReportProblems(), over)
+        return (
+            ReportProblems(),
+            *self._warning(candidate, now_s),
+            *self._look_after_others(candidate, now_s),
+            BeginTraining(profile=profile, candidate=candidate),
+        )
 
-    def _end_if_finished(self, candidate: Candidate) -> None:
-        """Raise RunOver where a run before has done all that is asked for, and its model is on disk."""
+    def _lacking(self) -> EndRun | None:
+        """Why a run does not begin without a checkpoint; None where it does."""
+        if self._resume == "never":
+            return None
+        if self._resume != "auto":
+            text = f"--resume {self._resume}: there is no checkpoint that can be used"
+            return EndRun(exit_code=ExitCode.CONFIG, reason=text)
+        misfits = self._restoring.misfits()
+        if not misfits:
+            return None
+        text = f"this tag has trained another model: {misfits[0]}"
+        keep = "--resume never trains from the beginning and keeps what is there"
+        return EndRun(exit_code=ExitCode.CONFIG, reason=f"{text}; choose another --tag, or {keep}")
+
+    def _misfit(self, candidate: Candidate) -> EndRun | None:
+        """Why a run does not begin from a checkpoint; None where it does.
+
+        It has nothing to do where a run before has done all that is asked for, and its model is on disk.
+        """
         has_read_all = self._sharding.has_read_all(candidate.position)
-        if not candidate.is_on_disk or not (has_read_all or candidate.step >= self._job.max_steps):
-            return
-        raise RunOver(ExitCode.DONE, finished_text(candidate.name, candidate.step, has_read_all=has_read_all))
+        if self._resume == "auto" and candidate.is_on_disk and (has_read_all or candidate.step >= self._job.max_steps):
+            text = finished_text(candidate.name, candidate.step, has_read_all=has_read_all)
+            return EndRun(exit_code=ExitCode.DONE, reason=text)
+        misfit = self._sharding.misfit(candidate.position)
+        if misfit is None:
+            return None
+        text = f"the checkpoint of step {candidate.step} cannot be gone on from: {misfit}"
+        return EndRun(exit_code=ExitCode.CONFIG, reason=f"{text}; --resume never starts from scratch")
 
-    def _look_after_others(self, candidate: Candidate | None) -> None:
-        """Tell which checkpoints are this run's own to prune; those of other runs stay, and the user hears of it."""
+    def _warning(self, candidate: Candidate | None, now_s: float) -> tuple[Record, ...]:
+        if candidate is None or candidate.position is not None or not self._sharding.is_on:
+            return ()
+        text = f"the checkpoint of step {candidate.step} knows no place in the shards"
+        return (notice(now_s, "warning", f"{text}: they are read from their beginning"),)
+
+    def _look_after_others(self, candidate: Candidate | None, now_s: float) -> tuple[KnowCheckpoints | Record, ...]:
+        """Say which checkpoints are this run's own to prune; those of other runs stay, and the user hears of it."""
         is_private = self._job.checkpoint.directory is None
-        self._saving.know(
-            self._restoring.known(candidate), self._restoring.unfinished(candidate, is_private=is_private)
+        known = KnowCheckpoints(
+            complete=self._restoring.known(candidate),
+            unfinished=self._restoring.unfinished(candidate, is_private=is_private),
         )
         others = self._restoring.others(candidate)
-        if others:
-            text = f"{len(others)} checkpoints of other runs lie in the same directory and stay, from {others[0]}"
-            self._effects.notice("info", f"{text} to {others[-1]}; remove by hand what you do not need")
+        if not others:
+            return (known,)
+        text = f"{len(others)} checkpoints of other runs lie in the same directory and stay, from {others[0]}"
+        return (known, notice(now_s, "info", f"{text} to {others[-1]}; remove by hand what you do not need"))
+
+
+def _workers(members: Membership) -> tuple[WorkerId, ...]:
+    return tuple(worker_id for member in members.ready for worker_id in member.worker_ids)

@@ -6,17 +6,15 @@ import math
 from collections.abc import Collection
 
 from oobleck.control.checkpoints import Saving
-from oobleck.control.commit import Progress
+from oobleck.control.commit import Generations, Progress
 from oobleck.control.data import Sharding
-from oobleck.control.events import Effects, RunOver, StopRequested
+from oobleck.control.events import EndRun, ExpectSteps, Send, StopRequested
 from oobleck.control.journal import WorkerError
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import FinishStep, Raised
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
-
-from .reconfiguration import Reconfiguration
 
 __all__ = ["Shutdown"]
 
@@ -26,7 +24,7 @@ _LAST_WORDS_S = 2.0
 
 
 class Shutdown:
-    """Mutable: knows who has finished, what was asked, and what workers died of."""
+    """Knows who has finished, what was asked, and what workers died of."""
 
     def __init__(
         self,
@@ -34,17 +32,13 @@ class Shutdown:
         members: Membership,
         progress: Progress,
         saving: Saving,
-        reconfiguration: Reconfiguration,
         sharding: Sharding,
-        effects: Effects,
     ) -> None:
         self._job = job
         self._members = members
         self._progress = progress
         self._saving = saving
-        self._reconfiguration = reconfiguration
         self._sharding = sharding
-        self._effects = effects
         self._errors: dict[WorkerId, tuple[int, Raised]] = {}
         """By worker: the exception that ended it, and the newest step that was committed by then."""
         self._stop: StopRequested | None = None
@@ -52,7 +46,7 @@ class Shutdown:
         """The generation whose workers were last asked to."""
         self._finished: set[tuple[int, WorkerId]] = set()
         """(generation, worker) of those that train no further."""
-        self._over: RunOver | None = None
+        self._over: EndRun | None = None
         """Training has ended; its last save may still be on the way to the disk."""
         self._over_step = 0
         """The step after which it has."""
@@ -83,63 +77,64 @@ class Shutdown:
     def stop(self, event: StopRequested) -> None:
         """Have training end with the step in flight."""
         self._stop = event
-        self._sharding.stop()
         self._asked_to_finish = 0
 
-    def worker_finished(self, worker_id: WorkerId) -> None:
+    def worker_finished(self, worker_id: WorkerId, generations: Generations, now_s: float) -> tuple[ExpectSteps, ...]:
         """A worker trains no further. What was said before a fence is said again after it."""
-        generations = self._reconfiguration.generations
         self._finished.add((generations.current, worker_id))
         if not self._finished.issuperset((generations.current, each) for each in generations.plan.worker_ids):
-            return
+            return ()
+        self._over, self._over_step = self._outcome(), self._progress.last_step
+        self.due_s = min(self.due_s, now_s + _LAST_SAVE_S)
+        return (ExpectSteps(within_s=math.inf),)
+
+    def _outcome(self) -> EndRun:
+        """How a run ends whose workers have all finished."""
         steps = f"{self._progress.last_step} steps are committed"
         by_data = self._sharding.outcome(steps, can_resume=self._saving.is_enabled)
         if by_data is not None and self._stop is None:
-            self._over = by_data
-        elif self._progress.last_step >= self._job.max_steps:
-            self._over = RunOver(ExitCode.DONE, f"all {steps}")
-        elif self._stop is None:  # it was the master before who was asked to stop
-            self._over = RunOver(ExitCode.DONE, f"stopped; {steps}")
-        else:
-            self._over = RunOver(self._stop.exit_code, f"{self._stop.reason}; {steps}")
-        self._over_step = self._progress.last_step
-        self._progress.expect_none()
-        self.due_s = min(self.due_s, self._effects.now_s + _LAST_SAVE_S)
+            return by_data
+        if self._progress.last_step >= self._job.max_steps:
+            return EndRun(exit_code=ExitCode.DONE, reason=f"all {steps}")
+        if self._stop is None:  # it was the master before who was asked to stop
+            return EndRun(exit_code=ExitCode.DONE, reason=f"stopped; {steps}")
+        return EndRun(exit_code=self._stop.exit_code, reason=f"{self._stop.reason}; {steps}")
 
-    def follow_up(self) -> None:
-        """Ask every new plan's workers to finish once a stop is wanted. Raises RunOver once nothing is waited for."""
+    def follow_up(self, generations: Generations, now_s: float) -> tuple[EndRun | Send, ...]:
+        """Ask every new plan's workers to finish once a stop is wanted; end the run once nothing is waited for."""
         if self._progress.last_step < self._over_step:  # its state was lost before it was saved
             self._over, self._over_step, self.due_s = None, 0, math.inf
-        if self._over is not None and (self._is_settled or self._effects.now_s >= self.due_s):
-            self._end(self._over)
-        generations = self._reconfiguration.generations
-        if self._stop is not None and self._asked_to_finish != generations.newest:
-            self._asked_to_finish = generations.newest
-            for worker_id in generations.plan.worker_ids:
-                if self._members[worker_id.node].is_ready:
-                    self._effects.send(worker_id.node, FinishStep(device=worker_id.device))
+        if self._over is not None and (self._is_settled or now_s >= self.due_s) and self._is_heard_out(now_s):
+            return (self._settled(self._over),)
+        if self._stop is None or self._asked_to_finish == generations.newest:
+            return ()
+        self._asked_to_finish = generations.newest
+        return tuple(
+            Send(node=worker_id.node, message=FinishStep(device=worker_id.device))
+            for worker_id in generations.plan.worker_ids
+            if self._members[worker_id.node].is_ready
+        )
 
     @property
     def _is_settled(self) -> bool:
         """Whether saves have come to an end. While no worker is left, nobody can tell what is saved."""
         return bool(self._members.ready) and self._saving.is_settled
 
-    def _end(self, over: RunOver) -> None:
-        """Raise RunOver, but where the last save has failed only after all had a moment to say what memory has."""
+    def _is_heard_out(self, now_s: float) -> bool:
+        """Whether the run may end: where the last save has failed, all had a moment to say what memory has."""
         if self._saving.lacking is not None and self._saving.may_be_in_memory and not self._hears_out:
             self._hears_out = True
-            self.due_s = min(self.due_s, self._effects.now_s + _LAST_WORDS_S)
-        if not self._hears_out or not self._saving.may_be_in_memory or self._effects.now_s >= self.due_s:
-            raise self._settled(over)
+            self.due_s = min(self.due_s, now_s + _LAST_WORDS_S)
+        return not self._hears_out or not self._saving.may_be_in_memory or now_s >= self.due_s
 
-    def _settled(self, over: RunOver) -> RunOver:
+    def _settled(self, over: EndRun) -> EndRun:
         """What the end is called once the last save has come to an end: without it, none is a success."""
         lacking = self._saving.lacking
         if lacking is None or over.exit_code == ExitCode.FAILED:
             return over
-        return RunOver(ExitCode.NOT_SAVED, f"{over.reason}, but {lacking}")
+        return EndRun(exit_code=ExitCode.NOT_SAVED, reason=f"{over.reason}, but {lacking}")
 
-    def error_behind(self, over: RunOver) -> WorkerError | None:
+    def error_behind(self, over: EndRun) -> WorkerError | None:
         """What ended workers, if nothing was committed since: it is the reason behind the other."""
         fresh = self._fresh
         if not fresh or over.exit_code != ExitCode.FAILED:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from oobleck.control.events import Effects
+from oobleck.control.events import Record, notice
 from oobleck.control.journal import Silent
 from oobleck.control.membership import Leases, Member
 from oobleck.job import ControlSpec
+
+from .recovery.states import GiveUp
 
 __all__ = ["Silence"]
 
@@ -13,10 +15,9 @@ __all__ = ["Silence"]
 class Silence:
     """Knows when nodes were heard of, and when this master was last called."""
 
-    def __init__(self, control: ControlSpec, leases: Leases, effects: Effects) -> None:
+    def __init__(self, control: ControlSpec, leases: Leases) -> None:
         self._control = control
         self._leases = leases
-        self._effects = effects
         self._called_s = 0.0
         """When something was heard, or acted on, last."""
         self._unheard_s = 0.0
@@ -49,22 +50,23 @@ class Silence:
         self._leases.forgive(now_s)
         return max(late_s, unheard_s)
 
-    def hear(self, member: Member, now_s: float) -> bool:
-        """A node said something. Returns whether most nodes were silent until now."""
+    def hear(self, member: Member, now_s: float) -> tuple[Record, ...]:
+        """A node said something. Nothing is recorded unless most nodes were silent until now."""
         member.last_heard_s = max(member.last_heard_s, now_s)
         silent_s = self._leases.heard(now_s)
         if silent_s is None:
-            return False
-        self._effects.notice("info", f"nodes are heard of again, after {silent_s:.1f} s")
-        return True
+            return ()
+        return (notice(now_s, "info", f"nodes are heard of again, after {silent_s:.1f} s"),)
 
-    def judge(self, now_s: float) -> tuple[tuple[str, Silent], ...]:
-        """Return the nodes that are lost by their silence; none where it may be us who hear nothing."""
+    def judge(self, now_s: float) -> tuple[Record | GiveUp, ...]:
+        """Have nodes given up that are lost by their silence; none where it may be us who hear nothing."""
         was_suspicious = self._leases.is_suspicious
         lapsed = self._leases.take_lapsed(now_s)
+        warnings: tuple[Record, ...] = ()
         if self._leases.is_suspicious and not was_suspicious:
-            self._effects.notice(
-                "warning",
-                "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for",
-            )
-        return tuple((member.spec.name, Silent(silent_s=now_s - member.last_heard_s)) for member in lapsed)
+            text = "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for"
+            warnings = (notice(now_s, "warning", text),)
+        lost = (
+            GiveUp(nodes=(member.spec.name,), loss=Silent(silent_s=now_s - member.last_heard_s)) for member in lapsed
+        )
+        return (*warnings, *lost)

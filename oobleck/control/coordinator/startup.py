@@ -8,36 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from oobleck.control.checkpoints import Candidate
-from oobleck.control.events import Effects, RunOver
+from oobleck.control.events import EndRun, Record
 from oobleck.control.journal import Loss, ProfileKnown
 from oobleck.control.membership import Membership, StartupFailures
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Profile, WorkerId, profile_to_json
+from oobleck.planner import profile_to_json
 
 from .preparation import Preparation
+from .requests import Effects
 from .resuming import Resuming
 
-__all__ = ["Ready", "Startup"]
+__all__ = ["Startup"]
 
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """All that the first plan needs."""
-
-    profile: Profile
-    candidate: Candidate | None
-    """The checkpoint that the run begins from; None for the model's initial values."""
-
-
 class Startup:
-    """Mutable: leads to the first plan, or to the end of a run that cannot begin."""
+    """Leads to the first plan, or to the end of a run that cannot begin."""
 
     def __init__(
         self,
@@ -46,14 +36,12 @@ class Startup:
         members: Membership,
         preparation: Preparation,
         resuming: Resuming,
-        effects: Effects,
     ) -> None:
         self._job = job
         self._nodes = nodes
         self._members = members
         self._preparation = preparation
         self._resuming = resuming
-        self._effects = effects
         self._failures = StartupFailures(len(nodes))
         self.deadline_s = math.inf
 
@@ -61,52 +49,41 @@ class Startup:
         """This master was held up for `late_s`: what was said meanwhile waits to be read until `soon_s`."""
         self.deadline_s = max(self.deadline_s + late_s, soon_s)
 
-    def expect_all(self) -> None:
+    def expect_all(self, now_s: float) -> None:
         """Give all nodes the time that the job has for its start."""
-        self.deadline_s = self._effects.now_s + self._job.control.start_timeout_s
+        self.deadline_s = now_s + self._job.control.start_timeout_s
 
-    def node_failed(self, node: str, loss: Loss) -> None:
+    def node_failed(self, node: str, loss: Loss, now_s: float) -> None:
         """A node cannot start; others may be about to say the same."""
         self._failures.note(node, loss)
-        self.deadline_s = min(self.deadline_s, self._effects.now_s + _SETTLE_S)
+        self.deadline_s = min(self.deadline_s, now_s + _SETTLE_S)
 
-    def worker_lost(self, worker_id: WorkerId) -> None:
-        """A worker has ended, and is started again: what it was asked, another one is, or it itself."""
-        self._effects.command(*self._preparation.worker_lost(worker_id))
-        self._resuming.forget()
-
-    def handle_deadline(self) -> None:
-        """Raise RunOver: the run cannot begin."""
+    def handle_deadline(self, now_s: float) -> tuple[EndRun, ...]:
+        """End a run that cannot begin in time."""
+        if now_s < self.deadline_s:
+            return ()
         if self._failures:
-            raise RunOver(self._failures.exit_code, str(self._failures))
-        limit_s = self._job.control.start_timeout_s
-        raise RunOver(
-            ExitCode.FAILED, f"not ready within {limit_s:g} s: {self._preparation.waiting_for()}{self._silence()}"
-        )
+            return (EndRun(exit_code=self._failures.exit_code, reason=str(self._failures)),)
+        limit_s, missing = self._job.control.start_timeout_s, self._preparation.waiting_for()
+        return (EndRun(reason=f"not ready within {limit_s:g} s: {missing}{self._silence(now_s)}"),)
 
-    def _silence(self) -> str:
+    def _silence(self, now_s: float) -> str:
         """Who has fallen silent, for an error message; during a start nobody is lost by it."""
-        since_s = self._effects.now_s - self._job.control.lease_s
+        since_s = now_s - self._job.control.lease_s
         silent = [member.spec.name for member in self._members.living if member.last_heard_s < since_s]
         return f"; nothing is heard of {', '.join(silent)}" if silent else ""
 
-    def take_ready(self) -> Ready | None:
-        """Return what the first plan is made of, once everything that it needs is known. Raises RunOver."""
+    def look(self, now_s: float) -> Effects:
+        """Have training begin once everything that the first plan needs is known, or ask for what is not."""
         profile = self._preparation.profile
         if profile is None or not self._preparation.is_complete or self._failures:
-            return None
-        self._check_devices()
-        if not self._resuming.is_known(self._members):
-            return None
-        self._effects.record(ProfileKnown(t_s=self._effects.now_s, profile_json=profile_to_json(profile)))
-        ready = Ready(profile=profile, candidate=self._resuming.begin(profile))
-        self.deadline_s = math.inf
-        return ready
-
-    def _check_devices(self) -> None:
+            return ()
         if len({spec.num_devices for spec in self._nodes}) > 1:
             counts = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in self._nodes)
-            raise RunOver(
-                ExitCode.CONFIG,
-                f"all nodes need the same number of devices: {counts}; change slots= or devices=",
-            )
+            text = f"all nodes need the same number of devices: {counts}; change slots= or devices="
+            return (EndRun(exit_code=ExitCode.CONFIG, reason=text),)
+        if not self._resuming.is_known(self._members):
+            return self._resuming.questions(self._members)
+        self.deadline_s = math.inf
+        entry = ProfileKnown(t_s=now_s, profile_json=profile_to_json(profile))
+        return (Record(entry=entry), *self._resuming.begin(profile, now_s))

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-from oobleck.control.events import Connect
+from oobleck.control.events import Connect, Record
 from oobleck.control.journal import MasterResumed, PlanCause
 from oobleck.job import JobSpec, NodeSpec
 
 from .going_back import Lineage
 from .parts import Parts
+from .recovery.states import BeginRecovery
 from .replayed_run import ReplayedRun
+from .routing import Routing
 
 __all__ = ["take_over"]
 
 
-def take_over(parts: Parts, job: JobSpec, nodes: tuple[NodeSpec, ...], replayed: ReplayedRun, now_s: float) -> None:
+def take_over(
+    parts: Parts, routing: Routing, job: JobSpec, nodes: tuple[NodeSpec, ...], replayed: ReplayedRun, now_s: float
+) -> None:
     """Give each part what the journal knows of it, and reach all nodes again."""
-    parts.effects.record(MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s))
+    routing.carry_out((Record(entry=MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s)),), now_s)
     _restore_steps(parts, replayed)
     parts.preparation.restore(replayed.profile)
-    parts.reconfiguration.restore(
+    parts.replanning.take_over(
         replayed.profile,
-        replayed.generations,
-        _lineage(replayed),
+        replayed.generations.plan,
+        now_s,
         step_s=replayed.predicted_step_s,
         slow=replayed.slow,
+        target=replayed.target,
     )
-    _restore_checkpoints(parts, replayed)
+    routing.carry_out(parts.reconfiguration.restore(replayed.generations, _lineage(replayed), now_s), now_s)
+    _restore_checkpoints(parts, routing, replayed, now_s)
     parts.sharding.restore(replayed.shards)
-    parts.progress.expect(job.control.start_timeout_s)
+    parts.progress.expect(job.control.start_timeout_s, now_s)
     for member in parts.members.living:
         member.last_heard_s = now_s + job.control.connect_timeout_s
-        parts.effects.command(Connect(node=member.spec, attach=True))
+        routing.carry_out((Connect(node=member.spec, attach=True),), now_s)
     if not replayed.is_settled:
-        parts.reconfiguration.begin([], PlanCause.MASTER_LOST, detect_s=0.0)
+        routing.carry_out((BeginRecovery(cause=PlanCause.MASTER_LOST),), now_s)
     for spec in replayed.interrupted:
-        parts.lifecycle.add(spec)
+        routing.carry_out(parts.lifecycle.add(spec, now_s), now_s)
     for spec in nodes:
         if spec.name not in parts.members:
-            parts.lifecycle.add(spec)
+            routing.carry_out(parts.lifecycle.add(spec, now_s), now_s)
 
 
 def _restore_steps(parts: Parts, replayed: ReplayedRun) -> None:
@@ -60,14 +66,14 @@ def _lineage(replayed: ReplayedRun) -> Lineage:
     )
 
 
-def _restore_checkpoints(parts: Parts, replayed: ReplayedRun) -> None:
-    saving, origin = parts.saving, replayed.origin
+def _restore_checkpoints(parts: Parts, routing: Routing, replayed: ReplayedRun, now_s: float) -> None:
+    saving, origin, plan = parts.saving, replayed.origin, replayed.generations.plan
     if origin is not None:
         parts.restoring.begin_from(origin)
     saving.begin([layer.name for layer in replayed.profile.layers])
-    saving.know(replayed.saved)
-    parts.scaling.restore(replayed.target)
-    saving.plan_adopted(replayed.generations.plan, boundary=parts.progress.last_step, redundant=True)
+    routing.carry_out(saving.know(replayed.saved), now_s)
+    boundary = parts.progress.last_step
+    routing.carry_out(saving.plan_adopted(plan, now_s, boundary=boundary, redundant=True), now_s)
     if origin is not None:
         saving.begin_from(origin)
     for known in replayed.saved:

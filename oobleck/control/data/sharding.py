@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from oobleck.control.commit import Progress
-from oobleck.control.events import Effects, RunOver
+from oobleck.control.events import Effects, EndRun, ExpectSteps, Record, Send, SendAll, notice
 from oobleck.control.journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.protocol import (
     DataPosition,
@@ -77,13 +77,10 @@ class ShardRemains:
 class Sharding:
     """The dealer, what it has dealt to steps that are not committed, and the failures of shards."""
 
-    def __init__(
-        self, job: JobSpec, progress: Progress, effects: Effects, *, worker_ids: Callable[[], Iterable[WorkerId]]
-    ) -> None:
-        """`places` are the workers of the newest plan that can be spoken to."""
+    def __init__(self, job: JobSpec, progress: Progress, *, worker_ids: Callable[[], Iterable[WorkerId]]) -> None:
+        """`worker_ids` are the workers of the newest plan that can be spoken to; asked for where there is news."""
         self._job = job
         self._progress = progress
-        self._effects = effects
         self._worker_ids = worker_ids
         self._names: tuple[str, ...] = ()
         self._assigner: RecordAssigner | None = None
@@ -117,11 +114,12 @@ class Sharding:
 
     # --- the shards are known ----------------------------------------------------------------------------------
 
-    def know(self, names: tuple[str, ...]) -> None:
+    def know(self, names: tuple[str, ...], now_s: float) -> tuple[Record, ...]:
         """A worker is ready, and names the shards; they are the same on all nodes."""
-        if self.is_on and not self._names:
-            self._effects.record(ShardsKnown(t_s=self._effects.now_s, names=names))
-            self._take_names(names)
+        if not self.is_on or self._names:
+            return ()
+        self._take_names(names)
+        return (Record(entry=ShardsKnown(t_s=now_s, names=names)),)
 
     def misfit(self, position: DataPosition | None) -> str | None:
         """Why a checkpoint's place in the data means nothing here; None where it fits."""
@@ -171,33 +169,43 @@ class Sharding:
             return True
         return step in self._dealt and generation >= self._placed_generation and not self._must_deal_anew
 
-    def follow(self, update: PlanUpdate, *, position: DataPosition | None, goes_back: bool = False) -> int:
-        """Note a plan that takes effect; returns the edition that it follows.
+    @property
+    def assignment_version(self) -> int:
+        """That of the newest plan's steps; 0 where the job's data is not in shards."""
+        return self._assignment_version
+
+    def follow(
+        self, update: PlanUpdate, now_s: float, *, position: DataPosition | None, goes_back: bool = False
+    ) -> tuple[Record, ...]:
+        """Note a plan that takes effect: `assignment_version` is the one that it follows.
 
         `position` is that of the checkpoint that is gone back to; without one, who `goes_back` does to the beginning.
-        The order is told after what this records.
+        The order is sent after what this records.
         """
         if not self.is_on:
-            return 0
+            return ()
+        placed: tuple[Record, ...] = ()
         if goes_back or update.restore is not None or not self._assignment_version:
             start = position or DataPosition(shards=digest_of_shards(self._names))
-            self._begin_at(update, start.with_another_try())
+            placed = (self._begin_at(update, start.with_another_try(), now_s),)
         elif self._must_deal_anew:
-            self._begin_at(update, self._position_after(update.boundary))
+            placed = (self._begin_at(update, self._position_after(update.boundary), now_s),)
         self._must_deal_anew = False
         self._regroups_s = math.inf
         self._asked = None
         self._over_told = None
-        return self._assignment_version
+        return placed
 
-    def tell(self, worker_ids: Iterable[WorkerId]) -> None:
+    def tell(self, worker_ids: Iterable[WorkerId]) -> tuple[SendAll, ...]:
         """Tell workers again what the steps to come take."""
-        hearers = tuple(worker_ids)
-        for step, records in sorted(self._dealt.items()):
-            if step > self._progress.last_step:
-                self._effects.send_all(hearers, records)
+        hearers, last_step = tuple(worker_ids), self._progress.last_step
+        return tuple(
+            SendAll(worker_ids=hearers, message=records)
+            for step, records in sorted(self._dealt.items())
+            if step > last_step
+        )
 
-    def _begin_at(self, update: PlanUpdate, position: DataPosition) -> None:
+    def _begin_at(self, update: PlanUpdate, position: DataPosition, now_s: float) -> Record:
         assert self._assigner is not None
         self._assignment_version += 1
         self._placed_generation = update.generation
@@ -205,15 +213,14 @@ class Sharding:
         self._dealt.clear()
         self._failures.clear()
         self._assigner.go_back(position)
-        self._effects.record(
-            DataPlaced(
-                t_s=self._effects.now_s,
-                generation=update.generation,
-                assignment_version=self._assignment_version,
-                step=update.boundary,
-                position=position,
-            )
+        entry = DataPlaced(
+            t_s=now_s,
+            generation=update.generation,
+            assignment_version=self._assignment_version,
+            step=update.boundary,
+            position=position,
         )
+        return Record(entry=entry)
 
     def _position_after(self, step: int) -> DataPosition:
         base_step, position = self._base
@@ -221,17 +228,16 @@ class Sharding:
 
     # --- what workers say --------------------------------------------------------------------------------------
 
-    def surveyed(self, worker_id: WorkerId, message: ScanAnswer) -> None:
+    def surveyed(self, worker_id: WorkerId, message: ScanAnswer, now_s: float) -> Effects:
         """Take in what lies in shards; an answer to an older question is counted, and nothing else."""
         self._check(message)
         if message.request != self._request or worker_id != self._asked:
-            self._note_late()
-            return
+            return (self._note_late(now_s),)
         self._asked = None
-        has_news = False
-        for found in message.found:
-            has_news |= self._take_found(found)
-        self._asks_from_s = self._effects.now_s if has_news else self._effects.now_s + _POLL_S
+        # In turn: what one of them takes in counts for the next.
+        found = [(self._take_found(each), self._take_failure(each, now_s)) for each in message.found]
+        self._asks_from_s = now_s if any(has_news for has_news, _ in found) else now_s + _POLL_S
+        return tuple(effect for _, failure in found for effect in failure)
 
     def _check(self, message: ScanAnswer) -> None:
         for found in message.found:
@@ -243,43 +249,44 @@ class Sharding:
 
     def _take_found(self, found: ScanResult) -> bool:
         assert self._assigner is not None
-        if found.problem is not None:
-            self._note_failure(found.shard, found.bounds[0], found.problem)
-            return False
-        return self._assigner.found(found) and (len(found.bounds) > 1 or found.is_end)
+        is_new = found.problem is None and self._assigner.found(found)
+        return is_new and (len(found.bounds) > 1 or found.is_end)
 
-    def failed(self, generation: int, message: RecordsFailed) -> None:
+    def _take_failure(self, found: ScanResult, now_s: float) -> Effects:
+        return () if found.problem is None else self._note_failure(found.shard, found.bounds[0], found.problem, now_s)
+
+    def failed(self, generation: int, message: RecordsFailed, now_s: float) -> Effects:
         """A worker cannot read a record of the step in flight: the step is begun again, without the shard at last."""
         if message.shard not in range(len(self._names)):
             raise PeerError(f"cannot read shard {message.shard} of {len(self._names)}")
         if message.generation != generation or not math.isinf(self._regroups_s):
-            self._note_late()
-            return
-        count = self._note_failure(message.shard, message.position, message.problem)
-        if count >= _ATTEMPTS:
-            self._must_deal_anew = True
-        self._regroups_s = self._effects.now_s + (0.0 if count >= _ATTEMPTS else count * _RETRY_S)
+            return (self._note_late(now_s),)
+        effects = self._note_failure(message.shard, message.position, message.problem, now_s)
+        assert self._assigner is not None
+        if message.shard in self._assigner.barred:
+            self._must_deal_anew, self._regroups_s = True, now_s
+        else:
+            self._regroups_s = now_s + self._failures[message.shard] * _RETRY_S
+        return effects
 
-    def _note_failure(self, shard: int, position: int, problem: str) -> int:
+    def _note_failure(self, shard: int, position: int, problem: str, now_s: float) -> Effects:
         assert self._assigner is not None
         if shard in self._assigner.barred:
-            return _ATTEMPTS
+            return ()
         self._failures[shard] = count = self._failures.get(shard, 0) + 1
         name = self._names[shard]
         if count < _ATTEMPTS:
             text = f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}"
-            self._effects.notice("warning", text)
-            return count
+            return (notice(now_s, "warning", text),)
         if len(self._assigner.barred) == MAX_LEFT:
-            raise RunOver(1, f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}")
+            text = f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}"
+            return (EndRun(exit_code=1, reason=text),)
         self._assigner.bar(shard, problem)
-        self._effects.record(ShardQuarantined(t_s=self._effects.now_s, shard=name, position=position, problem=problem))
-        return count
+        return (Record(entry=ShardQuarantined(t_s=now_s, shard=name, position=position, problem=problem)),)
 
-    def _note_late(self) -> None:
+    def _note_late(self, now_s: float) -> Record:
         self.num_late += 1
-        text = f"a report on the data came too late to count ({self.num_late} in all)"
-        self._effects.notice("info", text)
+        return notice(now_s, "info", f"a report on the data came too late to count ({self.num_late} in all)")
 
     def lost(self, node: str) -> None:
         """A node is gone: what it was asked, another one is."""
@@ -300,31 +307,36 @@ class Sharding:
         """No further step is to be begun."""
         self._is_stopped = True
 
-    def takes_regrouping(self) -> bool:
+    def takes_regrouping(self, now_s: float) -> bool:
         """Whether all are to begin the step in flight again now."""
-        if self._effects.now_s < self._regroups_s:
+        if now_s < self._regroups_s:
             return False
         self._regroups_s = math.inf
         return True
 
-    def go_on(self, generation: int, *, save: bool) -> None:
+    def go_on(self, generation: int, now_s: float, *, save: bool) -> Effects:
         """Deal what is known, ask for what is not, and say when there is no more. Called whenever anything happened.
 
         `save`: the newest state is not saved, and is to be if no step comes after it.
         """
         if not self._assignment_version or self._assigner is None:
-            return
-        last = max([*self._dealt, self._base[0]])
-        if not self._is_stopped:
-            last = self._deal(self._assigner, last)
+            return ()
+        dealt = () if self._is_stopped else self._deal(self._assigner, now_s)
+        last = self._last_dealt
         is_dry = last <= self._progress.last_step < self._job.max_steps
         if is_dry and (self._is_stopped or self._assigner.is_over):
-            self._say_over(generation, save=save)
+            expected = self._say_over(generation, save=save)
         else:
-            self._expect(is_dry=is_dry)
-        self._survey(self._assigner, last)
+            expected = self._expect(is_dry=is_dry)
+        return (*dealt, *expected, *self._survey(self._assigner, last, now_s))
 
-    def _deal(self, assigner: RecordAssigner, last: int) -> int:
+    @property
+    def _last_dealt(self) -> int:
+        return max([*self._dealt, self._base[0]])
+
+    def _deal(self, assigner: RecordAssigner, now_s: float) -> Effects:
+        effects: list[Record | SendAll] = []
+        last = self._last_dealt
         while last < min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps):
             taken = assigner.take()
             if taken is None:
@@ -340,24 +352,24 @@ class Sharding:
                 is_last=taken.is_last,
             )
             self._dealt[last] = records
-            self._effects.record(RecordsDealt(t_s=self._effects.now_s, records=records))
-            self._effects.send_all(tuple(self._worker_ids()), records)
-        return last
+            entry = RecordsDealt(t_s=now_s, records=records)
+            effects += (Record(entry=entry), SendAll(worker_ids=tuple(self._worker_ids()), message=records))
+        return tuple(effects)
 
-    def _expect(self, *, is_dry: bool) -> None:
+    def _expect(self, *, is_dry: bool) -> tuple[ExpectSteps, ...]:
         """A step that has no records does not hang; after the last one, all are to say that they have finished."""
+        was_dry, self._is_dry = self._is_dry, is_dry
         if is_dry:
-            self._progress.expect_none()
-        elif self._is_dry:
-            self._progress.expect(self._job.control.start_timeout_s)  # it may be the first of its plan
-        self._is_dry = is_dry
+            return (ExpectSteps(within_s=math.inf),)
+        if was_dry:  # it may be the first of its plan
+            return (ExpectSteps(within_s=self._job.control.start_timeout_s),)
+        return ()
 
-    def _say_over(self, generation: int, *, save: bool) -> None:
+    def _say_over(self, generation: int, *, save: bool) -> Effects:
         step = self._progress.last_step
         if self._over_told == (generation, step):
-            return
+            return ()
         self._over_told = (generation, step)
-        self._progress.expect(self._job.control.start_timeout_s)  # all are to say that they have finished
         over = RecordsOver(
             device=0,
             assignment_version=self._assignment_version,
@@ -366,11 +378,13 @@ class Sharding:
             position=self._position_after(step),
             save=save,
         )
-        self._effects.send_all(tuple(self._worker_ids()), over)
+        # All are to say that they have finished.
+        expected = ExpectSteps(within_s=self._job.control.start_timeout_s)
+        return (expected, SendAll(worker_ids=tuple(self._worker_ids()), message=over))
 
-    def _survey(self, assigner: RecordAssigner, last: int) -> None:
+    def _survey(self, assigner: RecordAssigner, last: int, now_s: float) -> tuple[Send, ...]:
         """Have one worker look into shards, if not enough is known."""
-        now_s = self._effects.now_s
+        question: tuple[Send, ...] = ()
         if self._asked is not None and now_s >= self._answer_due_s:
             self._asked = None
             if self._is_dry:
@@ -383,25 +397,27 @@ class Sharding:
                 self._request += 1
                 self._asked = worker_id = worker_ids[self._request % len(worker_ids)]
                 self._answer_due_s = now_s + _ANSWER_S
-                self._effects.send(
-                    worker_id.node, ScanRequest(device=worker_id.device, request=self._request, wants=wants)
-                )
+                request = ScanRequest(device=worker_id.device, request=self._request, wants=wants)
+                question = (Send(node=worker_id.node, message=request),)
             self.due_s = self._asks_from_s if wants and self._asked is None else math.inf
         if self._asked is not None:
             self.due_s = self._answer_due_s
         self.due_s = min(self.due_s, self._regroups_s)
+        return question
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def outcome(self, steps: str, *, can_resume: bool) -> RunOver | None:
+    def outcome(self, steps: str, *, can_resume: bool) -> EndRun | None:
         """How a run of so many steps ends, as far as its data says; None where that says nothing."""
         if not self.is_on or self._assigner is None:
             return None
         if self._assigner.barred:
             names = ", ".join(self._names[shard] for shard in self._assigner.barred)
             text = f"{steps}, but not of all data: {names} cannot be read"
-            return RunOver(75, f"{text}; `oobleck up` tries again from there") if can_resume else RunOver(1, text)
-        is_committed = max([*self._dealt, self._base[0]]) <= self._progress.last_step  # not only dealt
+            if can_resume:
+                return EndRun(exit_code=75, reason=f"{text}; `oobleck up` tries again from there")
+            return EndRun(exit_code=1, reason=text)
+        is_committed = self._last_dealt <= self._progress.last_step  # not only dealt
         if is_committed and self._progress.last_step < self._job.max_steps and self._assigner.is_over:
-            return RunOver(0, f"all data is read; {steps}")
+            return EndRun(exit_code=0, reason=f"all data is read; {steps}")
         return None

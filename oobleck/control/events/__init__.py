@@ -1,8 +1,8 @@
-"""What reaches the coordinator, what it commands, and how its parts hand their effects on."""
+"""What reaches the coordinator, what it commands, and what its parts return."""
 
 from __future__ import annotations
 
-from .effects import Effects, RunOver
+from .effects import Effects, EndRun, ExpectSteps, Repair, notice
 from .inputs import (
     AddRequested,
     BatchReceived,
@@ -38,7 +38,9 @@ __all__ = [
     "DrainRequested",
     "Effects",
     "End",
+    "EndRun",
     "Event",
+    "ExpectSteps",
     "KeyGathering",
     "KillRequested",
     "LookUpProfile",
@@ -50,9 +52,10 @@ __all__ = [
     "ProfileFound",
     "Record",
     "Remark",
-    "RunOver",
+    "Repair",
     "Send",
     "SendAll",
     "StopRequested",
     "StoreProfile",
+    "notice",
 ]

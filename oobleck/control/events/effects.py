@@ -1,54 +1,50 @@
-"""What the coordinator's parts have to say: commands, gathered in order while one event is handled."""
+"""What a part of the coordinator returns: commands, and what it asks of the other parts.
+
+No part calls another one. What it has to say goes back to the coordinator, which carries out one effect after the
+other, in order: commands leave it, the rest concerns its parts. `control/coordinator` has more of these.
+"""
 
 from __future__ import annotations
 
-from oobleck.control.journal import JournalEntry, Notice
-from oobleck.control.protocol import MasterMessage, WorkerCommand
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from oobleck.control.journal import Notice
+from oobleck.exit_codes import ExitCode
 from oobleck.planner import WorkerId
 
-from .inputs import Command, PassOn, Record, Send, SendAll
+from .inputs import Command, Record
 
-__all__ = ["Effects", "RunOver"]
-
-
-class RunOver(Exception):
-    """There is no way on, or nothing left to do: the coordinator ends the run."""
-
-    def __init__(self, exit_code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.exit_code = int(exit_code)  # what journals and processes know
-        self.reason = reason
+__all__ = ["Effects", "EndRun", "ExpectSteps", "Repair", "notice"]
 
 
-class Effects:
-    """The commands so far, and the time of the event that they follow from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRun:
+    """There is no way on, or nothing left to do: end the run. What is asked for after it is not done any more."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._commands: list[Command] = []
+    reason: str
+    exit_code: int = ExitCode.FAILED
 
-    def command(self, *commands: Command) -> None:
-        self._commands.extend(commands)
 
-    def send(self, node: str, message: MasterMessage) -> None:
-        self._commands.append(Send(node=node, message=message))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectSteps:
+    """It is a hang when no step is committed within this time, or many times the usual time."""
 
-    def send_all(self, worker_ids: tuple[WorkerId, ...], message: WorkerCommand) -> None:
-        """Send a message to many workers, to each for its own device."""
-        self._commands.append(SendAll(worker_ids=worker_ids, message=message))
+    within_s: float
+    """Infinity: no step can be committed now."""
 
-    def pass_on(self, nodes: tuple[str, ...], key: str, value: bytes) -> None:
-        """Send a rendezvous key to nodes."""
-        self._commands.append(PassOn(nodes=nodes, key=key, value=value))
 
-    def record(self, entry: JournalEntry) -> None:
-        self._commands.append(Record(entry=entry))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """Have these copies of layers replaced by the others."""
 
-    def notice(self, level: str, text: str) -> None:
-        """Have people told something."""
-        self.record(Notice(t_s=self.now_s, level=level, text=text))
+    copies: Mapping[WorkerId, frozenset[int]]
+    """Layers by holder."""
 
-    def take(self) -> list[Command]:
-        """Hand over all commands gathered since the last time."""
-        commands, self._commands = self._commands, []
-        return commands
+
+Effects = tuple[Command | EndRun | ExpectSteps | Repair, ...]
+
+
+def notice(now_s: float, level: str, text: str) -> Record:
+    """Have people told something."""
+    return Record(entry=Notice(t_s=now_s, level=level, text=text))

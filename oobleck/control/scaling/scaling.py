@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from oobleck.control.commit import Progress
-from oobleck.control.events import Effects
+from oobleck.control.events import Record, notice
 from oobleck.control.journal import RecoveryDone, ScalingDecided
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import CommitRecord
@@ -47,12 +47,11 @@ _STEPS_NEEDED = 5
 class Scaling:
     """The target, what the policy has wanted since when, and what steps and changes were measured to take."""
 
-    def __init__(self, job: JobSpec, members: Membership, progress: Progress, effects: Effects) -> None:
+    def __init__(self, job: JobSpec, members: Membership, progress: Progress) -> None:
         self._job = job
         self._spec = job.scaling
         self._members = members
         self._progress = progress
-        self._effects = effects
         self._target: int | None = None
         """None: all."""
         self._since: tuple[bool, float] | None = None
@@ -73,20 +72,24 @@ class Scaling:
 
     # --- what happens ------------------------------------------------------------------------------------------
 
-    def begin(self, planner: Planner, nodes: Sequence[str]) -> tuple[str, ...]:
-        """Training begins: return the nodes that rest. Raises PlanningError.
+    def begin(self, planner: Planner, num_nodes: int, now_s: float) -> tuple[Record, ...]:
+        """Training begins: settle on how many of these nodes. Raises PlanningError.
 
         Nothing is measured yet, so that a deadline is begun with all nodes.
         """
-        self.look_later()
-        if self._spec.policy != "all":
-            self._set(first_target(self._job, planner, len(nodes)), len(nodes))
+        self.look_later(now_s)
+        if self._spec.policy == "all":
+            return ()
+        return (self._set(first_target(self._job, planner, num_nodes), num_nodes, now_s),)
+
+    def resting(self, planner: Planner, nodes: Sequence[str]) -> tuple[str, ...]:
+        """Return the nodes without a part in the first plan."""
         return tuple(nodes[self._limit(planner, len(nodes)) :])
 
-    def restore(self, target: int | None) -> None:
+    def restore(self, target: int | None, now_s: float) -> None:
         """Go on with the target that the journal of a master before knows."""
         self._target = target
-        self.look_later()
+        self.look_later(now_s)
 
     def plan_adopted(self, decision: Decision) -> None:
         """A plan was ordered; what steps take under it is told from what they took before."""
@@ -108,50 +111,48 @@ class Scaling:
         self._num_changes += 1
         (self._planned_s if done.cause.is_planned else self._forced_s).append(done.stall_s)
 
-    def paces_changed(self) -> None:
+    def paces_changed(self, now_s: float) -> None:
         """Nodes have become slower or faster: steps that were timed before tell nothing more."""
         self._timed.clear()
-        self.look_soon()
+        self.look_soon(now_s)
 
-    def look_soon(self) -> None:
+    def look_soon(self, now_s: float) -> None:
         """Something has changed that the decision may depend on."""
         if self._spec.policy != "all":
-            self.due_s = self._effects.now_s
+            self.due_s = now_s
 
-    def look_later(self) -> None:
+    def look_later(self, now_s: float) -> None:
         """Nothing can be decided now, or everything is."""
         if self._spec.policy != "all":
             often_s, seldom_s = _LOOKS_EVERY_S
-            self.due_s = self._effects.now_s + max(often_s, min(seldom_s, self._spec.hysteresis_s))
+            self.due_s = now_s + max(often_s, min(seldom_s, self._spec.hysteresis_s))
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
-    def consider(self, planner: Planner) -> bool:
-        """Decide again; returns whether the number of nodes that train is to change now.
+    def consider(self, planner: Planner, now_s: float) -> tuple[bool, tuple[Record, ...]]:
+        """Decide again; returns whether the number of nodes that train is to change now, and what is recorded.
 
         That takes a decision which has not changed its direction for `hysteresis_s`. While nodes leave, nothing is
         decided: those who stay may be too few, and the next plan will tell.
         """
-        now_s = self._effects.now_s
-        self.look_later()
+        self.look_later(now_s)
         available = self._num_available
         if available < len(self._members.ready):
-            return False
-        wanted = decide(self._state(planner, available))
-        self._tell_if_late(wanted)
+            return False, ()
+        wanted = decide(self._state(planner, available, now_s))
+        warnings = self._warn_if_late(wanted, now_s)
         used = self._limit(planner, available)
         if wanted.num_nodes == used:
             self._since = None
-            return False
+            return False, warnings
         grows = wanted.num_nodes > used
         if self._since is None or self._since[0] is not grows:
             self._since = (grows, now_s)
         settled_s = self._since[1] + self._spec.hysteresis_s
         if now_s < settled_s:
             self.due_s = min(self.due_s, settled_s)
-            return False
-        self._set(wanted, available)
-        return True
+            return False, warnings
+        return True, (*warnings, self._set(wanted, available, now_s))
 
     def wants_more(self, planner: Planner, num_used: int) -> bool:
         """Tell whether a node that has come is to train at once, beside `num_used` that do."""
@@ -190,9 +191,8 @@ class Scaling:
             return available
         return max(self._target, planner.fewest_nodes(available))
 
-    def _state(self, planner: Planner, available: int) -> ScalingState:
+    def _state(self, planner: Planner, available: int, now_s: float) -> ScalingState:
         changes_s = self._planned_s or self._forced_s
-        now_s = self._effects.now_s
         return ScalingState(
             spec=self._spec,
             num_available=available,
@@ -210,23 +210,23 @@ class Scaling:
         timed = self._timed.get(count, ())
         return median(timed) if len(timed) >= _STEPS_NEEDED else planner.step_s(count) * self._ratio
 
-    def _set(self, target: ScalingTarget, available: int) -> None:
+    def _set(self, target: ScalingTarget, available: int, now_s: float) -> Record:
         self._target, self._since = target.num_nodes, None
-        self._effects.record(
-            ScalingDecided(
-                t_s=self._effects.now_s,
-                policy=self._spec.policy,
-                num_nodes=target.num_nodes,
-                num_available=available,
-                reason=target.reason,
-            )
+        entry = ScalingDecided(
+            t_s=now_s,
+            policy=self._spec.policy,
+            num_nodes=target.num_nodes,
+            num_available=available,
+            reason=target.reason,
         )
+        return Record(entry=entry)
 
-    def _tell_if_late(self, wanted: ScalingTarget) -> None:
-        if wanted.is_late and not self._is_late:
-            text = f"the deadline cannot be met on any number of these nodes: {wanted.reason}"
-            self._effects.notice("warning", text)
-        self._is_late = wanted.is_late
+    def _warn_if_late(self, wanted: ScalingTarget, now_s: float) -> tuple[Record, ...]:
+        was_late, self._is_late = self._is_late, wanted.is_late
+        if not wanted.is_late or was_late:
+            return ()
+        text = f"the deadline cannot be met on any number of these nodes: {wanted.reason}"
+        return (notice(now_s, "warning", text),)
 
 
 def first_target(job: JobSpec, planner: Planner, num_nodes: int) -> ScalingTarget:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oobleck.control.checkpoints.restoring import Restoring
-from oobleck.control.events.effects import Effects
+from oobleck.control.journal import Notice
 from oobleck.control.protocol import CheckpointsFound, FindCheckpoints, FoundState
 from oobleck.planner import WorkerId
 
@@ -24,7 +24,7 @@ def state(step: int, layers: tuple[int, ...], *, run: str = RUN, at: int | None 
 
 
 def asked(a: list[FoundState], b: list[FoundState], *, directory: str | None = None, **more) -> Restoring:
-    restoring = Restoring(Effects(), run=RUN, directory=directory)
+    restoring = Restoring(run=RUN, directory=directory)
     answer(restoring, a, b, **more)
     return restoring
 
@@ -87,7 +87,7 @@ def test_where_the_user_says_a_place_nothing_else_counts() -> None:
 
 
 def test_all_who_matter_must_have_answered_the_newest_question() -> None:
-    restoring = Restoring(Effects(), run=RUN, directory=None)
+    restoring = Restoring(run=RUN, directory=None)
     assert not restoring.is_answered([A, B])
     restoring.ask([A, B])
     late = CheckpointsFound(device=0, request=1, found=(), problems=(), unfinished=())
@@ -101,15 +101,15 @@ def test_all_who_matter_must_have_answered_the_newest_question() -> None:
 
 
 def test_each_worker_is_asked() -> None:
-    effects = Effects()
-    Restoring(effects, run=RUN, directory="/there").ask([B, A])
-    sent = [(command.node, command.message) for command in effects.take()]
+    sends = Restoring(run=RUN, directory="/there").ask([B, A])
+    sent = [(send.node, send.message) for send in sends]
     assert sent == [(node, FindCheckpoints(device=0, request=1, directory="/there")) for node in ("a", "b")]
 
 
 def test_problems_are_told_once() -> None:
     restoring = asked([], [], problems=("x is broken",), unfinished=("step-00000007.r.1",))
-    assert restoring.problems() == ("x is broken",)
-    assert restoring.problems() == ()
+    (record,) = restoring.report_problems(7.0)
+    assert record.entry == Notice(t_s=7.0, level="warning", text="cannot be used: x is broken")
+    assert restoring.report_problems(8.0) == ()
     assert restoring.unfinished(None, is_private=True) == ("step-00000007.r.1",)
     assert restoring.unfinished(None, is_private=False) == ()

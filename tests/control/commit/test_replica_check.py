@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.commit.replica_check import ReplicaCheck, odd_ones
-from oobleck.control.events.effects import Effects
+from oobleck.control.events import Record, Repair
 from oobleck.control.journal import sentence
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
@@ -14,20 +14,24 @@ from oobleck.planner import WorkerId
 PLACES = tuple(WorkerId(node=f"n{index}", device=0) for index in range(5))
 
 
-def say(
-    replica_check: ReplicaCheck, step: int, digests: dict[WorkerId, dict[int, int]]
-) -> dict[WorkerId, frozenset[int]]:
-    answer: dict[WorkerId, frozenset[int]] = {}
+def say(replica_check: ReplicaCheck, step: int, digests: dict[WorkerId, dict[int, int]]) -> tuple[Record | Repair, ...]:
+    """What follows from the last of these."""
+    answer: tuple[Record | Repair, ...] = ()
     for worker_id, layers in digests.items():
         message = ReplicaDigests(
             device=0, step=step, generation=1, layers=tuple(layers), digests=tuple(layers.values())
         )
-        answer = replica_check.take(worker_id, message, digests.keys())
+        answer = replica_check.take(worker_id, message, digests.keys(), 0.0)
     return answer
 
 
-def texts(effects: Effects) -> list[str]:
-    return [sentence(command.entry) for command in effects.take()]
+def texts(effects: tuple[Record | Repair, ...]) -> list[str]:
+    return [sentence(effect.entry) for effect in effects if isinstance(effect, Record)]
+
+
+def distrusted(effects: tuple[Record | Repair, ...]) -> dict[WorkerId, frozenset[int]]:
+    repairs = [effect for effect in effects if isinstance(effect, Repair)]
+    return dict(repairs[0].copies) if repairs else {}
 
 
 @given(count=st.integers(3, 5), wrong=st.integers(0, 4), digest=st.integers(0, 9))
@@ -46,49 +50,45 @@ def test_those_who_are_trusted_agree(digests: dict[WorkerId, int]) -> None:
 
 
 def test_equal_copies_are_left_alone() -> None:
-    effects = Effects()
-    assert say(ReplicaCheck(effects), 100, {PLACES[0]: {0: 5, 1: 6}, PLACES[1]: {0: 5}, PLACES[2]: {1: 6}}) == {}
-    assert texts(effects) == []
+    assert say(ReplicaCheck(), 100, {PLACES[0]: {0: 5, 1: 6}, PLACES[1]: {0: 5}, PLACES[2]: {1: 6}}) == ()
 
 
 def test_the_odd_one_of_three_is_named_and_its_layer_alone_distrusted() -> None:
-    effects = Effects()
     copies = {worker_id: {0: 5, 1: 6} for worker_id in PLACES[:3]} | {PLACES[1]: {0: 5, 1: 7}}
-    assert say(ReplicaCheck(effects), 100, copies) == {PLACES[1]: frozenset({1})}
+    effects = say(ReplicaCheck(), 100, copies)
+    assert distrusted(effects) == {PLACES[1]: frozenset({1})}
     (text,) = texts(effects)
     assert "step 100 layer 1 on n1:0 differs from that on n0:0, n2:0" in text
 
 
 def test_of_two_that_differ_both_are_named() -> None:
-    effects = Effects()
-    assert say(ReplicaCheck(effects), 100, {PLACES[0]: {0: 5}, PLACES[1]: {0: 6}}) == {PLACES[1]: frozenset({0})}
+    effects = say(ReplicaCheck(), 100, {PLACES[0]: {0: 5}, PLACES[1]: {0: 6}})
+    assert distrusted(effects) == {PLACES[1]: frozenset({0})}
     (text,) = texts(effects)
     assert all(str(worker_id) in text for worker_id in PLACES[:2])
 
 
 def test_an_incomplete_comparison_is_dropped_for_a_newer_one() -> None:
-    replica_check = ReplicaCheck(Effects())
+    replica_check = ReplicaCheck()
     late = ReplicaDigests(device=0, step=100, generation=1, layers=(0,), digests=(1,))
-    assert replica_check.take(PLACES[0], late, PLACES[:2]) == {}
-    assert say(replica_check, 200, {worker_id: {0: 2} for worker_id in PLACES[:2]}) == {}
-    assert replica_check.take(PLACES[1], late, PLACES[:2]) == {}
+    assert replica_check.take(PLACES[0], late, PLACES[:2], 0.0) == ()
+    assert say(replica_check, 200, {worker_id: {0: 2} for worker_id in PLACES[:2]}) == ()
+    assert replica_check.take(PLACES[1], late, PLACES[:2], 0.0) == ()
 
 
 def test_machines_that_always_differ_are_compared_no_more() -> None:
-    effects = Effects()
-    replica_check = ReplicaCheck(effects)
+    replica_check = ReplicaCheck()
     answers = [say(replica_check, step, {PLACES[0]: {0: 1}, PLACES[1]: {0: 2}}) for step in (100, 200, 300, 400)]
-    assert [bool(answer) for answer in answers] == [True, True, False, False]
-    assert "compared no more" in texts(effects)[-1]
+    assert [bool(distrusted(answer)) for answer in answers] == [True, True, False, False]
+    assert "compared no more" in texts(answers[2])[-1]
+    assert answers[3] == ()
 
 
 def test_devices_that_share_stages_are_compared_with_those_of_like_rank() -> None:
     """Two stages of two devices each: ranks have different parts, and one of four copies of the first is wrong."""
-    effects = Effects()
-    replica_check = ReplicaCheck(effects, degree=2)
+    replica_check = ReplicaCheck(degree=2)
     worker_ids = [WorkerId(node=node, device=device) for node in ("n0", "n1", "n2") for device in range(2)]
     right = {worker_id: {3: 10 + worker_id.device} for worker_id in worker_ids}
-    assert say(replica_check, 1, right) == {}
-    assert texts(effects) == []
+    assert say(replica_check, 1, right) == ()
     wrong = right | {worker_ids[2]: {3: 77}}
-    assert say(replica_check, 2, wrong) == {worker_ids[2]: frozenset({3})}
+    assert distrusted(say(replica_check, 2, wrong)) == {worker_ids[2]: frozenset({3})}

@@ -22,6 +22,7 @@ from .states import (
     Adopting,
     Answered,
     AwaitingWorkers,
+    BeginRecovery,
     CheckpointReported,
     CheckpointWanted,
     Deciding,
@@ -40,7 +41,6 @@ from .states import (
     Preparing,
     RecoveryBegun,
     RecoveryEnded,
-    Regroup,
     RunEnded,
     Settling,
     State,
@@ -233,7 +233,7 @@ def _reached(state: State, node: str) -> Step:
             adopting = state if isinstance(state, Adopting) else state.training
             assert isinstance(adopting, Adopting)
             is_awaited = any(worker_id.node == node for worker_id in adopting.awaited)
-            return state, (Regroup(cause=PlanCause.MASTER_LOST, detect_s=0.0),) if is_awaited else ()
+            return state, (BeginRecovery(cause=PlanCause.MASTER_LOST),) if is_awaited else ()
         case _:
             return state, ()
 
@@ -245,7 +245,7 @@ def _late(state: State, passed: TimePassed, now_s: float) -> Step:
     """A state's deadline is over."""
     match state:
         case Suspecting():
-            return state, (Regroup(cause=PlanCause.PEER_FAILED, detect_s=_SUSPICION_S),)
+            return state, (BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=_SUSPICION_S),)
         case Fencing(recovery=recovery, statuses=statuses):
             return Overdue(recovery=recovery, statuses=statuses, until_s=now_s + _LOOK_S), ()
         case Overdue():

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from oobleck.control.events import Record, Send, SendAll
+from oobleck.control.events import EndRun, Record, Send, SendAll
 from oobleck.control.journal import Action, Loss, LossCause, PlanCause
 from oobleck.control.protocol import Fence, Resumed, Status
 from oobleck.job import ControlSpec
@@ -20,6 +20,7 @@ __all__ = [
     "Adopting",
     "Answered",
     "AwaitingWorkers",
+    "BeginRecovery",
     "CheckpointReported",
     "CheckpointWanted",
     "Decide",
@@ -43,7 +44,6 @@ __all__ = [
     "Recovery",
     "RecoveryBegun",
     "RecoveryEnded",
-    "Regroup",
     "RunEnded",
     "Settling",
     "State",
@@ -384,11 +384,14 @@ Input = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regroup:
-    """Begin a recovery that no loss has asked for."""
+class BeginRecovery:
+    """Fence all survivors under a new generation; during a recovery, begin it again."""
 
     cause: PlanCause
-    detect_s: float
+    nodes: tuple[str, ...] = ()
+    loss: LossCause | None = None
+    """Why the nodes were lost, if they were."""
+    detect_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,14 +424,7 @@ class PlanInForce:
     """All compute under the newest plan: what only the one before needed can go."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndRun:
-    """End the run as failed."""
-
-    reason: str
-
-
-Effect = Record | Send | SendAll | Regroup | Decide | GiveUp | RecoveryEnded | PlanInForce | EndRun
+Effect = Record | Send | SendAll | BeginRecovery | Decide | GiveUp | RecoveryEnded | PlanInForce | EndRun
 """Journal entries and messages are the coordinator's own commands; the others concern its parts."""
 
 Step = tuple[State, tuple[Effect, ...]]

@@ -1,0 +1,302 @@
+"""What agents and workers report, and the part that each report concerns.
+
+Here it is checked that a report can be: what a peer says wrong costs that peer.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from oobleck.control.commit import HANG_FLOOR_S
+from oobleck.control.events import (
+    BatchReceived,
+    EndRun,
+    PassOn,
+    Send,
+    notice,
+)
+from oobleck.control.journal import (
+    ForkServerDown,
+    LayersArriving,
+    Misfit,
+    PlanCause,
+    ProtocolBroken,
+    TerminationNoticed,
+)
+from oobleck.control.membership import (
+    Member,
+    NodeState,
+    check_device,
+    is_of_training,
+    is_of_worker_that_ends,
+)
+from oobleck.control.protocol import (
+    AgentMessage,
+    AgentStopped,
+    CheckpointCommitted,
+    CheckpointsFound,
+    CommitRecord,
+    Evaluating,
+    EvaluationDone,
+    Finished,
+    ForkServerEnded,
+    Heartbeat,
+    Hello,
+    LayersMoving,
+    LayersPersisted,
+    Leaving,
+    Pace,
+    PeerFailed,
+    Profiled,
+    RecordsFailed,
+    ReplicaDigests,
+    RestoreFailed,
+    Resumed,
+    ScanAnswer,
+    StateNotSaved,
+    StateSaved,
+    Status,
+    StepCommitted,
+    StorePut,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+)
+from oobleck.errors import ConfigError, PeerError
+from oobleck.exit_codes import ExitCode
+from oobleck.planner import WorkerId
+
+from .parts import Parts
+from .recovery import Phase
+from .recovery.states import (
+    BeginRecovery,
+    CheckpointReported,
+    FailureSuspected,
+    GiveUp,
+    WorkersResumed,
+)
+from .routing import Routing
+
+__all__ = ["Reports"]
+
+
+class Reports:
+    """Gives reports to the parts of the coordinator, and carries out what they return."""
+
+    def __init__(self, parts: Parts, routing: Routing) -> None:
+        self._parts = parts
+        self._routing = routing
+        self._do = routing.carry_out
+
+    def said(self, node: str, message: AgentMessage, now_s: float) -> None:
+        """Take in what a node's agent reports, or a worker through it."""
+        member, is_begun = self._parts.members[node], self._parts.reconfiguration.is_begun
+        if member.state not in (NodeState.CONNECTED, NodeState.READY):
+            return  # late words of a node that was given up
+        heard = self._parts.silence.hear(member, now_s)
+        if heard:
+            self._do(heard, now_s)
+            self._parts.progress.give_time(now_s)
+        try:
+            check_device(member, message)
+            if not is_begun and is_of_training(message):
+                return  # of a run before, or nonsense: this one has no plan yet that it could be of
+            if not is_of_worker_that_ends(member, message):
+                self._understand(member, message, now_s)
+        except PeerError as error:
+            self._do((GiveUp(nodes=(node,), loss=ProtocolBroken(problem=str(error))),), now_s)
+        except ConfigError as error:
+            if not self._parts.reconfiguration.is_begun:
+                self._do((EndRun(exit_code=ExitCode.CONFIG, reason=str(error)),), now_s)
+            # Whoever comes later must fit; those who train are not to suffer.
+            self._do((GiveUp(nodes=(node,), loss=Misfit(problem=str(error))),), now_s)
+
+    def all_said(self, event: BatchReceived, now_s: float) -> None:
+        """Like `said` of each; what no worker of ours can say wrong is not checked again for each."""
+        speakers = self._parts.members.hear(event.worker_ids, now_s)
+        match event.message:
+            case Status() | Resumed() | Pace() as message:
+                self._understand_plan(speakers, message, now_s)
+            case _:
+                assert_never(event.message)
+
+    def _understand_plan(self, worker_ids: list[WorkerId], message: Status | Resumed | Pace, now_s: float) -> None:
+        """Workers report where they stand, that they compute under a plan, or how fast."""
+        recovery = self._parts.reconfiguration
+        match message:
+            case Status():
+                self._do(recovery.status(worker_ids, message, now_s), now_s)
+            case Resumed():
+                self._do(recovery.give(WorkersResumed(worker_ids=tuple(worker_ids), message=message), now_s), now_s)
+            case Pace():
+                if not recovery.is_fencing:
+                    plan = recovery.generations.plan
+                    self._do(self._parts.replanning.note_pace(worker_ids, message, plan, now_s), now_s)
+            case _:
+                assert_never(message)
+
+    def _understand(self, member: Member, message: AgentMessage, now_s: float) -> None:
+        node, parts = member.spec.name, self._parts
+        match message:
+            case Heartbeat(sequence=sequence):
+                if sequence is not None:
+                    self._do((Send(node=node, message=message),), now_s)
+            case StorePut():
+                self._pass_on(node, message, now_s)
+            case StepCommitted(record=record):
+                self._step_committed(record, now_s)
+            case Evaluating() | EvaluationDone():
+                self._evaluating(message, now_s)
+            case Status() | Resumed() | Pace():
+                self._understand_plan([WorkerId(node=node, device=message.device)], message, now_s)
+            case LayersMoving():
+                self._layers_moving(node, message, now_s)
+            case Finished():
+                if self._parts.reconfiguration.phase is Phase.TRAINING:
+                    finished, plans = WorkerId(node=node, device=message.device), parts.reconfiguration.generations
+                    self._do(parts.shutdown.worker_finished(finished, plans, now_s), now_s)
+            case PeerFailed(generation=generation):
+                self._do(parts.reconfiguration.give(FailureSuspected(generation=generation), now_s), now_s)
+            case StateSaved() | StateNotSaved() | LayersPersisted() | CheckpointCommitted():
+                self._saved(node, message, now_s)
+            case CheckpointsFound():
+                self._checkpoints_found(WorkerId(node=node, device=message.device), message, now_s)
+            case ReplicaDigests():
+                self._compare(WorkerId(node=node, device=message.device), message, now_s)
+            case RestoreFailed():
+                self._restore_failed(node, message, now_s)
+            case ScanAnswer():
+                self._do(parts.sharding.surveyed(WorkerId(node=node, device=message.device), message, now_s), now_s)
+            case RecordsFailed():
+                self._do(parts.sharding.failed(parts.reconfiguration.generations.current, message, now_s), now_s)
+            case WorkerStarted():
+                pass
+            case WorkerReady():
+                self._worker_ready(member, message, now_s)
+            case Profiled():
+                self._do(parts.preparation.take_measurement(message), now_s)
+                self.train_when_ready(now_s)
+            case WorkerExited():
+                is_begun = parts.reconfiguration.is_begun
+                self._do(parts.workers.worker_exited(member, message, now_s, is_begun=is_begun), now_s)
+            case Leaving(reason=reason):
+                self._routing.record(TerminationNoticed(t_s=now_s, node=node, reason=reason))
+                self._do(parts.lifecycle.noticed(member, now_s, is_begun=parts.reconfiguration.is_begun), now_s)
+            case ForkServerEnded(end=end, is_restarted=is_restarted):
+                self._routing.record(ForkServerDown(t_s=now_s, node=node, end=end, is_restarted=is_restarted))
+            case AgentStopped():
+                is_in_plan = parts.reconfiguration.is_in_plan(node)
+                self._do(parts.lifecycle.agent_stopped(member, message, now_s, is_in_plan=is_in_plan), now_s)
+            case Hello():
+                raise PeerError("a second hello on one connection")
+            case _:
+                assert_never(message)
+
+    def _layers_moving(self, node: str, message: LayersMoving, now_s: float) -> None:
+        if message.generation == self._parts.reconfiguration.generations.current:
+            entry = LayersArriving(
+                t_s=now_s,
+                generation=message.generation,
+                node=node,
+                device=message.device,
+                received_bytes=message.received_bytes,
+                all_bytes=message.all_bytes,
+            )
+            self._routing.record(entry)
+
+    def _pass_on(self, origin: str, message: StorePut, now_s: float) -> None:
+        ready = self._parts.members.ready_names
+        nodes = tuple(node for node in message.nodes if node != origin and node in ready)
+        if nodes:
+            self._do((PassOn(nodes=nodes, key=message.key, value=message.value),), now_s)
+
+    # --- workers become ready, and training begins -------------------------------------------------------------
+
+    def _worker_ready(self, member: Member, message: WorkerReady, now_s: float) -> None:
+        """A worker can be given a part. Raises ConfigError if it does not fit the others."""
+        parts, recovery = self._parts, self._parts.reconfiguration
+        worker = parts.workers.worker_up(member, message, now_s)
+        if worker is not None:
+            self._routing.record(worker)
+            self._do(parts.preparation.note_ready(member, message), now_s)
+            self._do(parts.sharding.know(message.shards, now_s), now_s)
+            member.note_ready(worker, generation=recovery.generations.current)
+            if recovery.is_begun and member.is_ready:
+                self._join(member.spec.name, now_s)
+        self.train_when_ready(now_s)
+
+    def _join(self, node: str, now_s: float) -> None:
+        """A node has become ready: it trains at once if it is wanted, else it rests."""
+        generations, members = self._parts.reconfiguration.generations, self._parts.members
+        num_used = sum(members.took_part(each, generations.newest) for each in generations.plan.nodes)
+        if self._parts.reconfiguration.is_fencing or self._parts.replanning.wants_more(num_used):
+            self._do((BeginRecovery(cause=PlanCause.JOINED, nodes=(node,)),), now_s)
+        else:
+            self._parts.replanning.look_soon(now_s)
+
+    def train_when_ready(self, now_s: float) -> None:
+        """Order the first plan once all that it needs is known."""
+        if not self._parts.reconfiguration.is_begun:
+            self._do(self._parts.startup.look(now_s), now_s)
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def _evaluating(self, message: Evaluating | EvaluationDone, now_s: float) -> None:
+        if self._parts.reconfiguration.phase is Phase.TRAINING:
+            self._parts.progress.expect(HANG_FLOOR_S, now_s)
+        if isinstance(message, EvaluationDone):
+            self._do(self._parts.progress.evaluate(message, now_s), now_s)
+
+    def _step_committed(self, record: CommitRecord, now_s: float) -> None:
+        parts = self._parts
+        committed = parts.progress.commit(record, now_s)
+        if not committed:
+            return
+        self._do(committed, now_s)
+        parts.saving.step_done(record)
+        parts.replanning.step_done(record, generation=parts.reconfiguration.generations.newest)
+        parts.sharding.committed(record.step)
+        if self._parts.reconfiguration.phase is Phase.TRAINING:
+            parts.progress.expect(HANG_FLOOR_S, now_s)
+
+    def _compare(self, worker_id: WorkerId, message: ReplicaDigests, now_s: float) -> None:
+        generations = self._parts.reconfiguration.generations
+        if self._parts.reconfiguration.phase is Phase.TRAINING and message.generation == generations.current:
+            worker_ids = generations.plan.worker_ids
+            self._do(self._parts.replica_check.take(worker_id, message, worker_ids, now_s), now_s)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def _saved(
+        self,
+        node: str,
+        message: StateSaved | StateNotSaved | LayersPersisted | CheckpointCommitted,
+        now_s: float,
+    ) -> None:
+        saving = self._parts.saving
+        match message:
+            case StateSaved():
+                self._do(saving.saved(WorkerId(node=node, device=message.device), message, now_s), now_s)
+            case LayersPersisted():
+                self._do(saving.persisted(message), now_s)
+            case CheckpointCommitted():
+                self._do(saving.committed(node, message, now_s), now_s)
+            case StateNotSaved():
+                self._do(saving.failed(node, message, now_s), now_s)
+            case _:
+                assert_never(message)
+
+    def _checkpoints_found(self, worker_id: WorkerId, message: CheckpointsFound, now_s: float) -> None:
+        self._parts.restoring.found(worker_id, message)
+        if self._parts.reconfiguration.is_begun:
+            self._do(self._parts.reconfiguration.give(CheckpointReported(), now_s), now_s)
+        else:
+            self.train_when_ready(now_s)
+
+    def _restore_failed(self, node: str, message: RestoreFailed, now_s: float) -> None:
+        """Nobody trains on what is broken: all go back to the checkpoint before it."""
+        if message.generation != self._parts.reconfiguration.generations.current:
+            return
+        self._do((notice(now_s, "error", f"{node} cannot restore {message.name}: {message.problem}"),), now_s)
+        self._parts.restoring.note_broken(message.name)
+        self._routing.begin(PlanCause.CHECKPOINT_BROKEN, now_s)

@@ -1,0 +1,156 @@
+"""What parts of the coordinator return: commands, and what they ask for. `routing.py` says what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oobleck.control.checkpoints import Candidate, KnownCheckpoint
+from oobleck.control.events import Command, EndRun, ExpectSteps, NodeUp, Repair
+from oobleck.control.journal import Loss, LossCause
+from oobleck.control.protocol import Raised
+from oobleck.planner import Profile, WorkerId
+
+from .choice import Choice
+from .recovery.states import (
+    BeginRecovery,
+    CheckpointWanted,
+    Decide,
+    GiveUp,
+    NodeGone,
+    NodeLeft,
+    NodeReached,
+    PlanInForce,
+    RecoveryEnded,
+    WorkersWanted,
+)
+
+__all__ = [
+    "BeginTraining",
+    "Effect",
+    "Effects",
+    "KeepDraining",
+    "KnowCheckpoints",
+    "LocateCheckpoints",
+    "NodeDropped",
+    "NodeHere",
+    "NodeTakenIn",
+    "PlanWithout",
+    "ReportProblems",
+    "WorkerDropped",
+    "WorkerRaised",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTakenIn:
+    """A node's agent has to be configured, and its workers started."""
+
+    event: NodeUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHere:
+    """A node that trains speaks to this master: its workers need to know what the steps to come take."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDropped:
+    """A node is given up, with all that was asked of it."""
+
+    node: str
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRaised:
+    """An exception has ended a worker."""
+
+    worker_id: WorkerId
+    error: Raised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDropped:
+    """A worker has ended, with all that was asked of it, and is started again."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanWithout:
+    """A node that was ready is not any more: plan without it, if the plan in force has a part for it."""
+
+    node: str
+    loss: LossCause
+    detect_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocateCheckpoints:
+    """Ask workers which checkpoints they can read."""
+
+    worker_ids: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportProblems:
+    """Say which checkpoints cannot be used, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnowCheckpoints:
+    """Which checkpoints are this run's own to prune, and which saves will never be complete."""
+
+    complete: Sequence[KnownCheckpoint]
+    unfinished: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginTraining:
+    """Order the first plan: all that it needs is known."""
+
+    profile: Profile
+    candidate: Candidate | None
+    """The checkpoint that the run begins from; None for the model's initial values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepDraining:
+    """The run cannot go on without nodes that were to leave: keep them."""
+
+    nodes: tuple[str, ...]
+
+
+Effect = (
+    Command
+    | BeginRecovery
+    | BeginTraining
+    | CheckpointWanted
+    | Choice
+    | Decide
+    | EndRun
+    | ExpectSteps
+    | GiveUp
+    | KeepDraining
+    | KnowCheckpoints
+    | LocateCheckpoints
+    | NodeDropped
+    | NodeGone
+    | NodeHere
+    | NodeLeft
+    | NodeReached
+    | NodeTakenIn
+    | PlanInForce
+    | PlanWithout
+    | RecoveryEnded
+    | Repair
+    | ReportProblems
+    | WorkerDropped
+    | WorkerRaised
+    | WorkersWanted
+)
+Effects = tuple[Effect, ...]
+"""What is to be done, in this order."""

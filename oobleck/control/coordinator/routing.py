@@ -1,0 +1,264 @@
+"""What becomes of what a part returns: commands leave the coordinator, the rest is given to the parts it concerns.
+
+A part calls no other one. So all that follows from a loss, an answer or an order can be read here, in one table; and
+each effect, with all that follows from it, is carried out before the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import assert_never
+
+from oobleck.control.commit import Verdict
+from oobleck.control.events import (
+    Command,
+    Connect,
+    Disconnect,
+    End,
+    EndRun,
+    ExpectSteps,
+    LookUpProfile,
+    PassOn,
+    Record,
+    Repair,
+    Send,
+    SendAll,
+    StoreProfile,
+    notice,
+)
+from oobleck.control.journal import Action, JournalEntry, PlanCause
+from oobleck.errors import PlanningError
+from oobleck.exit_codes import ExitCode
+from oobleck.job import JobSpec
+from oobleck.planner import WorkerId
+
+from .choice import Choice, to_checkpoint
+from .ordering import plan_adopted
+from .parts import Parts
+from .recovery import recovery_done
+from .recovery.states import (
+    BeginRecovery,
+    CheckpointWanted,
+    Decide,
+    GiveUp,
+    NodeGone,
+    NodeLeft,
+    NodeReached,
+    PlanInForce,
+    RecoveryEnded,
+    WorkersWanted,
+)
+from .requests import (
+    BeginTraining,
+    Effect,
+    Effects,
+    KeepDraining,
+    KnowCheckpoints,
+    LocateCheckpoints,
+    NodeDropped,
+    NodeHere,
+    NodeTakenIn,
+    PlanWithout,
+    ReportProblems,
+    WorkerDropped,
+    WorkerRaised,
+)
+
+__all__ = ["Routing", "RunOver"]
+
+_ADOPTION_S = 30.0
+"""How long a plan may take at least, from its orders to the first step, before it is a hang."""
+
+
+class RunOver(Exception):
+    """A part asks for the end of the run: whatever was to be done after that is not done."""
+
+    def __init__(self, end: EndRun) -> None:
+        super().__init__(end.reason)
+        self.end = end
+
+
+class Routing:
+    """Carries out effects, and gathers the commands among them."""
+
+    def __init__(self, job: JobSpec, parts: Parts) -> None:
+        self._job = job
+        self._parts = parts
+        self._commands: list[Command] = []
+
+    def take(self) -> list[Command]:
+        """Hand over all commands gathered since the last time."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def record(self, entry: JournalEntry) -> None:
+        """Append to the journal."""
+        self._commands.append(Record(entry=entry))
+
+    def begin(self, cause: PlanCause, now_s: float, *, detect_s: float = 0.0) -> None:
+        """Begin a recovery although no node is lost."""
+        self._carry_out(BeginRecovery(cause=cause, detect_s=detect_s), now_s)
+
+    def carry_out(self, effects: Effects, now_s: float) -> None:
+        """Carry out one effect after the other. Raises RunOver, and PeerError for what a peer did wrong."""
+        for effect in effects:
+            self._carry_out(effect, now_s)
+
+    def _carry_out(self, effect: Effect, now_s: float) -> None:
+        parts = self._parts
+        match effect:
+            case Record() | Send() | SendAll() | PassOn() | Connect() | Disconnect() | End():
+                self._commands.append(effect)
+            case LookUpProfile() | StoreProfile():
+                self._commands.append(effect)
+            case EndRun():
+                raise RunOver(effect)
+            # Nodes and workers
+            case NodeTakenIn(event=event):
+                self.carry_out(parts.preparation.configure(event, now_s), now_s)
+            case NodeHere(node=node):
+                self.carry_out(parts.sharding.tell(parts.reconfiguration.training_places(node)), now_s)
+            case NodeReached(node=node):
+                parts.shutdown.ask_again()
+                self.carry_out(parts.restoring.ask_again(node), now_s)
+                self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
+            case GiveUp(nodes=nodes, loss=loss):
+                for node in nodes:
+                    is_begun = parts.reconfiguration.is_begun
+                    self.carry_out(parts.lifecycle.give_up(node, loss, now_s, is_begun=is_begun), now_s)
+            case NodeDropped():
+                self._drop_node(effect, now_s)
+            case WorkerRaised(worker_id=worker_id, error=error):
+                parts.shutdown.note_error(worker_id, error)
+            case WorkerDropped(worker_id=worker_id):
+                self._drop_worker(worker_id, now_s)
+            case KeepDraining(nodes=nodes):
+                self.carry_out(parts.lifecycle.keep(nodes, now_s), now_s)
+            # Steps and plans
+            case ExpectSteps(within_s=within_s):
+                parts.progress.expect(within_s, now_s)
+            case BeginTraining():
+                self._begin_training(effect, now_s)
+            case PlanWithout(node=node, loss=loss, detect_s=detect_s):
+                if not parts.reconfiguration.can_spare(node):
+                    begin = BeginRecovery(cause=PlanCause.LOSS, nodes=(node,), loss=loss, detect_s=detect_s)
+                    self._carry_out(begin, now_s)
+            case Repair(copies=copies):
+                parts.replanning.distrust(copies)
+                nodes = tuple(sorted({worker_id.node for worker_id in copies}))
+                self._carry_out(BeginRecovery(cause=PlanCause.CORRUPTION, nodes=nodes), now_s)
+            case BeginRecovery():
+                parts.restoring.forget()
+                parts.progress.expect_none()
+                self.carry_out(parts.reconfiguration.begin(effect, now_s), now_s)
+            case NodeGone() | NodeLeft() | WorkersWanted() | CheckpointWanted():
+                self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
+            case Decide(deciding=deciding):
+                for record in parts.reconfiguration.committed_records(deciding):
+                    self.carry_out(parts.progress.commit(record, now_s), now_s)
+                self.carry_out(parts.reconfiguration.decide(deciding, now_s), now_s)
+            case Choice():
+                self._order(effect, now_s)
+            case PlanInForce():
+                parts.replanning.trust_all()
+                self.carry_out(parts.lifecycle.dismiss_drained(), now_s)
+            case RecoveryEnded():
+                done = recovery_done(effect, now_s, parts.members.clock_offsets_s)
+                parts.replanning.recovery_done(done)
+                self.record(done)
+            # Checkpoints
+            case LocateCheckpoints(worker_ids=worker_ids):
+                self.carry_out(parts.restoring.ask(worker_ids), now_s)
+            case ReportProblems():
+                self.carry_out(parts.restoring.report_problems(now_s), now_s)
+            case KnowCheckpoints(complete=complete, unfinished=unfinished):
+                self.carry_out(parts.saving.know(complete, unfinished), now_s)
+            case _:
+                assert_never(effect)
+
+    # --- losses ------------------------------------------------------------------------------------------------
+
+    def _drop_node(self, dropped: NodeDropped, now_s: float) -> None:
+        parts, node = self._parts, dropped.node
+        parts.replanning.forget_pace(node)
+        if not parts.reconfiguration.is_begun:
+            parts.startup.node_failed(node, dropped.loss, now_s)
+            return
+        self.carry_out(parts.saving.node_lost(node, now_s), now_s)
+        parts.sharding.lost(node)
+
+    def _drop_worker(self, worker_id: WorkerId, now_s: float) -> None:
+        """What a worker was asked, another one is, or the one that is started in its place.
+
+        Where nobody survives, all wait for the workers that are started again; but the error that ended every one of
+        them would do so again.
+        """
+        parts = self._parts
+        parts.replanning.forget_pace(worker_id.node)
+        if not parts.reconfiguration.is_begun:
+            self.carry_out(parts.preparation.worker_lost(worker_id), now_s)
+            parts.restoring.forget()
+            return
+        self.carry_out(parts.saving.worker_lost(worker_id.node, now_s), now_s)
+        parts.sharding.lost(worker_id.node)
+        living = {member.spec.name for member in parts.members.living}
+        training = [node for node in parts.reconfiguration.generations.plan.nodes if node in living]
+        if not parts.members.ready and parts.shutdown.is_same_error(training):
+            self._carry_out(EndRun(reason="the same error ended all workers"), now_s)
+
+    # --- plans -------------------------------------------------------------------------------------------------
+
+    def _begin_training(self, begun: BeginTraining, now_s: float) -> None:
+        """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one."""
+        parts, profile, candidate = self._parts, begun.profile, begun.candidate
+        nodes = [member.spec.name for member in parts.members.ready]
+        parts.saving.begin([layer.name for layer in profile.layers])
+        try:
+            self.carry_out(parts.replanning.begin(profile, len(nodes), now_s), now_s)
+            decision = parts.replanning.first_plan(nodes)
+            parts.reconfiguration.begin_generation(from_scratch=candidate is None)
+            if candidate is None:
+                choice = Choice(decision=decision, verdict=Verdict(applied=0, catch_up=None, adopted=None, held={}))
+            else:
+                moved = parts.replanning.replan(decision.plan, candidate.held, lost=frozenset())
+                reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
+                choice = to_checkpoint(replace(moved, action=decision.action, reason=reason), candidate)
+            self._order(choice, now_s)
+        except PlanningError as error:
+            self._carry_out(EndRun(exit_code=ExitCode.CONFIG, reason=str(error)), now_s)
+
+    def _order(self, choice: Choice, now_s: float) -> None:
+        """Send everyone the orders of a new generation, and train."""
+        parts, decision, candidate = self._parts, choice.decision, choice.candidate
+        if Action(decision.action) in (Action.CHECKPOINT, Action.BEGIN_AGAIN):
+            parts.saving.restored()
+        if candidate is not None:
+            parts.restoring.begin_from(candidate.name)
+            parts.saving.begin_from(candidate.name)
+        if choice.goes_back:
+            generation = parts.reconfiguration.generations.current
+            parts.progress.go_back(choice.verdict.applied, generation=generation)
+        update = parts.reconfiguration.update(choice, parts.replanning.planner)
+        position = None if candidate is None else candidate.position
+        placed = parts.sharding.follow(update, now_s, position=position, goes_back=choice.goes_back)
+        update = replace(update, assignment_version=parts.sharding.assignment_version)
+        worker_ids = tuple(worker_id for member in parts.members.ready for worker_id in member.worker_ids)
+        self.carry_out((*placed, SendAll(worker_ids=worker_ids, message=update)), now_s)
+        training = (worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)
+        self.carry_out(parts.sharding.tell(training), now_s)
+        is_quick = parts.progress.last_step > 0 and candidate is None
+        parts.progress.foresee(decision.predicted_step_s)
+        parts.progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s, now_s)
+        self.record(plan_adopted(self._job, choice, update, now_s))
+        if not decision.redundant:
+            threshold = self._job.fault_threshold
+            text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
+            self.carry_out((notice(now_s, "warning", text),), now_s)
+        saves = parts.saving.plan_adopted(decision.plan, now_s, boundary=update.boundary, redundant=decision.redundant)
+        self.carry_out(saves, now_s)
+        parts.replanning.plan_adopted(decision, now_s)
+        if candidate is not None:
+            self.carry_out(parts.saving.keep(candidate, now_s), now_s)
+        if choice.warning:
+            self.carry_out((notice(now_s, "warning", choice.warning),), now_s)
+        self.carry_out(parts.reconfiguration.ordered(choice, update, now_s), now_s)
