@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,7 +189,8 @@ def _pids(run: Run, node: str, pattern: str = "*.pid") -> list[int]:
 
 def _signal(pids: list[int], number: int) -> None:
     for pid in pids:
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # some end with others
+            os.kill(pid, number)
 
 
 def kill_node(run: Run, node: str = "node2") -> float:
