@@ -40,6 +40,8 @@ from tools.curves import Curve, curves_svg
 from tools.smoke import parse_arguments
 
 _SECTIONS = ("workers", "control", "simulator")
+_MOST_SAVING = 1024
+"""A manifest is as long for any number of nodes."""
 _KILO, _MEGA = 1e3, 1e6
 _LOST_AT_S, _SIMULATED_S = 600.0, 1200.0
 
@@ -100,7 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table("control", "The control plane alone, one lost node:", losses, _CONTROL)
         of, number = asked.rack
         table("rack", f"The control plane alone, {number} of {of} nodes at once:", (_lose(of, number),), _CONTROL)
-        manifests = ({"nodes": number, **asdict(measure_manifest(ControlPlane(number)))} for number in asked.control)
+        manifests = (
+            {"nodes": number, **asdict(measure_manifest(ControlPlane(number)))}
+            for number in asked.control
+            if number <= _MOST_SAVING
+        )
         table("manifests", "The control plane alone, the end of a save:", manifests, _MANIFESTS)
     if "simulator" in asked.sections:
         table("simulator", "The simulator, one lost node:", map(_simulate, asked.simulated), _SIMULATED)
