@@ -36,6 +36,7 @@ def require_descriptors(limit: int, num_nodes: int, *, are_virtual: bool) -> Non
     needed = _OF_ITS_OWN + num_nodes * (_A_VIRTUAL_NODE if are_virtual else _A_NODE)
     if limit < needed:
         raise ConfigError(
-            f"{num_nodes} nodes need {needed} open files in this process, and it may have {limit}; raise the limit by "
-            f"`ulimit -n {needed}` (the hard one, `ulimit -Hn`, is set by the machine's administrator)"
+            f"{num_nodes} nodes need {needed} open files in this process, and its limit (RLIMIT_NOFILE) is {limit}; "
+            f"raise it by `ulimit -n {needed}`, or LimitNOFILE={needed} of the service that starts this (the hard one, "
+            "`ulimit -Hn`, is set by the machine's administrator)"
         )

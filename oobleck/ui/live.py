@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TextIO, TypeVar, cast
 
@@ -95,11 +95,9 @@ def _leave(live: Live, console: Console, last: Dashboard) -> None:
 class LineLog:
     """Keeps the lines that wait to be written: at most 10,000, and then the oldest are dropped and counted."""
 
-    def __init__(self, formatter: LineFormatter | None = None, *, past: Iterable[JournalEntry] = ()) -> None:
-        """`past` was written by a master before: it is known, and not written again."""
+    def __init__(self, formatter: LineFormatter | None = None) -> None:
+        """What `formatter` has heard of already, under a master before, is known and not written again."""
         self._formatter = formatter or LineFormatter()
-        for entry in past:
-            self._formatter.apply(entry)
         self._waiting: deque[str] = deque(maxlen=_MAX_LINES)
         self._num_dropped = 0
 

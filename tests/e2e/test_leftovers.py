@@ -111,9 +111,13 @@ EVERY_KIND: Sequence[Change] = (restart_a_worker, drain_and_add, kill_and_add)
 def test_a_survivor_of_many_plans_holds_what_it_held_after_the_first_few(
     start: Callable[..., Any], runner: Runner
 ) -> None:
-    with start("--set", "control.lease_s=30", nodes=ALL) as run:
+    within = ("/bin/sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh")
+    with start("--set", "control.lease_s=30", nodes=ALL, within=within) as run:
         for change in EVERY_KIND:
             change(run, runner)
+        for pid in (run.up.process.pid, *runner.pids("node0", "agent"), worker_pids(runner)["node0"]):
+            soft, hard = psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)
+            assert soft == hard, f"process {pid} may open {soft} files, and could {hard}"
         first = settled(run, runner)
         for change in (drain_and_add, *EVERY_KIND):
             change(run, runner)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from oobleck.errors import ConfigError
+from oobleck.exit_codes import ExitCode
 from oobleck.runtime.descriptors import require_descriptors
 
 _RAISE = """\
@@ -32,9 +34,24 @@ def test_the_soft_limit_becomes_the_hard_one() -> None:
 @pytest.mark.parametrize(("num_nodes", "are_virtual"), [(600, False), (100, True)])
 def test_too_low_a_limit_is_named_with_what_to_change(num_nodes: int, *, are_virtual: bool) -> None:
     with pytest.raises(
-        ConfigError, match=rf"{num_nodes} nodes need \d+ open files .* may have 1024; .*`ulimit -n \d+`"
+        ConfigError,
+        match=rf"{num_nodes} nodes need \d+ open files .*RLIMIT_NOFILE.* is 1024; .*`ulimit -n \d+`.*LimitNOFILE=\d+",
     ):
         require_descriptors(1024, num_nodes, are_virtual=are_virtual)
+
+
+def test_a_run_that_cannot_have_enough_says_so_before_anything_is_started(tmp_path: Path) -> None:
+    up = [sys.executable, "-m", "oobleck", "up", "--local", "16", "--base-dir", str(tmp_path / "base")]
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -n 128 && exec "$@"', "sh", *up],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == ExitCode.CONFIG, done.stderr
+    assert "16 nodes need 208 open files" in done.stderr
+    assert not (tmp_path / "base").exists()
 
 
 def test_the_usual_limit_is_enough_for_hundreds_of_nodes_and_a_dozen_virtual_ones() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,6 +22,8 @@ PARTS = {
     "control_servers.py": "control_processes.py",
     "local_workers.py": "throughput.py",
     "pipelining_job.py": "throughput.py",
+    "scale_control.py": "scale.py",
+    "scale_workers.py": "scale.py",
     "torchrun_job.py": "recovery.py",
 }
 """What a benchmark consists of beside its own script, and who uses it."""
@@ -30,6 +34,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "control_plane.py": ("| none | steps", "| none | loss", "| embedded | steps", "| embedded | loss"),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
     "recovery.py": ("| killed worker | 1 |",),
+    "scale.py": ("Real workers, one killed node", "| 4 | ", "| 16 to 64 | ", "8 of 64 nodes at once", "| 32 to 64 | "),
     "sections.py": ("1 sections: step", "4 sections: step", "throughput of 4 sections, of one's: "),
     "simulator.py": ("64 nodes, 2 days", "goodput"),
     "throughput.py": ("torch", "same cut: layers 0-1 | 2-3; bubble", "own plan", "alone", "auto takes"),
@@ -61,6 +66,20 @@ def test_every_benchmark_has_a_smoke_test_or_is_part_of_one_that_has():
 def test_it_runs(name: str):
     said = run(name)
     assert [words for words in SMOKES[name] if words not in said] == [], said
+
+
+def test_what_scale_measured_is_kept_drawn_and_shown_beside_what_is_measured_later(tmp_path: Path):
+    kept, picture, only = tmp_path / "kept.json", tmp_path / "scale.svg", ("--sections", "control")
+    run("scale.py", *only, "--output", str(kept))
+    (small, large) = json.loads(kept.read_text())["control"]
+    assert (small["nodes"], large["nodes"]) == (16, 64)
+    assert (large["fences"]["number"], large["updates"]["number"]) == (63, 63)
+    said = run("scale.py", *only, "--beside", str(kept), "--svg", str(picture))
+    (row,) = (line for line in said.splitlines() if line.startswith("| 64 | 1 (1) | "))
+    assert " 63 (63) " in row
+    drawn = ElementTree.fromstring(picture.read_text())
+    names = {"".join(words.itertext()) for words in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"control plane alone: cpu", "control plane alone: cpu, earlier", "as log2 N"} <= names
 
 
 @pytest.mark.slow

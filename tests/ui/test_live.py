@@ -165,7 +165,9 @@ def test_lines_that_nobody_takes_are_dropped_and_counted():
 
 
 def test_what_another_master_wrote_is_known_and_not_written_again():
-    log = LineLog(past=[job_started(("node0",), max_steps=7)])
+    formatter = LineFormatter()
+    formatter.apply(job_started(("node0",), max_steps=7))
+    log = LineLog(formatter)
     assert log.take() == []
     log.apply(committed(5.0, 3))
     (line,) = log.take()

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +31,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 from oobleck.runtime.files import AgentDir, RunDirectory
 from tools.smoke import parse_arguments
 
-_TAG = "bench-recovery"
+__all__ = ["TAG", "Run", "kill_node"]
+
+TAG = "bench-recovery"
 _FAULT_STEP = 20
 _AFTER_STEPS = 15
 _WARM_UP_STEPS = 3
 _AWAY_S = 2.0
 _TIMEOUT_S = 120.0
 _JOB = f"""\
-tag: {_TAG}
+tag: {TAG}
 model: {{type: gpt2, n_embd: 128, n_layer: 4, n_head: 4}}
 data: {{sequence_length: 64, vocab_size: 512, max_bytes: 400000}}
 global_batch_size: 16
@@ -65,17 +68,17 @@ class Outcome:
 class Run:
     """A local run of `oobleck up` under way, and its journal as it grows."""
 
-    def __init__(self, directory: Path, number: int) -> None:
+    def __init__(self, directory: Path, number: int, *, nodes: int = 4, job_text: str = _JOB) -> None:
         self.base_dir = directory / "base"
         self._summary = directory / f"summary{number}.json"
         job = directory / "job.yaml"
-        job.write_text(_JOB, encoding="utf-8")
-        self._journal = self.base_dir / _TAG / "journal.jsonl"
+        job.write_text(job_text, encoding="utf-8")
+        self._journal = self.base_dir / TAG / "journal.jsonl"
         self._journal.unlink(missing_ok=True)
         self._position = 0
         self.entries: list[dict[str, object]] = []
         """What was read of the journal."""
-        command = [sys.executable, "-m", "oobleck", "up", "--local", "4", "--job", str(job), "--plain"]
+        command = [sys.executable, "-m", "oobleck", "up", "--local", str(nodes), "--job", str(job), "--plain"]
         self._command = [*command, "--base-dir", str(self.base_dir), "--summary", str(self._summary)]
         self._process = self._start(resume="never")
 
@@ -91,6 +94,11 @@ class Run:
         started_s = time.monotonic()
         self._process = self._start(resume="auto")
         return started_s
+
+    @property
+    def pid(self) -> int:
+        """The master's."""
+        return self._process.pid
 
     @property
     def plan_nodes(self) -> set[str]:
@@ -137,7 +145,7 @@ class Run:
     def command(self, *arguments: str) -> None:
         """Run another oobleck command on this run."""
         subprocess.run(
-            [sys.executable, "-m", "oobleck", *arguments, "--tag", _TAG, "--base-dir", str(self.base_dir)],
+            [sys.executable, "-m", "oobleck", *arguments, "--tag", TAG, "--base-dir", str(self.base_dir)],
             check=True,
             stdout=subprocess.DEVNULL,
         )
@@ -175,17 +183,19 @@ def _step(entry: dict[str, object]) -> int:
 
 
 def _pids(run: Run, node: str, pattern: str = "*.pid") -> list[int]:
-    run_id = RunDirectory(base_dir=run.base_dir, tag=_TAG).run_id
+    run_id = RunDirectory(base_dir=run.base_dir, tag=TAG).run_id
     return [int(path.read_text().split()[0]) for path in AgentDir(run_id, node).path.glob(pattern)]
 
 
 def _signal(pids: list[int], number: int) -> None:
     for pid in pids:
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # some end with others
+            os.kill(pid, number)
 
 
-def _kill_node(run: Run) -> float:
-    pids = _pids(run, "node2")
+def kill_node(run: Run, node: str = "node2") -> float:
+    """Kill all that is of a node, at once; returns when that was."""
+    pids = _pids(run, node)
     at_s = time.monotonic()
     _signal(pids, signal.SIGKILL)
     return at_s
@@ -234,7 +244,7 @@ class Fault:
 
 _FAULTS: dict[str, Fault] = {
     "killed node": Fault(
-        act=_kill_node,
+        act=kill_node,
         target="stall < 0.1, next step < 2 steps + 0.2",
         meets=lambda stall_s, next_s, step_s: stall_s < 0.1 and next_s < 2 * step_s + 0.2,
     ),

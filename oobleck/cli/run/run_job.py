@@ -211,6 +211,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
             if past.remark is not None:
                 session.remark("warning", past.remark)
             metrics = _start_metrics(directory, master, past)
+            past = replace(past, entries=())  # a year of them is gigabytes, and all have taken them in
             nursery.start_soon(
                 partial(
                     watch_run_directory,
@@ -241,7 +242,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
                     await cluster.aclose()
         nursery.cancel_scope.cancel()
-    return _with_journal(end, journal), summarize(session.entries)
+    return _with_journal(end, journal), session.account.summary()
 
 
 def _with_journal(end: End, journal: JournalWriter) -> End:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import trio
 
 from oobleck.cli.inputs import parse_hostfile
 from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
-from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, RunView, StepDone
+from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, RunAccount, RunView, StepDone
 from oobleck.errors import NodeUnreachable, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
@@ -28,6 +28,7 @@ from oobleck.runtime.control_socket import (
     StopRequest,
 )
 from oobleck.streams import Output
+from oobleck.ui.lines import LineFormatter
 from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, tell_of_lost_output, wants_dashboard
 from oobleck.wire import to_builtins
 
@@ -48,10 +49,10 @@ class Session:
         kills: Sequence[tuple[str, int]],
         num_local: int,
         known: Sequence[NodeSpec],
-        past: Sequence[JournalEntry],
+        past: Iterable[JournalEntry],
     ) -> None:
         """`known` are nodes that need not be in the run; `past` is the journal of a master before this one."""
-        self.entries: list[JournalEntry] = []
+        self.account = RunAccount()
         self.view = RunView()
         self._known = tuple(known)
         self._is_local = num_local > 0
@@ -61,9 +62,11 @@ class Session:
         self._due = list(kills)
         self._gone: set[str] = set()
         self._terminal: Output | None = None
+        self._formatter = LineFormatter()
         for entry in past:
             self._note(entry)
             self._take_due(entry)  # those kills are done
+            self._formatter.apply(entry)  # and nobody reads it again
         master.observe(self._note)
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)
@@ -74,7 +77,7 @@ class Session:
         if wants_dashboard(console_on(output), plain=plain):
             nursery.start_soon(lambda: run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
         else:
-            log = LineLog(past=self.entries)
+            log = LineLog(self._formatter)
             self._master.observe(log.apply)
             nursery.start_soon(lambda: run_lines(log, output=output))
         nursery.start_soon(tell_of_lost_output, output, self._note_lost_output)
@@ -85,7 +88,7 @@ class Session:
         _log.warning("%s", text)
 
     def _note(self, entry: JournalEntry) -> None:
-        self.entries.append(entry)
+        self.account.apply(entry)
         self.view.apply(entry)
         match entry:
             case NodeLost(node=node) | NodeLeft(node=node):

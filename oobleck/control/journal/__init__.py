@@ -62,7 +62,7 @@ from .sentences import end_text, error_text, given_up_text, loss_text, sentence,
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
-from .summary import NodeSummary, RecoverySummary, StepTime, Summary, summarize
+from .summary import NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
 from .view import RunView, level_of
 
 __all__ = [
@@ -120,6 +120,7 @@ __all__ = [
     "Remedy",
     "ReplicasDiffer",
     "Response",
+    "RunAccount",
     "RunSnapshot",
     "RunState",
     "RunView",

@@ -26,6 +26,7 @@ __all__ = [
     "PipelineSummary",
     "PlanSummary",
     "RecoverySummary",
+    "RunAccount",
     "StageSummary",
     "StepTime",
     "Summary",
@@ -173,78 +174,100 @@ class Summary:
 
 def summarize(entries: Iterable[JournalEntry]) -> Summary:
     """Sum up a journal, whole or cut off: O(entries · log(entries))."""
-    nodes = NodeAccount()
-    job: JobStarted | None = None
-    end: JobEnded | None = None
-    plan: PlanAdopted | None = None
-    tally = StepTally()
-    recoveries: list[RecoverySummary] = []
-    evaluations: dict[int, float] = {}
-    steps_lost = 0
-    saves_failed = 0
-    saved_step: int | None = None
-    gap: JournalGap | None = None
-    elapsed_s = 0.0
+    account = RunAccount()
     for entry in entries:
-        nodes.apply(entry)
-        elapsed_s = max(elapsed_s, entry.t_s)
+        account.apply(entry)
+    return account.summary()
+
+
+class RunAccount:
+    """A journal's summary as it grows. Entries need not be kept: of a step some eighty bytes are."""
+
+    def __init__(self) -> None:
+        self._nodes = NodeAccount()
+        self._job: JobStarted | None = None
+        self._end: JobEnded | None = None
+        self._plan: PlanAdopted | None = None
+        self._tally = StepTally()
+        self._recoveries: list[RecoverySummary] = []
+        self._evaluations: dict[int, float] = {}
+        self._steps_lost = 0
+        self._saves_failed = 0
+        self._saved_step: int | None = None
+        self._gap: JournalGap | None = None
+        self._elapsed_s = 0.0
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take the next entry in; O(1) amortised."""
+        self._nodes.apply(entry)
+        self._elapsed_s = max(self._elapsed_s, entry.t_s)
         match entry:
             case JobStarted():
-                job = entry
+                self._job = entry
             case PlanAdopted():
-                plan = entry
-                if entry.restored_step is not None:
-                    tally.begin_after(entry.restored_step)
-                    saved_step = entry.restored_step
-                    evaluations = {step: loss for step, loss in evaluations.items() if step <= entry.restored_step}
+                self._adopt(entry)
             case Evaluated():
-                evaluations[entry.step] = entry.loss
+                self._evaluations[entry.step] = entry.loss
             case StepDone() | StepsDone():
-                tally.add(entry)
+                self._tally.add(entry)
             case RecoveryDone():
-                recoveries.append(_recovery(entry))
-                steps_lost += entry.steps_lost
+                self._recoveries.append(_recovery(entry))
+                self._steps_lost += entry.steps_lost
             case CheckpointSaved(step=step):
-                saved_step = step
+                self._saved_step = step
             case SaveFailed():
-                saves_failed += 1
+                self._saves_failed += 1
             case JournalGap():
-                gap = entry if entry.is_open or entry.num_lost else None
+                self._gap = entry if entry.is_open or entry.num_lost else None
             case JobEnded():
-                end = entry
+                self._end = entry
             case _:
                 pass
-    split = nodes.time.at(elapsed_s)
-    batch = job.job.global_batch_size if job else 0
-    training_s = tally.last_s - split.starting_s if tally.last_s is not None else 0.0
-    step_time_s = tally.step_time_s()
-    return Summary(
-        tag=job.job.tag if job else "",
-        exit_code=end.exit_code if end else None,
-        reason=end.reason if end else "",
-        max_steps=job.job.max_steps if job else 0,
-        steps_committed=tally.num_steps,
-        samples_committed=tally.num_samples,
-        steps_lost=max(steps_lost, tally.num_committed_again),
-        samples_repeated=tally.samples_repeated,
-        samples_missing=tally.samples_missing + batch * tally.num_missing,
-        losses=tally.losses,
-        tokens_per_s=tally.tokens / training_s if training_s > 0 else None,
-        step_time_s=StepTime(median=step_time_s[0], p95=step_time_s[1]) if step_time_s else None,
-        goodput=split.goodput,
-        downtime_s=split.downtime_s,
-        elapsed_s=elapsed_s,
-        generations=plan.generation if plan else 0,
-        recoveries=tuple(recoveries),
-        seed=job.job.seed if job else 0,
-        plan=_plan(plan.plan) if plan else None,
-        evaluations=tuple(EvaluationSummary(step=step, loss=loss) for step, loss in sorted(evaluations.items())),
-        node_hours=NodeSummary.of(nodes.at(elapsed_s), num_steps=tally.num_steps, tokens=tally.tokens),
-        begun_after=tally.begun_after,
-        saved_step=saved_step,
-        saves_failed=saves_failed,
-        journal_lacks="" if gap is None else sentence(gap),
-    )
+
+    def _adopt(self, plan: PlanAdopted) -> None:
+        self._plan, restored = plan, plan.restored_step
+        if restored is not None:
+            self._tally.begin_after(restored)
+            self._saved_step = restored
+            self._evaluations = {step: loss for step, loss in self._evaluations.items() if step <= restored}
+
+    def summary(self) -> Summary:
+        """What the run has come to; O(entries · log(entries))."""
+        job, end, plan, gap, tally = self._job, self._end, self._plan, self._gap, self._tally
+        split = self._nodes.time.at(self._elapsed_s)
+        batch = job.job.global_batch_size if job else 0
+        training_s = tally.last_s - split.starting_s if tally.last_s is not None else 0.0
+        step_time_s = tally.step_time_s()
+        hours = self._nodes.at(self._elapsed_s)
+        return Summary(
+            tag=job.job.tag if job else "",
+            exit_code=end.exit_code if end else None,
+            reason=end.reason if end else "",
+            max_steps=job.job.max_steps if job else 0,
+            steps_committed=tally.num_steps,
+            samples_committed=tally.num_samples,
+            steps_lost=max(self._steps_lost, tally.num_committed_again),
+            samples_repeated=tally.samples_repeated,
+            samples_missing=tally.samples_missing + batch * tally.num_missing,
+            losses=tally.losses,
+            tokens_per_s=tally.tokens / training_s if training_s > 0 else None,
+            step_time_s=StepTime(median=step_time_s[0], p95=step_time_s[1]) if step_time_s else None,
+            goodput=split.goodput,
+            downtime_s=split.downtime_s,
+            elapsed_s=self._elapsed_s,
+            generations=plan.generation if plan else 0,
+            recoveries=tuple(self._recoveries),
+            seed=job.job.seed if job else 0,
+            plan=_plan(plan.plan) if plan else None,
+            evaluations=tuple(
+                EvaluationSummary(step=step, loss=loss) for step, loss in sorted(self._evaluations.items())
+            ),
+            node_hours=NodeSummary.of(hours, num_steps=tally.num_steps, tokens=tally.tokens),
+            begun_after=tally.begun_after,
+            saved_step=self._saved_step,
+            saves_failed=self._saves_failed,
+            journal_lacks="" if gap is None else sentence(gap),
+        )
 
 
 def _recovery(done: RecoveryDone) -> RecoverySummary:

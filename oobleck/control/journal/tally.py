@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from array import array
+from itertools import compress
 from math import ceil
 
 from .step_entries import StepDone, StepsDone
@@ -10,37 +11,34 @@ from .step_entries import StepDone, StepsDone
 __all__ = ["StepTally"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """Steps `first` to `last` of one journal entry; each like the others."""
-
-    first: int
-    last: int
-    entry: StepDone | StepsDone
-
-    @property
-    def length(self) -> int:
-        return self.last - self.first + 1
-
-    @property
-    def tokens(self) -> int:
-        entry = self.entry
-        return entry.tokens * self.length if isinstance(entry, StepDone) else entry.tokens_per_step * self.length
-
-
 class StepTally:
-    """Counts the commits of a journal. When a step comes again, those from it on were lost."""
+    """Counts the commits of a journal. When a step comes again, those from it on were lost.
+
+    Runs have millions of steps, so no entry is kept: each is a number in every one of these columns.
+    """
 
     def __init__(self) -> None:
-        self._runs: list[_Run] = []
+        self._first = array("q")
+        """Each entry is about steps `first` to `last`, which are alike."""
+        self._last = array("q")
+        self._samples = array("q")
+        self._repeated = array("q")
+        self._missing = array("q")
+        self._tokens = array("q")
+        self._at_s = array("d")
+        self._loss = array("d")
+        self._is_single = array("b")
+        """Whether its step has an entry of its own."""
         self._first_step = 1
         self.num_committed_again = 0
         """Steps that were committed, lost, and had to be run again."""
-        self._times_s: list[tuple[float, int]] = []
+        self._duration_s = array("d")
+        """Of all entries, those of lost steps too; each stands for `num_alike` steps."""
+        self._num_alike = array("q")
 
     def begin_after(self, step: int) -> None:
         """The run continues from a checkpoint of this step, which another run has saved."""
-        if not self._runs:
+        if not self._last:
             self._first_step = step + 1
 
     @property
@@ -50,59 +48,82 @@ class StepTally:
 
     def add(self, entry: StepDone | StepsDone) -> None:
         """Take a commit in; O(1) amortised."""
-        last = entry.record.step
+        record, is_single = entry.record, isinstance(entry, StepDone)
+        last = record.step
         first = last if isinstance(entry, StepDone) else entry.first_step
-        while self._runs and self._runs[-1].last >= first:
-            run = self._runs.pop()
-            if run.first < first:
-                self._runs.append(replace(run, last=first - 1))
-            self.num_committed_again += run.last - max(first, run.first) + 1
-        self._runs.append(_Run(first=first, last=last, entry=entry))
-        self._times_s.append((entry.record.duration_s, last - first + 1))
+        self._cut(first)
+        self._first.append(first)
+        self._last.append(last)
+        self._samples.append(record.num_samples)
+        self._repeated.append(record.samples_repeated)
+        self._missing.append(record.samples_missing)
+        self._tokens.append(entry.tokens if isinstance(entry, StepDone) else entry.tokens_per_step)
+        self._at_s.append(entry.t_s)
+        self._loss.append(record.loss)
+        self._is_single.append(is_single)
+        self._duration_s.append(record.duration_s)
+        self._num_alike.append(last - first + 1)
+
+    def _cut(self, first: int) -> None:
+        """Forget what was committed from a step on."""
+        while self._last and self._last[-1] >= first:
+            self.num_committed_again += self._last[-1] - max(first, self._first[-1]) + 1
+            if self._first[-1] < first:
+                self._last[-1] = first - 1
+                return
+            for column in (self._first, self._last, self._samples, self._repeated, self._missing, self._tokens):
+                column.pop()
+            for numbers in (self._at_s, self._loss):
+                numbers.pop()
+            self._is_single.pop()
 
     @property
     def num_steps(self) -> int:
-        return sum(run.length for run in self._runs)
+        return sum(self._last) - sum(self._first) + len(self._last)
 
     @property
     def num_missing(self) -> int:
         """Steps that were never committed although a later one was; those of a run before this one do not count."""
-        return (self._runs[-1].last - self._first_step + 1 if self._runs else 0) - self.num_steps
+        return (self._last[-1] - self._first_step + 1 if self._last else 0) - self.num_steps
 
     @property
     def num_samples(self) -> int:
-        return sum(run.entry.record.num_samples * run.length for run in self._runs)
+        return self._total(self._samples)
 
     @property
     def samples_repeated(self) -> int:
-        return sum(run.entry.record.samples_repeated * run.length for run in self._runs)
+        return self._total(self._repeated)
 
     @property
     def samples_missing(self) -> int:
-        return sum(run.entry.record.samples_missing * run.length for run in self._runs)
+        return self._total(self._missing)
 
     @property
     def tokens(self) -> int:
-        return sum(run.tokens for run in self._runs)
+        return self._total(self._tokens)
 
     @property
     def losses(self) -> tuple[float, ...]:
         """One a step where every step has an entry of its own; simulated steps have none."""
-        return tuple(run.entry.record.loss for run in self._runs if isinstance(run.entry, StepDone))
+        return tuple(compress(self._loss, self._is_single))
 
     @property
     def last_s(self) -> float | None:
         """When the newest step was committed."""
-        return self._runs[-1].entry.t_s if self._runs else None
+        return self._at_s[-1] if self._at_s else None
 
     def step_time_s(self) -> tuple[float, float] | None:
         """Median and 95th percentile of a step's seconds (nearest rank); None without steps."""
-        ordered = sorted(self._times_s)
+        ordered = sorted(zip(self._duration_s, self._num_alike, strict=True))
         total = sum(count for _, count in ordered)
         if not total:
             return None
         low, high = _at_rank(ordered, (total + 1) // 2), _at_rank(ordered, total // 2 + 1)
         return (low + high) / 2, _at_rank(ordered, ceil(0.95 * total))
+
+    def _total(self, each: array[int]) -> int:
+        """The sum over all steps of what each of an entry's has."""
+        return sum(value * (last - first + 1) for value, first, last in zip(each, self._first, self._last, strict=True))
 
 
 def _at_rank(ordered: list[tuple[float, int]], rank: int) -> float:

@@ -95,6 +95,9 @@ class _Index:
         self._lines = text.splitlines()
         self._by_name: defaultdict[str, list[int]] = defaultdict(list)
         self._hashed: list[tuple[bytes, bytes, int]] = []
+        """The lines of which nobody knows yet for whom they are: (salt, hash, number)."""
+        self._searched: set[str] = set()
+        """The names whose hashed lines are known."""
         self._always: list[int] = []
         for number, line in enumerate(self._lines):
             words = line.split(None, 2)
@@ -110,13 +113,22 @@ class _Index:
                 self._always.append(number)  # a pattern, or nonsense, of which asyncssh is to complain
 
     def lines_for(self, names: Iterable[str]) -> list[str]:
-        """Return the lines that may be for one of the names, in the file's order; O(hashed lines)."""
+        """Return the lines that may be for one of the names, in the file's order; O(hashed lines) for a new name."""
         found = {*self._always}
         for name in names:
+            if name not in self._searched:
+                self._search(name)
             found.update(self._by_name.get(name, ()))
-            value = name.encode()
-            found.update(number for salt, digest, number in self._hashed if hmac.digest(salt, value, "sha1") == digest)
         return [self._lines[number] for number in sorted(found)]
+
+    def _search(self, name: str) -> None:
+        """Find a name's hashed lines. A hash is of one name: no other one is compared with what was found."""
+        self._searched.add(name)
+        value = name.encode()
+        numbers = {number for salt, digest, number in self._hashed if hmac.digest(salt, value, "sha1") == digest}
+        if numbers:
+            self._by_name[name] += numbers
+            self._hashed = [line for line in self._hashed if line[2] not in numbers]
 
 
 def _hashed(pattern: str) -> tuple[bytes, bytes] | None:

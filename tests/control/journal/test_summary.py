@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 
 import pytest
 
 from oobleck.control.journal import Evaluated, JobEnded
-from oobleck.control.journal.summary import EvaluationSummary, StepTime, summarize
+from oobleck.control.journal.summary import EvaluationSummary, RunAccount, StepTime, summarize
 from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
 
 NODES = ("node0", "node1", "node2", "node3")
@@ -133,3 +134,18 @@ def test_a_run_that_fails_before_its_first_step():
     assert summary.tokens_per_s is None
     assert summary.step_time_s is None
     assert summary.downtime_s["starting"] == 2.0
+
+
+def test_of_a_step_no_more_than_its_numbers_is_kept():
+    account, num_steps = RunAccount(), 4000
+    account.apply(job_started(("node0",), max_steps=num_steps))
+    account.apply(adopted(0.5, 1, plan(("node0",))))
+    tracemalloc.start()
+    try:
+        for step in range(1, num_steps + 1):
+            account.apply(committed(float(step), step))
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 160 * num_steps  # an entry alone has more than 400
+    assert account.summary().steps_committed == num_steps

@@ -6,7 +6,8 @@ import base64
 import hmac
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import asyncssh
@@ -86,6 +87,45 @@ def test_a_file_is_read_again_only_when_it_has_changed(tmp_path: Path) -> None:
     shutil.copystat(path, replaced)  # of the same size, and of the same age
     replaced.replace(path)
     assert files.trusted([path]).match("alpha", "", None)[0] == [KEYS[2]]
+
+
+def test_hosts_that_are_asked_for_in_turn_have_the_keys_that_asyncssh_alone_would_find(tmp_path: Path) -> None:
+    """What is known of one host's hashed lines takes no other host's away, and its own stay."""
+    path = tmp_path / "known_hosts"
+    path.write_text("\n".join(LINES) + f"\n{hashed('beta')} {WORDS[3]}\n")
+    known, expected = HostKeyFiles().trusted([path]), asyncssh.read_known_hosts(str(path))
+    for host in ("nobody", "beta", "alpha", "beta", "nobody"):
+        for port in (None, 2222, 2200):
+            assert known.match(host, "10.0.0.2", port) == expected.match(host, "10.0.0.2", port)
+
+
+def processor_s(function: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    function()
+    return time.process_time() - began_s
+
+
+def test_a_file_of_a_thousand_hosts_is_not_parsed_for_each_of_them(tmp_path: Path) -> None:
+    """asyncssh alone takes 200 times as long; a fifth of its time for a few hosts is enough for all of them here."""
+    path, names = tmp_path / "known_hosts", [f"node{number}" for number in range(1024)]
+    path.write_text("".join(f"{name} {WORDS[0]}\n" for name in names))
+    files = HostKeyFiles()
+
+    def look_up(known: asyncssh.SSHKnownHosts, some: list[str]) -> None:
+        assert all(known.match(name, "10.0.0.1", None)[0] == [KEYS[0]] for name in some)
+
+    each_s = processor_s(lambda: [look_up(asyncssh.read_known_hosts(str(path)), [name]) for name in names[:8]]) / 8
+    all_s = processor_s(lambda: [look_up(files.trusted([path]), [name]) for name in names])
+    assert all_s < each_s * len(names) / 5
+
+
+def test_hashed_names_are_looked_for_once(tmp_path: Path) -> None:
+    path, names = tmp_path / "known_hosts", [f"node{number}" for number in range(256)]
+    path.write_text("".join(f"{hashed(name)} {WORDS[0]}\n" for name in names))
+    index = HostKeyFiles().index_of(path)
+    first_s, again_s = (processor_s(lambda: [index.lines_for([name, "10.0.0.1"]) for name in names]) for _ in range(2))
+    assert again_s < first_s / 3  # of 256 hosts a fiftieth
+    assert all(len(index.lines_for([name])) == 1 for name in names)
 
 
 @pytest.fixture
