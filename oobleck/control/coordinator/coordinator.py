@@ -51,7 +51,7 @@ from oobleck.control.journal import (
 from oobleck.control.membership import (
     Member,
     Membership,
-    NodeState,
+    MemberState,
     check_device,
     is_of_training,
     is_of_worker_that_ends,
@@ -287,7 +287,7 @@ class Coordinator:
 
     def _said(self, node: str, message: AgentMessage) -> None:
         member = self._members[node]
-        if member.state not in (NodeState.CONNECTED, NodeState.READY):
+        if member.state not in (MemberState.CONNECTED, MemberState.READY):
             return  # late words of a node that was given up
         if self._silence.hear(member, self._effects.now_s):
             self._progress.give_time()

@@ -26,7 +26,7 @@ from oobleck.control.journal import (
     PlanCause,
     Unfit,
 )
-from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeRetry, NodeState
+from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, MemberState, NodeRetry
 from oobleck.control.protocol import AgentStopped, KillWorker, StopAgent
 from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
@@ -81,7 +81,7 @@ class NodeLifecycle:
         misfit = self._preparation.misfit(event.hello)
         if misfit is not None:
             self.fail(node, Misfit(problem=misfit))
-        elif member.state is NodeState.CONNECTING:
+        elif member.state is MemberState.CONNECTING:
             member.last_heard_s = self._effects.now_s
             self._effects.record(NodeConnected(t_s=self._effects.now_s, node=node, agent_pid=event.hello.pid))
             self._effects.command(*self._preparation.configure(event, self._effects.now_s))
@@ -128,12 +128,12 @@ class NodeLifecycle:
     def fail(self, node: str, loss: Loss) -> None:
         """Give a node up, if that was not done before. Raises RunOver where the run has not begun."""
         member = self._members[node]
-        if member.state in (NodeState.LOST, NodeState.LEFT):
+        if member.state in (MemberState.LOST, MemberState.LEFT):
             return
         now_s = self._effects.now_s
         silent_s = max(0.0, now_s - member.last_heard_s)
         trained = member.is_ready
-        member.move_to(NodeState.LOST)
+        member.move_to(MemberState.LOST)
         self._reconfiguration.forget_pace(node)
         self._effects.command(Disconnect(node=node))
         is_begun = self._reconfiguration.is_begun
@@ -217,7 +217,7 @@ class NodeLifecycle:
             reason = message.reason
             self.fail(node, NoWorkerStarts(problem=reason) if message.is_failure else AgentLeft(reason=reason))
             return
-        member.move_to(NodeState.LEFT)
+        member.move_to(MemberState.LEFT)
         self._effects.record(NodeLeft(t_s=self._effects.now_s, node=node))
         self._effects.command(Disconnect(node=node))
         self.give_up(self._reconfiguration.note_left(node))
