@@ -10,7 +10,7 @@ from oobleck.control.protocol import NOTHING, PartialStep, PlanUpdate, Restore, 
 from oobleck.planner import Decision, ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
-from .judgement import NO_SECTION, SectionId, Verdict, broken_pipelines, deal_microbatches, rests_of
+from .judgement import NO_SECTION, SectionId, Verdict, broken_pipelines, reassign_microbatches, rests_of
 from .sections import committed_after, shares_of
 
 __all__ = ["Generations"]
@@ -139,7 +139,7 @@ class Generations:
         # Segments of an earlier recovery of the same step stay as they are dealt: they may be done already.
         if self._segments_for != (verdict.adopted, step):
             self._segments_for, self._segments = (verdict.adopted, step), ()
-        dealt = deal_microbatches(
+        dealt = reassign_microbatches(
             plan,
             lost,
             self._segments,

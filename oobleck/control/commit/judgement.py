@@ -38,10 +38,10 @@ __all__ = [
     "SectionId",
     "Verdict",
     "broken_pipelines",
-    "deal_microbatches",
     "judge",
     "microbatches_redone",
     "planned_layers",
+    "reassign_microbatches",
     "rests_of",
     "uncovered",
 ]
@@ -154,7 +154,7 @@ def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, .
     return tuple(index for index, pipeline in enumerate(plan.pipelines) if not gone.isdisjoint(pipeline.nodes))
 
 
-def deal_microbatches(
+def reassign_microbatches(
     plan: ExecutionPlan,
     lost: Collection[str],
     segments: Sequence[Segment],
