@@ -23,7 +23,7 @@ from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text, replay_run
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import (
-    Finished,
+    FinishedRun,
     JournalEntry,
     JournalGap,
     Summary,
@@ -151,7 +151,7 @@ def _tell_of_crash(run: Run, error: BaseException) -> None:
         )
 
 
-def _finished(run: Run, directory: RunDirectory) -> Finished | None:
+def _finished(run: Run, directory: RunDirectory) -> FinishedRun | None:
     """The run before, where it has done all that is asked for and its model can be seen to be whole from here.
 
     Where checkpoints lie on other machines, it is for their workers to see.
