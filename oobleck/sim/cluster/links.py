@@ -13,7 +13,7 @@ import trio
 
 from .determinism import VirtualTime
 
-__all__ = ["Link", "VirtualStream"]
+__all__ = ["VirtualLink", "VirtualStream"]
 
 _WINDOW_BYTES = 1 << 20
 """What a sender may have under way: what two kernels buffer, and more."""
@@ -253,7 +253,7 @@ class VirtualStream(trio.abc.HalfCloseableStream):
         self._is_sending = True
 
 
-class Link:
+class VirtualLink:
     """A connection between two ends, `near` and `far`."""
 
     def __init__(self, time: VirtualTime, *, latency_s: float, window_bytes: int = _WINDOW_BYTES) -> None:
