@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import DataPosition, RecordsOver, StepRecords
 
-__all__ = ["NO_SAMPLE", "Record", "Records"]
+__all__ = ["NO_SAMPLE", "RecordLocation", "Records"]
 
 NO_SAMPLE = -1
 """In place of a number: the last step may have fewer records than others, and nothing stands for those."""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordLocation:
     """Where a record lies: in [start, stop) of a shard."""
 
     shard: int
@@ -34,7 +34,7 @@ class Records:
         self._over: dict[int, RecordsOver] = {}
         """By edition."""
         self._assignment_version = 0
-        self._located: dict[int, Record] = {}
+        self._located: dict[int, RecordLocation] = {}
         """The records of the step that was asked for last, by number."""
         self.position: DataPosition | None = None
         """Where in the data the run is after the step that was asked for last."""
@@ -86,7 +86,7 @@ class Records:
         self._told.pop((self._assignment_version, step - 2), None)
         self.position = records.after
         places = [
-            Record(run.shard, run.bounds[at], run.bounds[at + 1])
+            RecordLocation(run.shard, run.bounds[at], run.bounds[at + 1])
             for run in records.runs
             for at in range(run.num_records)
         ]
@@ -94,6 +94,6 @@ class Records:
         self._located = dict(enumerate(places, first))
         return (*self._located, *[NO_SAMPLE] * (batch - len(places))), records.num_items
 
-    def locate(self, number: int) -> Record:
+    def locate(self, number: int) -> RecordLocation:
         """Return where a record of the step lies."""
         return self._located[number]
