@@ -36,7 +36,10 @@ __all__ = [
     "UsageError",
     "UserError",
     "WorkersUnavailable",
+    "shown",
 ]
+
+_SHOWN_CHARS = 200
 
 
 class OobleckError(Exception):
@@ -117,3 +120,12 @@ class ShardUnreadable(ResourceLost):
     def of(self, shard: int, position: int) -> ShardUnreadable:
         """The same of a shard and a position in it."""
         return ShardUnreadable(self.problem, shard=shard, position=position)
+
+
+def shown(value: object) -> str:
+    """A value as it may stand in an error: cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_NODES
-from oobleck.json_table import JsonTable, parse_json, shown
+from oobleck.json_table import JsonTable, parse_json
 
 from .changes import Change, trace_of_changes, trace_of_counts
 from .trace import Trace

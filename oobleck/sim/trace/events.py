@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, get_args
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
-from oobleck.json_table import shown
 
 __all__ = [
     "MAX_SECONDS",
