@@ -10,7 +10,7 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES
 
-from .inputs import MAX_BATCH, MAX_TOKENS, JsonOption, parse_schedule, whole
+from .inputs import MAX_BATCH, MAX_TOKENS, JsonOption, parse_schedule_name, whole
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner, Profile
@@ -181,7 +181,7 @@ def _planner(
 def _kind(name: str) -> ScheduleKind | None:
     from oobleck.schedule import ScheduleKind
 
-    return None if parse_schedule(name) == "auto" else ScheduleKind(name)
+    return None if parse_schedule_name(name) == "auto" else ScheduleKind(name)
 
 
 def _names(num_nodes: int, lost: tuple[str, ...]) -> tuple[str, ...]:

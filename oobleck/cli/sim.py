@@ -16,7 +16,7 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
 
-from .inputs import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption, duration_s, parse_scaling, parse_schedule, whole
+from .inputs import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption, duration_s, parse_scaling, parse_schedule_name, whole
 from .trace import read_trace
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def sim(
         fault_threshold=fault_threshold,
         num_pipelines=pipelines,
         reductions=reductions,
-        schedule=parse_schedule(schedule),
+        schedule=parse_schedule_name(schedule),
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )

@@ -21,7 +21,7 @@ from .options import (
 from .read_job import read_job
 from .save_every import with_save_every
 from .scaling_option import parse_scaling
-from .schedule_option import parse_schedule
+from .schedule_option import parse_schedule_name
 
 __all__ = [
     "MAX_BATCH",
@@ -38,7 +38,7 @@ __all__ = [
     "duration_s",
     "parse_hostfile",
     "parse_scaling",
-    "parse_schedule",
+    "parse_schedule_name",
     "read_job",
     "real",
     "whole",
