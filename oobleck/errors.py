@@ -9,7 +9,7 @@
     ├── PeerError             the other side broke the protocol
     └── ResourceLost          the world took something away
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
-        │   ├── NodeUnfit     it is faulty
+        │   ├── FaultyNode    it is faulty
         │   └── AgentGone     no agent of ours lives there any more
         ├── WorkersUnavailable no worker process can be started on a node
         ├── Unrecoverable     a layer has no living copy
@@ -83,7 +83,7 @@ class NodeUnreachable(ResourceLost):
         self.reason = reason
 
 
-class NodeUnfit(NodeUnreachable):
+class FaultyNode(NodeUnreachable):
     """A node that can be reached, and was found faulty."""
 
 

@@ -40,7 +40,7 @@ from oobleck.control.journal import (
     Unreachable,
 )
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
-from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable, PeerError
+from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 
 from .ports import AgentConnection, Cluster, Journal, LinkLost, ProfileCache
@@ -236,7 +236,7 @@ class _Tunnel:
                     await trio.sleep(wait_s)
         except AgentGone:
             self._fail(AgentLost())
-        except NodeUnfit as error:
+        except FaultyNode as error:
             self._fail(Unfit(fault=error.reason))
         except NodeUnreachable as error:
             self._fail(Unreachable(problem=error.reason))
@@ -248,7 +248,7 @@ class _Tunnel:
         try:
             connection = await cluster.reach(self._spec, attach=self._attach)
         except NodeUnreachable as error:
-            if self._attach and not isinstance(error, AgentGone | NodeUnfit):
+            if self._attach and not isinstance(error, AgentGone | FaultyNode):
                 return True
             raise
         try:
