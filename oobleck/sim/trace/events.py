@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, get_args
 
+from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
 
 __all__ = [
-    "MAX_SECONDS",
     "AgentCrashed",
     "AgentFrozen",
     "ForkServerCrashed",
@@ -37,8 +37,6 @@ __all__ = [
     "event_types",
 ]
 
-MAX_SECONDS = 5e8
-"""Fifteen years: half as long again as the longest failure trace that is published."""
 _MAX_SLOWNESS = 1e6
 
 
