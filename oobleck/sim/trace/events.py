@@ -1,7 +1,8 @@
 """What can happen in a cluster, and how each event stands in a trace file.
 
-A new one is a class with a kind here; `state` says what it does to the nodes, and type checking then names the places
-where it is made to happen: `sim/sweep/faults.py`, `sim/cluster/faults.py` and `cli/chaos_run/play.py`.
+A new one is a class with a kind here, in `TraceEvent`. If it is based on `Gone` or `Stays`, what it does to a node's
+state is said by that; else `state` has to say it. Type checking then names the three places that make it happen, each
+in a world of its own: `sim/sweep/faults.py`, `sim/cluster/faults.py` and `cli/chaos_run/play.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "Noticed",
     "Partitioned",
     "Slowed",
+    "Stays",
     "Thawed",
     "TraceEvent",
     "WorkerCrashed",
@@ -43,6 +45,14 @@ _MAX_SLOWNESS = 1e6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
     """After this a node is away, whatever was wrong with it before. It may join again, holding nothing."""
+
+    t_s: float
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stays:
+    """A node stays where it was: what happens, happens to a process on it, or is only announced."""
 
     t_s: float
     node: str
@@ -97,12 +107,10 @@ class Slowed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerCrashed:
+class WorkerCrashed(Stays):
     """The worker process of one device ends; the node and its agent are well."""
 
     kind: ClassVar[str] = "worker_crashed"
-    t_s: float
-    node: str
     device: int = 0
 
     def __post_init__(self) -> None:
@@ -118,12 +126,10 @@ class AgentCrashed(Gone):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForkServerCrashed:
+class ForkServerCrashed(Stays):
     """The process that forks a node's workers ends; those that live go on, and a next one is started."""
 
     kind: ClassVar[str] = "fork_server_crashed"
-    t_s: float
-    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +157,10 @@ class MasterFrozen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentFrozen:
+class AgentFrozen(Stays):
     """The agent process of a node is stopped for `frozen_s` seconds; its workers train on."""
 
     kind: ClassVar[str] = "agent_frozen"
-    t_s: float
-    node: str
     frozen_s: float
 
     def __post_init__(self) -> None:
@@ -185,12 +189,10 @@ class Healed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noticed:
+class Noticed(Stays):
     """The provider says that it will take a node away in `grace_s` seconds. The loss, if it comes, is an event too."""
 
     kind: ClassVar[str] = "notice"
-    t_s: float
-    node: str
     grace_s: float
 
     def __post_init__(self) -> None:
