@@ -36,6 +36,7 @@ from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageEr
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
+from oobleck.roles.ports import Launcher
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
@@ -278,7 +279,7 @@ def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
     return prometheus_text(output.metrics.sample(master.now_s), tag)
 
 
-async def _give_memory_back(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> None:
+async def _give_memory_back(cluster: Launcher, nodes: Sequence[NodeSpec]) -> None:
     """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
     with trio.move_on_after(_FORGET_S):
         async with trio.open_nursery() as forgetting:
@@ -304,7 +305,7 @@ class _Past:
         return max(self.replayed.last_s, (datetime.now(UTC) - began).total_seconds())
 
 
-async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, known: Sequence[NodeSpec]) -> _Past:
+async def _find_past(run: Run, directory: RunDirectory, cluster: Launcher, known: Sequence[NodeSpec]) -> _Past:
     """Look for a run that continues without its master; the journal of any other is set aside.
 
     Raises UsageError for one that trains another job.
@@ -337,7 +338,7 @@ def _read_past(path: Path) -> tuple[JournalEntry, ...]:
         return ()
 
 
-async def _is_any_alive(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> bool:
+async def _is_any_alive(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
     living: list[NodeSpec] = []
 
     async def ask(spec: NodeSpec) -> None:
@@ -353,7 +354,7 @@ async def _is_any_alive(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> bool:
 def _make_master(
     run: Run,
     directory: RunDirectory,
-    cluster: SSHCluster,
+    cluster: Launcher,
     journal: JournalWriter,
     past: _Past,
     known: tuple[NodeSpec, ...],
