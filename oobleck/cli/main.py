@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None, *, commands: Sequence[CliComman
     failure = settle(stdout)
     if failure is None or status != ExitCode.DONE or stdout.lasting:
         return status
-    if failure.errno != errno.EPIPE:  # else nobody reads on, as with `| head`
+    if failure.errno != errno.EPIPE:  # else the reader has gone, as with `| head`
         print(f"oobleck: standard output: {failure.strerror}", file=sys.stderr)  # noqa: T201 - as below
     return ExitCode.FAILED
 
@@ -284,7 +284,7 @@ def _run(given: list[str], commands: Sequence[CliCommand], stdout: Output) -> in
         return _report_group(group)
     except OSError as error:
         if error is stdout.failure:
-            return ExitCode.DONE  # told by those who settle it
+            return ExitCode.DONE  # whoever settles it has said so
         if error.filename is None:
             raise
         # Of a path that somebody named: too long, without permission, a link to itself.

@@ -55,7 +55,7 @@ _MESSAGES_BUFFERED = 10_000
 _AGAIN_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """The waits before each try to find the way to an agent again; the last one before all that follow."""
 _FAREWELL_S = 5.0
-"""How long agents may take to end their workers once they are told to stop."""
+"""How long agents may take to end their workers once they are asked to stop."""
 
 
 class Master:
@@ -76,7 +76,7 @@ class Master:
     ) -> None:
         """`elapsed_s`: how long the run has gone on already, under a master before.
 
-        `held_up_s` tells how long this process was stopped so far, where trio's clock does not count that.
+        `held_up_s` returns how long this process was stopped so far, where trio's clock does not count that.
         `known` are the nodes that one had, lost ones included: something may be left on them at the end.
         """
         self._coordinator = coordinator
@@ -244,7 +244,7 @@ class _Tunnel:
             self.closed.set()
 
     async def _is_only_out_of_reach(self, cluster: Cluster, hello_timeout_s: float) -> bool:
-        """Talk to the agent until the connection ends; tell whether the agent may live, and can be looked for."""
+        """Talk to the agent until the connection ends, and return whether the agent may live, and can be looked for."""
         try:
             connection = await cluster.reach(self._spec, attach=self._attach)
         except NodeUnreachable as error:

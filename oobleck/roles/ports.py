@@ -38,9 +38,9 @@ __all__ = [
 
 
 class LinkLost(trio.BrokenResourceError):
-    """The way to a node is lost: a network, a machine in between, or the node. Whether its agent lives, nobody knows.
+    """The way to a node is lost: a network, a machine in between, or the node. Whether its agent lives is not known.
 
-    An agent that ends, or is killed, is told apart from this: then the other side closes the connection.
+    An agent that ends, or is killed, is distinguished from this: then the other side closes the connection.
     """
 
 
@@ -104,7 +104,7 @@ class Launcher(Cluster, Protocol):
     """All that a run asks of what reaches its nodes: SSH today. `Cluster` is the part that the master uses."""
 
     async def is_alive(self, node: NodeSpec) -> bool:
-        """Tell whether an agent of this run lives on the node; False where it cannot be reached."""
+        """Return whether an agent of this run lives on the node; False where it cannot be reached."""
         ...
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:

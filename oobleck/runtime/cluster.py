@@ -148,7 +148,7 @@ class SSHCluster:
         self._let_go.discard(node.name)
 
     async def is_alive(self, node: NodeSpec) -> bool:
-        """Tell whether an agent of this run lives on the node; False where it cannot be reached."""
+        """Return whether an agent of this run lives on the node; False where it cannot be reached."""
         try:
             return await self._run(node, is_alive_command(self._run_id, node.name)) == 0
         except NodeUnreachable:

@@ -140,7 +140,7 @@ def run_job(run: Run) -> int:
 
 
 def _tell_of_crash(run: Run, error: BaseException) -> None:
-    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is told elsewhere."""
+    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is said elsewhere."""
     leaves = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else [error]
     if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves):
         return
@@ -245,7 +245,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
 
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
-    """No run that ends with less in its journal than happened is a success: what reads it would tell less."""
+    """No run that ends with less in its journal than happened is a success: its readers would know less."""
     if not journal.num_missing or end.exit_code not in (*_ENDS_WELL, ExitCode.NOT_SAVED):
         return end
     problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror

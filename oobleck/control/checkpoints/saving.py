@@ -104,7 +104,7 @@ class Saving:
         self._last_step = 0
         self._losses: dict[int, float] = {}
         self._wanted: int | None = None
-        """The step after which all were told to save."""
+        """The step after which all were to save."""
         self._saves: dict[str, _Save] = {}
         self._tried_step = 0
         """The newest step after which a save has begun."""
@@ -153,7 +153,7 @@ class Saving:
 
     @property
     def may_be_in_memory(self) -> bool:
-        """Whether nobody knows yet if the newest state is whole in memory: shares of it may still be told of."""
+        """Whether it is not known yet if the newest state is whole in memory: reports of shares may be missing."""
         return self.is_enabled and self._memory_step < self._last_step
 
     @property
@@ -189,7 +189,7 @@ class Saving:
         self._remove(name for name in unfinished if name not in self._saves)
 
     def plan_adopted(self, plan: ExecutionPlan, *, boundary: int, redundant: bool) -> None:
-        """Tell the workers of a new plan what is wanted; without redundancy that is a save, at once."""
+        """Ask the workers of a new plan for what is due; without redundancy that is a save, at once."""
         self._plan = plan
         self._last_step = boundary
         self._tried_step = min(self._tried_step, boundary)

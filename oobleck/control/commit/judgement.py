@@ -163,12 +163,12 @@ def reassign_microbatches(
     shares: Sequence[Sequence[int]] | None = None,
     partial: Collection[int] = (),
 ) -> tuple[Segment, ...] | None:
-    """Deal what broken pipelines leave of a step among the whole ones, on top of the segments dealt before.
+    """Give what broken pipelines leave of a step to the whole ones, on top of the segments assigned before.
 
     `shares` are the microbatches that each pipeline takes of it (the planned ones, by default), of which those
     `partial` are done for good.
     Returns all segments of the step, or None when no pipeline is whole. Segments are never taken back from a
-    whole pipeline; those of a pipeline that broke since are dealt again. Whole pipelines take shares in
+    whole pipeline; those of a pipeline that broke since are assigned again. Whole pipelines take shares in
     proportion to their planned ones, which are in proportion to their speeds; the largest remainder rounds.
     """
     broken = broken_pipelines(plan, lost)

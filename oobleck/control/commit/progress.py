@@ -45,7 +45,7 @@ class Progress:
         return self._base_step if self.last_record is None else self.last_record.step
 
     def commit(self, record: CommitRecord) -> bool:
-        """Note a committed step; False for one that another reporter told before."""
+        """Note a committed step; False for one that another worker reported before."""
         if record.step <= self.last_step or record.generation < self._base_generation:
             return False
         self.restore(record)
@@ -54,7 +54,7 @@ class Progress:
         return True
 
     def evaluate(self, message: EvaluationDone) -> None:
-        """Note an evaluation, unless another reporter told it before."""
+        """Note an evaluation, unless another worker reported it before."""
         if message.step <= self._evaluated_step:
             return
         self._evaluated_step = message.step
@@ -69,7 +69,7 @@ class Progress:
         )
 
     def owes_evaluation(self, step: int) -> bool:
-        """Whether a step's evaluation is due, and nobody has told its outcome."""
+        """Whether a step's evaluation is due, and no worker has reported its outcome."""
         return self._job.is_evaluated(step) and step > self._evaluated_step
 
     def go_back(self, step: int, *, generation: int) -> None:
@@ -103,7 +103,7 @@ class Progress:
         self.hangs_s = self._effects.now_s + max(least_s, _HANG_FACTOR * usual_s)
 
     def give_time(self) -> None:
-        """Steps may be committed that have not been told yet: nothing hangs before they had time to be."""
+        """Steps may be committed that have not been reported yet: nothing hangs before they had time to be."""
         if math.isfinite(self.hangs_s):
             self.hangs_s = max(self.hangs_s, self._effects.now_s + HANG_FLOOR_S)
 

@@ -1,6 +1,6 @@
 """Copies of a layer must be equal to the last bit after a step; where they are not, hardware has computed wrongly.
 
-Every so many steps workers tell a digest of each layer that they hold. With three copies or more the odd one out is
+Every so many steps workers report a digest of each layer that they hold. With three copies or more the odd one out is
 wrong; of two that differ nobody can tell, and both are named. A part of the coordinator's machine.
 """
 
@@ -45,7 +45,7 @@ class ReplicaCheck:
     def take(
         self, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId]
     ) -> dict[WorkerId, frozenset[int]]:
-        """Take a worker's digests; once all `places` have told theirs, return what is not to be trusted, by holder."""
+        """Take a worker's digests; once all have reported theirs, return what is not to be trusted, by holder."""
         key = (message.generation, message.step)
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
             return {}

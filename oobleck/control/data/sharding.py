@@ -1,10 +1,10 @@
 """Shards in the run: who is asked what lies in them, which step takes what, and what happens when they cannot be read.
 
-    a worker has answered ──> records known ──> dealt to steps ahead, and told to all ──> committed with their steps
+    a worker has answered ──> records known ──> assigned to steps ahead, and sent to all ──> committed with their steps
                                                      │
-        a plan goes back, or leaves a shard out:     └── dealt again, in another edition
+        a plan goes back, or leaves a shard out:     └── assigned again, in another version
 
-A part of the coordinator's machine. What it deals is in the journal before it is told, so that a new master deals on
+A part of the coordinator's machine. What it assigns is in the journal before it is sent, so that a new master continues
 where the one before has stopped.
 """
 
@@ -38,7 +38,7 @@ from .record_assigner import MAX_LEFT, MAX_OPEN, RecordAssigner
 __all__ = ["ShardRemains", "Sharding"]
 
 STEPS_AHEAD = 32
-"""Steps whose records are told before they are begun: so many steps workers can run without a master."""
+"""Steps whose records are sent before they are begun: so many steps workers can run without a master."""
 _ATTEMPTS = 3
 """How often a shard is tried before it is in quarantine."""
 _RETRY_S = 1.0
@@ -75,7 +75,7 @@ class ShardRemains:
 
 
 class Sharding:
-    """The dealer, what it has dealt to steps that are not committed, and the failures of shards."""
+    """The assigner, what it has assigned to steps that are not committed, and the failures of shards."""
 
     def __init__(
         self, job: JobSpec, progress: Progress, effects: Effects, *, worker_ids: Callable[[], Iterable[WorkerId]]
@@ -96,7 +96,7 @@ class Sharding:
         """By step, of the newest edition; those before the newest committed one are forgotten."""
         self._failures: dict[int, int] = {}
         """How often each shard has failed since it was read last."""
-        self._must_deal_anew = False
+        self._must_assign_again = False
         self._is_dry = True
         self._is_stopped = False
         self._over_told: tuple[int, int] | None = None
@@ -136,7 +136,7 @@ class Sharding:
         return position.opened == self._job.data.epochs * len(self._names)
 
     def restore(self, replayed: ShardRemains) -> None:
-        """Go on from what a journal knows."""
+        """Continue from what a journal knows."""
         if not self.is_on or replayed.placed is None:
             return
         self._take_names(replayed.names)
@@ -166,32 +166,32 @@ class Sharding:
     # --- plans -------------------------------------------------------------------------------------------------
 
     def can_finish(self, step: int, generation: int) -> bool:
-        """Whether a step in flight under a generation's plan can be finished as it was dealt."""
+        """Whether a step in flight under a generation's plan can be finished as it was assigned."""
         if not self.is_on:
             return True
-        return step in self._dealt and generation >= self._placed_generation and not self._must_deal_anew
+        return step in self._dealt and generation >= self._placed_generation and not self._must_assign_again
 
     def follow(self, update: PlanUpdate, *, position: DataPosition | None, goes_back: bool = False) -> int:
         """Note a plan that takes effect; returns the edition that it follows.
 
         `position` is that of the checkpoint that is gone back to; without one, who `goes_back` does to the beginning.
-        The order is told after what this records.
+        The plan update is sent after what this records.
         """
         if not self.is_on:
             return 0
         if goes_back or update.restore is not None or not self._assignment_version:
             start = position or DataPosition(shards=digest_of_shards(self._names))
             self._begin_at(update, start.with_another_try())
-        elif self._must_deal_anew:
+        elif self._must_assign_again:
             self._begin_at(update, self._position_after(update.boundary))
-        self._must_deal_anew = False
+        self._must_assign_again = False
         self._regroups_s = math.inf
         self._asked = None
         self._over_told = None
         return self._assignment_version
 
     def tell(self, worker_ids: Iterable[WorkerId]) -> None:
-        """Tell workers again what the steps to come take."""
+        """Send workers again what the steps to come take."""
         hearers = tuple(worker_ids)
         for step, records in sorted(self._dealt.items()):
             if step > self._progress.last_step:
@@ -257,7 +257,7 @@ class Sharding:
             return
         count = self._note_failure(message.shard, message.position, message.problem)
         if count >= _ATTEMPTS:
-            self._must_deal_anew = True
+            self._must_assign_again = True
         self._regroups_s = self._effects.now_s + (0.0 if count >= _ATTEMPTS else count * _RETRY_S)
 
     def _note_failure(self, shard: int, position: int, problem: str) -> int:
@@ -286,7 +286,7 @@ class Sharding:
         if self._asked is not None and self._asked.node == node:
             self._asked = None
 
-    # --- going on ----------------------------------------------------------------------------------------------
+    # --- continuing -------------------------------------------------------------------------------------------
 
     def committed(self, step: int) -> None:
         """A step's records are done: nothing takes them again, unless all goes back."""
@@ -374,7 +374,7 @@ class Sharding:
         if self._asked is not None and now_s >= self._answer_due_s:
             self._asked = None
             if self._is_dry:
-                self._regroups_s = now_s  # nobody would notice that it is stuck: a fence tells
+                self._regroups_s = now_s  # nothing else would show that it is stuck: a fence does
         if self._asked is None:
             left = min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps) - last
             wants = assigner.wants(left * self._job.global_batch_size) if left > 0 and not self._is_stopped else ()
@@ -401,7 +401,7 @@ class Sharding:
             names = ", ".join(self._names[shard] for shard in self._assigner.barred)
             text = f"{steps}, but not of all data: {names} cannot be read"
             return RunOver(75, f"{text}; `oobleck up` tries again from there") if can_resume else RunOver(1, text)
-        is_committed = max([*self._dealt, self._base[0]]) <= self._progress.last_step  # not only dealt
+        is_committed = max([*self._dealt, self._base[0]]) <= self._progress.last_step  # not only assigned
         if is_committed and self._progress.last_step < self._job.max_steps and self._assigner.is_over:
             return RunOver(0, f"all data is read; {steps}")
         return None

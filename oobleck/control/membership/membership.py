@@ -53,7 +53,7 @@ class Member:
     """Add to the node's monotonic clock to get ours."""
     last_heard_s: float = 0.0
     agent_pid: int = 0
-    """Tells the agent that was taken in from another that was started since."""
+    """Distinguishes the agent that was taken in from another that was started since."""
     ready: dict[int, WorkerUp] = field(default_factory=dict)
     """By device."""
     ready_since: int = 0
@@ -62,7 +62,7 @@ class Member:
     is_leaving: bool = False
     """It has had notice of its end, and is to be drained as soon as it trains."""
     is_dismissed: bool = False
-    """Drained, and told to end."""
+    """Drained, and asked to end."""
     restarts: tuple[tuple[float, int], ...] = ()
     """When its workers were started again, each with the newest step that was ever committed by then; the last few."""
     last_words: str = ""
@@ -73,9 +73,9 @@ class Member:
     All of them are reported again to a new master.
     """
     shutdown: set[int] = field(default_factory=set)
-    """Devices whose worker was told to end, to be started again once it has."""
+    """Devices whose worker was asked to end, to be started again once it has."""
     is_banned: bool = False
-    """The user wants it gone: nobody tries to get it back."""
+    """The user wants it gone: it is not tried again."""
     worker_ids: tuple[WorkerId, ...] = field(init=False)
     """Its workers."""
     when_moved: Callable[[], None] = field(default=lambda: None, repr=False)
@@ -216,7 +216,7 @@ class Membership:
         return tuple(self._members.values())
 
     def took_part(self, node: str, generation: int) -> bool:
-        """Tell whether a node has lived, as the same worker, ever since the plan of `generation` was ordered."""
+        """Return whether a node has lived, as the same worker, ever since the plan of `generation` was ordered."""
         member = self._members[node]
         return member.state is MemberState.READY and member.ready_since < generation
 

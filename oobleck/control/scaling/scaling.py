@@ -84,12 +84,12 @@ class Scaling:
         return tuple(nodes[self._limit(planner, len(nodes)) :])
 
     def restore(self, target: int | None) -> None:
-        """Go on with the target that the journal of a master before knows."""
+        """Continue with the target that the journal of a master before knows."""
         self._target = target
         self.look_later()
 
     def plan_adopted(self, decision: Decision) -> None:
-        """A plan was ordered; what steps take under it is told from what they took before."""
+        """A plan was ordered; what steps take under it is kept apart from what they took before."""
         self._plan = (len(decision.plan.nodes), decision.predicted_step_s)
         self._timed.pop(self._plan[0], None)
 
@@ -109,7 +109,7 @@ class Scaling:
         (self._planned_s if done.cause.is_planned else self._forced_s).append(done.stall_s)
 
     def paces_changed(self) -> None:
-        """Nodes have become slower or faster: steps that were timed before tell nothing more."""
+        """Nodes have become slower or faster: times of steps before are of no use any more."""
         self._timed.clear()
         self.look_soon()
 
@@ -130,7 +130,7 @@ class Scaling:
         """Decide again; returns whether the number of nodes that train is to change now.
 
         That takes a decision which has not changed its direction for `hysteresis_s`. While nodes leave, nothing is
-        decided: those who stay may be too few, and the next plan will tell.
+        decided: those who stay may be too few, which the next plan shows.
         """
         now_s = self._effects.now_s
         self.look_later()
@@ -154,13 +154,13 @@ class Scaling:
         return True
 
     def wants_more(self, planner: Planner, num_used: int) -> bool:
-        """Tell whether a node that has come is to train at once, beside `num_used` that do."""
+        """Return whether a node that has come is to train at once, beside `num_used` that do."""
         return self._target is None or num_used < self._limit(planner, self._num_available)
 
     def choices(
         self, planner: Planner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
     ) -> list[tuple[str, ...]]:
-        """Return the sets of nodes that may rest; the planner tells which of them is best.
+        """Return the sets of nodes that may rest; the planner says which of them is best.
 
         Those who train continue, as far as they are wanted; slow ones rest first.
         """

@@ -1,6 +1,6 @@
 """The agent's process: `python -m oobleck.runtime.processes.agent_process`, started over SSH.
 
-It binds its socket, forks into the background, and tells the waiting SSH command where to connect, in one line of
+It binds its socket, forks into the background, and says to the waiting SSH command where to connect, in one line of
 JSON. Where an agent of the same job and node runs already, it names that one: so a master that comes back finds
 its agents.
 """
@@ -88,7 +88,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _answers(path: Path) -> bool:
-    """Tell whether a living agent listens there."""
+    """Return whether a living agent listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

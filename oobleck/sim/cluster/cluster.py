@@ -158,7 +158,7 @@ class _Machine:
         self._heard = trio.lowlevel.ParkingLot()
 
     def clock(self) -> float:
-        """Its monotonic clock: nobody else's."""
+        """Its own monotonic clock."""
         return self._world.time.now_s + self._clock_offset_s
 
     def next_pid(self) -> int:
@@ -255,7 +255,7 @@ class VirtualCluster:
         self._world.fabric.forget()
 
     def is_alive(self, node: NodeSpec) -> bool:
-        """Tell whether an agent lives on a node that can be reached."""
+        """Return whether an agent lives on a node that can be reached."""
         machine = self._machine(node)
         return machine.agent is not None and not machine.is_silent
 
@@ -325,7 +325,7 @@ class VirtualCluster:
         return [link for machine in self._machines.values() if machine.agent for link in machine.agent.links]
 
     def notice(self, name: str) -> None:
-        """The agent of a node is told that the node will be taken away."""
+        """The agent of a node learns that the node will be taken away."""
         process = self._machines[name].agent
         if process is not None and process.agent is not None:
             process.agent.request_leave("its provider takes it away")

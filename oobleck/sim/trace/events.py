@@ -127,7 +127,7 @@ class AgentCrashed(Gone):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServerCrashed(Stays):
-    """The process that forks a node's workers ends; those that live go on, and a next one is started."""
+    """The process that forks a node's workers ends; those that live continue, and a next one is started."""
 
     kind: ClassVar[str] = "fork_server_crashed"
 

@@ -30,9 +30,9 @@ class Records:
 
     def __init__(self) -> None:
         self._told: dict[tuple[int, int], StepRecords] = {}
-        """By (edition, step)."""
+        """By (assignment version, step)."""
         self._over: dict[int, RecordsOver] = {}
-        """By edition."""
+        """By assignment version."""
         self._assignment_version = 0
         self._located: dict[int, RecordLocation] = {}
         """The records of the step that was asked for last, by number."""
@@ -59,7 +59,7 @@ class Records:
     # --- training thread -----------------------------------------------------------------------------------
 
     def follow(self, assignment_version: int, *, step: int) -> None:
-        """From here on steps are those of an edition; all up to `step` are done."""
+        """From here on steps are those of an assignment version; all up to `step` are done."""
         self._assignment_version = assignment_version
         for key in [key for key in self._told if key[0] < assignment_version or key[1] < step]:
             self._told.pop(key, None)
@@ -74,7 +74,7 @@ class Records:
         return over if over is not None and over.step == step else None
 
     def is_last(self, step: int) -> bool:
-        """Whether no step comes after one that was told."""
+        """Whether no step comes after one that is known."""
         return self._told[self._assignment_version, step].is_last
 
     def numbers_of(self, step: int, batch: int) -> tuple[tuple[int, ...], int]:

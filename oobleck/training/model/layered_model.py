@@ -44,7 +44,7 @@ class _Trunk:
 
 
 class LayeredModel(nn.Module):
-    """A list of layers that is called as transformers models are, so that a stage need not tell them apart."""
+    """A list of layers that is called as transformers models are, so that a stage need not distinguish them."""
 
     loss_type = None
 

@@ -5,7 +5,7 @@ columns and the one cut by rows that follows, each device computes its share of 
 same values, and after, their shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). What the plan cuts
 in other ways (embeddings, heads) stays whole on every device.
 
-Sums are interruptible, unlike torch's own (DTensor's run in a group that nobody can leave): when a pipeline breaks,
+Sums are interruptible, unlike torch's own (DTensor's run in a group that no worker can leave): when a pipeline breaks,
 the devices of a stage may notice it at different moments.
 """
 
@@ -61,7 +61,7 @@ class Share:
     """Parameters that are whole here, and whose gradients are not."""
 
     def is_whole(self, parameter: str) -> bool:
-        """Tell whether all devices of a stage have the same gradient of this parameter."""
+        """Return whether all devices of a stage have the same gradient of this parameter."""
         return parameter not in self.cut_dimensions and parameter not in self.summed
 
     def part_of(self, parameter: str, whole: torch.Tensor) -> torch.Tensor:

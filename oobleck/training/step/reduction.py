@@ -43,7 +43,7 @@ class Bucket:
     """Whether its owners count it in the global gradient norm; other devices of their stages may have the same."""
 
     def is_counted_by(self, worker_id: WorkerId) -> bool:
-        """Tell whether `place` counts these parameters in the global gradient norm: one owner does."""
+        """Return whether `place` counts these parameters in the global gradient norm: one owner does."""
         return self.is_counted and self.key.members[0] == worker_id
 
 
@@ -155,7 +155,7 @@ class GradientReducer:
         self._post_before(len(self.buckets))
 
     def is_done(self) -> bool:
-        """Tell whether all that was posted is there, or something has failed: `finish` does not wait for it then."""
+        """Return whether all that was posted is there, or something has failed: `finish` does not wait for it then."""
         return self._failure is not None or all(reduction.is_done() for reduction in self._pending)
 
     @property
