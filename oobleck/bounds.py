@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
-__all__ = ["Bounds", "bounded", "bounds_of", "check_pattern", "check_spec", "check_text", "require"]
+__all__ = ["MAX_SECONDS", "Bounds", "bounded", "bounds_of", "check_pattern", "check_spec", "check_text", "require"]
 
+MAX_SECONDS = 5e8
+"""The longest duration: fifteen years, half as long again as the longest failure trace that is published."""
 _MAX_TEXT_CHARS = 1 << 20
-_SHOWN_CHARS = 200
 
 _Number = TypeVar("_Number", int, float, int | None, float | None, int | str)
 
@@ -89,15 +90,7 @@ def check_text(field_name: str, text: str) -> None:
 def require(condition: bool, field_name: str, value: object, expectation: str) -> None:
     """Raise ConfigError that names the field, its value and what it must be, unless the condition holds."""
     if not condition:
-        raise ConfigError(f"{field_name}: {_shown(value)} is not possible; it must be {expectation}")
-
-
-def _shown(value: object) -> str:
-    """A value as it may stand in an error: cut where it is long."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return "a number of more than 77 digits"
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+        raise ConfigError(f"{field_name}: {shown(value)} is not possible; it must be {expectation}")
 
 
 def check_pattern(field_name: str, pattern: str) -> None:

@@ -9,7 +9,7 @@
     ├── PeerError             the other side broke the protocol
     └── ResourceLost          the world took something away
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
-        │   ├── NodeUnfit     it is faulty
+        │   ├── FaultyNode    it is faulty
         │   └── AgentGone     no agent of ours lives there any more
         ├── WorkersUnavailable no worker process can be started on a node
         ├── Unrecoverable     a layer has no living copy
@@ -36,7 +36,10 @@ __all__ = [
     "UsageError",
     "UserError",
     "WorkersUnavailable",
+    "shown",
 ]
+
+_SHOWN_CHARS = 200
 
 
 class OobleckError(Exception):
@@ -80,7 +83,7 @@ class NodeUnreachable(ResourceLost):
         self.reason = reason
 
 
-class NodeUnfit(NodeUnreachable):
+class FaultyNode(NodeUnreachable):
     """A node that can be reached, and was found faulty."""
 
 
@@ -117,3 +120,12 @@ class ShardUnreadable(ResourceLost):
     def of(self, shard: int, position: int) -> ShardUnreadable:
         """The same of a shard and a position in it."""
         return ShardUnreadable(self.problem, shard=shard, position=position)
+
+
+def shown(value: object) -> str:
+    """A value as it may stand in an error: cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

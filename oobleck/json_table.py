@@ -11,11 +11,9 @@ import math
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
-__all__ = ["JsonTable", "load_json", "parse_json", "shown", "to_json", "unique_keys"]
-
-_SHOWN_CHARS = 200
+__all__ = ["JsonTable", "load_json", "parse_json", "to_json", "unique_keys"]
 
 
 def load_json(text: str | bytes) -> object:
@@ -70,15 +68,6 @@ def _finite(value: object) -> object:
             return [_finite(item) for item in value]
         case _:
             return value
-
-
-def shown(value: object) -> str:
-    """A value as it may stand in an error: cut where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # a number of more digits than Python writes
-        return "a number of thousands of digits"
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
 class JsonTable:

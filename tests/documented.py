@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from oobleck.cli.main import COMMANDS, Command
+from oobleck.cli.main import COMMANDS, CliCommand
 
 __all__ = ["PAGES", "command_path", "documented_commands"]
 
@@ -47,7 +47,7 @@ def _of_page(text: str) -> Iterator[str]:
     yield from _INLINE.findall(_FENCE.sub("", text).replace("\n", " "))
 
 
-def _of_help(command: Command) -> Iterator[str]:
+def _of_help(command: CliCommand) -> Iterator[str]:
     yield from (line for line, _ in command.examples)
     for each in command.subcommands:
         yield from _of_help(each)

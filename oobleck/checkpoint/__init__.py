@@ -3,7 +3,7 @@
     worker ── copies its layers ──> memory slot ── agent persists ──> layer files ── all there ──> manifest
                                     (`memory`)                        (`layer_file`)               (`directory`)
 
-What a slot or a file holds is told by its `Layout`: tensors by name, each with a type, a shape and a place. Workers
+A slot or a file is described by its `Layout`: tensors by name, each with a type, a shape and a place. Workers
 put tensors of torch around the same bytes (`oobleck.training.checkpoint.state`).
 """
 

@@ -2,7 +2,7 @@
 
 <directory>/step-00000120.5f3a9c1e.2/     step, run and generation: written once, never written over
     layer-0000.safetensors …              each with its optimizer state; layer-0000.0.safetensors, …1… are two parts
-    manifest.json                         the last to get its name; tells the SHA-256 of every file
+    manifest.json                         the last to get its name; holds the SHA-256 of every file
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class CheckpointDirectory:
         return tuple(sorted(layer for layer, count in here.items() if count == manifest.num_parts))
 
     def faults(self, manifest: Manifest) -> Iterator[FileFault]:
-        """Read every file and tell what is missing, cut off or changed. O(size)."""
+        """Read every file and report what is missing, cut off or changed. O(size)."""
         told = {(shard.layer, shard.part) for shard in manifest.shards}
         for layer, part in product(range(len(manifest.layer_names)), range(manifest.num_parts)):
             if (layer, part) not in told:

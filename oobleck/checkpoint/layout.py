@@ -89,7 +89,7 @@ class Layout:
         return tuple(entry for entry in self.entries if entry.layer == layer)
 
     def to_json(self) -> bytes:
-        """The layout as JSON; places follow from the order, so they are not told."""
+        """The layout as JSON; places follow from the order, so they are not written."""
         listed = [[entry.layer, entry.spec.name, entry.spec.dtype, list(entry.spec.shape)] for entry in self.entries]
         return json.dumps({"metadata": dict(self.metadata), "tensors": listed}, separators=(",", ":")).encode()
 

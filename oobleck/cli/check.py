@@ -13,7 +13,7 @@ from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.json_table import to_json
 
-from .inputs import SLOW_FACTOR, BaseDirOption, JsonOption, base_dir_of
+from .inputs import SLOW_FACTOR, BaseDirOption, JsonOption, PythonOption, SSHConfigOption, base_dir_of
 from .up import read_nodes, readable_file
 
 if TYPE_CHECKING:
@@ -30,13 +30,8 @@ def check(
     local: Annotated[
         int | None, typer.Option("--local", metavar="N", help="Check N virtual nodes of this machine.")
     ] = None,
-    python: Annotated[
-        str | None, typer.Option("--python", help="Python interpreter on the nodes; by default, the path of this one.")
-    ] = None,
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option("--ssh-config", metavar="FILE", help="Read this ssh config instead of ~/.ssh/config."),
-    ] = None,
+    python: PythonOption = None,
+    ssh_config: SSHConfigOption = None,
     slow_factor: Annotated[
         float,
         typer.Option("--slow-factor", metavar="X", help="A node this many times slower than the others is slow."),

@@ -40,7 +40,7 @@ def dry_run(
     """Print the plan of a job on the nodes of a hostfile, or on `num_local` virtual ones.
 
     Raises ConfigError for a model, an optimizer, nodes or a base directory that a run would refuse as well, and for
-    paths that virtual nodes do not have. What the nodes of a hostfile have, only a run can tell.
+    paths that virtual nodes do not have. What the nodes of a hostfile have is known only in a run.
     """
     _check_base_dir(base_dir)
     if num_local:

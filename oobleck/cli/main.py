@@ -21,22 +21,22 @@ from oobleck.errors import ConfigError, OobleckError
 from oobleck.exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
 from oobleck.streams import Output, as_output, open_standard_streams, settle
 
-__all__ = ["COMMANDS", "Command", "main"]
+__all__ = ["COMMANDS", "CliCommand", "main"]
 
 
 Examples = tuple[tuple[str, str], ...]
-"""Command lines, each with what it is for."""
+"""CliCommand lines, each with what it is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class CliCommand:
     """A command: `target` is `module:function`, and the function's docstring is its long help."""
 
     name: str
     target: str = ""
     help: str
     examples: Examples = ()
-    subcommands: tuple[Command, ...] = ()
+    subcommands: tuple[CliCommand, ...] = ()
     """Commands below this one, which has no target of its own then."""
     pass_through: bool = False
     """Whether options that it does not know are its arguments (of a training script, for instance)."""
@@ -48,8 +48,8 @@ class Command:
         return loaded
 
 
-COMMANDS: tuple[Command, ...] = (
-    Command(
+COMMANDS: tuple[CliCommand, ...] = (
+    CliCommand(
         name="up",
         target="oobleck.cli.up:up",
         help="Train a job on the nodes of a hostfile, or on this machine.",
@@ -60,7 +60,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck up hosts.txt --dry-run", "show the plan and start nothing"),
         ),
     ),
-    Command(
+    CliCommand(
         name="check",
         target="oobleck.cli.check:check",
         help="Test nodes before a job, and name the faulty and the slow ones.",
@@ -69,7 +69,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck check hosts.txt --json", "machine-readable; the exit status is 0 only when all are healthy"),
         ),
     ),
-    Command(
+    CliCommand(
         name="plan",
         target="oobleck.cli.plan:plan",
         help="Show the pipelines that a job would use, and what failures would do to them.",
@@ -78,7 +78,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck plan … --after-losing node3,node7", "and what follows the loss of two of them"),
         ),
     ),
-    Command(
+    CliCommand(
         name="sim",
         target="oobleck.cli.sim:sim",
         help="Play a failure trace: what a job would do on a cluster that fails like that.",
@@ -87,7 +87,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck sim --failures trace.json --policy oobleck,varuna,restart …", "compared with other systems"),
         ),
     ),
-    Command(
+    CliCommand(
         name="trace",
         help="Make, convert and look at failure traces.",
         examples=(
@@ -96,7 +96,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck trace info t.json", "what is in it"),
         ),
         subcommands=(
-            Command(
+            CliCommand(
                 name="generate",
                 target="oobleck.cli.trace:generate_trace",
                 help="Generate a trace from published rates, or from your own.",
@@ -105,13 +105,13 @@ COMMANDS: tuple[Command, ...] = (
                     ("oobleck trace generate --nodes 64 --duration 1d --mtbf 10m --repair 1h", "one in ten minutes"),
                 ),
             ),
-            Command(
+            CliCommand(
                 name="convert",
                 target="oobleck.cli.trace:convert_trace",
                 help="Read a public trace of another format.",
                 examples=(("oobleck trace convert fault_trace.json --nodes 400", "the format is detected"),),
             ),
-            Command(
+            CliCommand(
                 name="info",
                 target="oobleck.cli.trace:trace_info",
                 help="Show what is in a trace.",
@@ -119,7 +119,7 @@ COMMANDS: tuple[Command, ...] = (
             ),
         ),
     ),
-    Command(
+    CliCommand(
         name="checkpoint",
         help="See, verify and convert what runs have saved.",
         examples=(
@@ -128,31 +128,31 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck checkpoint export gpt2-demo model/", "for transformers' from_pretrained"),
         ),
         subcommands=(
-            Command(
+            CliCommand(
                 name="list",
                 target="oobleck.cli.checkpoint:list_checkpoints",
                 help="Show the checkpoints of a run, or of all runs.",
                 examples=(("oobleck checkpoint list gpt2-demo", "of one run"),),
             ),
-            Command(
+            CliCommand(
                 name="inspect",
                 target="oobleck.cli.checkpoint:inspect_checkpoint",
                 help="Show what is in a checkpoint.",
                 examples=(("oobleck checkpoint inspect gpt2-demo", "a run's newest one"),),
             ),
-            Command(
+            CliCommand(
                 name="verify",
                 target="oobleck.cli.checkpoint:verify_checkpoint",
                 help="Compare every byte of a checkpoint with its checksums.",
                 examples=(("oobleck checkpoint verify gpt2-demo", "exit code 1 when something is wrong"),),
             ),
-            Command(
+            CliCommand(
                 name="export",
                 target="oobleck.cli.checkpoint:export_checkpoint",
                 help="Write a checkpoint's weights as a model directory.",
                 examples=(("oobleck checkpoint export gpt2-demo model/ --format hf", "as save_pretrained does"),),
             ),
-            Command(
+            CliCommand(
                 name="import",
                 target="oobleck.cli.checkpoint:import_checkpoint",
                 help="Make a checkpoint from a model directory.",
@@ -160,7 +160,7 @@ COMMANDS: tuple[Command, ...] = (
             ),
         ),
     ),
-    Command(
+    CliCommand(
         name="profile",
         target="oobleck.cli.profile:profile",
         help="Measure what a job's layers cost on this machine.",
@@ -169,7 +169,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck profile train.py --device cuda -- --its-args", "a script's, on this machine's GPU"),
         ),
     ),
-    Command(
+    CliCommand(
         name="status",
         target="oobleck.cli.control:status",
         help="Show what a run is doing.",
@@ -178,7 +178,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck status gpt2-demo --json", "a run by its tag, machine-readable"),
         ),
     ),
-    Command(
+    CliCommand(
         name="events",
         target="oobleck.cli.events:events",
         help="Explain what went wrong in a run.",
@@ -187,7 +187,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck events gpt2-demo --follow", "report failures as they happen"),
         ),
     ),
-    Command(
+    CliCommand(
         name="report",
         target="oobleck.cli.report:report",
         help="Write one HTML page about a run.",
@@ -196,7 +196,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck report gpt2-demo -o report.html", "a run by its tag"),
         ),
     ),
-    Command(
+    CliCommand(
         name="kill",
         target="oobleck.cli.control:kill",
         help="Kill a node of a run, to see it recover.",
@@ -205,7 +205,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck kill node2 --tag gpt2-demo", "a node of a run by its tag"),
         ),
     ),
-    Command(
+    CliCommand(
         name="add",
         target="oobleck.cli.control:add",
         help="Take nodes into a run, or lost ones back.",
@@ -214,13 +214,13 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck add 'node7 slots=1 port=2222'", "a new node, written as in a hostfile"),
         ),
     ),
-    Command(
+    CliCommand(
         name="drain",
         target="oobleck.cli.control:drain",
         help="Take a node out of a run.",
         examples=(("oobleck drain node2", "it finishes the step, and gives away what only it holds"),),
     ),
-    Command(
+    CliCommand(
         name="chaos",
         target="oobleck.cli.chaos:chaos",
         help="Play a failure trace on a run.",
@@ -229,7 +229,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck chaos trace.json --tag gpt2-demo --speedup 60", "on an active run, one minute per second"),
         ),
     ),
-    Command(
+    CliCommand(
         name="stop",
         target="oobleck.cli.control:stop",
         help="Finish the step and end a run.",
@@ -238,7 +238,7 @@ COMMANDS: tuple[Command, ...] = (
             ("oobleck stop gpt2-demo --now", "end at once"),
         ),
     ),
-    Command(
+    CliCommand(
         name="version",
         target="oobleck.cli.version:version",
         help="Show the versions of Oobleck and of what it runs on.",
@@ -255,7 +255,7 @@ _EXAMPLES: Examples = (
 )
 
 
-def main(arguments: Sequence[str] | None = None, *, commands: Sequence[Command] = COMMANDS) -> int:
+def main(arguments: Sequence[str] | None = None, *, commands: Sequence[CliCommand] = COMMANDS) -> int:
     """Run a command line (by default this process's) and return its exit status.
 
     Errors of ours become a message on stderr. Anything else is a bug and keeps its traceback.
@@ -266,12 +266,12 @@ def main(arguments: Sequence[str] | None = None, *, commands: Sequence[Command] 
     failure = settle(stdout)
     if failure is None or status != ExitCode.DONE or stdout.lasting:
         return status
-    if failure.errno != errno.EPIPE:  # else nobody reads on, as with `| head`
+    if failure.errno != errno.EPIPE:  # else the reader has gone, as with `| head`
         print(f"oobleck: standard output: {failure.strerror}", file=sys.stderr)  # noqa: T201 - as below
     return ExitCode.FAILED
 
 
-def _run(given: list[str], commands: Sequence[Command], stdout: Output) -> int:
+def _run(given: list[str], commands: Sequence[CliCommand], stdout: Output) -> int:
     try:
         _application(given, commands, os.environ)(args=given, prog_name="oobleck")
     except SystemExit as end:
@@ -284,7 +284,7 @@ def _run(given: list[str], commands: Sequence[Command], stdout: Output) -> int:
         return _report_group(group)
     except OSError as error:
         if error is stdout.failure:
-            return ExitCode.DONE  # told by those who settle it
+            return ExitCode.DONE  # whoever settles it has said so
         if error.filename is None:
             raise
         # Of a path that somebody named: too long, without permission, a link to itself.
@@ -292,7 +292,9 @@ def _run(given: list[str], commands: Sequence[Command], stdout: Output) -> int:
     return ExitCode.DONE
 
 
-def _application(arguments: Sequence[str], commands: Sequence[Command], environment: Mapping[str, str]) -> typer.Typer:
+def _application(
+    arguments: Sequence[str], commands: Sequence[CliCommand], environment: Mapping[str, str]
+) -> typer.Typer:
     """The application with all commands named, and the one that the arguments name loaded."""
     app = typer.Typer(
         name="oobleck",
@@ -309,7 +311,7 @@ def _application(arguments: Sequence[str], commands: Sequence[Command], environm
     return app
 
 
-def _add_commands(app: typer.Typer, commands: Sequence[Command], words: Sequence[str]) -> None:
+def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Sequence[str]) -> None:
     """Add commands to an application, and load the one that the first of the words names."""
     asked = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     for command in commands:
@@ -329,7 +331,7 @@ def _add_commands(app: typer.Typer, commands: Sequence[Command], words: Sequence
             )(command.load() if is_asked else _not_loaded)
 
 
-def _epilog(command: Command) -> str | None:
+def _epilog(command: CliCommand) -> str | None:
     return _listed(command.examples) if command.examples else None
 
 

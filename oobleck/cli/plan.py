@@ -8,9 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES
+from oobleck.job import MAX_MICROBATCHES, MAX_NODES
 
-from .inputs import MAX_BATCH, MAX_TOKENS, JsonOption, parse_schedule, whole
+from .inputs import (
+    DeviceOption,
+    DevicesPerNodeOption,
+    FaultThresholdOption,
+    GlobalBatchOption,
+    JsonOption,
+    MicrobatchOption,
+    ModelOption,
+    PipelinesOption,
+    PrecisionOption,
+    ProfileOption,
+    RecomputeOption,
+    SequenceLengthOption,
+    parse_schedule_name,
+    whole,
+)
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner, Profile
@@ -22,72 +37,20 @@ __all__ = ["plan"]
 
 def plan(
     *,
-    profile_file: Annotated[
-        Path | None, typer.Option("--profile", metavar="FILE", help="JSON profile of the model on a device.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="NAME", help="Estimate for this model: gpt3-6.7b, …, or a transformers config.json."
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            help="Estimate for this device: A40, A100, H100, H200, CPU, or a data sheet (.json).",
-        ),
-    ] = None,
+    profile_file: ProfileOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
     nodes: Annotated[
         int, typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes to plan for: node0, node1, …")
     ],
-    devices_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="G", parser=whole(1, MAX_DEVICES), help="Devices of each node.")
-    ] = 1,
-    fault_threshold: Annotated[
-        int,
-        typer.Option(
-            "-f",
-            "--fault-threshold",
-            metavar="F",
-            parser=whole(0, MAX_NODES),
-            help="Number of simultaneous node failures that never cost state.",
-        ),
-    ] = 1,
-    global_batch: Annotated[
-        int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
-    ],
-    microbatch: Annotated[
-        int | None,
-        typer.Option(
-            "--microbatch",
-            metavar="b",
-            parser=whole(1, MAX_BATCH),
-            help="Samples in one microbatch; a profile sets its own.",
-        ),
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            "--sequence-length",
-            metavar="T",
-            parser=whole(1, MAX_TOKENS),
-            help="Tokens in a sample; a profile sets its own.",
-        ),
-    ] = None,
-    precision: Annotated[
-        str, typer.Option("--precision", help="float32 or bfloat16, for estimates and for the peak that MFU refers to.")
-    ] = "bfloat16",
-    recompute: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Estimate with activation recomputation.")
-    ] = False,
-    pipelines: Annotated[
-        int | None,
-        typer.Option(
-            "--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Ask the planner for exactly P pipelines."
-        ),
-    ] = None,
+    devices_per_node: DevicesPerNodeOption = 1,
+    fault_threshold: FaultThresholdOption = 1,
+    global_batch: GlobalBatchOption,
+    microbatch: MicrobatchOption = None,
+    sequence_length: SequenceLengthOption = None,
+    precision: PrecisionOption = "bfloat16",
+    recompute: RecomputeOption = False,
+    pipelines: PipelinesOption = None,
     schedule: Annotated[
         str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto (the faster of the last two).")
     ] = "1f1b",
@@ -181,7 +144,7 @@ def _planner(
 def _kind(name: str) -> ScheduleKind | None:
     from oobleck.schedule import ScheduleKind
 
-    return None if parse_schedule(name) == "auto" else ScheduleKind(name)
+    return None if parse_schedule_name(name) == "auto" else ScheduleKind(name)
 
 
 def _names(num_nodes: int, lost: tuple[str, ...]) -> tuple[str, ...]:

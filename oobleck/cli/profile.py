@@ -45,7 +45,7 @@ def profile(
     """
     from oobleck.planner import profile_from_json
     from oobleck.runtime.files import ProfileFiles, RunDirectory
-    from oobleck.runtime.processes import measure_profile
+    from oobleck.runtime.processes import run_profiler
 
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device: {device} is not known; it is cpu or cuda")
@@ -56,9 +56,7 @@ def profile(
     directory = RunDirectory(base_dir=base_dir_of(base_dir), tag=spec.tag)
     directory.create()
     cache_dir = directory.path.parent / "cache"
-    measured = measure_profile(
-        spec, cache_dir=cache_dir, profile_dir=directory.profile, num_workers=workers, fresh=fresh
-    )
+    measured = run_profiler(spec, cache_dir=cache_dir, profile_dir=directory.profile, num_workers=workers, fresh=fresh)
     ProfileFiles(directory.profile).store(measured.key, measured.profile_json)
     if output is not None:
         _write(output, measured.profile_json)

@@ -14,9 +14,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.job import MAX_DEVICES, MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
+from oobleck.job import MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
 
-from .inputs import MAX_BATCH, MAX_SEED, MAX_TOKENS, JsonOption, duration_s, parse_scaling, parse_schedule, whole
+from .inputs import (
+    MAX_SEED,
+    DeviceOption,
+    DevicesPerNodeOption,
+    FaultThresholdOption,
+    GlobalBatchOption,
+    JsonOption,
+    MicrobatchOption,
+    ModelOption,
+    PipelinesOption,
+    PrecisionOption,
+    ProfileOption,
+    RecomputeOption,
+    SequenceLengthOption,
+    duration_s,
+    parse_scaling,
+    parse_schedule_name,
+    whole,
+)
 from .trace import read_trace
 
 if TYPE_CHECKING:
@@ -38,39 +56,14 @@ _SPARE_START_S = 60.0
 def sim(
     *,
     failures: Annotated[Path, typer.Option("--failures", metavar="FILE", help="Failure trace; see `oobleck trace`.")],
-    profile_file: Annotated[
-        Path | None, typer.Option("--profile", metavar="FILE", help="JSON profile of the model on a device.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Estimate for this model: gpt3-6.7b, …, or a config.json."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="NAME", help="Estimate for this device: A40, A100, H100, …, or a data sheet."),
-    ] = None,
-    global_batch: Annotated[
-        int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
-    ],
-    microbatch: Annotated[
-        int | None,
-        typer.Option(
-            "--microbatch",
-            metavar="b",
-            parser=whole(1, MAX_BATCH),
-            help="Samples in one microbatch; a profile sets its own.",
-        ),
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option("--sequence-length", metavar="T", parser=whole(1, MAX_TOKENS), help="Tokens in a sample."),
-    ] = None,
-    precision: Annotated[
-        str, typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, for estimates.")
-    ] = "bfloat16",
-    recompute: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Estimate with activation recomputation.")
-    ] = False,
+    profile_file: ProfileOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    global_batch: GlobalBatchOption,
+    microbatch: MicrobatchOption = None,
+    sequence_length: SequenceLengthOption = None,
+    precision: PrecisionOption = "bfloat16",
+    recompute: RecomputeOption = False,
     nodes: Annotated[
         int | None,
         typer.Option(
@@ -80,9 +73,7 @@ def sim(
             help="Use the trace's first N nodes, or add healthy ones to reach N.",
         ),
     ] = None,
-    devices_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="G", parser=whole(1, MAX_DEVICES), help="Devices of each node.")
-    ] = 1,
+    devices_per_node: DevicesPerNodeOption = 1,
     policy: Annotated[
         str,
         typer.Option("--policy", metavar="NAMES", help="oobleck, restart, varuna, bamboo, recycle; or several: a,b."),
@@ -111,20 +102,8 @@ def sim(
             help="Time until a spare is ready.",
         ),
     ] = _SPARE_START_S,
-    fault_threshold: Annotated[
-        int,
-        typer.Option(
-            "-f",
-            "--fault-threshold",
-            metavar="F",
-            parser=whole(0, MAX_NODES),
-            help="Number of simultaneous losses that cost no state.",
-        ),
-    ] = 1,
-    pipelines: Annotated[
-        int | None,
-        typer.Option("--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Use exactly P pipelines."),
-    ] = None,
+    fault_threshold: FaultThresholdOption = 1,
+    pipelines: PipelinesOption = None,
     scaling: Annotated[
         str,
         typer.Option(
@@ -210,7 +189,7 @@ def sim(
         fault_threshold=fault_threshold,
         num_pipelines=pipelines,
         reductions=reductions,
-        schedule=parse_schedule(schedule),
+        schedule=parse_schedule_name(schedule),
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )

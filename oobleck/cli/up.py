@@ -19,7 +19,17 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.runtime.files import read_input
 from oobleck.user_path import expand_user
 
-from .inputs import BaseDirOption, JsonOption, base_dir_of, parse_hostfile, parse_scaling, read_job, with_save_every
+from .inputs import (
+    BaseDirOption,
+    JsonOption,
+    PythonOption,
+    SSHConfigOption,
+    base_dir_of,
+    parse_hostfile,
+    parse_scaling,
+    read_job,
+    with_save_every,
+)
 
 if TYPE_CHECKING:
     from oobleck.runtime.metrics_output import MetricsAddress
@@ -83,17 +93,8 @@ def up(
             "--kill", metavar="NODE@STEP", help="Kill a node once this step is committed, to see the run recover."
         ),
     ] = None,
-    python: Annotated[
-        str | None, typer.Option("--python", help="Python interpreter on the nodes; by default, the path of this one.")
-    ] = None,
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            metavar="FILE",
-            help="Read this ssh config instead of ~/.ssh/config, as `ssh -F` does: Host, User, Port, IdentityFile, …",
-        ),
-    ] = None,
+    python: PythonOption = None,
+    ssh_config: SSHConfigOption = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Show the plan without starting anything.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of the dashboard.")] = False,
     as_json: JsonOption = False,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from oobleck.errors import PlanningError
 
 from .costs import StageCosts, Timing
-from .instantiation import SizeOption, Sizing, choose_sizes, deal_microbatches, reduction_s
+from .instantiation import SizeOption, Sizing, choose_sizes, distribute_microbatches, reduction_s
 from .inventory import Holding, needed_holdings
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate
 from .profiles import Profile
@@ -112,7 +112,7 @@ class Catalog:
         """
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
         timings = [self._timing(size, nodes, speeds) for size, nodes in pipelines]
-        counts = deal_microbatches(timings, self.settings.num_microbatches)
+        counts = distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
         reduced_bytes = max(self._options[size].reduced_bytes for size, _ in pipelines)
         plan = ExecutionPlan(

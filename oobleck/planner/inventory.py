@@ -57,7 +57,7 @@ class Inventory:
         self._worker_ids: dict[tuple[tuple[Holding, int], ...], list[WorkerId]] = {}
 
     def check_complete(self) -> None:
-        """Raise Unrecoverable with the layers that nobody holds."""
+        """Raise Unrecoverable with the layers that no worker holds."""
         if lost := tuple(layer for layer, number in enumerate(self.num_holders) if not number):
             raise Unrecoverable(lost)
 

@@ -134,7 +134,7 @@ class Planner:
         return self._catalog.rest_s([(plan.pipelines[index], *rest) for index, rest in rests.items()], _speeds(slow))
 
     def has_room(self, plan: ExecutionPlan, *, gradient_copies: int) -> bool:
-        """Tell whether every device under a plan holds so many copies of its gradients beside all else."""
+        """Return whether every device under a plan holds so many copies of its gradients beside all else."""
         templates = {id(pipeline.template): pipeline.template for pipeline in plan.pipelines}
         return all(self._catalog.costs.fits(each, more_copies=gradient_copies) for each in templates.values())
 

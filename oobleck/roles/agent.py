@@ -60,13 +60,13 @@ _WORKER_LAST_WORDS_S = 2.0
 """How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
 _GREETING_S = 10.0
 _UNTIL_TOLD_S = 0.1
-"""How often an agent looks whether it has been told how often to say a heartbeat."""
+"""How often an agent looks whether the master has said how often to send a heartbeat."""
 _FIRST_CONTACT_S = 60.0
 """How long a new agent waits for its master."""
 _ASKS_AFTER = 0.25
 """An agent that has heard nothing for this share of its patience has its next heartbeats answered."""
 _LEAVE_S = 5.0
-"""How long a last conversation with the master may take once the workers are told to end."""
+"""How long a last conversation with the master may take once the workers are asked to end."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Duty:
-    """What the master told at the first contact."""
+    """What the master said at the first contact."""
 
     configure: Configure
     interval_s: float = field(init=False)
@@ -91,7 +91,7 @@ class _Duty:
 
 
 class Agent:
-    """One node's agent. `run` returns when it was told to stop, or when no master came for too long."""
+    """One node's agent. `run` returns when it was asked to stop, or when no master came for too long."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class CheckpointPersister:
             self._settled.unpark_all()
 
     async def settle(self) -> None:
-        """Wait until all that was handed over is done with: who leaves before keeps memory for nothing."""
+        """Wait until all that was handed over is done with: leaving earlier would keep its memory in use."""
         while self._num_pending:
             await self._settled.park()
 

@@ -39,7 +39,7 @@ from oobleck.control.journal import (
     Unreachable,
 )
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
-from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable, PeerError
+from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable, PeerError
 from oobleck.job import JobSpec, NodeSpec
 
 from .ports import AgentConnection, Cluster, Journal, LinkLost, ProfileCache
@@ -55,7 +55,7 @@ _MESSAGES_BUFFERED = 10_000
 _AGAIN_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """The waits before each try to find the way to an agent again; the last one before all that follow."""
 _FAREWELL_S = 5.0
-"""How long agents may take to end their workers once they are told to stop."""
+"""How long agents may take to end their workers once they are asked to stop."""
 
 
 class Master:
@@ -229,7 +229,7 @@ class _Tunnel:
                     await trio.sleep(wait_s)
         except AgentGone:
             self._fail(AgentLost())
-        except NodeUnfit as error:
+        except FaultyNode as error:
             self._fail(Unfit(fault=error.reason))
         except NodeUnreachable as error:
             self._fail(Unreachable(problem=error.reason))
@@ -237,11 +237,11 @@ class _Tunnel:
             self.closed.set()
 
     async def _is_only_out_of_reach(self, cluster: Cluster, hello_timeout_s: float) -> bool:
-        """Talk to the agent until the connection ends; tell whether the agent may live, and can be looked for."""
+        """Talk to the agent until the connection ends, and return whether the agent may live, and can be looked for."""
         try:
             connection = await cluster.reach(self._spec, attach=self._attach)
         except NodeUnreachable as error:
-            if self._attach and not isinstance(error, AgentGone | NodeUnfit):
+            if self._attach and not isinstance(error, AgentGone | FaultyNode):
                 return True
             raise
         try:

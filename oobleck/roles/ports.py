@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointStore",
     "Cluster",
     "Journal",
+    "Launcher",
     "LinkLost",
     "MasterConnection",
     "ProfileCache",
@@ -37,9 +38,9 @@ __all__ = [
 
 
 class LinkLost(trio.BrokenResourceError):
-    """The way to a node is lost: a network, a machine in between, or the node. Whether its agent lives, nobody knows.
+    """The way to a node is lost: a network, a machine in between, or the node. Whether its agent lives is not known.
 
-    An agent that ends, or is killed, is told apart from this: then the other side closes the connection.
+    An agent that ends, or is killed, is distinguished from this: then the other side closes the connection.
     """
 
 
@@ -96,6 +97,30 @@ class Cluster(Protocol):
 
     async def clean(self, node: NodeSpec) -> None:
         """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
+        ...
+
+
+class Launcher(Cluster, Protocol):
+    """All that a run asks of what reaches its nodes: SSH today. `Cluster` is the part that the master uses."""
+
+    async def is_alive(self, node: NodeSpec) -> bool:
+        """Return whether an agent of this run lives on the node; False where it cannot be reached."""
+        ...
+
+    async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
+        """Send a signal to processes of the node; False where there are none. Raises NodeUnreachable."""
+        ...
+
+    async def slow(self, node: NodeSpec, factor: float) -> bool:
+        """Have the node's workers take `factor` times as long; False where there are none. Raises NodeUnreachable."""
+        ...
+
+    async def forget(self, node: NodeSpec) -> None:
+        """Give back the memory in which the node keeps states; best effort, raises nothing."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections."""
         ...
 
 

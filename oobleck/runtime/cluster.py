@@ -17,7 +17,7 @@ import trio
 from oobleck import __version__
 from oobleck.control.node_check import Health
 from oobleck.control.protocol import AgentMessage, MasterMessage
-from oobleck.errors import AgentGone, NodeUnfit, NodeUnreachable
+from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import LinkLost
@@ -137,7 +137,7 @@ class SSHCluster:
                 raise NodeUnreachable(node.name, reason) from error
 
     async def _check_if_returning(self, node: NodeSpec) -> None:
-        """Test a node alone that the run continues without. Raises NodeUnfit with its fault."""
+        """Test a node alone that the run continues without. Raises FaultyNode with its fault."""
         if not self._checks_returning or node.name not in self._let_go:
             return
         report = await check_nodes(
@@ -145,11 +145,11 @@ class SSHCluster:
         )
         verdict = report.nodes[0].verdict
         if verdict.health is Health.FAULTY:
-            raise NodeUnfit(node.name, verdict.reason)
+            raise FaultyNode(node.name, verdict.reason)
         self._let_go.discard(node.name)
 
     async def is_alive(self, node: NodeSpec) -> bool:
-        """Tell whether an agent of this run lives on the node; False where it cannot be reached."""
+        """Return whether an agent of this run lives on the node; False where it cannot be reached."""
         try:
             return await self._run(node, is_alive_command(self._run_id, node.name)) == 0
         except NodeUnreachable:

@@ -56,7 +56,7 @@ _ERRORS: Mapping[str, type[OobleckError]] = {
 
 
 class NoActiveRun(UsageError):
-    """Nobody listens where the run should."""
+    """Nothing listens where the run should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ def encode_error(error: OobleckError) -> bytes:
 def request(path: Path, asked: ControlRequest, timeout_s: float = 5.0) -> dict[str, object]:
     """Ask the run that listens at `path`, and return its answer. Blocks for at most `timeout_s` seconds.
 
-    Raises NoActiveRun if nobody listens, PeerError if the answer is late or broken, and whatever error of ours
+    Raises NoActiveRun if nothing listens, PeerError if the answer is late or broken, and whatever error of ours
     the run answers with.
     """
     deadline = time.monotonic() + timeout_s

@@ -68,7 +68,7 @@ async def serve_control(
     """Listen at `path` and answer requests until cancelled; then remove the socket.
 
     A socket that a dead run left behind is replaced. Raises UsageError if a living one listens there. A client
-    that is slow, broken or gone costs nobody else anything: each has its own task and 10 seconds.
+    that is slow, broken or gone costs the others nothing: each has its own task and 10 seconds.
     """
     listening = trio.socket.from_stdlib_socket(await trio.to_thread.run_sync(_listen, path))
     serve_client = partial(_serve_client, handle=handle)

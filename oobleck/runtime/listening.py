@@ -1,8 +1,8 @@
 """Accepting connections, whatever clients do: as many as there is room for, and none that ends the process.
 
-A process that runs out of descriptors is told so by `accept`, for a client that did nothing wrong. That passes: trio's
+A process that runs out of descriptors learns so from `accept`, for a client that did nothing wrong. That passes: trio's
 own `serve_listeners` takes a rest and continues, and so is it done here, but with one line in the log, not a traceback
-for each attempt; and beyond a number of clients nobody is accepted before somebody has left.
+for each attempt; and beyond a number of clients none is accepted before another has left.
 """
 
 from __future__ import annotations

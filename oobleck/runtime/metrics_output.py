@@ -54,7 +54,7 @@ class MetricsOutput:
         try:
             self._lines = LineFile(path, max_bytes=_KEPT_BYTES)
         except OSError as error:
-            _log.warning("metrics %s: %s; the run goes on without them", path, error.strerror)
+            _log.warning("metrics %s: %s; the run continues without them", path, error.strerror)
 
     def skip(self, entry: JournalEntry) -> None:
         """Take in an entry that a master before this one has written down already."""
@@ -125,7 +125,7 @@ class MetricsAddress:
 
 
 def parse_metrics_address(text: str) -> MetricsAddress:
-    """Read `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError: nobody else's business is served."""
+    """Read `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError: only this machine may read it."""
     if text.startswith("unix:"):
         path = expand_user(text.removeprefix("unix:")).absolute()
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -160,7 +160,7 @@ async def serve_metrics(
 ) -> None:
     """Answer every HTTP request with `text()` until cancelled. Raises UsageError where it cannot listen.
 
-    A client that is slow or gone costs nobody else anything.
+    A client that is slow or gone costs the others nothing.
     """
 
     async def serve_client(stream: trio.SocketStream) -> None:

@@ -25,7 +25,7 @@ class TensorBoardFile:
     """An event file that is open for writing. Raises OSError like any file."""
 
     def __init__(self, directory: Path, *, wall_s: float, name: str) -> None:
-        """`wall_s` is now, in seconds since 1970; `name` tells apart files of one second."""
+        """`wall_s` is now, in seconds since 1970; `name` distinguishes files of one second."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"events.out.tfevents.{int(wall_s)}.{name}"
         self._records = RecordWriter(path.open("ab", buffering=0))

@@ -15,14 +15,14 @@ from .costs_of_stages import stage_costs
 from .schedule import ScheduleKind
 from .timeline import Timeline, timeline
 
-__all__ = ["LEAST_GAIN", "Choice", "choose_schedule"]
+__all__ = ["LEAST_GAIN", "ScheduleChoice", "choose_schedule"]
 
 LEAST_GAIN = 0.01
 """A zero-bubble schedule has to save this share of a step: times are measured, and it holds more activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ScheduleChoice:
     """A pipeline's schedule, on the timeline."""
 
     timeline: Timeline
@@ -42,7 +42,7 @@ def choose_schedule(
     *,
     reduce_s: float = 0.0,
     reserved_memory_bytes: int = 0,
-) -> Choice:
+) -> ScheduleChoice:
     """Choose between 1F1B and zero-bubble for one pipeline by their timelines.
 
     1F1B reduces gradients while the last backward pass runs, and is taken to hide all of it (`reduce_s`); zero-bubble
@@ -50,7 +50,7 @@ def choose_schedule(
     """
     plain = _evaluate(profile, template, num_microbatches, ScheduleKind.ONE_F_ONE_B, reduce_s)
     if template.num_stages == 1 or not num_microbatches:
-        return Choice(timeline=plain, saved=0.0)
+        return ScheduleChoice(timeline=plain, saved=0.0)
     split = _evaluate(profile, template, num_microbatches, ScheduleKind.ZERO_BUBBLE, reduce_s)
     saved = 1 - split.makespan_s / (plain.makespan_s - reduce_s)
     available = profile.device.memory_bytes - reserved_memory_bytes
@@ -58,7 +58,11 @@ def choose_schedule(
         peak <= stage.num_devices * available
         for peak, stage in zip(split.peak_memory_bytes, template.stages, strict=True)
     )
-    return Choice(timeline=split, saved=saved) if fits and saved >= LEAST_GAIN else Choice(timeline=plain, saved=0.0)
+    return (
+        ScheduleChoice(timeline=split, saved=saved)
+        if fits and saved >= LEAST_GAIN
+        else ScheduleChoice(timeline=plain, saved=0.0)
+    )
 
 
 def _evaluate(

@@ -28,7 +28,7 @@ def stage_costs(
 ) -> tuple[StageCost, ...]:
     """Say what each stage of a template costs; `reduce_s` is the same for all of them.
 
-    These are the planner's own costs, told apart: its seconds of a stage are forward, backward and both sends. With
+    These are the planner's own costs, in parts: its seconds of a stage are forward, backward and both sends. With
     `splits`, stages after the first take the backward pass in two parts, at the costs that the profile has measured
     for that; where it has none, at those of the whole pass, half in each part.
     """

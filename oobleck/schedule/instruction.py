@@ -1,4 +1,4 @@
-"""Instructions: the smallest things that a worker is told to do, and programs, which are lists of them.
+"""Instructions: the smallest things that a worker does, and programs, which are lists of them.
 
 What each one means to the worker that executes it:
 

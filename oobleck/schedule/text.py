@@ -32,7 +32,7 @@ def format_program(program: Program) -> str:
 def parse_program(text: str, *, stage: int | None = None) -> Program:
     """Read a program; instructions are separated by white space.
 
-    `stage` only tells errors the place. Raises `ScheduleError`.
+    `stage` is only for errors. Raises `ScheduleError`.
     """
     return tuple(_parse_instruction(word, index, stage) for index, word in enumerate(text.split()))
 

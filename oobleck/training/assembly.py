@@ -68,7 +68,7 @@ def structure_of_job(job: JobSpec) -> ModelStructure:
 
 
 def check_optimizer(job: JobSpec) -> None:
-    """Make a job's optimizer, and its first step's rate, for nothing. Raises ConfigError for one that cannot be."""
+    """Make a job's optimizer, and its first step's rate, as a trial. Raises ConfigError for one that cannot be."""
     optimizer = _optimizer(job, _made_by_script(job))
     optimizer.layout()
     optimizer.learning_rate(1)

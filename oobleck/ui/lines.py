@@ -1,7 +1,7 @@
 """A run as plain lines of text: for log files, pipes, and readers who prefer them.
 
 One line an event. Steps are thinned to a few lines a second, so that short runs show every step and long
-ones stay readable; the first step, the last, and the first after an event are always told.
+ones stay readable; the first step, the last, and the first after an event are always printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LineFormatter:
         level = level_of(entry)
         prefix = "" if level == "info" else f"{level}: "
         line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(sentence(entry))}"
-        # The step before an event tells where the run stood when it came; the last one, where it ended.
+        # The step before an event shows where the run stood when it came; the last one, where it ended.
         pending, self._untold = self._untold, None
         return (self._line(pending), line) if pending and isinstance(entry, JobEnded) else (line,)
 

@@ -1,6 +1,6 @@
 """The tasks that keep a person informed during a run: a dashboard on a terminal, or plain lines.
 
-Both poll a machine that others feed, so a slow terminal holds up nobody. Writing to a terminal can block
+Both poll a machine that others feed, so a slow terminal holds up neither of them. Writing to a terminal can block
 for as long as its user likes (Ctrl-S), so it happens on a helper thread; this file is that adapter.
 """
 
@@ -129,7 +129,7 @@ async def run_lines(log: LineLog, *, output: Output) -> None:
 
 
 async def tell_of_lost_output(output: Output, tell: Callable[[str], None]) -> None:
-    """Wait until output fails, and tell why: once, though there may be room on a disk later."""
+    """Wait until output fails, and say why: once, though there may be room on a disk later."""
     while output.failure is None:  # noqa: ASYNC110  it fails in a helper thread
         await trio.sleep(_REFRESH_INTERVAL_S)
     tell(output.failure.strerror or str(output.failure))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from oobleck.errors import OobleckError
 
-from .shape import Mismatch, Shape, shown, unchanged, unexpected
+from .shape import Mismatch, Shape, described, unchanged, unexpected
 
 __all__ = ["TYPE_KEY", "choice", "fixed_tuple", "mapping", "record", "sequence", "tagged"]
 
@@ -79,7 +79,7 @@ def mapping(part: Shape) -> Shape:
             try:
                 items[key] = part.read(item)
             except Mismatch as mismatch:
-                raise mismatch.within(f"[{shown(key)}]") from None
+                raise mismatch.within(f"[{described(key)}]") from None
         return items
 
     return Shape(name=name, values=(Mapping,), builtins=(dict,), write=write, read=read)
@@ -121,7 +121,7 @@ def _construct(cls: type, values: dict[str, object]) -> object:
 
 def _wrong_fields(cls: type, actual: frozenset[object], expected: frozenset[str]) -> Mismatch:
     problems = [f"field {name!r} is missing" for name in sorted(expected - actual)]
-    problems += [f"there is no field {name}" for name in sorted(shown(name) for name in actual - expected)]
+    problems += [f"there is no field {name}" for name in sorted(described(name) for name in actual - expected)]
     more = f" and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
     return Mismatch(f"{', '.join(problems[:_SHOWN_PROBLEMS])}{more} in {cls.__name__}")
 
@@ -141,7 +141,7 @@ def tagged(classes: tuple[type, ...], shapes: Mapping[str, Shape]) -> Shape:
         name = raw.get(TYPE_KEY)
         shape = shapes.get(name) if type(name) is str else None
         if shape is None:
-            raise Mismatch(f"unknown type {shown(name)}; expected one of {', '.join(sorted(shapes))}")
+            raise Mismatch(f"unknown type {described(name)}; expected one of {', '.join(sorted(shapes))}")
         try:
             return shape.read({key: part for key, part in raw.items() if key != TYPE_KEY})
         except Mismatch as mismatch:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Mismatch", "Notation", "Shape", "shown", "unchanged", "unexpected"]
+from oobleck.errors import shown
 
-_SHOWN_CHARS = 80
+__all__ = ["Mismatch", "Notation", "Shape", "described", "unchanged", "unexpected"]
 
 
 class Notation(Enum):
@@ -50,14 +50,14 @@ class Shape:
 
 
 def unexpected(expectation: str, raw: object) -> Mismatch:
-    return Mismatch(f"expected {expectation}, got {shown(raw)}")
+    return Mismatch(f"expected {expectation}, got {described(raw)}")
 
 
-def shown(raw: object) -> str:
+def described(raw: object) -> str:
+    """What was got instead, for an error; of a list or a map, how large it is."""
     if isinstance(raw, list | dict):
         return f"a {'list' if isinstance(raw, list) else 'map'} of {len(raw)}"
-    text = repr(raw[:_SHOWN_CHARS]) if isinstance(raw, str | bytes) else repr(raw)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return shown(raw)
 
 
 def unchanged(value: object) -> object:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from oobleck.cli.inputs.hostfile import parse_hostfile
 from oobleck.cli.inputs.job_file import load_job
-from oobleck.cli.main import COMMANDS, Command, main
+from oobleck.cli.main import COMMANDS, CliCommand, main
 from oobleck.errors import UserError
 from oobleck.exit_codes import ExitCode
 from oobleck.planner import profile_from_json, profile_to_json
@@ -62,7 +62,7 @@ NEVER = ("up", "check", "profile", "chaos")
 """Commands that may start something: tried by themselves, as far as they do not."""
 
 
-def flat(commands: Sequence[Command], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
+def flat(commands: Sequence[CliCommand], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CliCommand]]:
     for command in commands:
         if command.subcommands:
             yield from flat(command.subcommands, (*before, command.name))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from oobleck import __version__
-from oobleck.cli.main import COMMANDS, Command, main
+from oobleck.cli.main import COMMANDS, CliCommand, main
 from oobleck.errors import (
     ConfigError,
     NodeUnreachable,
@@ -38,7 +38,7 @@ def run(monkeypatch, capsys):
     def run(*arguments: str, raises: BaseException | None = None) -> tuple[int, str, str]:
         if raises is not None:
             monkeypatch.setitem(sys.modules, "boom", SimpleNamespace(boom=fail_with(raises)))
-        command = Command(name="boom", target="boom:boom", help="Go wrong.")
+        command = CliCommand(name="boom", target="boom:boom", help="Go wrong.")
         code = main(list(arguments), commands=(*COMMANDS, command))
         return code, *capsys.readouterr()
 

@@ -59,7 +59,7 @@ def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -
         logs = [path.read_text() for path in (runner.base_dir / TAG).glob("agent*.log")]
         log = "\n".join(line for text in logs for line in text.splitlines() if "[node0:0 generation " in line)
         fenced = log.index("is fenced by generation 2")
-        ordered = log.index("generation 2] follows an order", fenced)
+        ordered = log.index("generation 2] follows a plan", fenced)
         assert log.index("adopts the plan of generation 2", ordered), "it can be followed in one worker's lines"
 
         os.kill(worker_pids(runner)["node2"], signal.SIGSEGV)

@@ -42,7 +42,7 @@ from oobleck.runtime.processes.checkpoint_store import NodeCheckpoints
 from oobleck.schedule import ScheduleKind
 from tests.control.commit.test_judgement import record, status
 from tests.control.journals import plan
-from tests.roles.virtual import CONTROL, GREETING, Link, VirtualHost, configure, make_agent
+from tests.roles.virtual import CONTROL, GREETING, AgentLink, VirtualHost, configure, make_agent
 
 
 class Desk:
@@ -52,7 +52,7 @@ class Desk:
         self.host = VirtualHost()
         self.ended: str | None = None
         self.ended_s = 0.0
-        self.post, self._links = trio.open_memory_channel[Link](10)
+        self.post, self._links = trio.open_memory_channel[AgentLink](10)
 
     async def run(self) -> None:
         async def accept():
@@ -61,9 +61,9 @@ class Desk:
         self.ended = await make_agent(accept, self.host).run()
         self.ended_s = trio.current_time()
 
-    async def connect(self, *, configured: bool = True, devices: tuple[int, ...] = (0,)) -> Link:
+    async def connect(self, *, configured: bool = True, devices: tuple[int, ...] = (0,)) -> AgentLink:
         """Come as a master, and have workers started."""
-        link = Link()
+        link = AgentLink()
         self.post.send_nowait(link)
         await link.master.send([GREETING])
         assert isinstance(await link.master.receive(), Hello)
@@ -82,7 +82,7 @@ async def running() -> AsyncIterator[Desk]:
             nursery.cancel_scope.cancel()
 
 
-async def hear(link: Link, kind: type, *, where: Callable[[AgentMessage], bool] = lambda _: True) -> AgentMessage:
+async def hear(link: AgentLink, kind: type, *, where: Callable[[AgentMessage], bool] = lambda _: True) -> AgentMessage:
     """Wait for the next message of a kind; others are passed over."""
     while True:
         message = await link.master.receive()
@@ -90,7 +90,7 @@ async def hear(link: Link, kind: type, *, where: Callable[[AgentMessage], bool] 
             return message
 
 
-async def until_closed(link: Link) -> None:
+async def until_closed(link: AgentLink) -> None:
     with suppress(trio.EndOfChannel, trio.BrokenResourceError):
         while True:
             await link.master.receive()
@@ -130,8 +130,8 @@ async def test_a_notice_of_termination_is_passed_on_once(autojump_clock: MockClo
         await trio.sleep(5)
         return f"notice asked for every {control.notice_interval_s:g} s"
 
-    link = Link()
-    post, links = trio.open_memory_channel[Link](1)
+    link = AgentLink()
+    post, links = trio.open_memory_channel[AgentLink](1)
     post.send_nowait(link)
 
     async def accept():
@@ -210,7 +210,7 @@ async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_
         await link.master.send([update])
         await (await desk.host.worker()).hears(PlanUpdate)
         link.cut()
-        again = Link()
+        again = AgentLink()
         desk.post.send_nowait(again)
         await again.master.send([GREETING])
         hello = await again.master.receive()
@@ -367,7 +367,7 @@ async def test_a_master_that_vanished_without_a_word_leaves_no_agent_behind(auto
 async def test_an_orphan_gives_the_memory_for_states_back(autojump_clock: MockClock, tmp_path: Path):
     directory = AgentDir(tmp_path.name, "n0")
     store = NodeCheckpoints(directory, default_directory=tmp_path)
-    link = Link()
+    link = AgentLink()
     waiting = [link.agent]
 
     async def accept():
@@ -438,7 +438,7 @@ async def test_a_worker_asked_for_before_the_job_is_known_costs_the_master_its_c
 @pytest.mark.parametrize("greeting", [Heartbeat(sequence=0), Greeting(protocol=1, tag="another")])
 async def test_a_stranger_is_turned_away(greeting, autojump_clock: MockClock):
     async with running() as desk:
-        link = Link()
+        link = AgentLink()
         desk.post.send_nowait(link)
         await link.master.send([greeting])
         await until_closed(link)
@@ -447,7 +447,7 @@ async def test_a_stranger_is_turned_away(greeting, autojump_clock: MockClock):
 
 async def test_a_master_that_does_not_greet_is_not_waited_for(autojump_clock: MockClock):
     async with running() as desk:
-        link = Link()
+        link = AgentLink()
         desk.post.send_nowait(link)
         began_s = trio.current_time()
         await until_closed(link)

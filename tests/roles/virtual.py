@@ -30,7 +30,7 @@ from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
 from oobleck.wire import FrameDecoder, encode_frame
 
-__all__ = ["TAG", "Link", "VirtualHost", "VirtualWorker", "agent_hello", "configure", "make_agent"]
+__all__ = ["TAG", "AgentLink", "VirtualHost", "VirtualWorker", "agent_hello", "configure", "make_agent"]
 
 TAG = "virtual"
 CONTROL = ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, start_timeout_s=60.0, orphan_timeout_s=30.0)
@@ -43,7 +43,7 @@ class AgentEnd(MessageChannel[MasterMessage, AgentMessage]):
     address = "10.0.0.9"
 
 
-class Link:
+class AgentLink:
     """A tunnel between a master and an agent: two memory streams, cut or blocked at will."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ def make_agent(accept: Callable, host: VirtualHost, node: str = "n0", tag: str =
     )
 
 
-async def send_raw(link: Link, *messages: object) -> None:
+async def send_raw(link: AgentLink, *messages: object) -> None:
     """Say whatever one likes at the master's end."""
     await link.master_stream.send_all(b"".join(map(encode_frame, messages)))
 

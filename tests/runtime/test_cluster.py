@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello
-from oobleck.errors import AgentGone, NodeUnfit
+from oobleck.errors import AgentGone, FaultyNode
 from oobleck.roles.ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.ssh.client import open_ssh_loop
@@ -55,7 +55,7 @@ async def test_a_node_that_is_not_healthy_is_not_taken_in_again(temporary: Path,
         await meet(await cluster.reach(node, attach=False))  # nothing speaks against it yet
         await cluster.clean(node)
         if checks:
-            with pytest.raises(NodeUnfit, match="memory of this machine is broken"):
+            with pytest.raises(FaultyNode, match="memory of this machine is broken"):
                 await cluster.reach(node, attach=False)
         else:
             await meet(await cluster.reach(node, attach=False))

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from oobleck.sim.trace import (
-    AgentCrashed,
     AgentFrozen,
-    ForkServerCrashed,
     Frozen,
+    Gone,
     Healed,
     Joined,
     Lost,
@@ -22,13 +21,10 @@ from oobleck.sim.trace import (
     Thawed,
     Trace,
     TraceEvent,
-    WorkerCrashed,
+    event_types,
 )
 
-_ANY = (
-    Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed,
-    MasterFrozen, Partitioned, Healed, ForkServerCrashed,
-)  # fmt: skip
+_ANY = tuple(event_types().values())
 
 
 @st.composite
@@ -55,16 +51,14 @@ def traces(
     for t_s in draw(anywhere if times is None else times):
         well, away = sorted(here - frozen), sorted(set(nodes) - here)
         targets = {
-            Lost: sorted(here), Joined: away, Frozen: well, Thawed: sorted(frozen), Slowed: well, WorkerCrashed: well,
-            AgentCrashed: well, ForkServerCrashed: well, AgentFrozen: well, Noticed: well, MasterCrashed: nodes,
-            MasterFrozen: nodes,
+            Lost: sorted(here), Joined: away, Thawed: sorted(frozen), MasterCrashed: nodes, MasterFrozen: nodes,
             Partitioned: nodes, Healed: nodes if partitioned else (),
         }  # fmt: skip
-        possible = [kind for kind in kinds if targets[kind]]
+        possible = [kind for kind in kinds if targets.get(kind, well)]
         if not possible:
             continue
         kind = draw(st.sampled_from(possible))
-        node = draw(st.sampled_from(targets[kind]))
+        node = draw(st.sampled_from(targets.get(kind, well)))
         if kind is Slowed:
             events.append(Slowed(t_s=t_s, node=node, factor=draw(st.floats(1, 10))))
         elif kind is Noticed:
@@ -83,7 +77,7 @@ def traces(
             partitioned = False
         else:
             events.append(kind(t_s=t_s, node=node))
-        if kind in (Lost, AgentCrashed):
+        if issubclass(kind, Gone):
             here.discard(node)
             frozen.discard(node)
         elif kind is Joined:

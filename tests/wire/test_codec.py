@@ -385,7 +385,7 @@ def test_damaged_frames_raise_nothing_but_peer_errors(message, position, removed
         (b"\x81\x01\x01", "not msgpack"),
         (b"\xa1\xff", "not msgpack"),
         (msgpack.packb({"@type": "Heartbeat", "sequence": True}), r"sequence: expected int or null, got True$"),
-        (msgpack.packb({"@type": "Heartbeat", "sequence": "1" * 999}), r"got '1{79}…$"),
+        (msgpack.packb({"@type": "Heartbeat", "sequence": "1" * 999}), r"got '1{199}…$"),
         (msgpack.packb({"@type": "Heartbeat", "sequence": [1]}), "got a list of 1"),
         (msgpack.packb({"@type": "Heartbeat"}), "^Heartbeat: field 'sequence' is missing in Heartbeat$"),
         (msgpack.packb({"@type": "Heartbeat", "sequence": 1, b"x": 1}), "there is no field b'x' in Heartbeat"),

@@ -108,7 +108,7 @@ class Player:
         return self._target.wait_until(began_s + trace.duration_s / self._speedup)
 
     def _strike(self, event: TraceEvent) -> str:
-        """Let an event happen; returns what was done. What the run refuses is told, and the trace continues."""
+        """Let an event happen; returns what was done. What the run refuses is reported, and the trace continues."""
         try:
             return self._do(event)
         except NoActiveRun:

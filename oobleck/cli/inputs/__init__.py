@@ -14,14 +14,29 @@ from .options import (
     SLOW_FACTOR,
     BaseDirOption,
     JsonOption,
+    PythonOption,
+    SSHConfigOption,
     TagArgument,
     TagOption,
     base_dir_of,
 )
+from .planning_options import (
+    DeviceOption,
+    DevicesPerNodeOption,
+    FaultThresholdOption,
+    GlobalBatchOption,
+    MicrobatchOption,
+    ModelOption,
+    PipelinesOption,
+    PrecisionOption,
+    ProfileOption,
+    RecomputeOption,
+    SequenceLengthOption,
+)
 from .read_job import read_job
 from .save_every import with_save_every
 from .scaling_option import parse_scaling
-from .schedule_option import parse_schedule
+from .schedule_option import parse_schedule_name
 
 __all__ = [
     "MAX_BATCH",
@@ -30,7 +45,20 @@ __all__ = [
     "NUM_SPARE_NODES",
     "SLOW_FACTOR",
     "BaseDirOption",
+    "DeviceOption",
+    "DevicesPerNodeOption",
+    "FaultThresholdOption",
+    "GlobalBatchOption",
     "JsonOption",
+    "MicrobatchOption",
+    "ModelOption",
+    "PipelinesOption",
+    "PrecisionOption",
+    "ProfileOption",
+    "PythonOption",
+    "RecomputeOption",
+    "SSHConfigOption",
+    "SequenceLengthOption",
     "TagArgument",
     "TagOption",
     "base_dir_of",
@@ -38,7 +66,7 @@ __all__ = [
     "duration_s",
     "parse_hostfile",
     "parse_scaling",
-    "parse_schedule",
+    "parse_schedule_name",
     "read_job",
     "real",
     "whole",

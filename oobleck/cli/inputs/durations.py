@@ -6,13 +6,13 @@ import re
 
 import typer
 
-__all__ = ["MAX_SECONDS", "duration_s", "parse_duration"]
+from oobleck.bounds import MAX_SECONDS
+from oobleck.errors import shown
 
-_SHOWN_CHARS = 60
+__all__ = ["duration_s", "parse_duration"]
+
 _UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _PATTERN = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|h|d|)")
-MAX_SECONDS = 5e8
-"""Fifteen years: as long as the longest failure trace that is published, and half as long again."""
 
 
 def parse_duration(text: str) -> float | None:
@@ -27,11 +27,7 @@ def duration_s(text: str | float) -> float:
         return float(text)
     seconds = parse_duration(text)
     if seconds is None:
-        raise typer.BadParameter(f"{_shown(text)} is not a duration; write 45s, 10m, 3.1h or 54d")
+        raise typer.BadParameter(f"{shown(text)} is not a duration; write 45s, 10m, 3.1h or 54d")
     if seconds > MAX_SECONDS:
-        raise typer.BadParameter(f"{_shown(text)} is too long; it must be at most {MAX_SECONDS / 86_400:,.0f} days")
+        raise typer.BadParameter(f"{shown(text)} is too long; it must be at most {MAX_SECONDS / 86_400:,.0f} days")
     return seconds
-
-
-def _shown(text: str) -> str:
-    return repr(text) if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]!r}…"

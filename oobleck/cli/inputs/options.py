@@ -20,6 +20,8 @@ __all__ = [
     "SLOW_FACTOR",
     "BaseDirOption",
     "JsonOption",
+    "PythonOption",
+    "SSHConfigOption",
     "TagArgument",
     "TagOption",
     "base_dir_of",
@@ -47,6 +49,19 @@ BaseDirOption = Annotated[
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+PythonOption = Annotated[
+    str | None, typer.Option("--python", help="Python interpreter on the nodes; by default, the path of this one.")
+]
+
+SSHConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssh-config",
+        metavar="FILE",
+        help="Read this ssh config instead of ~/.ssh/config, as `ssh -F` does: Host, User, Port, IdentityFile, …",
+    ),
+]
 
 TagArgument = Annotated[
     str | None, typer.Argument(help="Tag of the run; optional if exactly one is active.", show_default=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import UsageError
 from oobleck.job import CheckpointSpec
 
-from .durations import MAX_SECONDS, parse_duration
+from .durations import parse_duration
 
 __all__ = ["with_save_every"]
 

@@ -7,10 +7,10 @@ from typing import cast, get_args
 from oobleck.errors import UsageError
 from oobleck.job import ScheduleName
 
-__all__ = ["parse_schedule"]
+__all__ = ["parse_schedule_name"]
 
 
-def parse_schedule(name: str) -> ScheduleName:
+def parse_schedule_name(name: str) -> ScheduleName:
     """Return the name of a schedule. Raises UsageError for another."""
     known = get_args(ScheduleName)
     if name not in known:

@@ -83,7 +83,7 @@ async def watch_hostfile(path: Path, nodes: Sequence[NodeSpec], session: Session
     """Follow the file until cancelled; `nodes` are those that it named when the run began.
 
     An edit counts once the file has been the same for an interval: editors write in pieces. One that cannot be read is
-    told, and changes nothing.
+    reported, and changes nothing.
     """
     said = seen = await _read(path)
     while True:

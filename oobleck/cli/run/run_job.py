@@ -23,7 +23,7 @@ from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text, replay_run
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import (
-    Finished,
+    FinishedRun,
     JournalEntry,
     JournalGap,
     Summary,
@@ -36,6 +36,7 @@ from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageEr
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
+from oobleck.roles.ports import Launcher
 from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
@@ -140,7 +141,7 @@ def run_job(run: Run) -> int:
 
 
 def _tell_of_crash(run: Run, error: BaseException) -> None:
-    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is told elsewhere."""
+    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is said elsewhere."""
     leaves = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else [error]
     if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves):
         return
@@ -152,7 +153,7 @@ def _tell_of_crash(run: Run, error: BaseException) -> None:
         )
 
 
-def _finished(run: Run, directory: RunDirectory) -> Finished | None:
+def _finished(run: Run, directory: RunDirectory) -> FinishedRun | None:
     """The run before, where it has done all that is asked for and its model can be seen to be whole from here.
 
     Where checkpoints lie on other machines, it is for their workers to see.
@@ -246,7 +247,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
 
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
-    """No run that ends with less in its journal than happened is a success: what reads it would tell less."""
+    """No run that ends with less in its journal than happened is a success: its readers would know less."""
     if not journal.num_missing or end.exit_code not in (*_ENDS_WELL, ExitCode.NOT_SAVED):
         return end
     problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
@@ -280,7 +281,7 @@ def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
     return prometheus_text(output.metrics.sample(master.now_s), tag)
 
 
-async def _give_memory_back(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> None:
+async def _give_memory_back(cluster: Launcher, nodes: Sequence[NodeSpec]) -> None:
     """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
     with trio.move_on_after(_FORGET_S):
         async with trio.open_nursery() as forgetting:
@@ -306,7 +307,7 @@ class _Past:
         return max(self.replayed.last_s, (datetime.now(UTC) - began).total_seconds())
 
 
-async def _find_past(run: Run, directory: RunDirectory, cluster: SSHCluster, known: Sequence[NodeSpec]) -> _Past:
+async def _find_past(run: Run, directory: RunDirectory, cluster: Launcher, known: Sequence[NodeSpec]) -> _Past:
     """Look for a run that continues without its master; the journal of any other is set aside.
 
     Raises UsageError for one that trains another job.
@@ -339,7 +340,7 @@ def _read_past(path: Path) -> tuple[JournalEntry, ...]:
         return ()
 
 
-async def _is_any_alive(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> bool:
+async def _is_any_alive(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
     living: list[NodeSpec] = []
 
     async def ask(spec: NodeSpec) -> None:
@@ -355,7 +356,7 @@ async def _is_any_alive(cluster: SSHCluster, nodes: Sequence[NodeSpec]) -> bool:
 def _make_master(
     run: Run,
     directory: RunDirectory,
-    cluster: SSHCluster,
+    cluster: Launcher,
     journal: JournalWriter,
     past: _Past,
     known: tuple[NodeSpec, ...],

@@ -16,7 +16,7 @@ from oobleck.errors import NodeUnreachable, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.roles.master import Master
-from oobleck.runtime.cluster import SSHCluster
+from oobleck.roles.ports import Launcher
 from oobleck.runtime.control_socket import (
     AddRequest,
     ControlRequest,
@@ -43,7 +43,7 @@ class Session:
     def __init__(
         self,
         master: Master,
-        cluster: SSHCluster,
+        cluster: Launcher,
         nursery: trio.Nursery,
         *,
         kills: Sequence[tuple[str, int]],

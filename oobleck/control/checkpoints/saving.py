@@ -101,7 +101,7 @@ class Saving:
         self._last_step = 0
         self._losses: dict[int, float] = {}
         self._wanted: int | None = None
-        """The step after which all were told to save."""
+        """The step after which all were to save."""
         self._saves: dict[str, _Save] = {}
         self._tried_step = 0
         """The newest step after which a save has begun."""
@@ -150,7 +150,7 @@ class Saving:
 
     @property
     def may_be_in_memory(self) -> bool:
-        """Whether nobody knows yet if the newest state is whole in memory: shares of it may still be told of."""
+        """Whether it is not known yet if the newest state is whole in memory: reports of shares may be missing."""
         return self.is_enabled and self._memory_step < self._last_step
 
     @property

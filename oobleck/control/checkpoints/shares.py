@@ -14,11 +14,11 @@ def saving_shares(
 ) -> dict[WorkerId, tuple[int, ...]]:
     """Deal the layers among their holders on nodes that are not lost; O(layers · holders).
 
-    The largest layers are dealt first, each to the holder that has the least to save so far (Graham, "Bounds on
+    The largest layers are assigned first, each to the holder that has the least to save so far (Graham, "Bounds on
     Multiprocessing Timing Anomalies", 1969: at most 4/3 of the optimum where each worker holds everything). Layers that
-    nobody holds any more are in no share.
+    no worker holds any more are in no share.
 
-    Where `degree` devices share each stage, those of one `rank` deal their parts of the layers; the others deal theirs
+    Where `degree` devices share each stage, those of one `rank` share out their parts of the layers; the others do
     alike, so that all parts of a layer are saved on one node.
     """
     load: dict[WorkerId, int] = {}

@@ -19,11 +19,11 @@ __all__ = ["CommitState", "Interrupted", "PeerLost"]
 
 
 class Interrupted(Exception):
-    """The control thread wants the training thread to stop what it does and look for its next order."""
+    """The control thread wants the training thread to stop what it does and look for its next plan update."""
 
 
 class PeerLost(Exception):
-    """A collective or a transfer failed: most likely a peer is gone, and an order will follow."""
+    """A collective or a transfer failed: most likely a peer is gone, and a plan update will follow."""
 
 
 class CommitState:
@@ -60,7 +60,7 @@ class CommitState:
     def answer(self, fence: Fence) -> Status:
         """Raise the fence and say where this worker stands; from now on nothing older is applied.
 
-        An older order that the training thread has not taken yet is dropped.
+        An older update that the training thread has not taken yet is dropped.
         """
         with self._lock:
             self._fence = max(self._fence, fence.generation)
@@ -87,7 +87,7 @@ class CommitState:
         return status
 
     def give_update(self, update: PlanUpdate) -> None:
-        """Leave an order for the training thread; one it has not taken yet is replaced by a newer one."""
+        """Leave a plan update for the training thread; one it has not taken yet is replaced by a newer one."""
         with self._lock:
             if update.generation >= max(self._fence, self._generation + 1):
                 self._update = update
@@ -114,7 +114,7 @@ class CommitState:
 
     @property
     def generation(self) -> int:
-        """Of the order that is followed."""
+        """Of the plan update that is followed."""
         return self._generation
 
     @property
@@ -141,7 +141,7 @@ class CommitState:
 
     def is_pipeline_stopped(self) -> bool:
         """A whole pipeline finishes its microbatches through a fence; one that lost a node stops at once,
-        and so does any when the order is to forget the step."""
+        and so does any when the update says to forget the step."""
         update = self._update
         return (self._pipeline_lost and self._fence > self._generation) or (
             update is not None and update.finish is None
@@ -150,7 +150,7 @@ class CommitState:
     # --- training thread -----------------------------------------------------------------------------------
 
     def take_update(self) -> PlanUpdate | None:
-        """Take the newest order, if there is one: from now on its generation is ours."""
+        """Take the newest plan update, if there is one: from now on its generation is ours."""
         with self._lock:
             update, self._update = self._update, None
             if update is not None:
@@ -195,7 +195,7 @@ class CommitState:
             self._section_reduced = number
 
     def give_back_section(self) -> None:
-        """Note that the sums of the section on its way are dropped: nobody has committed it, and it cannot be."""
+        """Note that the sums of the section on its way are dropped: no worker has committed it, and none can."""
         with self._lock:
             self._section_reduced = None
 
@@ -219,7 +219,7 @@ class CommitState:
             self._move_to(record)
 
     def catch_up(self, record: CommitRecord) -> bool:
-        """Like `begin_apply`, by order: some worker has applied the step, so it counts whatever happens.
+        """Like `begin_apply`, as the plan update says: some worker has applied the step, so it counts whatever happens.
 
         Returns False for one that took no part in the step, or has applied it: it has nothing to apply.
         """
@@ -231,7 +231,7 @@ class CommitState:
             return True
 
     def catch_up_section(self, record: SectionRecord) -> bool:
-        """Like `commit_section`, by order: some worker has committed it. False where there is nothing to commit."""
+        """Like `commit_section`, as the update says: some worker has committed it. False if there is none."""
         with self._lock:
             if self._section_reduced != record.number or self._adopted != record.generation:
                 return False
@@ -240,7 +240,7 @@ class CommitState:
             return True
 
     def adopt(self, update: PlanUpdate, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
-        """Put the order's plan in force: from here on nothing stops the caller from taking the layers.
+        """Put the new plan in force: from here on nothing stops the caller from taking the layers.
 
         They count as held, at the boundary's version. So do those `kept` for others, until the next step is
         applied: by then all have adopted the plan. Raises Interrupted when a fence came first.

@@ -1,4 +1,4 @@
-"""The generations of a run: the plan that was ordered in each, and what of a step in flight was dealt or committed."""
+"""The generations of a run: the plan that was ordered in each, and what of a step was reassigned or committed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oobleck.control.protocol import NOTHING, PartialStep, PlanUpdate, Restore, 
 from oobleck.planner import Decision, ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
-from .judgement import NO_SECTION, SectionId, Verdict, broken_pipelines, deal_microbatches, rests_of
+from .judgement import NO_SECTION, SectionId, Verdict, broken_pipelines, reassign_microbatches, rests_of
 from .sections import committed_after, shares_of
 
 __all__ = ["Generations"]
@@ -39,7 +39,7 @@ class Generations:
         """The newest generation, ordered or only fenced; 0 before the first."""
         self._max_steps = max_steps
         self._ordered: dict[int, _Ordered] = {}
-        self._forgot = 0  # the newest generation whose order has workers forget the step in flight
+        self._forgot = 0  # the newest generation whose plan update has workers forget the step in flight
         self._segments_for = (0, 0)  # (generation in force, step)
         self._segments: tuple[Segment, ...] = ()
         self._next_segment = 0
@@ -61,7 +61,7 @@ class Generations:
             self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in entry.segments)])
 
     def forget_before(self, generation: int) -> None:
-        """Nobody who lives has an older plan in force any more."""
+        """No living worker has an older plan in force any more."""
         kept = {number: ordered for number, ordered in self._ordered.items() if number >= generation}
         self._ordered = kept or self._ordered
 
@@ -126,8 +126,8 @@ class Generations:
         if verdict.adopted is None or verdict.adopted < self._forgot or verdict.applied >= self._max_steps:
             return None
         # Shares and segments mean something under one plan only: of survivors with two plans in force, a microbatch
-        # could be counted by both or by none. And a pipeline that failed half-way has sums of which nobody knows what
-        # is in them. Finding that out microbatch by microbatch was rejected: such failures are rare, and a step is
+        # could be counted by both or by none. And a pipeline that failed half-way has sums with unknown
+        # contents. Finding that out microbatch by microbatch was rejected: such failures are rare, and a step is
         # cheap beside a rule that would have to be right for each of them.
         plan = self._ordered[verdict.adopted].plan
         broken = broken_pipelines(plan, lost)
@@ -136,10 +136,10 @@ class Generations:
             if failed and index not in broken and not failed.isdisjoint(pipeline.worker_ids):
                 return None
         step = verdict.applied + 1
-        # Segments of an earlier recovery of the same step stay as they are dealt: they may be done already.
+        # Segments of an earlier recovery of the same step stay as they are: they may be done already.
         if self._segments_for != (verdict.adopted, step):
             self._segments_for, self._segments = (verdict.adopted, step), ()
-        dealt = deal_microbatches(
+        dealt = reassign_microbatches(
             plan,
             lost,
             self._segments,
@@ -156,7 +156,7 @@ class Generations:
     def rests(
         self, generation: int, statuses: Mapping[WorkerId, Status], lost: Collection[str]
     ) -> dict[int, tuple[int, int]]:
-        """Return what the whole pipelines have left of the step that `step_to_finish` dealt last; see `rests_of`."""
+        """Return what the whole pipelines have left of the step that `step_to_finish` chose last; see `rests_of`."""
         _, step = self._segments_for
         shares = self.shares(generation, step)
         return rests_of(self._ordered[generation].plan, lost, self._segments, statuses, step=step, shares=shares)
@@ -173,7 +173,7 @@ class Generations:
         is_from_scratch: bool,
         num_sections: int,
     ) -> PlanUpdate:
-        """Note the current generation's plan; return its order, for device 0 of any node.
+        """Note the current generation's plan; return its update, for device 0 of any node.
 
         `lost` are the nodes that have no part any more in the plan under which the step is finished; `restore` is the
         checkpoint of the step that the verdict takes for applied. A run that `is_from_scratch` began with the model's

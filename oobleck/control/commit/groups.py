@@ -1,6 +1,6 @@
 """What a plan gives one worker to do, and the groups in which it does it.
 
-Pure functions of plans and orders: all workers come to the same groups without talking.
+Pure functions of plans and plan updates: all workers come to the same groups without talking.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PlaceInPlan:
 
     @classmethod
     def find(cls, update: PlanUpdate, worker_id: WorkerId) -> PlaceInPlan | None:
-        """The place of a worker in the plan of an order; None for a spare."""
+        """The place of a worker in an update's plan; None for a spare."""
         located = update.plan.locate(worker_id)
         if located is None:
             return None

@@ -38,10 +38,10 @@ __all__ = [
     "SectionId",
     "Verdict",
     "broken_pipelines",
-    "deal_microbatches",
     "judge",
     "microbatches_redone",
     "planned_layers",
+    "reassign_microbatches",
     "rests_of",
     "uncovered",
 ]
@@ -154,7 +154,7 @@ def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, .
     return tuple(index for index, pipeline in enumerate(plan.pipelines) if not gone.isdisjoint(pipeline.nodes))
 
 
-def deal_microbatches(
+def reassign_microbatches(
     plan: ExecutionPlan,
     lost: Collection[str],
     segments: Sequence[Segment],
@@ -163,12 +163,12 @@ def deal_microbatches(
     shares: Sequence[Sequence[int]] | None = None,
     partial: Collection[int] = (),
 ) -> tuple[Segment, ...] | None:
-    """Deal what broken pipelines leave of a step among the whole ones, on top of the segments dealt before.
+    """Give what broken pipelines leave of a step to the whole ones, on top of the segments assigned before.
 
     `shares` are the microbatches that each pipeline takes of it (the planned ones, by default), of which those
     `partial` are done for good.
     Returns all segments of the step, or None when no pipeline is whole. Segments are never taken back from a
-    whole pipeline; those of a pipeline that broke since are dealt again. Whole pipelines take shares in
+    whole pipeline; those of a pipeline that broke since are assigned again. Whole pipelines take shares in
     proportion to their planned ones, which are in proportion to their speeds; the largest remainder rounds.
     """
     broken = broken_pipelines(plan, lost)

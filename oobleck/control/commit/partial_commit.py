@@ -78,13 +78,13 @@ class PartialCommit:
         return 1 if update is None else num_sections_of(update.plan, self.before, update.num_sections)
 
     def is_at(self, partial: PartialStep) -> bool:
-        """Tell whether just this is committed here."""
+        """Return whether just this is committed here."""
         generation = 0 if self._update is None else self._update.generation
         here = (generation, self._number) if self._number else (self._before.generation, self._before.number)
         return here == (partial.generation, partial.number)
 
     def adopt(self, update: PlanUpdate, *, is_spare: bool) -> None:
-        """A plan comes into force, with what the order says committed of the step in flight."""
+        """A plan comes into force, with what the update says is committed of the step in flight."""
         assert self.section is None, "what was on its way is given back before"
         self._update = None if is_spare else update
         self._before = NOTHING if is_spare else update.partial
@@ -114,7 +114,7 @@ class PartialCommit:
         try:
             yield from self.settle()
         except PeerLost:
-            return  # it is told: the pipeline's own work is sound
+            return  # it is reported: the pipeline's own work is sound
         except Interrupted:
             if self._commit_state.is_pipeline_stopped():
                 raise
@@ -151,7 +151,7 @@ class PartialCommit:
             yield from self.look()
 
     def catch_up(self, record: SectionRecord) -> Effects:
-        """Commit by order what is reduced, if it is not committed yet."""
+        """Commit what is reduced, as the plan update says, if it is not committed yet."""
         if self._commit_state.catch_up_section(record):
             yield from self._fold(record)
 

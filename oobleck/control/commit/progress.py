@@ -66,7 +66,7 @@ class Progress:
         return (Record(entry=entry),)
 
     def owes_evaluation(self, step: int) -> bool:
-        """Whether a step's evaluation is due, and nobody has told its outcome."""
+        """Whether a step's evaluation is due, and no worker has reported its outcome."""
         return self._job.is_evaluated(step) and step > self._evaluated_step
 
     def go_back(self, step: int, *, generation: int) -> None:

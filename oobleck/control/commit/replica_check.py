@@ -1,6 +1,6 @@
 """Copies of a layer must be equal to the last bit after a step; where they are not, hardware has computed wrongly.
 
-Every so many steps workers tell a digest of each layer that they hold. With three copies or more the odd one out is
+Every so many steps workers report a digest of each layer that they hold. With three copies or more the odd one out is
 wrong; of two that differ nobody can tell, and both are named. A part of the coordinator's machine.
 """
 

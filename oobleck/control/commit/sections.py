@@ -2,7 +2,7 @@
 
 A long step may reduce its gradients several times. At the end of each section but the last, all owners of a
 parameter get the sum of its gradients so far: they are committed, and no failure can take them any more. A plan that
-comes into force in the middle of a step deals out again what is not committed.
+comes into force in the middle of a step assigns again what is not committed.
 
 Everything here follows from a plan, what was committed before it, and the number of sections in a whole step; so all
 workers and the coordinator agree without talking. Pure functions; no state.
@@ -46,7 +46,7 @@ def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float, *, has_roo
 def shares_of(plan: ExecutionPlan, partial: Collection[int] = ()) -> tuple[Sequence[int], ...]:
     """The microbatches of a step that each pipeline takes, when these are committed before.
 
-    With some committed, the others are dealt in proportion to the planned numbers.
+    With some committed, the others are assigned in proportion to the planned numbers.
     """
     if not partial:
         return tuple(plan.microbatches_of(index) for index in range(len(plan.pipelines)))

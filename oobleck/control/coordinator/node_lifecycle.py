@@ -24,7 +24,7 @@ from oobleck.control.journal import (
     PlanCause,
     Unfit,
 )
-from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, NodeRetry, NodeState
+from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, MemberState, NodeRetry
 from oobleck.control.protocol import AgentStopped, KillWorker, StopAgent
 from oobleck.errors import UsageError
 from oobleck.job import NodeSpec
@@ -69,7 +69,7 @@ class NodeLifecycle:
         node, hello = event.node, event.hello
         if misfit is not None:
             return (GiveUp(nodes=(node,), loss=Misfit(problem=misfit)),)
-        if member.state is NodeState.CONNECTING:
+        if member.state is MemberState.CONNECTING:
             member.last_heard_s = now_s
             entry = NodeConnected(t_s=now_s, node=node, agent_pid=hello.pid)
             return (Record(entry=entry), NodeTakenIn(event=event))
@@ -141,10 +141,10 @@ class NodeLifecycle:
     def give_up(self, node: str, loss: Loss, now_s: float, *, is_begun: bool) -> Effects:
         """Give a node up, if that was not done before."""
         member = self._members[node]
-        if member.state in (NodeState.LOST, NodeState.LEFT):
+        if member.state in (MemberState.LOST, MemberState.LEFT):
             return ()
         trained = member.is_ready
-        member.move_to(NodeState.LOST)
+        member.move_to(MemberState.LOST)
         may_come_back = is_begun and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, now_s)
         entry = NodeLost(
@@ -220,7 +220,7 @@ class NodeLifecycle:
         if not member.is_draining or is_in_plan:
             loss = NoWorkerStarts(problem=reason) if message.is_failure else AgentLeft(reason=reason)
             return (GiveUp(nodes=(node,), loss=loss),)
-        member.move_to(NodeState.LEFT)
+        member.move_to(MemberState.LEFT)
         entry = NodeLeft(t_s=now_s, node=node)
         return (Record(entry=entry), Disconnect(node=node), states.NodeLeft(node=node))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from oobleck import __version__
 from oobleck.control.events import Command, LookUpProfile, NodeUp, ProfileFound, Send, StoreProfile
-from oobleck.control.membership import Member, Membership, NodeState
+from oobleck.control.membership import Member, Membership, MemberState
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     Configure,
@@ -62,8 +62,8 @@ class Preparation:
     def configure(self, event: NodeUp, now_s: float) -> tuple[Command, ...]:
         """Take a node in: tell its agent about the job and have its workers started."""
         member = self._members[event.node]
-        if member.state is NodeState.CONNECTING:  # else it was reached again, and our words may be lost
-            member.move_to(NodeState.CONNECTED)
+        if member.state is MemberState.CONNECTING:  # else it was reached again, and our words may be lost
+            member.move_to(MemberState.CONNECTED)
         member.meet(event.hello, address=event.address, now_s=now_s)
         asks = self._ask(self._measures) if self._measures is not None and self._measures.node == event.node else ()
         configure = Configure(
@@ -151,11 +151,11 @@ class Preparation:
     @property
     def is_complete(self) -> bool:
         """All nodes that were asked for are ready, and the profile is known."""
-        return self.profile is not None and not self._members.in_state(NodeState.CONNECTING, NodeState.CONNECTED)
+        return self.profile is not None and not self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED)
 
     def waiting_for(self) -> str:
         """What is missing, for an error message."""
-        slow = self._members.in_state(NodeState.CONNECTING, NodeState.CONNECTED)
+        slow = self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED)
         if slow:
             return ", ".join(f"{member.spec.name} ({member.state})" for member in slow)
         return "the model's profile"

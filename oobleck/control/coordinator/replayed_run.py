@@ -38,7 +38,7 @@ from oobleck.control.journal import (
     WorkerDown,
     WorkerUp,
 )
-from oobleck.control.membership import Member, Membership, NodeState
+from oobleck.control.membership import Member, Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Profile, profile_from_json
@@ -88,7 +88,7 @@ class ReplayedRun:
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
         """Those that had a part in the run when the journal broke off."""
-        return tuple(member.spec for member in self.members.in_state(NodeState.READY, NodeState.CONNECTED))
+        return tuple(member.spec for member in self.members.in_state(MemberState.READY, MemberState.CONNECTED))
 
     @property
     def profile(self) -> Profile:
@@ -127,11 +127,11 @@ def replay_run(entries: Iterable[JournalEntry]) -> ReplayedRun | None:
 def _interrupt_joining(replayed: ReplayedRun) -> None:
     """The nodes that the dead master was taking in: the next one takes them in again, from the start."""
     joining = [
-        *replayed.members.in_state(NodeState.CONNECTING),
-        *(member for member in replayed.members.in_state(NodeState.CONNECTED) if not member.restarts),
+        *replayed.members.in_state(MemberState.CONNECTING),
+        *(member for member in replayed.members.in_state(MemberState.CONNECTED) if not member.restarts),
     ]
     for member in joining:
-        member.move_to(NodeState.LOST)
+        member.move_to(MemberState.LOST)
     replayed.interrupted = tuple(member.spec for member in joining)
 
 
@@ -195,12 +195,12 @@ def _move(
     match entry:
         case NodeConnected(agent_pid=pid):
             member.agent_pid = pid
-            member.move_to(NodeState.CONNECTED)
+            member.move_to(MemberState.CONNECTED)
         case WorkerUp():
             member.note_ready(entry, generation=generation)
         case WorkerDown(device=device, pid=pid, also=also):
             member.note_restart(device, pid, now_s=entry.t_s, step=step, also=also)
         case NodeLost():
-            member.move_to(NodeState.LOST)
+            member.move_to(MemberState.LOST)
         case NodeLeft():
-            member.move_to(NodeState.LEFT)
+            member.move_to(MemberState.LEFT)

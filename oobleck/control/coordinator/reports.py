@@ -25,7 +25,7 @@ from oobleck.control.journal import (
 )
 from oobleck.control.membership import (
     Member,
-    NodeState,
+    MemberState,
     check_device,
     is_of_training,
     is_of_worker_that_ends,
@@ -91,7 +91,7 @@ class Reports:
     def said(self, node: str, message: AgentMessage, now_s: float) -> None:
         """Take in what a node's agent reports, or a worker through it."""
         member, is_begun = self._parts.members[node], self._parts.reconfiguration.is_begun
-        if member.state not in (NodeState.CONNECTED, NodeState.READY):
+        if member.state not in (MemberState.CONNECTED, MemberState.READY):
             return  # late words of a node that was given up
         heard = self._parts.silence.hear(member, now_s)
         if heard:

@@ -4,7 +4,7 @@
                                       │
                                       └── taken back (`go_back`): a checkpoint, or a shard in quarantine
 
-A pure machine: it is told what lies in shards (`found`), and asks for what it wants to know (`wants`). In the same
+A pure machine: it is given what lies in shards (`found`), and asks for what it wants to know (`wants`). In the same
 order of calls it takes the same records; where shards do not grow, in any.
 """
 

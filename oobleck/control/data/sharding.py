@@ -1,10 +1,10 @@
 """Shards in the run: who is asked what lies in them, which step takes what, and what happens when they cannot be read.
 
-    a worker has answered ──> records known ──> dealt to steps ahead, and told to all ──> committed with their steps
+    a worker has answered ──> records known ──> assigned to steps ahead, and sent to all ──> committed with their steps
                                                      │
-        a plan goes back, or leaves a shard out:     └── dealt again, in another edition
+        a plan goes back, or leaves a shard out:     └── assigned again, in another version
 
-A part of the coordinator's machine. What it deals is in the journal before it is told, so that a new master deals on
+A part of the coordinator's machine. What it assigns is in the journal before it is sent, so that a new master continues
 where the one before has stopped.
 """
 
@@ -38,7 +38,7 @@ from .record_assigner import MAX_LEFT, MAX_OPEN, RecordAssigner
 __all__ = ["ShardRemains", "Sharding"]
 
 STEPS_AHEAD = 32
-"""Steps whose records are told before they are begun: so many steps workers can run without a master."""
+"""Steps whose records are sent before they are begun: so many steps workers can run without a master."""
 _ATTEMPTS = 3
 """How often a shard is tried before it is in quarantine."""
 _RETRY_S = 1.0
@@ -75,7 +75,7 @@ class ShardRemains:
 
 
 class Sharding:
-    """The dealer, what it has dealt to steps that are not committed, and the failures of shards."""
+    """The assigner, what it has assigned to steps that are not committed, and the failures of shards."""
 
     def __init__(self, job: JobSpec, progress: Progress, *, worker_ids: Callable[[], Iterable[WorkerId]]) -> None:
         """`worker_ids` are the workers of the newest plan that can be spoken to; asked for where there is news."""
@@ -134,7 +134,7 @@ class Sharding:
         return position.opened == self._job.data.epochs * len(self._names)
 
     def restore(self, replayed: ShardRemains) -> None:
-        """Go on from what a journal knows."""
+        """Continue from what a journal knows."""
         if not self.is_on or replayed.placed is None:
             return
         self._take_names(replayed.names)
@@ -164,7 +164,7 @@ class Sharding:
     # --- plans -------------------------------------------------------------------------------------------------
 
     def can_finish(self, step: int, generation: int) -> bool:
-        """Whether a step in flight under a generation's plan can be finished as it was dealt."""
+        """Whether a step in flight under a generation's plan can be finished as it was assigned."""
         if not self.is_on:
             return True
         return step in self._dealt and generation >= self._placed_generation and not self._must_deal_anew
@@ -293,7 +293,7 @@ class Sharding:
         if self._asked is not None and self._asked.node == node:
             self._asked = None
 
-    # --- going on ----------------------------------------------------------------------------------------------
+    # --- continuing -------------------------------------------------------------------------------------------
 
     def committed(self, step: int) -> None:
         """A step's records are done: nothing takes them again, unless all goes back."""
@@ -388,7 +388,7 @@ class Sharding:
         if self._asked is not None and now_s >= self._answer_due_s:
             self._asked = None
             if self._is_dry:
-                self._regroups_s = now_s  # nobody would notice that it is stuck: a fence tells
+                self._regroups_s = now_s  # nothing else would show that it is stuck: a fence does
         if self._asked is None:
             left = min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps) - last
             wants = assigner.wants(left * self._job.global_batch_size) if left > 0 and not self._is_stopped else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .diagnosis import Diagnosis, diagnose
 from .entries import JournalEntry
 from .failures import Failure, Remedy, failure_of_end, failure_of_loss, remedy_of
-from .finished import Finished, read_finished
+from .finished import FinishedRun, read_finished
 from .goodput import TimeSplit
 from .history import History, history_of
 from .incident_sentences import (
@@ -79,7 +79,7 @@ __all__ = [
     "Evidence",
     "Failure",
     "Finding",
-    "Finished",
+    "FinishedRun",
     "ForkServerDown",
     "HangExplained",
     "History",

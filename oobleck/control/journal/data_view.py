@@ -1,4 +1,4 @@
-"""How far a run is in its shards, as the journal tells it: one line for people."""
+"""How far a run is in its shards, as the journal says: one line for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DataView"]
 
 
 class DataView:
-    """Follows the journal's entries about shards. `at` costs O(steps that are dealt and not committed)."""
+    """Follows the journal's entries about shards. `at` costs O(steps that are assigned and not committed)."""
 
     def __init__(self) -> None:
         self._num_shards = 0

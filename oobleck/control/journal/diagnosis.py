@@ -1,12 +1,12 @@
 """Failures explained: follows the journal's entries and gathers those that belong together into incidents.
 
 One failure makes others: when a node dies, the collectives of its peers fail too. So the root of an incident is the
-earliest finding that no peer caused; the others are told after it. Pure.
+earliest finding that no peer caused; the others follow it. Pure.
 
     entry                             finding                                       caused by a peer
     WorkerDown                        by how the worker ended                       if a collective ended it
     NodeLost                          by why it was lost                            the same
-    RecoveryStarted                   a failed collective, a hang: nobody was lost  yes
+    RecoveryStarted                   a failed collective, a hang: no node lost     yes
     HangExplained                     the worker that all wait for, a node cut off  no
     RecoveryStarted, PaceChanged      a slow node, once it is planned for           no
     RecoveryStarted, ReplicasDiffer   a copy of a layer that differs                no

@@ -96,7 +96,7 @@ class Remedy(StrEnum):
     IS_TRIED_AGAIN = "is_tried_again"
     """Nothing: the run tries to get the lost node back."""
     ADD_NODE = "add_node"
-    """Nobody tries to get the lost node back, until the user does."""
+    """The lost node is not tried again until the user adds it."""
 
 
 def failure_of_end(end: WorkerEnd) -> Failure:

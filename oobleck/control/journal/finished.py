@@ -13,11 +13,11 @@ from .run_entries import JobEnded, JobStarted
 from .state_entries import CheckpointSaved
 from .step_entries import StepDone
 
-__all__ = ["Finished", "read_finished"]
+__all__ = ["FinishedRun", "read_finished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class FinishedRun:
     """A run that has ended well, with all of its steps saved."""
 
     job: JobSpec
@@ -36,7 +36,7 @@ class Finished:
         return same and job.checkpoint.enabled and self.step >= job.max_steps
 
 
-def read_finished(entries: Iterable[JournalEntry]) -> Finished | None:
+def read_finished(entries: Iterable[JournalEntry]) -> FinishedRun | None:
     """Find the end of a finished run; None for a run that is active, ended otherwise, or saved nothing. O(entries)."""
     job: JobSpec | None = None
     end: JobEnded | None = None
@@ -62,4 +62,4 @@ def read_finished(entries: Iterable[JournalEntry]) -> Finished | None:
         or saved.step < max(step, job.max_steps)
     ):
         return None
-    return Finished(job=job, name=saved.name, step=saved.step)
+    return FinishedRun(job=job, name=saved.name, step=saved.step)

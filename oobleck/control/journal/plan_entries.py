@@ -28,9 +28,9 @@ class PlanCause(StrEnum):
     LOSS = "loss"
     """A node or a worker was lost; `LossCause` says why."""
     PEER_FAILED = "peer_failed"
-    """A collective failed under a survivor, and nobody was lost."""
+    """A collective failed under a survivor, and no node was lost."""
     HANG = "hang"
-    """No step was committed for many times as long as one takes, and nobody was lost."""
+    """No step was committed for many times as long as one takes, and no node was lost."""
     MASTER_LOST = "master_lost"
     """The master was lost in the middle of a recovery: its successor begins that again."""
     CHECKPOINT_BROKEN = "checkpoint_broken"
@@ -52,7 +52,7 @@ class PlanCause(StrEnum):
 
     @property
     def is_planned(self) -> bool:
-        """Nobody was lost, and nothing is wrong but the speed of a node."""
+        """No node was lost, and nothing is wrong but the speed of a node."""
         return self in (PlanCause.JOINED, PlanCause.DRAINED, PlanCause.SLOW, PlanCause.SCALED, PlanCause.RETRIED)
 
 
@@ -105,19 +105,19 @@ class PlanAdopted:
     restored_step: int | None = None
     """Its step; 0 where the model's initial values are gone back to; None where nothing is."""
     segments: tuple[Segment, ...] = ()
-    """What broken pipelines leave of it, dealt among the whole ones."""
+    """What broken pipelines leave of it, given to the whole ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangExplained:
-    """Why no step was committed although nobody was lost, as far as the survivors can tell."""
+    """Why no step was committed although no node was lost, as far as the survivors know."""
 
     t_s: float
     generation: int
     cut_off: tuple[str, ...]
     """Nodes that their peers do not reach."""
     stuck: tuple[WorkerId, ...]
-    """Workers that others wait for, and that wait for nobody."""
+    """Workers that others wait for, and that wait for none."""
     stacks: tuple[tuple[WorkerId, str], ...]
     """Where each worker's training thread was."""
 
@@ -141,7 +141,7 @@ class RecoveryStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersArriving:
-    """A worker has received a part of the layers that the newest plan gives it; only long transfers tell."""
+    """A worker has received a part of the layers that the newest plan gives it; only long transfers report this."""
 
     t_s: float
     generation: int

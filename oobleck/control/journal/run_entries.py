@@ -84,7 +84,7 @@ class JournalGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """Something for people to read, and for nobody to decide by; `level` is info, warning or error."""
+    """Something for people to read, never to decide by; `level` is info, warning or error."""
 
     t_s: float
     level: str

@@ -240,7 +240,7 @@ def _of_a_plan(entry: PlanAdopted | HangExplained | RecoveryStarted | LayersArri
         case PlanAdopted():
             return f"generation {entry.generation}: {entry.reason}"
         case HangExplained(cut_off=(), stuck=()):
-            return "nobody can tell who holds the others up"
+            return "nobody can tell which worker holds the others up"
         case HangExplained(cut_off=()):
             return f"all wait for {', '.join(map(str, entry.stuck))}"
         case HangExplained():
@@ -263,7 +263,7 @@ def _recovering(cause: PlanCause, names: str) -> str:
         case PlanCause.DRAINED:
             return f"letting {names} go"
         case PlanCause.SCALED:
-            return f"going on with more nodes, or fewer: {names}"
+            return f"continuing with more nodes, or fewer: {names}"
         case PlanCause.SLOW:
             return f"planning again for the pace of {names}"
         case PlanCause.RETRIED:
@@ -353,7 +353,7 @@ def _of_the_state(
         case ShardsKnown():
             return f"the data is in {len(entry.names)} shards"
         case DataPlaced():
-            return f"the data goes on at record {entry.position.records}"
+            return f"the data continues at record {entry.position.records}"
         case RecordsDealt():
             return f"step {entry.records.step} takes {entry.records.num_records} records"
         case ShardQuarantined():

@@ -40,7 +40,7 @@ class NodeState(StrEnum):
     CONNECTING = "connecting"
     CONNECTED = "connected"
     READY = "ready"
-    """Its workers wait for an order."""
+    """Its workers wait for a plan."""
     TRAINING = "training"
     SPARE = "spare"
     LOST = "lost"
@@ -68,7 +68,7 @@ class PipelineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node of the job; `heard_s_ago` is None where nobody listens for its heartbeats."""
+    """A node of the job; `heard_s_ago` is None where nothing listens for its heartbeats."""
 
     name: str
     state: NodeState

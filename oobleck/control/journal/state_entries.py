@@ -37,7 +37,7 @@ class SaveFailed:
 
     t_s: float
     step: int
-    """0 where nobody knows which."""
+    """0 where it is not known which."""
     reason: str
     newest_step: int | None
     """Of the newest checkpoint on disk; None where there is none."""
@@ -55,7 +55,7 @@ class ShardsKnown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlaced:
-    """Steps take records from this position on; what was dealt to later steps before is taken back."""
+    """Steps take records from this position on; what was assigned to later steps before is taken back."""
 
     t_s: float
     generation: int

@@ -60,4 +60,4 @@ class ReplicasDiffer:
     """They take the layer from the others."""
     trusted: tuple[WorkerId, ...]
     is_sure: bool
-    """Whether it is known that the odd ones are wrong: of two that differ nobody can tell."""
+    """Whether it is known that the odd ones are wrong: of two that differ it is not."""

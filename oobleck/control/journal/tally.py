@@ -1,4 +1,4 @@
-"""The committed steps of a run, counted: a step that was committed again counts once, and what it redid is told."""
+"""The committed steps of a run, counted: a step that was committed again counts once, and what it redid is stated."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ StageKey = tuple[str, int, int]
 
 
 class RunView:
-    """Follows a run's journal. `apply` takes the next entry; `at` tells what the run looks like.
+    """Follows a run's journal. `apply` takes the next entry; `at` returns what the run looks like.
 
     Applying costs O(1) but for a new plan (O(stages)); a snapshot costs O(stages + nodes).
     """
@@ -140,7 +140,7 @@ class RunView:
                 assert_never(entry)
 
     def at(self, now_s: float) -> RunSnapshot:
-        """Tell what the run looks like `now_s` seconds after its start, or at its end if that was before."""
+        """Return what the run looks like `now_s` seconds after its start, or at its end if that was before."""
         elapsed_s = self._ended.t_s if self._ended else now_s
         job = self._job
         step_s = median(seconds for seconds, _ in self._recent) if self._recent else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .leases import Leases, are_most, patience_s
-from .membership import Member, Membership, NodeState
+from .membership import Member, Membership, MemberState
 from .message_checks import check_device, is_of_training, is_of_worker_that_ends
 from .node_retry import QUARANTINE_LOSSES, NodeRetry
 from .startup_failures import StartupFailures
@@ -12,9 +12,9 @@ __all__ = [
     "QUARANTINE_LOSSES",
     "Leases",
     "Member",
+    "MemberState",
     "Membership",
     "NodeRetry",
-    "NodeState",
     "StartupFailures",
     "are_most",
     "check_device",

@@ -2,7 +2,7 @@
 
 A node that says nothing for its lease is frozen, cut off or gone: it is lost, once a look shows that no words of its
 wait unread. But where most nodes fall silent together, the one thing that they share is this master, which was stopped,
-or cut off from all. So it suspects itself: it gives nobody up, and waits until it hears of them again.
+or cut off from all. So it suspects itself: it gives no node up, and waits until it hears of them again.
 
     heard ── the lease lapses ──> looked at again ── a few are silent ──> lost
       ^                                 └── most are silent ──> waited for ── too long ──> lost
@@ -39,7 +39,7 @@ def are_most(num_silent: int, num_all: int) -> bool:
 def patience_s(*, lease_s: float, orphan_timeout_s: float, has_others: bool) -> float:
     """For how long most nodes may be silent before they are lost.
 
-    Without others there is nobody to continue with, and nothing to be gained by giving up before the agents do.
+    Without others there is none to continue with, and nothing to be gained by giving up before the agents do.
     """
     return max(lease_s, min(orphan_timeout_s, _MOST_SILENT_S) if has_others else orphan_timeout_s)
 
@@ -55,7 +55,7 @@ class Leases:
         self._looks: dict[str, tuple[float, float]] = {}
         """By node whose lease has lapsed: (when it was heard of, when it is looked at again)."""
         self._spared_until_s = 0.0
-        """After a silence of most, nobody is lost before this."""
+        """After a silence of most, no node is lost before this."""
         self._silent_since_s = math.inf
         self._waited_for_s = math.inf
         """While it suspects itself: when the first of the silent nodes has been silent for too long."""

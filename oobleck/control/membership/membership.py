@@ -17,13 +17,13 @@ from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
 
-__all__ = ["Member", "Membership", "NodeState"]
+__all__ = ["Member", "MemberState", "Membership"]
 
 
 _RESTARTS_KEPT = 16
 
 
-class NodeState(StrEnum):
+class MemberState(StrEnum):
     CONNECTING = "connecting"
     CONNECTED = "connected"
     """Its agent speaks to us; not all of its workers are ready."""
@@ -33,11 +33,11 @@ class NodeState(StrEnum):
 
 
 _ALLOWED = {
-    NodeState.CONNECTING: {NodeState.CONNECTED, NodeState.LOST},
-    NodeState.CONNECTED: {NodeState.READY, NodeState.LOST, NodeState.LEFT},
-    NodeState.READY: {NodeState.CONNECTED, NodeState.LOST, NodeState.LEFT},
-    NodeState.LOST: set(),
-    NodeState.LEFT: set(),
+    MemberState.CONNECTING: {MemberState.CONNECTED, MemberState.LOST},
+    MemberState.CONNECTED: {MemberState.READY, MemberState.LOST, MemberState.LEFT},
+    MemberState.READY: {MemberState.CONNECTED, MemberState.LOST, MemberState.LEFT},
+    MemberState.LOST: set(),
+    MemberState.LEFT: set(),
 }
 
 
@@ -46,14 +46,14 @@ class Member:
     """One node, as far as the coordinator knows."""
 
     spec: NodeSpec
-    state: NodeState = NodeState.CONNECTING
+    state: MemberState = MemberState.CONNECTING
     hello: Hello | None = None
     address: str = ""
     clock_offset_s: float = 0.0
     """Add to the node's monotonic clock to get ours."""
     last_heard_s: float = 0.0
     agent_pid: int = 0
-    """Tells the agent that was taken in from another that was started since."""
+    """Distinguishes the agent that was taken in from another that was started since."""
     ready: dict[int, WorkerUp] = field(default_factory=dict)
     """By device."""
     ready_since: int = 0
@@ -62,7 +62,7 @@ class Member:
     is_leaving: bool = False
     """It has had notice of its end, and is to be drained as soon as it trains."""
     is_dismissed: bool = False
-    """Drained, and told to end."""
+    """Drained, and asked to end."""
     restarts: tuple[tuple[float, int], ...] = ()
     """When its workers were started again, each with the newest step that was ever committed by then; the last few."""
     last_words: str = ""
@@ -73,9 +73,9 @@ class Member:
     All of them are reported again to a new master.
     """
     shutdown: set[int] = field(default_factory=set)
-    """Devices whose worker was told to end, to be started again once it has."""
+    """Devices whose worker was asked to end, to be started again once it has."""
     is_banned: bool = False
-    """The user wants it gone: nobody tries to get it back."""
+    """The user wants it gone: it is not tried again."""
     worker_ids: tuple[WorkerId, ...] = field(init=False)
     """Its workers."""
     when_moved: Callable[[], None] = field(default=lambda: None, repr=False)
@@ -83,7 +83,7 @@ class Member:
 
     @property
     def is_ready(self) -> bool:
-        return self.state is NodeState.READY
+        return self.state is MemberState.READY
 
     def __post_init__(self) -> None:
         self.worker_ids = tuple(WorkerId(node=self.spec.name, device=device) for device in range(self.spec.num_devices))
@@ -102,7 +102,7 @@ class Member:
         self.gone.pop(worker.device, None)
         if len(self.ready) == self.spec.num_devices:
             self.ready_since = generation
-            self.move_to(NodeState.READY)
+            self.move_to(MemberState.READY)
 
     @property
     def taken_along(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class Member:
     @property
     def is_returning(self) -> bool:
         """Whether its agent speaks to us, and is to have its workers ready."""
-        return self.state is NodeState.CONNECTED and not self.is_dismissed
+        return self.state is MemberState.CONNECTED and not self.is_dismissed
 
     def num_restarts(self, now_s: float, *, within_s: float, step: int) -> int:
         """How often its workers were started again of late, or since `step`, the newest that was ever committed."""
@@ -131,7 +131,7 @@ class Member:
             self._note_gone(other, self.ready.pop(other).pid)
             self.shutdown.add(other)
         if self.is_ready:
-            self.move_to(NodeState.CONNECTED)
+            self.move_to(MemberState.CONNECTED)
 
     def _note_gone(self, device: int, pid: int) -> None:
         self.gone[device] = (*self.gone.get(device, ()), pid)
@@ -147,9 +147,9 @@ class Member:
     def dismiss(self) -> None:
         """The node is drained: its agent is there until it says goodbye; its workers are not."""
         self.is_dismissed = True
-        self.move_to(NodeState.CONNECTED)
+        self.move_to(MemberState.CONNECTED)
 
-    def move_to(self, state: NodeState) -> None:
+    def move_to(self, state: MemberState) -> None:
         """Change the state. Raises PeerError when the node's own words ask for what cannot be."""
         if state not in _ALLOWED[self.state]:
             raise PeerError(f"{self.spec.name} cannot become {state} while it is {self.state}")
@@ -162,7 +162,7 @@ class Membership:
 
     def __init__(self, nodes: tuple[NodeSpec, ...]) -> None:
         self._members: dict[str, Member] = {}
-        self._in_state: dict[tuple[NodeState, ...], tuple[Member, ...]] = {}
+        self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
         """What `in_state` has answered since any of them changed its state."""
         self._ready_names: frozenset[str] | None = None
@@ -180,7 +180,7 @@ class Membership:
     def add(self, spec: NodeSpec) -> Member:
         """Take in a node that is new, or that was lost or has left. Raises UsageError for one that is here."""
         known = self._members.get(spec.name)
-        if known is not None and known.state not in (NodeState.LOST, NodeState.LEFT):
+        if known is not None and known.state not in (MemberState.LOST, MemberState.LEFT):
             raise UsageError(f"{spec.name} is in the job already ({known.state})")
         return self._take(spec)
 
@@ -203,7 +203,7 @@ class Membership:
         self._without_part.clear()
         self._ready_names = None
 
-    def in_state(self, *states: NodeState) -> tuple[Member, ...]:
+    def in_state(self, *states: MemberState) -> tuple[Member, ...]:
         known = self._in_state.get(states)
         if known is None:
             # A list, which is quicker than a generator: thousands of nodes are asked for at every change.
@@ -216,15 +216,15 @@ class Membership:
         return tuple(self._members.values())
 
     def took_part(self, node: str, generation: int) -> bool:
-        """Tell whether a node has lived, as the same worker, ever since the plan of `generation` was ordered."""
+        """Return whether a node has lived, as the same worker, ever since the plan of `generation` was ordered."""
         member = self._members[node]
-        return member.state is NodeState.READY and member.ready_since < generation
+        return member.state is MemberState.READY and member.ready_since < generation
 
     def without_part(self, generation: int) -> tuple[str, ...]:
         """Return the nodes for which `took_part` is false; remembered until one of them moves."""
         known = self._without_part.get(generation)
         if known is None:
-            ready, members = NodeState.READY, self._members.items()
+            ready, members = MemberState.READY, self._members.items()
             known = tuple(name for name, each in members if each.state is not ready or each.ready_since >= generation)
             self._without_part[generation] = known
         return known
@@ -232,7 +232,7 @@ class Membership:
     def hear(self, worker_ids: Iterable[WorkerId], now_s: float) -> list[WorkerId]:
         """Note that workers spoke; return those of them whose node was not given up."""
         members = self._members
-        living = (NodeState.READY, NodeState.CONNECTED)
+        living = (MemberState.READY, MemberState.CONNECTED)
         heard = []
         for worker_id in worker_ids:
             member = members[worker_id.node]
@@ -251,23 +251,23 @@ class Membership:
     def first_ready_worker(self) -> WorkerUp | None:
         """Any worker that is ready, on a node whose agent speaks to us."""
         for member in self._members.values():
-            if member.state in (NodeState.CONNECTED, NodeState.READY) and member.ready:
+            if member.state in (MemberState.CONNECTED, MemberState.READY) and member.ready:
                 return next(iter(member.ready.values()))
         return None
 
     @property
     def living(self) -> tuple[Member, ...]:
         """Those whose agent speaks to us."""
-        return self.in_state(NodeState.CONNECTED, NodeState.READY)
+        return self.in_state(MemberState.CONNECTED, MemberState.READY)
 
     @property
     def returning(self) -> tuple[Member, ...]:
         """Those whose workers are on their way."""
-        return tuple(member for member in self.in_state(NodeState.CONNECTED) if member.is_returning)
+        return tuple(member for member in self.in_state(MemberState.CONNECTED) if member.is_returning)
 
     @property
     def ready(self) -> tuple[Member, ...]:
-        return self.in_state(NodeState.READY)
+        return self.in_state(MemberState.READY)
 
     @property
     def ready_names(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Nodes that failed before training began, told together: the same reason once, with all who gave it."""
+"""Nodes that failed before training began, reported together: the same reason once, with all who gave it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class MeasurePair:
     """Exchange with a peer that is asked the same."""
 
     key: str
-    """Of this test; names the keys that the two tell each other."""
+    """Of this test; names the keys that the two exchange."""
     nodes: tuple[str, str]
     address: str
     """Where this node listens."""

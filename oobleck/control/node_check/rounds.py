@@ -287,7 +287,7 @@ class NodeCheck:
                 yield suspect, partner
 
     def _untried(self, nodes: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Pairs that nobody has tried yet, each node in one at most."""
+        """Pairs that have not been tried yet, each node in one at most."""
         free = list(nodes)
         while free:
             node = free.pop(0)

@@ -87,7 +87,7 @@ class AgentStopped:
 
     reason: str
     is_failure: bool = False
-    """It cannot do what it is for, which nobody has asked for."""
+    """It cannot do what it is for, which was not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ class FromWorker:
     """Said by a worker of the node, or by its agent about one."""
 
     needs_orders: ClassVar[bool] = True
-    """Only a worker that has had orders can say this, so before the first plan it means nothing."""
+    """Only a worker that has had a plan can say this, so before the first plan it means nothing."""
     outlives_worker: ClassVar[bool] = False
-    """It counts although the worker was told to end since; else it is dropped then."""
+    """It counts although the worker was asked to end since; else it is dropped then."""
     device: int
     """The worker's, on its node."""
 

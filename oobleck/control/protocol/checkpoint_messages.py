@@ -62,7 +62,7 @@ class StoragePaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveState(ForWorker):
-    """Save the state after the first step that is not before `step`. All are told; who hears it late ignores it."""
+    """Save the state after the first step that is not before `step`. All receive it; late ones ignore it."""
 
     step: int
 
@@ -180,7 +180,7 @@ class CheckpointsFound(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """The checkpoint that an order goes back to."""
+    """The checkpoint that a plan update goes back to."""
 
     name: str
     directory: str | None

@@ -94,5 +94,5 @@ def merged(intervals: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def digest_of_shards(names: Sequence[str]) -> str:
-    """What tells a list of shards from others: sixteen hexadecimal digits."""
+    """Identifies a list of shards: sixteen hexadecimal digits."""
     return hashlib.sha256("\n".join(names).encode(errors="surrogatepass")).hexdigest()[:16]

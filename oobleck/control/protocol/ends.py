@@ -44,7 +44,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
-    """It is gone, and nobody saw how: the process that would have been told had ended before it."""
+    """It is gone, and how is not known: the process that waits for it had ended before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

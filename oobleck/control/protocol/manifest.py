@@ -105,7 +105,7 @@ class Manifest:
 
 
 def run_digest(tag: str, started_at: str) -> str:
-    """What tells a run from others of its tag: eight hexadecimal digits."""
+    """Identifies a run among others of its tag: eight hexadecimal digits."""
     return hashlib.sha256(f"{tag}:{started_at}".encode()).hexdigest()[:8]
 
 

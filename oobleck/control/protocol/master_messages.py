@@ -78,7 +78,7 @@ class Configure:
     num_sharing: int = 1
     """How many workers compute on the same device: more than one where nodes share it."""
     run: str
-    """Tells this run from others of its tag: see `manifest.run_digest`."""
+    """Identifies this run among others of its tag: see `manifest.run_digest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +114,14 @@ class Fence(ForWorker):
     """From now on commit nothing of an older generation; answer with a status.
 
     Workers of pipelines with a lost node stop what they do; the others finish their microbatches, and
-    nobody waits for a reduction any more.
+    no worker waits for a reduction any more.
     """
 
     generation: int
     lost: tuple[str, ...]
     """Nodes lost since the newest plan."""
     probe_addresses: tuple[ProbeAddress, ...] = ()
-    """When given, nobody knows why no step is committed: tell what you wait for, and which of these do not answer."""
+    """When given, it is not known why no step is committed: say what you wait for, and which of these do not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +155,11 @@ class PlanUpdate(ForWorker):
     num_sections: int = 1
     """Into how many sections a step is cut under this plan."""
     initial: bool = False
-    """The job's first order: layers take their initial values."""
+    """The job's first plan: layers take their initial values."""
     restore: Restore | None = None
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
-    """Everybody's, in one order: their messages are numbered by it."""
+    """All workers', in one order: their messages are numbered by it."""
     assignment_version: int = 0
     """Of the records that steps take once the plan is in force: see `StepRecords`."""
 
@@ -182,7 +182,7 @@ class StoreKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetUpWorker:
-    """The first frame a worker receives: everything it needs before its first order."""
+    """The first frame a worker receives: everything it needs before its first plan."""
 
     job: JobSpec
     worker_id: WorkerId

@@ -40,7 +40,7 @@ class ScanRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanRequest(ForWorker):
-    """Find records. Repeating the request's number, the answer is told from late ones."""
+    """Find records. Repeating the request's number, the answer is distinguished from late ones."""
 
     request: int
     wants: tuple[ScanRange, ...]
@@ -86,7 +86,7 @@ class StepRecords(ForWorker):
     """The records that a step takes, in the order in which its microbatches do."""
 
     assignment_version: int
-    """Raised when records that were told are taken back; an order says which edition its plan follows."""
+    """Raised when records that were sent are taken back; a plan update says which version its plan follows."""
     step: int
     runs: tuple[RecordRun, ...]
     num_items: int
@@ -103,7 +103,7 @@ class StepRecords(ForWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsOver(ForWorker):
-    """No step comes after this one: it was only found out when its records had been told already."""
+    """No step comes after this one: it was only found out when its records had been sent already."""
 
     assignment_version: int
     step: int

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(FromWorker):
-    """A worker has its data and its model's structure, and waits for an order."""
+    """A worker has its data and its model's structure, and waits for a plan."""
 
     needs_orders: ClassVar[bool] = False
     pid: int
@@ -71,7 +71,7 @@ class StepCommitted(FromWorker):
     """A worker has applied a step.
 
     The first and the last stage of each pipeline say so: the record survives f failures, and one of a lone pipeline
-    while nobody hears it.
+    while it is not heard.
     """
 
     record: CommitRecord

@@ -125,7 +125,7 @@ def _fewest_in_time(state: ScalingState) -> ScalingTarget:
 
 
 def _pays(state: ScalingState, num_nodes: int) -> bool:
-    """Tell whether a change gains more than it costs: training time where nodes come, node time where they go."""
+    """Return whether a change gains more than it costs: training time where nodes come, node time where they go."""
     if num_nodes > state.num_used:
         now_s, then_s = state.step_s(state.num_used), state.step_s(num_nodes)
         lasts_s = state.left_s(state.num_used)

@@ -92,7 +92,7 @@ class Scaling:
         self.look_later(now_s)
 
     def plan_adopted(self, decision: Decision) -> None:
-        """A plan was ordered; what steps take under it is told from what they took before."""
+        """A plan was ordered; what steps take under it is kept apart from what they took before."""
         self._plan = (len(decision.plan.nodes), decision.predicted_step_s)
         self._timed.pop(self._plan[0], None)
 
@@ -133,7 +133,7 @@ class Scaling:
         """Decide again; returns whether the number of nodes that train is to change now, and what is recorded.
 
         That takes a decision which has not changed its direction for `hysteresis_s`. While nodes leave, nothing is
-        decided: those who stay may be too few, and the next plan will tell.
+        decided: those who stay may be too few, which the next plan shows.
         """
         self.look_later(now_s)
         available = self._num_available
@@ -155,13 +155,13 @@ class Scaling:
         return True, (*warnings, self._set(wanted, available, now_s))
 
     def wants_more(self, planner: Planner, num_used: int) -> bool:
-        """Tell whether a node that has come is to train at once, beside `num_used` that do."""
+        """Return whether a node that has come is to train at once, beside `num_used` that do."""
         return self._target is None or num_used < self._limit(planner, self._num_available)
 
     def choices(
         self, planner: Planner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
     ) -> list[tuple[str, ...]]:
-        """Return the sets of nodes that may rest; the planner tells which of them is best.
+        """Return the sets of nodes that may rest; the planner says which of them is best.
 
         Those who train continue, as far as they are wanted; slow ones rest first.
         """

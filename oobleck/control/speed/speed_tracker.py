@@ -3,7 +3,7 @@
 A node counts as slow when, for some time, it has taken clearly longer than its peers: those that hold the same layers,
 or all where there are few of them. What slows all of them down alike is no reason to replan. How much longer is
 clear depends on how much the reports of one worker vary. A node is taken for normal again only once it is clearly
-faster than that, so that nobody is moved back and forth.
+faster than that, so that no node is moved back and forth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["REPORTS_NEEDED", "SpeedTracker", "found_out_s", "microbatch_s"]
 REPORTS_NEEDED = 5
 """Reports that have to agree."""
 _FEWEST = 3
-"""Of fewer workers nobody can tell which is the slow one."""
+"""Among fewer workers it is not clear which is the slow one."""
 _SLOW = 1.5
 """So many times the usual time is slow whatever the noise, and whatever it is compared with."""
 _SLOWER_THAN_PEERS = 1.25
@@ -79,7 +79,7 @@ class SpeedTracker:
             if len(ratios := self._ratios.get(worker_id, ())) == REPORTS_NEEDED
         }
         if len(known) < len(worker_ids) or len(known) < _FEWEST:
-            return False  # without all of them nobody knows what is normal
+            return False  # without all of them it is not known what is normal
         slow = self._judge(_compare(known, plan))
         if slow == self.slow:
             return False

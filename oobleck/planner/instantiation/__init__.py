@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .batches import deal_microbatches
+from .batches import distribute_microbatches
 from .sizes import SizeOption, Sizing, choose_sizes, reduction_s, sizing_of
 
-__all__ = ["SizeOption", "Sizing", "choose_sizes", "deal_microbatches", "reduction_s", "sizing_of"]
+__all__ = ["SizeOption", "Sizing", "choose_sizes", "distribute_microbatches", "reduction_s", "sizing_of"]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from oobleck.planner.costs import Timing
 
-__all__ = ["deal_microbatches"]
+__all__ = ["distribute_microbatches"]
 
 
-def deal_microbatches(timings: Sequence[Timing], num_microbatches: int) -> tuple[int, ...]:
+def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) -> tuple[int, ...]:
     """Return how many microbatches each pipeline takes: at least 1 each, `num_microbatches` in all.
 
     Exact: no other division in whole numbers has a smaller largest `Timing.step_s`. Giving the next microbatch

@@ -18,7 +18,7 @@ import numpy as np
 from oobleck.planner.costs import Timing
 from oobleck.planner.profiles import NetworkProfile
 
-from .batches import deal_microbatches
+from .batches import distribute_microbatches
 from .capacity import Capacity, Filled, share_s
 
 __all__ = ["SizeOption", "Sizing", "choose_sizes", "reduction_s", "sizing_of"]
@@ -64,7 +64,7 @@ def sizing_of(
     """Return the best division of the batch over pipelines of the given sizes."""
     ordered = tuple(sorted(sizes, reverse=True))
     timings = [options[size].timing for size in ordered]
-    counts = deal_microbatches(timings, num_microbatches)
+    counts = distribute_microbatches(timings, num_microbatches)
     slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
     reduced_bytes = max(options[size].reduced_bytes for size in ordered)
     return Sizing(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
-from oobleck.errors import ConfigError
-from oobleck.json_table import parse_json, shown
+from oobleck.errors import ConfigError, shown
+from oobleck.json_table import parse_json
 
 from .profile import NetworkProfile
 

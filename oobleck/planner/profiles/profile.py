@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
-from oobleck.json_table import JsonTable, parse_json, shown
+from oobleck.json_table import JsonTable, parse_json
 
 __all__ = [
     "PROFILE_VERSION",

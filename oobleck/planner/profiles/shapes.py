@@ -7,11 +7,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError
-from oobleck.job import check_model_numbers
+from oobleck.job import Scalar, check_model_numbers
 
 __all__ = ["KNOWN_MODELS", "ModelShape", "model_shape", "shape_from_config"]
-
-Scalar = bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ class ProcessId:
 
     @property
     def lives(self) -> bool:
-        """Whether it lives; one that has ended, and that nobody has waited for, does not."""
+        """Whether it lives; one that has ended, and that was not waited for, does not."""
         found = _look(self.pid)
         return found is not None and found[0] != "Z" and found[1] == self.started_ticks and _boot() == self.boot
 

@@ -95,7 +95,7 @@ class RunDirectory:
 
     @property
     def master(self) -> ProcessId | None:
-        """The process that holds the run's lock, or was the last to hold it; None when nobody ever did."""
+        """The process that holds the run's lock, or was the last to hold it; None when none ever did."""
         return ProcessId.read(self.path / "lock")
 
     def create(self) -> None:

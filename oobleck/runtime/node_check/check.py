@@ -57,7 +57,7 @@ async def check_nodes(
 ) -> CheckReport:
     """Check nodes; `python` is the interpreter there, `directory` where runs keep their files there.
 
-    Must be called within `open_ssh_loop`. `tell` is told what is being done. What is wrong with nodes raises nothing.
+    Must be called within `open_ssh_loop`. `tell` receives what is being done. What is wrong with nodes raises nothing.
     """
     began_s = trio.current_time()
     check = NodeCheck([spec.name for spec in nodes], slow_factor=slow_factor)

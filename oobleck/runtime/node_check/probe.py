@@ -48,7 +48,7 @@ class RemoteProbe:
 
     @property
     def machine(self) -> str:
-        """What tells machines apart: nodes may share one."""
+        """Identifies the machine: nodes may share one."""
         return self.facts.hostname if self.facts is not None else self.spec.host
 
     @property

@@ -6,7 +6,7 @@ from .conversion import convert, find_tokenizer, write_tokenizer
 from .master_process import restart_master
 from .model_outline import LayerOutline, ModelOutline, outline_of
 from .patient_clock import PatientClock
-from .profile_process import measure_profile
+from .profile_process import run_profiler
 from .script_process import CallbackProcess, describe_script
 
 __all__ = [
@@ -17,8 +17,8 @@ __all__ = [
     "convert",
     "describe_script",
     "find_tokenizer",
-    "measure_profile",
     "outline_of",
     "restart_master",
+    "run_profiler",
     "write_tokenizer",
 ]

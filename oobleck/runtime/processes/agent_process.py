@@ -90,7 +90,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _answers(path: Path) -> bool:
-    """Tell whether a living agent listens there."""
+    """Return whether a living agent listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

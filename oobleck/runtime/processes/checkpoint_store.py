@@ -30,7 +30,7 @@ _ONLY_COPY = "only-copy"
 """A file that says that the memory it lies in has what no disk has."""
 _STALE_ONLY_COPY_S = 7 * 86_400.0
 _STALE_S = 86_400.0
-"""Memory of a run that nobody has continued for so long is given back by the next run of another name."""
+"""Memory of a run that has not been continued for so long is given back by the next run of another name."""
 
 
 class NodeCheckpoints:

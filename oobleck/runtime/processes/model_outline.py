@@ -1,4 +1,4 @@
-"""What a job's model is made of, without loading torch into this process: a process of its own tells."""
+"""What a job's model is made of, without loading torch into this process: a process of its own reports it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerOutline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutline:
-    """A model's layers, and the part of its configuration that tells its shape."""
+    """A model's layers, and the part of its configuration that determines its shape."""
 
     config: Mapping[str, bool | int | float | str]
     layers: tuple[LayerOutline, ...]

@@ -1,4 +1,4 @@
-"""Notice of termination: clouds tell a machine that it is about to be taken away, where somebody asks.
+"""Notice of termination: clouds announce that a machine is about to be taken away, where it asks.
 
 How, is the job's to say: a command that succeeds, or a URL that answers, once there is such a notice. A question that
 fails in any other way is no notice: it is asked again.

@@ -12,7 +12,7 @@ from oobleck.errors import ConfigError, ResourceLost
 from oobleck.job import JobSpec
 from oobleck.wire import encode_json
 
-__all__ = ["MeasuredProfile", "measure_profile"]
+__all__ = ["MeasuredProfile", "run_profiler"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,7 @@ class MeasuredProfile:
     was_cached: bool
 
 
-def measure_profile(
-    job: JobSpec, *, cache_dir: Path, profile_dir: Path, num_workers: int, fresh: bool
-) -> MeasuredProfile:
+def run_profiler(job: JobSpec, *, cache_dir: Path, profile_dir: Path, num_workers: int, fresh: bool) -> MeasuredProfile:
     """Have a child process measure the layers, unless `profile_dir` has what it would find and `fresh` is false.
 
     `num_workers` is how many workers are to share this machine. Takes as long as the data and the measurement do.

@@ -1,4 +1,4 @@
-"""A job's script, in processes of its own beside the master: one that tells what it is, one that runs its callbacks."""
+"""A job's script, in processes of its own beside the master: one that describes it, one that runs its callbacks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _TRY_AGAIN_S = 0.5
 _LAST_WORDS_S = 2.0
 """How long a server that is gone may take to be reaped."""
 _LOOK_S = 0.05
-"""How often to look whether a worker lives whose server has ended: nobody says how it ends."""
+"""How often to look whether a worker lives whose server has ended: its end is not reported."""
 
 
 def _end_of(wait_status: int) -> ProcessEnd:
@@ -74,7 +74,7 @@ class _Process:
         self._id = ProcessId.of(pid)
 
     def note_end(self, wait_status: int | None) -> None:
-        """Note how it ended, as `waitpid` told; None when nobody could tell."""
+        """Note how it ended, as `waitpid` said; None when that is not known."""
         if wait_status is not None:
             self.end = _end_of(wait_status)
         self.ended.set()

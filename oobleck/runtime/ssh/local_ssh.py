@@ -198,7 +198,7 @@ def _signal_group(pid: int, name: str) -> None:
 
 
 async def _pump(source: trio.abc.ReceiveStream, target: Any) -> None:
-    """Copy output; drained before the exit is told, or asyncssh would lose it."""
+    """Copy output; drained before the exit is sent, or asyncssh would lose it."""
     with suppress(asyncssh.Error, ConnectionError):
         while data := await source.receive_some(_READ_BYTES):
             target.write(data)

@@ -26,7 +26,7 @@ _AT_ONCE_IN_ALL: Final = 128
 
 
 class Logins:
-    """Whose turn it is to connect, at each server apart: one that does not answer delays nobody at another.
+    """Whose turn it is to connect, at each server apart: one that does not answer delays none at another.
 
     Only where more than a hundred servers do not answer, those that come after them wait for longer.
     """

@@ -22,7 +22,7 @@ from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import LinkLost, MasterConnection
 from oobleck.wire import FrameDecoder
 
-from .links import Link
+from .links import VirtualLink
 from .workers import VirtualWorkerHost
 from .world import Gate, World
 
@@ -42,7 +42,7 @@ _NUM_CORES = 8
 class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
     """The master's end of a link to an agent."""
 
-    def __init__(self, link: Link, address: str) -> None:
+    def __init__(self, link: VirtualLink, address: str) -> None:
         super().__init__(link.near, FrameDecoder(AgentMessage))
         self._link = link
         self.address = address
@@ -61,7 +61,7 @@ class _AgentProcess:
 
     def __init__(self, machine: _Machine, tag: str, world: World) -> None:
         self.pid = machine.next_pid()
-        self.links: list[Link] = []
+        self.links: list[VirtualLink] = []
         self.frozen_until_s = 0.0
         self.agent: Agent | None = None
         self.host: VirtualWorkerHost | None = None
@@ -71,9 +71,9 @@ class _AgentProcess:
         self._scope = trio.CancelScope()
         self._connections, self._accepting = trio.open_memory_channel[MasterConnection](16)
 
-    def connect(self) -> Link:
+    def connect(self) -> VirtualLink:
         """Open a link from the master."""
-        link = Link(self._world.time, latency_s=self._world.delays.link_latency_s)
+        link = VirtualLink(self._world.time, latency_s=self._world.delays.link_latency_s)
         if self._machine.is_cut_off:
             link.hold()
         if self._machine.gate.is_closed or self._world.time.now_s < self.frozen_until_s:
@@ -158,7 +158,7 @@ class _Machine:
         self._heard = trio.lowlevel.ParkingLot()
 
     def clock(self) -> float:
-        """Its monotonic clock: nobody else's."""
+        """Its own monotonic clock."""
         return self._world.time.now_s + self._clock_offset_s
 
     def next_pid(self) -> int:
@@ -255,7 +255,7 @@ class VirtualCluster:
         self._world.fabric.forget()
 
     def is_alive(self, node: NodeSpec) -> bool:
-        """Tell whether an agent lives on a node that can be reached."""
+        """Return whether an agent lives on a node that can be reached."""
         machine = self._machine(node)
         return machine.agent is not None and not machine.is_silent
 
@@ -321,11 +321,11 @@ class VirtualCluster:
         for link in self._links():
             link.near.thaw()
 
-    def _links(self) -> list[Link]:
+    def _links(self) -> list[VirtualLink]:
         return [link for machine in self._machines.values() if machine.agent for link in machine.agent.links]
 
     def notice(self, name: str) -> None:
-        """The agent of a node is told that the node will be taken away."""
+        """The agent of a node learns that the node will be taken away."""
         process = self._machines[name].agent
         if process is not None and process.agent is not None:
             process.agent.request_leave("its provider takes it away")

@@ -53,7 +53,7 @@ class Wait:
     can_fail: Callable[[], bool] = _never
     """A peer that it needs is gone: the environment may end the wait with an error at any time."""
     touches_network: bool = False
-    """The environment may end it with an error although nobody is gone."""
+    """The environment may end it with an error although no worker is gone."""
     takes_s: float = 0.0
     """How long it takes once it is ready, where there is a clock."""
 
@@ -93,7 +93,7 @@ class Fabric:
         self._totals.clear()
 
     def separate(self, nodes: Iterable[str]) -> None:
-        """From now on these nodes reach one another, and nobody else."""
+        """From now on these nodes reach one another, and no others."""
         number = 1 + max(self._islands.values(), default=0)
         self._islands.update(dict.fromkeys(nodes, number))
 
@@ -103,7 +103,7 @@ class Fabric:
         self._tell(self._watchers)
 
     def is_whole(self, worker_ids: Iterable[WorkerId]) -> bool:
-        """Tell whether all of them reach one another."""
+        """Return whether all of them reach one another."""
         return not self._islands or len({self._islands.get(worker_id.node, 0) for worker_id in worker_ids}) <= 1
 
     def lacks_a_member(self, key: GroupKey) -> bool:
@@ -137,7 +137,7 @@ class Fabric:
         if worker_id in contributions:
             raise Violation(f"{worker_id} posts all-reduce {sequence} of {label(key)} twice")
         contributions[worker_id] = value
-        # A worker that posts a reduction has completed the one two before it, so nobody asks for that any more.
+        # A worker that posts a reduction has completed the one two before it, so none asks for that any more.
         self._reductions.pop((key, sequence - 3), None)
         if len(contributions) == len(key.members):
             self._note(key, key.members)

@@ -100,6 +100,6 @@ class HeldLayers:
             before = self.held | self.kept | received
             missing = [layer for layer in wanted if layer not in before]
             if missing:
-                raise Violation(f"{self._worker_id} adopts layers {missing}, which nobody sent")
+                raise Violation(f"{self._worker_id} adopts layers {missing}, which no worker sent")
             self.held = {layer: before[layer] for layer in wanted}
         self.kept = keeping

@@ -13,7 +13,7 @@ import trio
 
 from .determinism import VirtualTime
 
-__all__ = ["Link", "VirtualStream"]
+__all__ = ["VirtualLink", "VirtualStream"]
 
 _WINDOW_BYTES = 1 << 20
 """What a sender may have under way: what two kernels buffer, and more."""
@@ -26,7 +26,7 @@ class _Pipe:
         self._time = time
         self.latency_s = latency_s
         self.is_held = False
-        """Nothing arrives, and nobody is told; senders may write until the window is full."""
+        """Nothing arrives, and neither end learns so; senders may write until the window is full."""
         self._window_bytes = window_bytes
         self._flying: deque[tuple[float, bytes]] = deque()
         self._flying_bytes = 0
@@ -136,13 +136,13 @@ class _Pipe:
         self._senders.unpark_all()
 
     def abandon(self) -> None:
-        """Its receiver gives it up; its sender is not told."""
+        """Its receiver gives it up; its sender does not learn so."""
         self._is_abandoned = True
         self._forget()
         self._wake()
 
     def lose(self) -> None:
-        """Its sender gives it up: what is under way goes nowhere, and its receiver is not told."""
+        """Its sender gives it up: what is under way goes nowhere, and its receiver does not learn so."""
         self._is_lost = True
         self._forget()
         self._wake()
@@ -253,7 +253,7 @@ class VirtualStream(trio.abc.HalfCloseableStream):
         self._is_sending = True
 
 
-class Link:
+class VirtualLink:
     """A connection between two ends, `near` and `far`."""
 
     def __init__(self, time: VirtualTime, *, latency_s: float, window_bytes: int = _WINDOW_BYTES) -> None:
@@ -269,7 +269,7 @@ class Link:
             pipe.break_off()
 
     def abandon(self) -> None:
-        """The near end has heard nothing for so long that it gives the connection up; the far end is not told."""
+        """The near end has heard nothing for so long that it gives the connection up; the far end does not learn so."""
         self.is_way_lost = True
         incoming, outgoing = self._pipes
         incoming.abandon()

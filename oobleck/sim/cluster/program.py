@@ -69,7 +69,7 @@ class Programs:
         self.partial_commit = partial_commit
         self.carry_out = carry_out
         self.spoiled: set[GroupKey] = set()
-        """Groups whose traffic was given up half-way: their messages cannot be told apart any more."""
+        """Groups whose traffic was given up half-way: their messages cannot be distinguished any more."""
         self._tempo = tempo
         self._clock = clock
         self._running: _Running | None = None
@@ -147,7 +147,7 @@ class Programs:
         return self._pace.take(self._clock())
 
     def end_step(self) -> None:
-        """The step in flight is applied: it was not computed for nothing."""
+        """The step in flight is applied: its computation counts."""
         self._busy_s.extend(self._busy_in_step)
 
     def forget_step(self) -> None:

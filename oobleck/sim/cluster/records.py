@@ -1,4 +1,4 @@
-"""The records that a virtual worker was told to take in each step: the twin of `training.data.records`."""
+"""The records that a virtual worker takes in each step: the twin of `training.data.records`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Records"]
 
 
 class Records:
-    """What was told by now, of all editions. Where data is not in shards, no step needs any."""
+    """What was received by now, of all versions. Where data is not in shards, no step needs any."""
 
     def __init__(self, shards: VirtualShards, *, items: int) -> None:
         """Each record predicts `items` tokens."""
@@ -28,14 +28,14 @@ class Records:
         return bool(self._shards.names)
 
     def survey(self, wants: tuple[ScanRange, ...]) -> tuple[ScanResult, ...]:
-        """Tell what lies in shards from some positions on."""
+        """Return what lies in shards from some positions on."""
         return tuple(self._shards.survey(want, items=self._items) for want in wants)
 
     def tell(self, message: StepRecords) -> None:
         """Note what a step takes."""
         assignment_version, step = message.assignment_version, message.step
         if self._told.setdefault((assignment_version, step), message) != message:
-            raise Violation(f"step {step} of edition {assignment_version} is told to take other records")
+            raise Violation(f"step {step} of assignment version {assignment_version} is given other records")
 
     def end(self, message: RecordsOver) -> None:
         """Note that no more come."""
@@ -53,7 +53,7 @@ class Records:
         return self._told[self.assignment_version, step].runs if self.are_needed else ()
 
     def is_last(self, step: int) -> bool:
-        """Whether a step is told to be the last one."""
+        """Whether a step is known to be the last one."""
         return bool(self.runs_of(step)) and self._told[self.assignment_version, step].is_last
 
     def read(self, step: int) -> None:

@@ -228,7 +228,7 @@ class _Simulation:
         return NodeSpec(name=name, host=name, devices=self._devices)
 
     def _submit(self, event: Event) -> None:
-        """Tell the master, or the next one, if there is none just now."""
+        """Send to the master, or to the next one, if there is none just now."""
         is_frozen = self._coordinator is not None and self._coordinator.frozen_until_s
         if self._master is not None and not is_frozen:
             self._master.submit(event)

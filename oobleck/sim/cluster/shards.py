@@ -29,7 +29,7 @@ class VirtualShards:
         return cls(job.data.shards, [None] * len(job.data.shards))
 
     def survey(self, want: ScanRange, *, items: int) -> ScanResult:
-        """Tell which records begin at a position; each predicts so many tokens."""
+        """Return which records begin at a position; each predicts so many tokens."""
         length = self.lengths[want.shard]
         stop = want.start + want.limit if length is None else min(want.start + want.limit, length)
         bounds = tuple(range(want.start, stop + 1))

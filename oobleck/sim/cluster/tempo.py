@@ -18,7 +18,7 @@ _LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """Seconds of what no profile tells, as measured on a small machine."""
+    """Seconds of what no profile states, as measured on a small machine."""
 
     connect_s: float = 0.02
     """An SSH handshake."""

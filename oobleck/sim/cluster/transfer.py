@@ -32,7 +32,7 @@ class Transfers:
     def exchange(
         self, update: PlanUpdate, key: GroupKey | None, layers: HeldLayers
     ) -> Generator[Wait, None, dict[int, Version]]:
-        """Send what an order has this worker send; return the layers that it receives. None: it does neither."""
+        """Send what a plan update has this worker send; return the layers that it receives. None: it does neither."""
         for tag, item in enumerate(update.transfers):
             if key is not None and item.source == self._worker_id:
                 self._fabric.send(key, self._worker_id, item.target, tag, layers.state(item.layer))

@@ -2,7 +2,7 @@
 
 What is done, and in which order, is `control.commit.follower`'s. Here each effect becomes moves: the training thread is
 a generator that yields wherever the real one may be preempted or has to wait, so that the caller of `step` chooses the
-interleaving. What must never happen, such as a layer that nobody sent, raises `Violation` on the spot."""
+interleaving. What must never happen, such as a layer that no worker sent, raises `Violation` on the spot."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class VirtualWorker:
         self.worker_id = worker_id
         self.commit_state = CommitState(worker_id, announce, lock=nullcontext())
         self.is_stuck = False
-        """The process is stopped: neither of its threads does anything, and nobody notices by its connection."""
+        """The process is stopped: neither of its threads does anything, and its connections do not show it."""
         self.taken: dict[int, tuple[RecordRun, ...]] = {}
         """The records of the steps that it has applied."""
         self._job = job
@@ -187,7 +187,7 @@ class VirtualWorker:
                 self._records.end(message)
                 self._announce()
             case _:
-                raise Violation(f"{self.worker_id} was told {message}")
+                raise Violation(f"{self.worker_id} received {message}")
 
     @property
     def layers(self) -> dict[int, Version]:
@@ -214,7 +214,7 @@ class VirtualWorker:
         return not self.is_stuck and (self.wait.ready() or self.wait.interrupted())
 
     def step(self) -> None:
-        """Go on to the next point where the training thread may be preempted or has to wait."""
+        """Continue to the next point where the training thread may be preempted or has to wait."""
         self.wait = next(self._thread) if self.wait.ready() else self._thread.throw(Interrupted())
 
     def fail(self) -> None:

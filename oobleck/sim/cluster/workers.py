@@ -83,7 +83,7 @@ class WorkerProcess:
     # --- the world's hold on it ------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Have it look again at what it waits for, and at what it was told while it was frozen."""
+        """Have it look again at what it waits for, and at what arrived while it was frozen."""
         if not self._ended.is_set():
             self._listen()
             self._unpark()
@@ -92,7 +92,7 @@ class WorkerProcess:
         self._woken.unpark_all()
 
     async def run(self) -> None:
-        """Get ready, then follow orders until the end."""
+        """Get ready, then follow plan updates until the end."""
         with self._scope:
             await self._work(self._world.delays.set_up_worker_s)
             worker = self._worker = VirtualWorker(
@@ -125,7 +125,7 @@ class WorkerProcess:
         )
 
     def _listen(self) -> None:
-        """Take what was told, as the control thread does at once, whatever the training thread is doing."""
+        """Take what has arrived, as the control thread does at once, whatever the training thread is doing."""
         if self._worker is None or self._gate.is_closed:
             return
         told, self._untold = self._untold, []

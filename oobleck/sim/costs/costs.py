@@ -26,7 +26,7 @@ __all__ = ["RecoveryCosts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryCosts:
-    """Seconds of each part of a recovery that the profile does not tell.
+    """Seconds of each part of a recovery that the profile does not state.
 
     The defaults are those of four local nodes, as `tools/bench/recovery.py` measures them, rounded up; those of
     nodes that start are for a process that imports torch from a local disk.

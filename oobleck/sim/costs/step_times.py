@@ -17,7 +17,7 @@ _WHOLE = 4096
 """Microbatches times stages of a program that is evaluated whole.
 
 A longer one repeats itself, every so many microbatches as there are stages: it has met its bottleneck by then. After 3
-microbatches a stage it need not have: the step of one in eight drawn pipelines was told wrong, by up to 4 %.
+microbatches a stage it need not have: the step of one in eight drawn pipelines was wrong, by up to 4 %.
 """
 _PLAIN = ScheduleKind.ONE_F_ONE_B
 

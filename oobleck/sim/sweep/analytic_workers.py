@@ -3,7 +3,7 @@
 Where workers of the cluster mode compute and wait one by one, here the moments that matter are computed: when
 steps are committed, when the step in flight is finished, when a plan is adopted. In between nothing happens.
 
-    STOPPED ── an order ──> FINISHING (the step in flight) ──> ADOPTING (groups, layers) ──> TRAINING
+    STOPPED ── a plan ──> FINISHING (the step in flight) ──> ADOPTING (groups, layers) ──> TRAINING
        ^                         │ a fence                        │ a fence                     │ a loss, a fence
        └─────────────────────────┴────────────────────────────────┴─────────────────────────────┘
 
@@ -46,11 +46,11 @@ class CommittedSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """An order that is being carried out."""
+    """A plan update that is being carried out."""
 
     update: PlanUpdate
     commit_s: float
-    """When the step in flight is committed; the time of the order where none is finished."""
+    """When the step in flight is committed; the time of the update where none is finished."""
     adopt_s: float
     transfer_s: float
 
@@ -60,7 +60,7 @@ class AnalyticWorkers:
 
     def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: RecoveryCosts) -> None:
         self.max_steps = most_steps
-        """Nobody trains any further."""
+        """No worker trains any further."""
         self._profile = profile
         self._num_samples = num_samples
         self._costs = costs
@@ -131,7 +131,7 @@ class AnalyticWorkers:
             self._stopped_s = None
 
     def is_training(self, node: str) -> bool:
-        """Tell whether all workers wait for a node that stops."""
+        """Return whether all workers wait for a node that stops."""
         plans = [self._plan, self._pending.update.plan if self._pending else None]
         return any(plan is not None and node in plan.nodes for plan in plans)
 
@@ -142,7 +142,7 @@ class AnalyticWorkers:
 
     @property
     def is_computing(self) -> bool:
-        """Steps are committed: nobody is waited for, and no plan is on its way."""
+        """Steps are committed: no worker is waited for, and no plan is on its way."""
         return self._plan is not None and self._pending is None and self._stopped_s is None
 
     @property
@@ -166,7 +166,7 @@ class AnalyticWorkers:
 
     @property
     def next_s(self) -> float:
-        """When an order under way is carried out, or the last step committed; infinity where nothing leads there."""
+        """When an update under way is carried out, or the last step committed; infinity where nothing leads there."""
         if self._pending is not None:
             return self._pending.adopt_s
         if self._plan is None or self._stopped_s is not None or self.has_finished:
@@ -309,7 +309,7 @@ class AnalyticWorkers:
         )
 
     def take_update(self, update: PlanUpdate, now_s: float, *, transfer_s: float) -> None:
-        """Begin to carry out an order; `transfer_s` is what copying its layers takes."""
+        """Begin to carry out a plan update; `transfer_s` is what copying its layers takes."""
         commit_s = now_s
         if update.finish is not None:
             commit_s = max(now_s, self._finished_s(update, now_s))
@@ -317,7 +317,7 @@ class AnalyticWorkers:
         self._pending = _Pending(update, commit_s, adopt_s, transfer_s)
 
     def _finished_s(self, update: PlanUpdate, now_s: float) -> float:
-        """When the whole pipelines have computed their share of the step and what was dealt to them, and reduced."""
+        """When the whole pipelines have computed their share of the step, what was reassigned to them, and reduced."""
         assert self._plan is not None
         extra: dict[int, int] = defaultdict(int)
         for segment in update.segments:
@@ -359,7 +359,7 @@ class AnalyticWorkers:
 
     @property
     def resumed(self) -> Resumed:
-        """What each worker says once it has adopted the plan in force; the bytes are nobody's."""
+        """What each worker says once it has adopted the plan in force; the bytes are not assigned to any."""
         return self._resumed
 
     def disband(self) -> None:

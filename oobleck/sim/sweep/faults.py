@@ -63,7 +63,7 @@ class Faults:
             case AgentFrozen(node=node, frozen_s=frozen_s):
                 self._freeze_agent(node, frozen_s)
             case ForkServerCrashed():
-                pass  # nobody waits for it, unless a worker ends within seconds of it
+                pass  # nothing waits for it, unless a worker ends within seconds of it
             case MasterFrozen(frozen_s=down_s) | MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
             case Noticed(node=node):

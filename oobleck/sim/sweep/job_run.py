@@ -90,7 +90,7 @@ class JobRun:
         self._update: PlanUpdate | None = None
         self._fence = 0
         self._untold_step = 0
-        """The first step that is committed and that nobody can tell the master of; 0 where there is none."""
+        """The first step that is committed and that no worker can report to the master; 0 where there is none."""
         self.is_over = False
         """All steps of the job are committed."""
         self._reviews_s = inf
@@ -268,13 +268,13 @@ class JobRun:
                 self._review_later()
             elif self.nodes.members.keys().isdisjoint(self.nodes.silent):
                 self._carry_out(coordinator.handle_deadline(self.agenda.now_s))
-            else:  # it would find a hang, which is only a loss that nobody has noticed yet
+            else:  # it would find a hang, which is only a loss that is not noticed yet
                 self.agenda.when_seen(self.agenda.now_s + self.costs.lease_s, look)
 
         self.agenda.when_seen(due_s, look)
 
     def report_later(self) -> None:
-        """Let the workers tell how fast they are, once they have computed at their pace for long enough."""
+        """Let the workers report how fast they are, once they have computed at their pace for long enough."""
         coordinator, plan, reports = self._coordinator, self.crew.plan, self._reports
         if reports is None or coordinator is None or plan is None or not reports.untold(plan, self.crew.factors):
             return

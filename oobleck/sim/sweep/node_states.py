@@ -30,7 +30,7 @@ class NodeStates:
 
     @property
     def stuck(self) -> Set[str]:
-        """The nodes that are there and that nobody can hear: frozen or cut off."""
+        """The nodes that are there and that cannot be heard: frozen or cut off."""
         return self._cluster.frozen | self._cluster.cut
 
     @property

@@ -1,6 +1,6 @@
 """What a sweep's master hears of how fast nodes compute, many reports at once.
 
-Workers report once a second or once a step. As long as nobody's pace changes the reports change no decision, so they
+Workers report once a second or once a step. As long as no worker's pace changes the reports change no decision, so they
 are left out until somebody's has changed for as many of them as the master wants to agree.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["Reports"]
 
 
 class Reports:
-    """How many times the usual time each worker takes, as the master was told."""
+    """How many times the usual time each worker takes, as the master knows it."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -28,18 +28,18 @@ class Reports:
         self._told = {worker_id: factor for worker_id, factor in self._told.items() if worker_id.node != node}
 
     def clear(self) -> None:
-        """Another master has been told nothing."""
+        """Another master knows nothing."""
         self._told.clear()
 
     def untold(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> list[WorkerId]:
-        """The workers of a plan whose pace the master does not know; O(workers). Those that rest will tell again."""
+        """The workers of a plan whose pace the master does not know; O(workers). Those that rest report again."""
         self._told = {worker_id: factor for worker_id, factor in self._told.items() if worker_id in plan.layers_at}
         return [
             worker_id for worker_id in plan.worker_ids if self._told.get(worker_id) != factors.get(worker_id.node, 1.0)
         ]
 
     def tell(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[WorkerId, ...], Pace]]:
-        """Tell what is untold: yields (workers, what each of them says), round by round.
+        """Report what is not reported yet: yields (workers, what each of them says), round by round.
 
         Who stops listening, for a plan is made again, has heard only those that have said it often enough.
         """

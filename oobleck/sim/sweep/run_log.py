@@ -54,7 +54,7 @@ class RunLog:
 
     @property
     def is_planned(self) -> bool:
-        """The coordinator at hand has adopted a plan."""
+        """The coordinator has adopted a plan."""
         return self._generation > 0
 
     def record(self, entry: JournalEntry) -> None:
@@ -77,7 +77,7 @@ class RunLog:
             self._adopted(entry)
 
     def record_steps(self, entry: StepDone, first_step: int) -> None:
-        """Write one entry for many steps; those that had been committed before are told apart from the others."""
+        """Write one entry for many steps; those that had been committed before are kept apart from the others."""
         first, last = self.past_steps + (first_step or entry.record.step), self.past_steps + entry.record.step
         for start, stop in ((first, min(last, self.newest_step)), (max(first, self.newest_step + 1), last)):
             if start <= stop:

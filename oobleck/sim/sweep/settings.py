@@ -14,7 +14,7 @@ from oobleck.sim.trace import Trace
 __all__ = ["SweepSettings", "most_steps"]
 
 _LEASE_S = 1e9
-"""The coordinator's: nobody sends heartbeats here, and whose silence is noticed is the sweep's to say.
+"""The coordinator's: no heartbeats are sent here, and whose silence is noticed is the sweep's to say.
 
 Nor does it try lost nodes again: the trace says when they are back."""
 

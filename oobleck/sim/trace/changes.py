@@ -1,6 +1,6 @@
-"""Comings and goings of nodes, in whatever order a source tells them, made into a trace.
+"""Comings and goings of nodes, in whatever order a source lists them, made into a trace.
 
-Sources differ in what they know. Some name nodes; others tell only how many there are, and then which node goes
+Sources differ in what they know. Some name nodes; others say only how many there are, and then which node goes
 is drawn from a seed. Time begins with the first thing that a source says.
 """
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_NODES
-from oobleck.json_table import JsonTable, parse_json, shown
+from oobleck.json_table import JsonTable, parse_json
 
 from .changes import Change, trace_of_changes, trace_of_counts
 from .trace import Trace
@@ -46,7 +46,7 @@ class _Source:
 def convert(text: str, *, format_name: str, name: str, seed: int = 0, num_nodes: int | None = None) -> Trace:
     """Read a public trace's text.
 
-    `name` names the file in errors and in the trace. `num_nodes` is the size of the cluster where the file tells
+    `name` names the file in errors and in the trace. `num_nodes` is the size of the cluster where the file says
     only of nodes that fail. Raises ConfigError that names the line.
     """
     try:
@@ -160,7 +160,7 @@ def _lanl(source: _Source) -> Trace:
             faults.append(Change(t_s=fixed_s, node=node, comes=True, where=where))
     faults.sort(key=lambda fault: (fault.t_s, fault.comes))
     if not faults:
-        raise ConfigError("the file tells of no failure")
+        raise ConfigError("the file lists no failures")
     return _trace_of_faults(faults, source, f"{source.name} (LANL)", begin_s=faults[0].t_s)
 
 

@@ -1,7 +1,8 @@
 """What can happen in a cluster, and how each event stands in a trace file.
 
-A new one is a class with a kind here; `state` says what it does to the nodes, and type checking then names the places
-where it is made to happen: `sim/sweep/faults.py`, `sim/cluster/faults.py` and `cli/chaos_run/play.py`.
+A new one is a class with a kind here, in `TraceEvent`. If it is based on `Gone` or `Stays`, what it does to a node's
+state is said by that; else `state` has to say it. Type checking then names the three places that make it happen, each
+in a world of its own: `sim/sweep/faults.py`, `sim/cluster/faults.py` and `cli/chaos_run/play.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, get_args
 
-from oobleck.errors import ConfigError
+from oobleck.bounds import MAX_SECONDS
+from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
-from oobleck.json_table import shown
 
 __all__ = [
-    "MAX_SECONDS",
     "AgentCrashed",
     "AgentFrozen",
     "ForkServerCrashed",
@@ -30,6 +30,7 @@ __all__ = [
     "Noticed",
     "Partitioned",
     "Slowed",
+    "Stays",
     "Thawed",
     "TraceEvent",
     "WorkerCrashed",
@@ -38,14 +39,20 @@ __all__ = [
     "event_types",
 ]
 
-MAX_SECONDS = 5e8
-"""Fifteen years: half as long again as the longest failure trace that is published."""
 _MAX_SLOWNESS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
     """After this a node is away, whatever was wrong with it before. It may join again, holding nothing."""
+
+    t_s: float
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stays:
+    """A node stays where it was: what happens, happens to a process on it, or is only announced."""
 
     t_s: float
     node: str
@@ -100,12 +107,10 @@ class Slowed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerCrashed:
+class WorkerCrashed(Stays):
     """The worker process of one device ends; the node and its agent are well."""
 
     kind: ClassVar[str] = "worker_crashed"
-    t_s: float
-    node: str
     device: int = 0
 
     def __post_init__(self) -> None:
@@ -121,12 +126,10 @@ class AgentCrashed(Gone):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForkServerCrashed:
-    """The process that forks a node's workers ends; those that live go on, and a next one is started."""
+class ForkServerCrashed(Stays):
+    """The process that forks a node's workers ends; those that live continue, and a next one is started."""
 
     kind: ClassVar[str] = "fork_server_crashed"
-    t_s: float
-    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +157,10 @@ class MasterFrozen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentFrozen:
+class AgentFrozen(Stays):
     """The agent process of a node is stopped for `frozen_s` seconds; its workers train on."""
 
     kind: ClassVar[str] = "agent_frozen"
-    t_s: float
-    node: str
     frozen_s: float
 
     def __post_init__(self) -> None:
@@ -188,12 +189,10 @@ class Healed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noticed:
+class Noticed(Stays):
     """The provider says that it will take a node away in `grace_s` seconds. The loss, if it comes, is an event too."""
 
     kind: ClassVar[str] = "notice"
-    t_s: float
-    node: str
     grace_s: float
 
     def __post_init__(self) -> None:

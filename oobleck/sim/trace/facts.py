@@ -19,7 +19,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFacts:
-    """What `oobleck trace info` tells."""
+    """What `oobleck trace info` shows."""
 
     source: str
     duration_s: float

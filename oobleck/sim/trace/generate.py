@@ -13,11 +13,11 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.errors import ConfigError
+from oobleck.bounds import MAX_SECONDS
+from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_NODES
-from oobleck.json_table import shown
 
-from .events import MAX_SECONDS, Joined, Lost, Noticed, Slowed, TraceEvent
+from .events import Joined, Lost, Noticed, Slowed, TraceEvent
 from .trace import MAX_EVENTS, Trace
 
 __all__ = ["PRESETS", "FailSlow", "FailureModel", "generate"]

@@ -17,7 +17,7 @@ def with_spares(trace: Trace, num_spares: int, *, activation_s: float) -> Trace:
     """Return the trace with spares beside its nodes: `spare0`, `spare1`, …
 
     At a loss the next spare joins, `activation_s` seconds later. A node that was replaced and comes back stands by
-    from then on. So nobody waits for a repair while there are spares, and every policy has the same ones.
+    from then on. So no run waits for a repair while there are spares, and every policy has the same ones.
     """
     if not num_spares:
         return trace
@@ -57,7 +57,7 @@ class _Reserve:
             yield joined
 
     def _happens(self, event: TraceEvent) -> bool:
-        """Tell whether an event still happens now that some nodes stand by; follow those."""
+        """Return whether an event still happens now that some nodes stand by; follow those."""
         match event:
             case Joined(node=node) if node in self._replaced:
                 self._replaced.discard(node)

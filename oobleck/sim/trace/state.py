@@ -18,8 +18,6 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from .events import (
-    AgentFrozen,
-    ForkServerCrashed,
     Frozen,
     Gone,
     Healed,
@@ -27,12 +25,11 @@ from .events import (
     Lost,
     MasterCrashed,
     MasterFrozen,
-    Noticed,
     Partitioned,
     Slowed,
+    Stays,
     Thawed,
     TraceEvent,
-    WorkerCrashed,
 )
 
 __all__ = ["ClusterState"]
@@ -89,7 +86,7 @@ class ClusterState:
                 self.frozen.discard(node)
             case Slowed(node=node, factor=factor):
                 self.factors[node] = factor
-            case WorkerCrashed(node=node) | ForkServerCrashed(node=node) | AgentFrozen(node=node) | Noticed(node=node):
+            case Stays(node=node):
                 pass
             case MasterCrashed() | MasterFrozen():
                 return ()

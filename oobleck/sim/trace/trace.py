@@ -12,10 +12,11 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import ConfigError
 from oobleck.job import MAX_NODES
 
-from .events import MAX_SECONDS, TraceEvent, event_nodes, event_to_json
+from .events import TraceEvent, event_nodes, event_to_json
 from .state import ClusterState
 
 __all__ = ["MAX_EVENTS", "Trace"]

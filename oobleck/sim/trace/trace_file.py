@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 
-from oobleck.errors import ConfigError
-from oobleck.json_table import JsonTable, parse_json, shown
+from oobleck.errors import ConfigError, shown
+from oobleck.json_table import JsonTable, parse_json
 
 from .events import TraceEvent, event_to_json, event_types
 from .trace import Trace

@@ -48,7 +48,7 @@ from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 __all__ = ["LayerSaver"]
 
 _IMPORTED = "imported"
-"""The tag of what `oobleck checkpoint import` has written: it is nobody's yet."""
+"""The tag of what `oobleck checkpoint import` has written: it belongs to no run yet."""
 _ANY_DEVICE = "device*"
 """What other workers of the node have saved can be read here too."""
 
@@ -281,7 +281,7 @@ class LayerSaver:
             what = f"{len(manifest.layer_names)} layers" if other is None else f"a layer {other}"
             return f"of another model, with {what}; ours has {len(ours)}, from {ours[0]} to {ours[-1]}"
         for shard in manifest.shards[:1]:
-            with suppress(CorruptCheckpoint, OSError):  # it is read again, and its fault told, before it is used
+            with suppress(CorruptCheckpoint, OSError):  # it is read again, and its fault reported, before it is used
                 file = read_layer_file(directory.path / manifest.name / shard.file)
                 return self._layer_misfit(shard.layer, [spec for spec, _ in file.tensors.values()], manifest.num_parts)
         return None

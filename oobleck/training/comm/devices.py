@@ -72,7 +72,7 @@ def device_memory_bytes(device: torch.device, *, num_sharing: int) -> int | None
 
 
 def device_identity(device: torch.device) -> str | None:
-    """Return what tells a GPU from all others in the world; None for what NCCL cannot reach from here."""
+    """Return what identifies a GPU among all in the world; None for what NCCL cannot reach from here."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return None
     properties: Any = torch.cuda.get_device_properties(device)

@@ -207,7 +207,7 @@ class Reduction:
         return self._sum.poll_s
 
     def is_done(self) -> bool:
-        """Tell whether the sum is there, or has failed: `wait` does not block then."""
+        """Return whether the sum is there, or has failed: `wait` does not block then."""
         return self._sum.is_done()
 
     def give_up(self) -> None:

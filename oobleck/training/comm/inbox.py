@@ -46,7 +46,7 @@ class Inbox:
         self._expected.put((tag, post))
 
     def has_arrived(self) -> bool:
-        """Tell whether `take` has nothing to wait for."""
+        """Return whether `take` has nothing to wait for."""
         return bool(self._ready) or self._failure is not None
 
     def take(self, interrupted: Callable[[], bool]) -> torch.Tensor:

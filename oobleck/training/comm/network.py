@@ -1,13 +1,13 @@
 """Where groups of a worker that end together listen and connect, and how nothing of them is left behind.
 
-Gloo lets nobody give up a message: a thread that waits for a peer which froze waits for a day, and destroying its
+Gloo does not let a message be given up: a thread that waits for a peer which froze waits for a day, and destroying its
 group waits for the thread. What wakes it is the end of the connection. Gloo does not give its sockets away, but each
-of its devices has an epoll instance of its own, and the kernel tells what is registered there. So groups that end
+of its devices has an epoll instance of its own, and the kernel lists what is registered there. So groups that end
 together share a device, and when they end, their connections are shut down: first what we say (a peer that is slower
 still gets all that it was sent), after a while what we hear as well.
 
 Gloo accepts every connection, waits for ever for the first word, and ends the process when no descriptor is left. So
-strangers find nobody at home but in the moment in which groups are formed: the kernel drops what they send.
+strangers find nothing listening but in the moment in which groups are formed: the kernel drops what they send.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class Network:
             self._kept.append(group)
 
     def open_door(self) -> None:
-        """Let peers connect, before they are told where."""
+        """Let peers connect, before they know where."""
         self._on_listeners(lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0))
 
     def close_door(self) -> None:
-        """Let nobody connect any more; what is connected stays so. A kernel that cannot do it leaves the door open."""
+        """Let no peer connect any more; what is connected stays so. A kernel that cannot do it leaves the door open."""
         self._on_listeners(lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER))
 
     def end(self) -> None:
@@ -131,7 +131,7 @@ class Network:
 def open_device(address: str) -> object:
     """Open the network device of an address, a host name or a network interface of this machine.
 
-    Raises ConfigError where nobody can listen there.
+    Raises ConfigError where no process can listen there.
     """
     for name in _MISLEADING:
         os.environ.pop(name, None)

@@ -29,7 +29,7 @@ _SIOCGIFADDR = 0x8915
 def listen_for_probes(worker_id: WorkerId, address: str) -> ProbeAddress:
     """Listen at an address, host name or network interface of this machine, for as long as the process lives.
 
-    Raises ConfigError where nobody can listen there.
+    Raises ConfigError where no process can listen there.
     """
     try:
         listener = socket.create_server((_host_of(address), 0))

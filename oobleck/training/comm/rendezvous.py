@@ -19,7 +19,7 @@ Publish = Callable[[str, bytes, tuple[str, ...]], None]
 
 
 class RendezvousTable:
-    """All rendezvous keys that this worker was told, and its own."""
+    """All rendezvous keys that this worker received, and its own."""
 
     def __init__(self, publish: Publish) -> None:
         self._publish = publish
@@ -65,7 +65,7 @@ class RendezvousTable:
             return self._values[key]
 
     def has(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys are there."""
         with self._changed:
             return all(key in self._values for key in keys)
 

@@ -63,7 +63,7 @@ class Posting:
         self._posted = threading.Event()
 
     def run(self) -> None:
-        """Post it; what fails is told to those who wait."""
+        """Post it; what fails is raised where it is waited for."""
         try:
             self._work = self._post(self._copy.wait())
         except RuntimeError as error:

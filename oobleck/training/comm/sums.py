@@ -22,7 +22,7 @@ class Sum(Protocol):
         ...
 
     def is_done(self) -> bool:
-        """Tell whether it is there, or has failed. Never blocks."""
+        """Return whether it is there, or has failed. Never blocks."""
         ...
 
     def conclude(self) -> None:

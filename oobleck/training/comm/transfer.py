@@ -71,7 +71,7 @@ def exchange_layers(
     """Send what others lack, receive what this worker lacks; return the received layers' states.
 
     `state_of(layer)` is the state of a layer held here, `empty_state(layer)` makes room for one that is not, and
-    `size_of(layer)` is the number of elements of either. `on_progress(received, all)` is told bytes every half second,
+    `size_of(layer)` is the number of elements of either. `on_progress(received, all)` receives bytes every half second,
     by a helper thread. Raises Interrupted or PeerLost, with nothing of the own layers touched.
     """
     chunks = cut_into_chunks(transfers, size_of, chunk_bytes // element_bytes)
@@ -162,7 +162,7 @@ class _Row:
 
 
 class _Progress:
-    """Tells how much has arrived, now and then."""
+    """Reports how much has arrived, now and then."""
 
     def __init__(self, chunks: Sequence[Chunk], element_bytes: int, tell: Callable[[int, int], None]) -> None:
         self._total = element_bytes * sum(chunk.stop - chunk.first for chunk in chunks)

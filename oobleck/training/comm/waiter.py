@@ -1,4 +1,4 @@
-"""Waits that an order from the control thread can end.
+"""Waits that the control thread can end.
 
 Nothing in torch wakes a thread that waits for a peer which froze (`ProcessGroupGloo.abort` does not), so the
 training thread never blocks in torch: helper threads do, and the training thread waits here, for them or for

@@ -29,7 +29,7 @@ from .token_files import holds_tokens, open_token_files
 __all__ = ["Batch", "Dataset", "Source", "open_source", "prepare_dataset"]
 
 _SPLIT = -1
-"""The epoch, which no training has, whose permutation tells the samples kept for evaluation from the others."""
+"""The epoch, which no training has, whose permutation says which samples are kept for evaluation."""
 
 
 class Source(Protocol):
@@ -78,7 +78,7 @@ class Dataset:
 
     @property
     def records(self) -> Records | None:
-        """What tells which samples a step takes; None where that follows from their numbers."""
+        """Says which samples a step takes; None where that follows from their numbers."""
         return self.source.records if isinstance(self.source, ShardSource) else None
 
     @property

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import DataPosition, RecordsOver, StepRecords
 
-__all__ = ["NO_SAMPLE", "Record", "Records"]
+__all__ = ["NO_SAMPLE", "RecordLocation", "Records"]
 
 NO_SAMPLE = -1
 """In place of a number: the last step may have fewer records than others, and nothing stands for those."""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordLocation:
     """Where a record lies: in [start, stop) of a shard."""
 
     shard: int
@@ -30,11 +30,11 @@ class Records:
 
     def __init__(self) -> None:
         self._told: dict[tuple[int, int], StepRecords] = {}
-        """By (edition, step)."""
+        """By (assignment version, step)."""
         self._over: dict[int, RecordsOver] = {}
-        """By edition."""
+        """By assignment version."""
         self._assignment_version = 0
-        self._located: dict[int, Record] = {}
+        self._located: dict[int, RecordLocation] = {}
         """The records of the step that was asked for last, by number."""
         self.position: DataPosition | None = None
         """Where in the data the run is after the step that was asked for last."""
@@ -59,7 +59,7 @@ class Records:
     # --- training thread -----------------------------------------------------------------------------------
 
     def follow(self, assignment_version: int, *, step: int) -> None:
-        """From here on steps are those of an edition; all up to `step` are done."""
+        """From here on steps are those of an assignment version; all up to `step` are done."""
         self._assignment_version = assignment_version
         for key in [key for key in self._told if key[0] < assignment_version or key[1] < step]:
             self._told.pop(key, None)
@@ -74,7 +74,7 @@ class Records:
         return over if over is not None and over.step == step else None
 
     def is_last(self, step: int) -> bool:
-        """Whether no step comes after one that was told."""
+        """Whether no step comes after one that is known."""
         return self._told[self._assignment_version, step].is_last
 
     def numbers_of(self, step: int, batch: int) -> tuple[tuple[int, ...], int]:
@@ -86,7 +86,7 @@ class Records:
         self._told.pop((self._assignment_version, step - 2), None)
         self.position = records.after
         places = [
-            Record(run.shard, run.bounds[at], run.bounds[at + 1])
+            RecordLocation(run.shard, run.bounds[at], run.bounds[at + 1])
             for run in records.runs
             for at in range(run.num_records)
         ]
@@ -94,6 +94,6 @@ class Records:
         self._located = dict(enumerate(places, first))
         return (*self._located, *[NO_SAMPLE] * (batch - len(places))), records.num_items
 
-    def locate(self, number: int) -> Record:
+    def locate(self, number: int) -> RecordLocation:
         """Return where a record of the step lies."""
         return self._located[number]

@@ -2,7 +2,7 @@
 
 An entry holds text, in the field that `data.text_column` names, or tokens as bytes, in the field `tokens`. Entries are
 never taken out of the stream, and nothing is acknowledged in it: what was trained on is known to the run, which reads
-by position, and can go back. https://redis.io/docs/latest/develop/data-types/streams/ tells what ids are.
+by position, and can go back. https://redis.io/docs/latest/develop/data-types/streams/ says what ids are.
 """
 
 from __future__ import annotations

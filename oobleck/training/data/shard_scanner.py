@@ -1,6 +1,6 @@
 """Looks into shards for the master: which records there are, and where they begin and end.
 
-On a thread of its own, with readers of its own, so that a slow disk or an unreachable stream holds nobody up.
+On a thread of its own, with readers of its own, so that a slow disk or an unreachable stream holds up nothing else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ShardScanner:
 
 
 def _survey(shards: ShardSet, wants: Sequence[ScanRange]) -> tuple[ScanResult, ...]:
-    """Look into shards. What cannot be read is told, not raised."""
+    """Look into shards. What cannot be read is reported, not raised."""
     found: list[ScanResult] = []
     for want in wants:
         try:

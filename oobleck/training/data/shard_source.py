@@ -18,7 +18,7 @@ __all__ = ["ShardSource"]
 
 
 class ShardSource:
-    """A source whose samples have the numbers that `records` tells. Equal digests mean the same shards, by name."""
+    """A source whose samples have the numbers that `records` gives. Equal digests mean the same shards, by name."""
 
     mask_id = None
 
@@ -47,7 +47,7 @@ class ShardSource:
 
     @property
     def num_samples(self) -> int:
-        """How many samples are known without being told: none."""
+        """How many samples are known beforehand: none."""
         return 0
 
     @property

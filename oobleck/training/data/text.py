@@ -107,7 +107,7 @@ def _walk(root: Path, *, without: frozenset[str] = frozenset(), suffix: str = ""
     Hidden files and directories, and directories named in `without`, are left out.
     """
     for directory, directories, files in os.walk(root):
-        # In place: this is how os.walk is told what to visit next, and in which order.
+        # In place: this is how os.walk learns what to visit next, and in which order.
         directories[:] = sorted(name for name in directories if name not in without and not name.startswith("."))
         for name in sorted(files):
             if name.endswith(suffix) and not name.startswith("."):

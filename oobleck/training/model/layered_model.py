@@ -24,9 +24,9 @@ from oobleck.errors import ConfigError
 from .losses import causal_lm_loss
 from .splitting import Anatomy
 
-__all__ = ["LayeredModel", "Loss", "anatomy_of_layers"]
+__all__ = ["LayeredModel", "LossFunction", "anatomy_of_layers"]
 
-Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+LossFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """From the last layer's output, the labels [batch, length] and the number of predicted tokens in the whole step, to
 this microbatch's share of the loss: a sum over its tokens, divided by that number."""
 
@@ -44,11 +44,11 @@ class _Trunk:
 
 
 class LayeredModel(nn.Module):
-    """A list of layers that is called as transformers models are, so that a stage need not tell them apart."""
+    """A list of layers that is called as transformers models are, so that a stage need not distinguish them."""
 
     loss_type = None
 
-    def __init__(self, layers: Sequence[nn.Module], loss: Loss | None, *, vocab_size: int) -> None:
+    def __init__(self, layers: Sequence[nn.Module], loss: LossFunction | None, *, vocab_size: int) -> None:
         super().__init__()
         _require_layers(layers)
         self.embedding = layers[0]

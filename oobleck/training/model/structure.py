@@ -21,7 +21,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec
 
 from .configuration import Task, build_config, build_model, prepared, task_of
-from .layered_model import LayeredModel, Loss, anatomy_of_layers
+from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
 from .splitting import Anatomy, dissect
 from .weights import WeightFiles
 
@@ -87,7 +87,7 @@ class ModelStructure:
         cls,
         factory: Callable[[], object],
         *,
-        loss: Loss | None = None,
+        loss: LossFunction | None = None,
         task: Task = "causal_lm",
         vocab_size: int,
         sequence_length: int,

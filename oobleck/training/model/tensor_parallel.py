@@ -5,7 +5,7 @@ columns and the one cut by rows that follows, each device computes its share of 
 same values, and after, their shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). What the plan cuts
 in other ways (embeddings, heads) stays whole on every device.
 
-Sums are interruptible, unlike torch's own (DTensor's run in a group that nobody can leave): when a pipeline breaks,
+Sums are interruptible, unlike torch's own (DTensor's run in a group that no worker can leave): when a pipeline breaks,
 the devices of a stage may notice it at different moments.
 """
 
@@ -28,7 +28,7 @@ from .models import ModelStructure, StageModel
 
 __all__ = ["Share", "Style", "initialize_share", "install", "share_of"]
 
-Sum = Callable[[torch.Tensor], torch.Tensor]
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the devices of the stage, in place, and returns it."""
 
 
@@ -61,7 +61,7 @@ class Share:
     """Parameters that are whole here, and whose gradients are not."""
 
     def is_whole(self, parameter: str) -> bool:
-        """Tell whether all devices of a stage have the same gradient of this parameter."""
+        """Return whether all devices of a stage have the same gradient of this parameter."""
         return parameter not in self.cut_dimensions and parameter not in self.summed
 
     def part_of(self, parameter: str, whole: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
     )
 
 
-def install(stage: StageModel, share: Share, sum_up: Sum) -> None:
+def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
     """Have the modules of a stage compute this device's share. `stage` is of the share's structure."""
     for layer in range(share.structure.num_layers):
         for root, module in zip(share.structure.layer_roots(layer), stage.modules_of(layer), strict=True):
@@ -123,7 +123,7 @@ class _Enter(torch.autograd.Function):
     """The same values on every device, of whose gradient each has a part."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, sum_up: Sum) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, sum_up: AllReduce) -> torch.Tensor:
         ctx.sum_up = sum_up
         return hidden.view_as(hidden)
 
@@ -136,7 +136,7 @@ class _Leave(torch.autograd.Function):
     """Parts of values on every device, summed; their gradient is the same everywhere."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, sum_up: Sum) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, sum_up: AllReduce) -> torch.Tensor:
         del ctx
         return sum_up(part.clone())
 
@@ -146,11 +146,11 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-def _enter(sum_up: Sum, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _enter(sum_up: AllReduce, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return (_Enter.apply(args[0], sum_up), *args[1:])  # type: ignore[no-untyped-call]
 
 
-def _row_forward(module: Any, sum_up: Sum, hidden: torch.Tensor) -> torch.Tensor:
+def _row_forward(module: Any, sum_up: AllReduce, hidden: torch.Tensor) -> torch.Tensor:
     """A linear layer cut by rows: the bias belongs to the sum."""
     output: torch.Tensor = _Leave.apply(functional.linear(hidden, module.weight), sum_up)  # type: ignore[no-untyped-call]
     return output if module.bias is None else output + module.bias

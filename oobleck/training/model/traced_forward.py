@@ -110,7 +110,7 @@ def _agree(one: TracedForward, other: TracedForward) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether a value can be kept and compared; one that changes by itself (a cache) cannot."""
+    """Return whether a value can be kept and compared; one that changes by itself (a cache) cannot."""
     match value:
         case torch.Tensor():
             return not value.requires_grad

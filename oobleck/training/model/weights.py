@@ -49,7 +49,7 @@ class WeightFiles:
     def read(
         self, names: Iterable[str], model: PreTrainedModel, shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """Return the parameters of these names; `model`, which may be on the meta device, tells how it is named.
+        """Return the parameters of these names; `model`, which may be on the meta device, says how they are named.
 
         Raises ConfigError where the directory has no such parameter, or one of another shape.
         """

@@ -1,4 +1,4 @@
-"""The loss scale of float16: a state machine that every rank steps alike, from what the commit tells all of them.
+"""The loss scale of float16: a state machine that every rank steps alike, from what the commit gives all of them.
 
 Gradients are computed of the loss times the scale and divided by it before they are applied. Where they overflow,
 their global norm, which the commit sums over all ranks, is not finite anywhere: all skip the step and halve the scale.

@@ -1,8 +1,8 @@
-"""A script's callbacks, told of what the journal says.
+"""A script's callbacks, called for what the journal says.
 
 They have the events of transformers' `TrainerCallback`, whose subclasses work as they are, and one more: `on_recovery`.
 They run beside the master and not in a worker, so that no failure of a node ends them or calls them twice, and none of
-them can hold up training. So they see what the journal tells: losses, rates, evaluations, recoveries; no tensors.
+them can hold up training. So they see what the journal holds: losses, rates, evaluations, recoveries; no tensors.
 
     event            when
     on_init_end      the run begins
@@ -67,7 +67,7 @@ class CallbackRunner:
         return bool(self._control.should_training_stop)
 
     def take(self, entry: JournalEntry) -> None:
-        """Tell the callbacks of the next entry of the journal."""
+        """Call the callbacks for the next entry of the journal."""
         for event, details in self._events(entry):
             for callback in self._callbacks:
                 self._call(callback, event, details)

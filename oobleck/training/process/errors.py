@@ -23,7 +23,7 @@ _PEERS = re.compile(r"connection closed by peer|connection reset by peer|\bgloo\
 
 
 def raised(error: BaseException | None) -> Raised:
-    """An exception as the value that the agent is told."""
+    """An exception as the value that the agent receives."""
     text = "".join(traceback.format_exception(error))
     lines = text.strip().splitlines() or [""]
     return Raised(

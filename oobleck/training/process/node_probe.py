@@ -81,7 +81,7 @@ class _Probe:
         )
 
     def run(self) -> None:
-        """Tell of the node, then answer requests until the input ends."""
+        """Describe the node, then answer requests until the input ends."""
         self.answer(_facts(self._directory))
         decoder: FrameDecoder[ProbeRequest] = FrameDecoder(ProbeRequest)
         while data := os.read(0, 1 << 16):

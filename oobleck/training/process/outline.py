@@ -1,4 +1,4 @@
-"""What a model is made of, told by a process of its own: `python -m oobleck.training.process.outline`.
+"""What a model is made of, reported by a process of its own: `python -m oobleck.training.process.outline`.
 
 For those who may not load torch, or do not want to: the job comes as a line of JSON on stdin, the answer is JSON, and
 what is wrong with the job is a message on stderr with the exit status 78. No memory is allocated for the model.

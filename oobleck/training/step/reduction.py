@@ -138,7 +138,7 @@ class GradientReducer:
         self._post_before(len(self.buckets))
 
     def is_done(self) -> bool:
-        """Tell whether all that was posted is there, or something has failed: `finish` does not wait for it then."""
+        """Return whether all that was posted is there, or something has failed: `finish` does not wait for it then."""
         return self._failure is not None or all(reduction.is_done() for reduction in self._pending)
 
     @property

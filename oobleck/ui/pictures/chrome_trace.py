@@ -17,7 +17,7 @@ __all__ = ["chrome_trace", "run_trace"]
 
 _MICROSECONDS = 1e6
 
-Event = dict[str, object]
+ChromeEvent = dict[str, object]
 
 
 def chrome_trace(figures: Sequence[Figure]) -> str:
@@ -30,11 +30,11 @@ def run_trace(panels: Sequence[RunPanel]) -> str:
     return _file(event for process, panel in enumerate(panels) for event in _of_run(process, panel))
 
 
-def _file(events: Iterable[Event]) -> str:
+def _file(events: Iterable[ChromeEvent]) -> str:
     return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}) + "\n"
 
 
-def _of_figure(process: int, figure: Figure) -> Iterator[Event]:
+def _of_figure(process: int, figure: Figure) -> Iterator[ChromeEvent]:
     found = figure.timeline
     yield _name("process_name", process, 0, figure.title)
     for stage, (label, spans) in enumerate(zip(figure.labels, found.spans, strict=True)):
@@ -49,7 +49,7 @@ def _of_figure(process: int, figure: Figure) -> Iterator[Event]:
         yield _instruction(process, threads[transfer.link], transfer.start_s, transfer.end_s, transfer.instruction)
 
 
-def _of_run(process: int, panel: RunPanel) -> Iterator[Event]:
+def _of_run(process: int, panel: RunPanel) -> Iterator[ChromeEvent]:
     yield _name("process_name", process, 0, panel.name)
     for band in panel.bands:
         words, rate = ACTIVITIES[band.activity][0], {"samples_per_s": band.samples_per_s}
@@ -59,11 +59,11 @@ def _of_run(process: int, panel: RunPanel) -> Iterator[Event]:
         yield _counter(process, "nodes", t_s, count)
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> Event:
+def _name(kind: str, process: int, thread: int, name: str) -> ChromeEvent:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _instruction(process: int, thread: int, start_s: float, end_s: float, instruction: Instruction) -> Event:
+def _instruction(process: int, thread: int, start_s: float, end_s: float, instruction: Instruction) -> ChromeEvent:
     return {
         "ph": "X",
         "name": str(instruction),
@@ -73,10 +73,10 @@ def _instruction(process: int, thread: int, start_s: float, end_s: float, instru
     }
 
 
-def _span(process: int, thread: int, start_s: float, end_s: float) -> Event:
+def _span(process: int, thread: int, start_s: float, end_s: float) -> ChromeEvent:
     duration_us = (end_s - start_s) * _MICROSECONDS
     return {"pid": process, "tid": thread, "ts": start_s * _MICROSECONDS, "dur": duration_us}
 
 
-def _counter(process: int, name: str, t_s: float, value: float) -> Event:
+def _counter(process: int, name: str, t_s: float, value: float) -> ChromeEvent:
     return {"ph": "C", "name": name, "pid": process, "tid": 0, "ts": t_s * _MICROSECONDS, "args": {name: value}}

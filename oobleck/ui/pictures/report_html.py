@@ -178,7 +178,7 @@ def _throughput(history: History, summary: Summary) -> str:
     )
     return (
         "<section><h2>Throughput and nodes</h2>"
-        f'<p class="caption">tokens/s; dashed lines are recoveries, grey where nobody was lost</p>{rate_chart}'
+        f'<p class="caption">tokens/s; dashed lines are recoveries, grey where no node was lost</p>{rate_chart}'
         f'<p class="caption">nodes that train</p>{node_chart}</section>'
     )
 

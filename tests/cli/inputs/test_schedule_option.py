@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from oobleck.cli.inputs import parse_schedule
+from oobleck.cli.inputs import parse_schedule_name
 from oobleck.errors import UsageError
 from oobleck.schedule import ScheduleKind
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ScheduleKind if kind is not ScheduleKind.INTERLEAVED])
 def test_every_kind_that_templates_can_have_is_a_name(kind: ScheduleKind) -> None:
-    assert ScheduleKind(parse_schedule(kind.value)) is kind
+    assert ScheduleKind(parse_schedule_name(kind.value)) is kind
 
 
 @pytest.mark.parametrize("name", ["interleaved", "", "1F1B"])
 def test_another_is_refused_with_what_there_is(name: str) -> None:
     with pytest.raises(UsageError, match="one of 1f1b, gpipe, zero-bubble, auto"):
-        parse_schedule(name)
+        parse_schedule_name(name)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.judgement import (
     broken_pipelines,
-    deal_microbatches,
     judge,
     microbatches_redone,
     planned_layers,
+    reassign_microbatches,
     rests_of,
     uncovered,
 )
@@ -167,15 +167,15 @@ def test_a_pipeline_is_broken_by_any_of_its_nodes():
 
 
 def test_no_whole_pipeline_deals_nothing():
-    assert deal_microbatches(PLAN, ["a", "c", "e"], (), next_segment=0) is None
+    assert reassign_microbatches(PLAN, ["a", "c", "e"], (), next_segment=0) is None
 
 
 def test_nothing_left_over_is_no_segment():
-    assert deal_microbatches(PLAN, ["s"], (), next_segment=0) == ()
+    assert reassign_microbatches(PLAN, ["s"], (), next_segment=0) == ()
 
 
 def test_shares_follow_the_planned_ones_and_ties_go_to_the_earlier():
-    dealt = deal_microbatches(PLAN, ["c"], (), next_segment=7)
+    dealt = reassign_microbatches(PLAN, ["c"], (), next_segment=7)
     assert dealt == (
         Segment(segment=7, pipeline=0, microbatches=(4, 5)),
         Segment(segment=8, pipeline=2, microbatches=(6, 7)),
@@ -183,9 +183,9 @@ def test_shares_follow_the_planned_ones_and_ties_go_to_the_earlier():
 
 
 def test_segments_of_a_pipeline_that_broke_since_are_dealt_again_and_others_are_kept():
-    first = deal_microbatches(PLAN, ["c"], (), next_segment=0)
+    first = reassign_microbatches(PLAN, ["c"], (), next_segment=0)
     assert first is not None
-    second = deal_microbatches(PLAN, ["c", "e"], first, next_segment=2)
+    second = reassign_microbatches(PLAN, ["c", "e"], first, next_segment=2)
     assert second is not None
     assert second[0] == first[0]
     assert second[1] == Segment(segment=2, pipeline=0, microbatches=(6, 7, 8, 9, 10, 11))
@@ -196,7 +196,7 @@ NODES = ("a", "b", "c", "d", "e", "f")
 
 def test_what_is_committed_is_not_dealt_again():
     shares = ((2, 3, 4), (5, 6, 7), (8, 9, 10, 11))
-    dealt = deal_microbatches(PLAN, ["c"], (), next_segment=0, shares=shares, partial=(0, 1, 2, 5, 8))
+    dealt = reassign_microbatches(PLAN, ["c"], (), next_segment=0, shares=shares, partial=(0, 1, 2, 5, 8))
     assert dealt is not None
     assert [each.microbatches for each in dealt] == [(6,), (7,)]
 
@@ -209,7 +209,7 @@ def test_every_microbatch_is_dealt_once_however_losses_follow_each_other(losses,
     number = 0
     for more in losses:
         lost += more
-        dealt = deal_microbatches(layout, lost, segments, next_segment=number)
+        dealt = reassign_microbatches(layout, lost, segments, next_segment=number)
         if dealt is None:
             assert len(broken_pipelines(layout, lost)) == 3
             return
@@ -248,7 +248,7 @@ def test_who_has_still_to_apply_the_step_before_has_done_nothing_of_this_one():
 )
 def test_what_is_left_is_what_was_given_without_what_is_done(done, lost, microbatches):
     layout = plan(("a", "b"), ("c", "d"), ("e", "f"), microbatches=microbatches)
-    segments = deal_microbatches(layout, lost, (), next_segment=0)
+    segments = reassign_microbatches(layout, lost, (), next_segment=0)
     statuses = {at(node): status(microbatches_done=done) for node, done in zip(NODES, done, strict=True)}
     rests = rests_of(layout, lost, segments or (), statuses, step=4)
     assert sorted(rests) == [index for index in range(3) if index not in broken_pipelines(layout, lost)]

@@ -11,7 +11,7 @@ from oobleck.control.coordinator.requests import NodeDropped, PlanWithout, Worke
 from oobleck.control.coordinator.worker_lifecycle import WorkerLifecycle
 from oobleck.control.events import Connect, Disconnect, NodeUp, Record, Send
 from oobleck.control.journal import ConnectionLost, LossCause, Misfit, NodeLost, PlanCause, WorkerEnded
-from oobleck.control.membership import Membership, NodeRetry, NodeState
+from oobleck.control.membership import Membership, MemberState, NodeRetry
 from oobleck.control.protocol import ErrorKind, Killed, Raised, StartWorker, WorkerExited
 from tests.control.bench import hello, ready
 from tests.control.model import Shape
@@ -26,7 +26,7 @@ def members() -> Membership:
     workers = WorkerLifecycle(members, Progress(Shape().job))
     for member in members.all:
         member.meet(hello(member.spec.name), address="10.0.0.1", now_s=10.0)
-        member.move_to(NodeState.CONNECTED)
+        member.move_to(MemberState.CONNECTED)
         worker = workers.worker_up(member, ready(), 10.0)
         assert worker is not None
         member.note_ready(worker, generation=0)
@@ -51,7 +51,7 @@ def test_a_lost_node_is_dropped_and_planned_without(members: Membership):
 
 
 def test_a_node_that_never_trained_is_not_planned_without(members: Membership):
-    members["n1"].move_to(NodeState.CONNECTED)
+    members["n1"].move_to(MemberState.CONNECTED)
     assert lifecycle(members).give_up("n1", LOST, 12.0, is_begun=True)[-1] == NodeGone()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oobleck.control.membership.membership import Membership, NodeState
+from oobleck.control.membership.membership import Membership, MemberState
 from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
@@ -37,32 +37,32 @@ def test_workers_that_share_a_machine_share_it_over_all_its_nodes(members: Membe
 
 
 def test_living_speak_and_ready_train(members: Membership):
-    members["a"].move_to(NodeState.CONNECTED)
-    members["b"].move_to(NodeState.CONNECTED)
-    members["b"].move_to(NodeState.READY)
+    members["a"].move_to(MemberState.CONNECTED)
+    members["b"].move_to(MemberState.CONNECTED)
+    members["b"].move_to(MemberState.READY)
     assert [member.spec.name for member in members.living] == ["a", "b"]
     assert [member.spec.name for member in members.ready] == ["b"]
     assert members["b"].is_ready
     assert not members["a"].is_ready
 
 
-@pytest.mark.parametrize("target", [NodeState.CONNECTING, NodeState.CONNECTED, NodeState.READY, NodeState.LEFT])
-def test_the_lost_stay_lost(members: Membership, target: NodeState):
-    members["a"].move_to(NodeState.LOST)
+@pytest.mark.parametrize("target", [MemberState.CONNECTING, MemberState.CONNECTED, MemberState.READY, MemberState.LEFT])
+def test_the_lost_stay_lost(members: Membership, target: MemberState):
+    members["a"].move_to(MemberState.LOST)
     with pytest.raises(PeerError, match=f"a cannot become {target} while it is lost"):
         members["a"].move_to(target)
 
 
 def test_a_node_is_ready_only_after_it_connected(members: Membership):
     with pytest.raises(PeerError, match="a cannot become ready while it is connecting"):
-        members["a"].move_to(NodeState.READY)
+        members["a"].move_to(MemberState.READY)
 
 
 def test_a_lost_node_may_come_again_as_another_member(members: Membership):
-    members["a"].move_to(NodeState.LOST)
+    members["a"].move_to(MemberState.LOST)
     old = members["a"]
     assert members.add(A) is not old
-    assert members["a"].state is NodeState.CONNECTING
+    assert members["a"].state is MemberState.CONNECTING
 
 
 def test_a_node_that_is_here_cannot_come_again(members: Membership):
@@ -72,11 +72,11 @@ def test_a_node_that_is_here_cannot_come_again(members: Membership):
 
 def test_a_part_in_a_plan_is_for_those_who_were_ready_before_it_and_are_still(members: Membership):
     member = members["a"]
-    member.move_to(NodeState.CONNECTED)
+    member.move_to(MemberState.CONNECTED)
     assert not members.took_part("a", 4)
-    member.move_to(NodeState.READY)
+    member.move_to(MemberState.READY)
     member.ready_since = 3
     assert members.took_part("a", 4)
     assert not members.took_part("a", 3)
-    member.move_to(NodeState.LOST)
+    member.move_to(MemberState.LOST)
     assert not members.took_part("a", 4)

@@ -10,7 +10,7 @@ import trio
 from trio.testing import check_half_closeable_stream
 
 from oobleck.sim.cluster.determinism import VirtualTime, run_virtual
-from oobleck.sim.cluster.links import Link, VirtualStream
+from oobleck.sim.cluster.links import VirtualLink, VirtualStream
 
 Pair = tuple[VirtualStream, VirtualStream]
 
@@ -25,11 +25,11 @@ def run(test: Callable[[VirtualTime], Awaitable[None]]) -> None:
 def test_streams_keep_what_trio_promises_of_streams(latency_s: float):
     async def check(time: VirtualTime) -> None:
         async def open_pair() -> Pair:
-            link = Link(time, latency_s=latency_s)
+            link = VirtualLink(time, latency_s=latency_s)
             return link.near, link.far
 
         async def open_clogged_pair() -> Pair:
-            link = Link(time, latency_s=latency_s, window_bytes=1)
+            link = VirtualLink(time, latency_s=latency_s, window_bytes=1)
             for end in (link.near, link.far):
                 await end.send_all(b"!")
             return link.near, link.far
@@ -51,7 +51,7 @@ def virtually(test: Callable[[VirtualTime], Awaitable[None]]) -> Callable[[], No
 
 @virtually
 async def test_bytes_take_the_latency_and_keep_their_order(time: VirtualTime):
-    link = Link(time, latency_s=0.25)
+    link = VirtualLink(time, latency_s=0.25)
     await link.near.send_all(b"ab")
     await link.near.send_all(b"cd")
     assert await link.far.receive_some(3) == b"abc"
@@ -61,7 +61,7 @@ async def test_bytes_take_the_latency_and_keep_their_order(time: VirtualTime):
 
 @virtually
 async def test_a_lost_connection_loses_what_is_under_way_and_both_ends_hear_of_it(time: VirtualTime):
-    link = Link(time, latency_s=1.0)
+    link = VirtualLink(time, latency_s=1.0)
     await link.near.send_all(b"last words")
     link.cut()
     with pytest.raises(trio.BrokenResourceError):
@@ -74,7 +74,7 @@ async def test_a_lost_connection_loses_what_is_under_way_and_both_ends_hear_of_i
 
 @virtually
 async def test_a_held_link_lets_nothing_through_not_even_that_it_broke(time: VirtualTime):
-    link = Link(time, latency_s=0.1)
+    link = VirtualLink(time, latency_s=0.1)
     link.hold()
     await link.near.send_all(b"hello")
     link.near.close()
@@ -88,7 +88,7 @@ async def test_a_held_link_lets_nothing_through_not_even_that_it_broke(time: Vir
 
 @virtually
 async def test_a_full_window_holds_the_sender_back_until_bytes_are_taken(time: VirtualTime):
-    link = Link(time, latency_s=0.0, window_bytes=4)
+    link = VirtualLink(time, latency_s=0.0, window_bytes=4)
     await link.near.send_all(b"full")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.near.send_all, b"more")
@@ -99,7 +99,7 @@ async def test_a_full_window_holds_the_sender_back_until_bytes_are_taken(time: V
 
 @virtually
 async def test_a_frozen_end_does_nothing_and_goes_on_where_it_stood(time: VirtualTime):
-    link = Link(time, latency_s=0.1)
+    link = VirtualLink(time, latency_s=0.1)
     heard: list[tuple[float, bytes]] = []
 
     async def listen() -> None:

@@ -140,7 +140,7 @@ def test_lanl_failures_begin_and_are_fixed_at_their_times() -> None:
         ("skypilot", '{"metadata": {"gap_seconds": 1}, "data": ["x"]}', "data, entry 0: 'x' is not a number"),
         ("infinitehbd", "{}", "the file must be a list"),
         ("infinitehbd", INFINITEHBD.replace("fault_end", "fault_over"), "event_type is 'fault_over'"),
-        ("lanl", "nodenumz,Prob Started,Prob Fixed\n", "the file tells of no failure"),
+        ("lanl", "nodenumz,Prob Started,Prob Fixed\n", "the file lists no failures"),
         ("lanl", "nodenumz,Prob Started,Prob Fixed\n1,yesterday,\n", "line 2: 'yesterday' is not a time"),
         ("lanl", "nodenumz,Prob Started,Prob Fixed\n,06/01/2003 10:00,\n", "line 2: nodenumz is missing"),
     ],

@@ -1,0 +1,102 @@
+"""Options about the model, the devices and the batch, of the commands that compute a plan: `plan` and `sim`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oobleck.job import MAX_DEVICES, MAX_NODES
+
+from .numbers import whole
+from .options import MAX_BATCH, MAX_TOKENS
+
+__all__ = [
+    "DeviceOption",
+    "DevicesPerNodeOption",
+    "FaultThresholdOption",
+    "GlobalBatchOption",
+    "MicrobatchOption",
+    "ModelOption",
+    "PipelinesOption",
+    "PrecisionOption",
+    "ProfileOption",
+    "RecomputeOption",
+    "SequenceLengthOption",
+]
+
+ProfileOption = Annotated[
+    Path | None, typer.Option("--profile", metavar="FILE", help="JSON profile of the model on a device.")
+]
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="NAME", help="Estimate for this model: gpt3-6.7b, …, or a transformers config.json."
+    ),
+]
+
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="Estimate for this device: A40, A100, H100, H200, CPU, or a data sheet (.json).",
+    ),
+]
+
+DevicesPerNodeOption = Annotated[
+    int, typer.Option("--gpus-per-node", metavar="G", parser=whole(1, MAX_DEVICES), help="Devices of each node.")
+]
+
+FaultThresholdOption = Annotated[
+    int,
+    typer.Option(
+        "-f",
+        "--fault-threshold",
+        metavar="F",
+        parser=whole(0, MAX_NODES),
+        help="Number of simultaneous node failures that never cost state.",
+    ),
+]
+
+GlobalBatchOption = Annotated[
+    int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
+]
+
+MicrobatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatch",
+        metavar="b",
+        parser=whole(1, MAX_BATCH),
+        help="Samples in one microbatch; a profile sets its own.",
+    ),
+]
+
+SequenceLengthOption = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence-length",
+        metavar="T",
+        parser=whole(1, MAX_TOKENS),
+        help="Tokens in a sample; a profile sets its own.",
+    ),
+]
+
+PrecisionOption = Annotated[
+    str,
+    typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, of estimates and of the device's peak."),
+]
+
+RecomputeOption = Annotated[
+    bool, typer.Option("--activation-checkpointing", help="Estimate with activation recomputation.")
+]
+
+PipelinesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Ask the planner for exactly P pipelines."
+    ),
+]
