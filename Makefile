@@ -2,8 +2,8 @@
 # `make docs` builds the documentation as a site.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
-# The tests of real runs (tests/e2e) take turns, and all others run beside them; those that compare times have the
-# machine to themselves.
+# The tests of real runs (tests/e2e) take turns, and all others run beside them, after the types are checked; those that
+# compare times have the machine to themselves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,12 +19,12 @@ BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
-test: $(STAMP) lint types
-	$(BESIDE) SELECT="not slow and not alone" test-runs test-others
+test: $(STAMP) lint
+	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others
 	$(PYTEST) -m "not slow and alone"
 
-test-all: $(STAMP) lint types
-	$(BESIDE) SELECT="not alone" test-runs test-others
+test-all: $(STAMP) lint
+	$(BESIDE) SELECT="not alone" test-runs types test-others
 	$(PYTEST) -m "alone"
 
 test-runs: $(STAMP)

@@ -7,7 +7,7 @@ model's shape and a data sheet. The sizes of layers are the model's own in eithe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +35,18 @@ _MOMENTS = 2
 
 
 def dry_run(
-    job: JobSpec, nodes: tuple[NodeSpec, ...], num_local: int, *, base_dir: Path, resume: str, as_json: bool
+    job: JobSpec,
+    nodes: tuple[NodeSpec, ...],
+    num_local: int,
+    *,
+    base_dir: Path,
+    resume: str,
+    as_json: bool,
+    find_outline: Callable[[JobSpec], ModelOutline] = outline_of,
 ) -> None:
     """Print the plan of a job on the nodes of a hostfile, or on `num_local` virtual ones.
+
+    `find_outline` tells what the job's model is made of; by default, a process that loads torch for it.
 
     Raises ConfigError for a model, an optimizer, nodes or a base directory that a run would refuse as well, and for
     paths that virtual nodes do not have. What the nodes of a hostfile have is known only in a run.
@@ -50,7 +59,7 @@ def dry_run(
     names = [spec.name for spec in nodes] or [f"node{index}" for index in range(num_local)]
     devices_per_node = _devices_per_node(nodes) if nodes else job.tensor_parallel
     directory = RunDirectory(base_dir=base_dir, tag=job.tag)
-    outline = outline_of(job)
+    outline = find_outline(job)
     measured = next(_fitting(directory.profile, job, outline), None)
     profile = measured[1] if measured else _estimate(job, outline, num_local=num_local)
     planner = planner_for(job, profile, devices_per_node=devices_per_node)

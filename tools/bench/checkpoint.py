@@ -45,7 +45,6 @@ from tools.smoke import parse_arguments
 
 _STEM = "device0"
 _RUN = "0123abcd"
-_HIDDEN = 1024
 _STEP_COPIES = 6
 """A step's computation is so many times as long as a copy of the state."""
 
@@ -65,13 +64,13 @@ def main() -> None:
     """Run everything in turns and print a table."""
     options = _parse()
     torch.set_num_threads(options.threads)
-    layers = _state(options.mib)
+    layers = _state(options.mib, options.hidden)
     size = sum(tensor.nbytes for tensors in layers.values() for tensor in tensors.values())
     directory = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir=options.directory))
     shared = Path(tempfile.mkdtemp(prefix="checkpoint-bench", dir="/dev/shm"))
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        copies_s, ways = _measure(layers, directory, shared, options.saves)
+        copies_s, ways = _measure(layers, directory, shared, options)
     finally:
         torch.distributed.destroy_process_group()
         shutil.rmtree(directory)
@@ -82,27 +81,30 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the blocks that it consists of")
     parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--directory", default=None, help="where to save; by default the temporary directory")
-    return parse_arguments(parser, mib=150, saves=1)
+    return parse_arguments(parser, mib=10, hidden=256, saves=1)
 
 
-def _state(mib: int) -> LayerTensors:
+def _state(mib: int, hidden: int) -> LayerTensors:
     """Transformer blocks of 12·hidden² parameters, each with two moments, until the size is reached."""
-    block_bytes = 3 * 12 * _HIDDEN**2 * 4
+    block_bytes = 3 * 12 * hidden**2 * 4
     shapes = {"attn.qkv": (3, 1), "attn.out": (1, 1), "mlp.up": (4, 1), "mlp.down": (1, 4)}
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for layer in range(max(1, round(mib * 2**20 / block_bytes))):
         layers[layer] = {}
         for name, (rows, columns) in shapes.items():
             for kind in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq."):
-                layers[layer][f"{kind}h.{layer}.{name}"] = torch.randn(rows * _HIDDEN, columns * _HIDDEN)
-        layers[layer][f"h.{layer}.norm"] = torch.randn(_HIDDEN)
+                layers[layer][f"{kind}h.{layer}.{name}"] = torch.randn(rows * hidden, columns * hidden)
+        layers[layer][f"h.{layer}.norm"] = torch.randn(hidden)
     return layers
 
 
-def _measure(layers: LayerTensors, directory: Path, shared: Path, saves: int) -> tuple[list[float], dict[str, Times]]:
+def _measure(
+    layers: LayerTensors, directory: Path, shared: Path, options: argparse.Namespace
+) -> tuple[list[float], dict[str, Times]]:
     plain, distributed = _Plain(layers, directory), _Distributed(layers, directory)
     copies_s: list[float] = []
     digests_s = [
@@ -110,11 +112,12 @@ def _measure(layers: LayerTensors, directory: Path, shared: Path, saves: int) ->
     ]
     flat = torch.cat([tensor.reshape(-1) for tensors in layers.values() for tensor in tensors.values()])
     target = torch.zeros_like(flat)
-    step = _Step(_STEP_COPIES * statistics.median(_timed(lambda: target.copy_(flat)) for _ in "123"))
+    copy_s = statistics.median(_timed(lambda: target.copy_(flat)) for _ in "123")
+    step = _Step(_STEP_COPIES * copy_s, options.hidden)
     flash = _Flash(layers, directory, shared, step)
     for _ in range(4):  # the steps before the first save, in which the memory is made
         step.compute()
-    for number in range(1, saves + 1):
+    for number in range(1, options.saves + 1):
         copies_s.append(_timed(lambda: target.copy_(flat)))
         flash.save(2 * number - 1, at_once=False)
         flash.save(2 * number, at_once=True)
@@ -137,8 +140,8 @@ def _measure(layers: LayerTensors, directory: Path, shared: Path, saves: int) ->
 class _Step:
     """Computation of a given length, as a step's forward and backward passes."""
 
-    def __init__(self, length_s: float) -> None:
-        self._matrix = torch.randn(_HIDDEN, _HIDDEN)
+    def __init__(self, length_s: float, hidden: int) -> None:
+        self._matrix = torch.randn(hidden, hidden)
         once_s = statistics.median(_timed(lambda: self._matrix @ self._matrix) for _ in range(20))
         self._count = math.ceil(length_s / once_s)
         self.usual_s = statistics.median(_timed(self.compute) for _ in "12345")

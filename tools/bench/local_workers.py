@@ -32,7 +32,6 @@ from oobleck.control.protocol import (
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Profile, WorkerId, profile_from_json
 from oobleck.schedule import ScheduleKind
-from oobleck.training.process import run_worker
 from oobleck.wire import FrameDecoder, encode_frame
 
 __all__ = ["LocalWorkers", "Trained", "fork_context"]
@@ -75,7 +74,7 @@ class LocalWorkers:
         self._processes = []
         for worker_id in worker_ids:
             ours, theirs = socket.socketpair()
-            process = context.Process(target=run_worker, args=(theirs,), daemon=True)
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -164,3 +163,9 @@ class LocalWorkers:
 
     def _tell(self, worker_id: WorkerId, message: WorkerBound) -> None:
         self._sockets[worker_id].sendall(encode_frame(message))
+
+
+def _work(sock: socket.socket) -> None:
+    from oobleck.training.process import run_worker  # with torch, which the process that starts workers needs not
+
+    run_worker(sock)

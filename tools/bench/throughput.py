@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Threads that wait should sleep: where a core is wanted by others too, spinning costs many times the work itself.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -49,8 +50,10 @@ from oobleck.schedule import ScheduleKind
 from oobleck.schedule.choice import choose_schedule
 from oobleck.schedule.forecast import forecast
 from tools.bench.local_workers import LocalWorkers, fork_context
-from tools.bench.pipelining_job import StepTimes, train_alone, train_pipelined
 from tools.smoke import parse_arguments
+
+if TYPE_CHECKING:
+    from tools.bench.pipelining_job import StepTimes
 
 __all__ = ["Setting", "Turn", "main", "measure"]
 
@@ -149,7 +152,7 @@ def _torch_turn(setting: Setting) -> Turn:
     ):
         (Path(directory) / "cache").symlink_to(setting.directory / "cache")
         run = partial(
-            train_pipelined,
+            _train_pipelined,
             job=setting.job,
             num_blocks=setting.num_blocks // 2,
             threads=1,
@@ -160,7 +163,20 @@ def _torch_turn(setting: Setting) -> Turn:
 
 def _alone_turn(setting: Setting) -> Turn:
     with ProcessPoolExecutor(1, mp_context=setting.context) as pool:
-        return _turn(setting, pool.submit(train_alone, setting.job, 2, setting.directory).result())
+        return _turn(setting, pool.submit(_train_alone, setting.job, 2, setting.directory).result())
+
+
+# What trains loads torch; this process only starts it.
+def _train_pipelined(rank: int, *, job: JobSpec, num_blocks: int, threads: int, directory: Path) -> StepTimes:
+    from tools.bench.pipelining_job import train_pipelined
+
+    return train_pipelined(rank, job, num_blocks, threads, directory)
+
+
+def _train_alone(job: JobSpec, threads: int, directory: Path) -> StepTimes:
+    from tools.bench.pipelining_job import train_alone
+
+    return train_alone(job, threads, directory)
 
 
 def _turn(setting: Setting, times: StepTimes) -> Turn:

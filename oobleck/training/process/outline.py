@@ -12,11 +12,11 @@ import sys
 
 from oobleck.errors import UserError
 from oobleck.job import JobSpec
-from oobleck.training.assembly import check_optimizer, structure_of_job
-from oobleck.training.model import ModelStructure
 from oobleck.wire import decode_json
 
-__all__ = ["main"]
+from .imports import quick_imports
+
+__all__ = ["main", "outline_of_job"]
 
 _EXIT_CONFIG = 78
 _SHAPE_KEYS = (
@@ -37,16 +37,21 @@ def main() -> int:
     """Read the job, print the outline; returns the exit status."""
     job = decode_json((JobSpec,), sys.stdin.readline())
     try:
-        check_optimizer(job)
-        structure = structure_of_job(job)
+        outline = outline_of_job(job)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return _EXIT_CONFIG
-    sys.stdout.write(json.dumps(_outline(structure)))
+    sys.stdout.write(json.dumps(outline))
     return 0
 
 
-def _outline(structure: ModelStructure) -> dict[str, object]:
+def outline_of_job(job: JobSpec) -> dict[str, object]:
+    """Tell the shape and the layers of the job's model. Raises UserError for a model or an optimizer that cannot be."""
+    with quick_imports():
+        from oobleck.training.assembly import check_optimizer, structure_of_job
+
+    check_optimizer(job)
+    structure = structure_of_job(job)
     values = {key: getattr(structure.config, key, None) for key in _SHAPE_KEYS}
     config = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
     return {

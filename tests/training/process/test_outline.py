@@ -1,0 +1,18 @@
+"""What is wrong with a job is found before its model is outlined. What an outline holds is in cli/test_dry_run.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from oobleck.cli.inputs.job_file import default_job
+from oobleck.errors import ConfigError
+from oobleck.training.process.outline import outline_of_job
+
+JOB = default_job(4)
+
+
+def test_an_optimizer_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.optim: 'nonsense' is not known"):
+        outline_of_job(replace(JOB, optimizer=replace(JOB.optimizer, optim="nonsense")))
