@@ -124,9 +124,7 @@ class Saving:
     @property
     def is_enabled(self) -> bool:
         """Whether the user wants it, and all workers have a place to save in."""
-        ready = self._members.ready
-        saves = (worker.saves for member in ready for worker in member.ready.values())
-        return self._job.checkpoint.enabled and bool(ready) and all(saves)
+        return self._job.checkpoint.enabled and self._members.all_save
 
     @property
     def is_settled(self) -> bool:

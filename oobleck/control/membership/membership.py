@@ -166,6 +166,7 @@ class Membership:
         self._without_part: dict[int, tuple[str, ...]] = {}
         """What `in_state` has answered since any of them changed its state."""
         self._ready_names: frozenset[str] | None = None
+        self._all_save: bool | None = None
         self._on_host: defaultdict[str, list[Member]] = defaultdict(list)
         """The nodes of each machine once somebody has asked, for thousands ask when a run begins."""
         for spec in nodes:
@@ -201,7 +202,7 @@ class Membership:
         """What is remembered of who is in which state is not true any more."""
         self._in_state.clear()
         self._without_part.clear()
-        self._ready_names = None
+        self._ready_names = self._all_save = None
 
     def in_state(self, *states: MemberState) -> tuple[Member, ...]:
         known = self._in_state.get(states)
@@ -275,6 +276,14 @@ class Membership:
         if self._ready_names is None:
             self._ready_names = frozenset(member.spec.name for member in self.ready)
         return self._ready_names
+
+    @property
+    def all_save(self) -> bool:
+        """Whether each worker that is ready has a place to save in, and there is one; remembered until a node moves."""
+        if self._all_save is None:
+            workers = [worker for member in self.ready for worker in member.ready.values()]
+            self._all_save = bool(workers) and all(worker.saves for worker in workers)
+        return self._all_save
 
     def sharing_device(self, member: Member) -> int:
         """How many workers at most compute on one of a node's devices, over all nodes of its machine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from oobleck.control.journal import WorkerUp
 from oobleck.control.membership.membership import Membership, MemberState
 from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
@@ -44,6 +45,22 @@ def test_living_speak_and_ready_train(members: Membership):
     assert [member.spec.name for member in members.ready] == ["b"]
     assert members["b"].is_ready
     assert not members["a"].is_ready
+
+
+def test_all_save_while_no_worker_that_is_ready_lacks_a_place_to_save_in(members: Membership):
+    def ready(node: str, *, saves: bool) -> None:
+        members[node].move_to(MemberState.CONNECTED)
+        members[node].note_ready(
+            WorkerUp(t_s=0.0, node=node, device=0, pid=1, data_digest="d", saves=saves), generation=0
+        )
+
+    assert not members.all_save, "no worker is ready"
+    ready("b", saves=True)
+    assert members.all_save
+    ready("c", saves=False)
+    assert not members.all_save
+    members["c"].move_to(MemberState.LOST)
+    assert members.all_save
 
 
 @pytest.mark.parametrize("target", [MemberState.CONNECTING, MemberState.CONNECTED, MemberState.READY, MemberState.LEFT])
