@@ -30,6 +30,9 @@ TAG = "e2e"
 
 RUN_TIMEOUT_S = 240.0
 
+SHORT_LEASE = ("--set", "control.lease_s=3")
+"""As by default. Other runs here have a longer one: on a busy machine an agent may have no time for that long."""
+
 GPT2 = """\
 tag: e2e
 model: {type: gpt2, n_embd: 32, n_layer: 4, n_head: 2}
@@ -47,7 +50,7 @@ microbatch_size: 2
 num_pipelines: 2
 dtype: float64
 torch_threads: 1
-control: {orphan_timeout_s: 30}
+control: {orphan_timeout_s: 30, lease_s: 10}
 optimizer: {learning_rate: 0.003, warmup_steps: 4}
 checkpoint: {enabled: false}
 """

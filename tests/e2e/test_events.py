@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from .harness import TAG, Runner, Up, incidents, oobleck, worker_pids
+from .harness import SHORT_LEASE, TAG, Runner, Up, incidents, oobleck, worker_pids
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def wait_until_ready_again(up: Up, node: str) -> None:
 
 def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -> None:
     """One run: workers are killed and crash; a node freezes; one is announced to go."""
-    with runner.up("--job", str(runner.job_file()), *ENDLESS) as up:
+    with runner.up("--job", str(runner.job_file()), *ENDLESS, *SHORT_LEASE) as up:
         up.wait_for_step(2)
 
         os.kill(worker_pids(runner)["node1"], signal.SIGKILL)

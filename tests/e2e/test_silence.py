@@ -18,7 +18,7 @@ import pytest
 from tests.examples import seeds
 
 from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, stopped
-from .harness import Runner, Up
+from .harness import SHORT_LEASE, Runner, Up
 
 STALLS_S = (2.8, 5.0)
 SHORTEST_S, LONGEST_S = 0.1, 60.0
@@ -34,7 +34,7 @@ KINDS = (
 )
 NUM_NODES = 4
 SAVED = ("--set", "checkpoint.enabled=true", "--set", "checkpoint.save_steps=4")
-PATIENT = ("--set", "control.orphan_timeout_s=600")
+PATIENT = ("--set", "control.orphan_timeout_s=600", *SHORT_LEASE)
 """As by default; other runs here have less, so that nothing outlives a test for long."""
 
 
@@ -71,7 +71,7 @@ def losses_of_nodes(runner: Runner) -> list[dict[str, Any]]:
 def test_masters_and_agents_that_are_stopped_for_seconds_lose_nobody(
     runner: Runner, endless_reference: Reference, start: Callable[..., Any]
 ) -> None:
-    with start() as run:
+    with start(*SHORT_LEASE) as run:
         for seconds in STALLS_S:
             stall([run.up.process.pid], seconds)
             run.up.wait_for_steps(5)
@@ -85,7 +85,7 @@ def test_masters_and_agents_that_are_stopped_for_seconds_lose_nobody(
 def test_a_master_that_is_stopped_while_it_starts_begins_all_the_same(
     runner: Runner, endless_reference: Reference
 ) -> None:
-    with runner.up("--job", str(runner.job_file()), "--steps", str(ENDLESS)) as up:
+    with runner.up("--job", str(runner.job_file()), "--steps", str(ENDLESS), *SHORT_LEASE) as up:
         up.wait_for("starts on")
         stall([up.process.pid], 12.0)  # longer than any handshake may take
         up.wait_for_step(5)
