@@ -259,6 +259,7 @@ class Coordinator:
             self._do((EndRun(exit_code=event.exit_code, reason=event.reason),), now_s)
         self._parts.shutdown.stop(event)
         self._parts.sharding.stop()
+        self._parts.replanning.stop()
         self._do((notice(now_s, "info", "stopping after the step in flight"),), now_s)
 
     def _end(self, end: EndRun, now_s: float) -> None:

@@ -5,6 +5,7 @@ A part of the coordinator's machine. It knows the planner and how fast the nodes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -112,6 +113,10 @@ class Replanning:
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan where nothing is lost."""
         return self._profile is not None and now_s >= self._from_s
+
+    def stop(self) -> None:
+        """Plan for losses alone from now on: another plan would put off the end that was asked for."""
+        self._from_s = math.inf
 
     @property
     def planner(self) -> Planner:
