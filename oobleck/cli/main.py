@@ -284,7 +284,7 @@ def _run(given: list[str], commands: Sequence[CliCommand], stdout: Output) -> in
         return _report_group(group)
     except OSError as error:
         if error is stdout.failure:
-            return ExitCode.DONE  # whoever settles it has said so
+            return ExitCode.DONE  # said where it is settled
         if error.filename is None:
             raise
         # Of a path that somebody named: too long, without permission, a link to itself.

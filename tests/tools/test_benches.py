@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from tests.e2e.harness import processes_with
 
 ROOT = Path(__file__).parents[2]
 BENCHES = ROOT / "tools" / "bench"
@@ -98,3 +102,28 @@ def test_the_control_plane_is_measured_in_every_way():
     }
     # A heartbeat, and two commits of its pipeline's, of each of four nodes; hello, worker started, ready, resumed.
     assert all(int(row[5]) >= 8 for row in rows if row[1] in ("steps", "start"))
+
+
+def test_a_run_ends_with_the_benchmark_that_is_terminated():
+    with tempfile.TemporaryDirectory(prefix="ob") as directory:  # short, for sockets' paths are
+        mark, deadline_s = f"TMPDIR={directory}", time.monotonic() + TIMEOUT_S
+        benchmark = subprocess.Popen(
+            [sys.executable, str(BENCHES / "recovery.py"), "--smoke"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": directory},
+        )
+        try:
+            while len(processes_with(mark)) < 3:  # itself, the master and an agent
+                assert benchmark.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.1)
+            benchmark.terminate()
+            assert benchmark.wait(TIMEOUT_S) != 0
+            while left := processes_with(mark):  # the fork server ends after its last client
+                assert time.monotonic() < deadline_s, left
+                time.sleep(0.1)
+        finally:
+            for process in processes_with(mark):
+                process.kill()
+            benchmark.wait()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 from oobleck.runtime.files import AgentDir, RunDirectory
 from tools.smoke import parse_arguments
 
-__all__ = ["TAG", "Run", "kill_node"]
+__all__ = ["TAG", "Run", "end_runs_when_terminated", "kill_node"]
 
 TAG = "bench-recovery"
 _FAULT_STEP = 20
@@ -158,10 +159,12 @@ class Run:
         return summary
 
     def kill(self) -> None:
-        """End it whatever happens."""
+        """End it whatever happens, and let go of the states that lost nodes keep in memory for a next run."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(_TIMEOUT_S)
+        run_id = RunDirectory(base_dir=self.base_dir, tag=TAG).run_id
+        shutil.rmtree(AgentDir(run_id, "any").memory.parent, ignore_errors=True)
 
     def _new_entries(self) -> list[dict[str, object]]:
         if not self._journal.exists():
@@ -353,8 +356,14 @@ def _wait_for_line(path: Path, wanted: Callable[[_Line], bool]) -> _Line:
     raise RuntimeError(f"torchrun's job did not get there within {_TIMEOUT_S:g} s")
 
 
+def end_runs_when_terminated() -> None:
+    """Have SIGTERM end this process as Ctrl-C does, and so the run that it has started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def main() -> None:
     """Measure and print the table."""
+    end_runs_when_terminated()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--faults", nargs="*", choices=[*_FAULTS, []], default=list(_FAULTS))

@@ -34,6 +34,7 @@ from oobleck.control.journal import summarize
 from oobleck.planner import device_sheet, estimate_profile, model_shape
 from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Lost, Trace
+from tools.bench.recovery import end_runs_when_terminated
 from tools.bench.scale_control import ControlPlane, measure_loss, measure_manifest
 from tools.bench.scale_workers import measure_kill
 from tools.curves import Curve, curves_svg
@@ -211,4 +212,5 @@ def _picture(measured: Mapping[str, Any], before: Mapping[str, Sequence[Row]]) -
 
 
 if __name__ == "__main__":
+    end_runs_when_terminated()
     main()

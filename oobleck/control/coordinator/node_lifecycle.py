@@ -228,6 +228,6 @@ class NodeLifecycle:
 def _quarantine(node: str, now_s: float) -> Record:
     text = (
         f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
-        f"test it with `oobleck check`, then `oobleck add {node}` lets it back"
+        f"test it with `oobleck check`, then `oobleck add {node}` adds it again"
     )
     return notice(now_s, "warning", text)

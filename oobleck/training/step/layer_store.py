@@ -82,7 +82,7 @@ class LayerStore:
         return state
 
     def digests(self) -> tuple[int, ...]:
-        """The digest of each held layer: whoever holds the same layer has the same."""
+        """The digest of each held layer, which is the same on all workers that hold it."""
         return tuple(digest_of(self.named_state(layer).values()) for layer in self._model.layers)
 
     def _state_of(self, layer: int, sums: Sums | None) -> LayerState:
