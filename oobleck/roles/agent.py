@@ -76,6 +76,9 @@ class _Worker:
     error: Raised | None = None
     """The exception that ends it, once it has said so."""
 
+    def started(self, device: int) -> WorkerStarted:
+        return WorkerStarted(device=device, pid=self.handle.pid)
+
 
 @dataclass(slots=True)
 class _Duty:
@@ -99,7 +102,7 @@ class Agent:
         tag: str,
         accept: Callable[[], Awaitable[MasterConnection]],
         workers: WorkerHost,
-        hello: Callable[[int, tuple[int, ...]], Hello],
+        hello: Callable[[int, tuple[WorkerStarted, ...]], Hello],
         cache_dir: Path,
         checkpoints: CheckpointStore | None = None,
         await_notice: Callable[[ControlSpec], Awaitable[str]] | None = None,
@@ -184,7 +187,8 @@ class Agent:
 
     async def _serve(self, connection: MasterConnection, nursery: trio.Nursery) -> None:
         try:
-            await connection.send([self._hello(self._generation, tuple(sorted(self._workers)))])
+            workers = tuple(worker.started(device) for device, worker in sorted(self._workers.items()))
+            await connection.send([self._hello(self._generation, workers)])
             async with trio.open_nursery() as talk:
                 talk.start_soon(self._speak, connection)
                 talk.start_soon(self._give_way, talk.cancel_scope)
@@ -346,7 +350,7 @@ class Agent:
         self._starting.remove(device)
         if self._stop_reason is not None:
             handle.kill()
-        self._resend_queue.add(WorkerStarted(device=device, pid=handle.pid))
+        self._resend_queue.add(worker.started(device))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_to_worker, worker, queue)
             with trio.CancelScope() as listening:

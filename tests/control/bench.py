@@ -32,6 +32,7 @@ from oobleck.control.protocol import (
     Status,
     StepCommitted,
     WorkerReady,
+    WorkerStarted,
 )
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
@@ -39,10 +40,16 @@ from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
 
 LOST = ConnectionLost()
+PID = 8
+"""Of a worker of which nothing else is said."""
 
-__all__ = ["Bench", "hello", "ready", "sends"]
+__all__ = ["PID", "Bench", "hello", "living", "ready", "sends"]
 
 T = TypeVar("T")
+
+
+def living(*devices: int, pid: int = PID) -> tuple[WorkerStarted, ...]:
+    return tuple(WorkerStarted(device=device, pid=pid) for device in devices)
 
 
 def hello(node: str, **fields) -> Hello:
@@ -64,7 +71,7 @@ def hello(node: str, **fields) -> Hello:
 def ready(device: int = 0, **fields) -> WorkerReady:
     defaults = {
         "device": device,
-        "pid": 8,
+        "pid": PID,
         "data_digest": "text",
         "num_samples": 1000,
         "layer_names": ("a", "b", "c", "d"),

@@ -441,7 +441,7 @@ class World:
             node=node.spec.name,
             pid=node.agent_pid,
             generation=0,
-            workers=tuple(node.workers),
+            workers=tuple(WorkerStarted(device=device, pid=node.pids[device]) for device in node.workers),
             num_cores=1,
             memory_bytes=1 << 30,
             clock_s=0.0,

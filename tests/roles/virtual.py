@@ -24,6 +24,7 @@ from oobleck.control.protocol import (
     Unseen,
     WorkerBound,
     WorkerMessage,
+    WorkerStarted,
 )
 from oobleck.job import ControlSpec, JobSpec
 from oobleck.roles.agent import Agent
@@ -150,7 +151,7 @@ class VirtualHost:
         return found[-1]
 
 
-def agent_hello(generation: int = 0, workers: tuple[int, ...] = (), node: str = "n0") -> Hello:
+def agent_hello(generation: int = 0, workers: tuple[WorkerStarted, ...] = (), node: str = "n0") -> Hello:
     return Hello(
         protocol=PROTOCOL_VERSION,
         oobleck_version=__version__,

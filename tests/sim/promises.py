@@ -14,6 +14,11 @@ from oobleck.sim.cluster.run import ClusterRun
 
 __all__ = ["check_liveness", "check_safety"]
 
+_MOST_SETTLED_PLANS = 10
+"""Slow nodes are found out, moved to, and tried again."""
+_RETRIES_S = 20.0
+"""And so often, at the most, later."""
+
 
 def check_safety(played: ClusterRun, *, num_microbatches: int) -> None:
     """Nothing that is promised is broken at any time. Needs the run's decisions."""
@@ -89,9 +94,14 @@ def _is_beginning(command: object) -> bool:
 
 
 def check_liveness(played: ClusterRun, *, last_fault_s: float, within_s: float) -> None:
-    """After the last fault, steps are committed again within a bound, if the run did not have to end."""
+    """After the last fault, steps are committed again within a bound, and plans settle; unless the run had to end."""
     if played.end.exit_code != 0:
         return
     steps_s = [entry.t_s for entry in played.entries if isinstance(entry, StepDone) and entry.t_s > last_fault_s]
     if not steps_s or steps_s[0] > last_fault_s + within_s:
         raise Violation(f"no step within {within_s:g} s of the last fault at {last_fault_s:g} s; then at {steps_s[:1]}")
+    settled_s = last_fault_s + within_s
+    plans = [e for e in played.entries if isinstance(e, PlanAdopted) and e.t_s > settled_s]
+    most = _MOST_SETTLED_PLANS + (played.entries[-1].t_s - settled_s) / _RETRIES_S
+    if len(plans) > most:
+        raise Violation(f"{len(plans)} plans after {settled_s:g} s, when nothing happened any more: at most {most:.0f}")

@@ -43,6 +43,7 @@ from oobleck.control.protocol import (
     StorePut,
     WorkerBound,
     WorkerMessage,
+    WorkerStarted,
 )
 from oobleck.planner import profile_from_json
 from oobleck.roles.agent import Agent
@@ -186,7 +187,7 @@ class _Node:
     async def _accept(self, listening: trio.SocketListener) -> MasterConnection:
         return _CountingChannel(await listening.accept(), self._counts)
 
-    def _hello(self, generation: int, devices: tuple[int, ...]) -> Hello:
+    def _hello(self, generation: int, living: tuple[WorkerStarted, ...]) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -194,7 +195,7 @@ class _Node:
             node=self._name,
             pid=self._pid,
             generation=generation,
-            workers=devices,
+            workers=living,
             num_cores=8,
             memory_bytes=_MEMORY_BYTES,
             clock_s=time.monotonic(),

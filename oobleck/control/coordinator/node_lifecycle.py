@@ -94,8 +94,10 @@ class NodeLifecycle:
             dismissal = (stop,) if member.is_dismissed else ()
             found = (notice(now_s, "info", f"{node} is reached again"), *dismissal, NodeReached(node=node))
         member.meet(hello, address=event.address, now_s=now_s)
-        missing = sorted({*range(member.spec.num_devices)} - {*member.ready} - {*hello.workers})
-        ending = sorted(member.shutdown.intersection(hello.workers))
+        living = {worker.device: worker.pid for worker in hello.workers}
+        member.note_living(living)
+        missing = sorted({*range(member.spec.num_devices)} - {*member.ready} - {*living})
+        ending = sorted(member.shutdown.intersection(living))
         return (
             *found,
             NodeHere(node=node),

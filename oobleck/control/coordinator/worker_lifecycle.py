@@ -36,7 +36,7 @@ class WorkerLifecycle:
     def worker_up(self, member: Member, message: WorkerReady, now_s: float) -> WorkerUp | None:
         """Return what is known of a worker that is ready; None where a new master is told so again."""
         known = member.ready.get(message.device)
-        if known is not None and known.pid == message.pid:
+        if (known is not None and known.pid == message.pid) or message.pid in member.gone.get(message.device, ()):
             return None
         return WorkerUp(
             t_s=now_s,

@@ -96,10 +96,15 @@ class Member:
         self.clock_offset_s = now_s - hello.clock_s
         self.last_heard_s = now_s
 
+    def note_living(self, pids: Mapping[int, int]) -> None:
+        """Note which workers its agent has, by device: where it has another, the one that was to end has ended."""
+        self.shutdown = {device for device in self.shutdown if pids.get(device) in (None, self.gone[device][-1])}
+
     def note_ready(self, worker: WorkerUp, *, generation: int) -> None:
         """Note a worker that became ready in `generation`; the last one makes the node ready."""
         self.ready[worker.device] = worker
         self.gone.pop(worker.device, None)
+        self.shutdown.discard(worker.device)
         if len(self.ready) == self.spec.num_devices:
             self.ready_since = generation
             self.move_to(MemberState.READY)

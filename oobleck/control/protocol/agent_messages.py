@@ -23,6 +23,15 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStarted(FromWorker):
+    """A worker process exists."""
+
+    needs_orders: ClassVar[bool] = False
+    outlives_worker: ClassVar[bool] = True
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """The agent's answer to the greeting: who it is, and whether it fits."""
 
@@ -33,8 +42,8 @@ class Hello:
     pid: int
     generation: int
     """The newest generation that this agent's workers were ordered to adopt; 0 for none."""
-    workers: tuple[int, ...]
-    """The devices that have a living worker."""
+    workers: tuple[WorkerStarted, ...]
+    """The workers that live, by device."""
     num_cores: int
     memory_bytes: int
     """Main memory of the machine."""
@@ -48,15 +57,6 @@ class Heartbeat:
 
     sequence: int | None
     """Where it is to be answered: the master says it again, with its number, once all before it is dealt with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStarted(FromWorker):
-    """A worker process exists."""
-
-    needs_orders: ClassVar[bool] = False
-    outlives_worker: ClassVar[bool] = True
-    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 import trio
 
 from oobleck import __version__
-from oobleck.control.protocol import PROTOCOL_VERSION, Hello, MasterMessage
+from oobleck.control.protocol import PROTOCOL_VERSION, Hello, MasterMessage, WorkerStarted
 from oobleck.errors import ConfigError
 from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
@@ -151,7 +151,7 @@ async def _serve(
     async def accept() -> MasterConnection:
         return MessageChannel(await accept_client(listening), FrameDecoder(MasterMessage))
 
-    def hello(generation: int, devices: tuple[int, ...]) -> Hello:
+    def hello(generation: int, living: tuple[WorkerStarted, ...]) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -159,7 +159,7 @@ async def _serve(
             node=arguments.node,
             pid=os.getpid(),
             generation=generation,
-            workers=devices,
+            workers=living,
             num_cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             clock_s=time.monotonic(),

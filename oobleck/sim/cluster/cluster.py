@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from oobleck import __version__
-from oobleck.control.protocol import PROTOCOL_VERSION, AgentMessage, Hello, MasterMessage
+from oobleck.control.protocol import PROTOCOL_VERSION, AgentMessage, Hello, MasterMessage, WorkerStarted
 from oobleck.errors import AgentGone, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.agent import Agent
@@ -110,7 +110,7 @@ class _AgentProcess:
         )
         await agent.run()
 
-    def _hello(self, generation: int, workers: tuple[int, ...]) -> Hello:
+    def _hello(self, generation: int, workers: tuple[WorkerStarted, ...]) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,

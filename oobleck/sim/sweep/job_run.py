@@ -86,6 +86,8 @@ class JobRun:
         self.nodes = NodeStates(trace.nodes, trace.start)
         self._coordinator: Coordinator | None = None
         self._crashed: set[WorkerId] = set()
+        self._pids: dict[WorkerId, int] = {}
+        """The newest process of each worker."""
         """Workers that have ended, and may be started again."""
         self._update: PlanUpdate | None = None
         self._fence = 0
@@ -349,7 +351,7 @@ class JobRun:
             return
         self.feed(NodeUp(node=node, hello=_hello(node, self.agenda.now_s), address=node))
         for device in range(self._settings.devices_per_node):
-            self._say(WorkerId(node=node, device=device), _ready(device))
+            self._say_ready(WorkerId(node=node, device=device))
 
     def _await_others(self, node: str) -> None:
         """Note that a node is there while no coordinator is: too few are, by now."""
@@ -404,16 +406,20 @@ class JobRun:
         """A worker process ends by a signal."""
         self._crashed.add(worker_id)
         self._forget_pace(worker_id.node)
-        self._say(worker_id, WorkerExited(device=worker_id.device, pid=1, end=Killed(signal=9)))
+        self._say(worker_id, WorkerExited(device=worker_id.device, pid=self._pids[worker_id], end=Killed(signal=9)))
 
     def _worker_restarts(self, worker_id: WorkerId) -> None:
         life = self.nodes.lives[worker_id.node]
 
         def ready() -> None:
             if self.nodes.members.get(worker_id.node) == life and self.nodes.is_well(worker_id.node):
-                self._say(worker_id, _ready(worker_id.device))
+                self._say_ready(worker_id)
 
         self.agenda.when_seen(self.agenda.now_s + self.costs.worker_start_s, ready)
+
+    def _say_ready(self, worker_id: WorkerId) -> None:
+        self._pids[worker_id] = pid = self._pids.get(worker_id, 0) + 1
+        self._say(worker_id, _ready(worker_id.device, pid))
 
     def drain(self, node: str) -> None:
         """A node gets notice that it will be taken away."""
@@ -436,7 +442,7 @@ def _hello(node: str, now_s: float) -> Hello:
     )
 
 
-def _ready(device: int) -> WorkerReady:
+def _ready(device: int, pid: int) -> WorkerReady:
     return WorkerReady(
-        device=device, pid=1, data_digest="", num_samples=1, layer_names=(), parameters=0, torch_version=""
+        device=device, pid=pid, data_digest="", num_samples=1, layer_names=(), parameters=0, torch_version=""
     )

@@ -48,6 +48,7 @@ from oobleck.control.journal import (
     Unfit,
     Unreachable,
     WorkerDown,
+    WorkerUp,
     end_text,
     sentence,
 )
@@ -76,7 +77,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
-from tests.control.bench import Bench, hello, ready, sends
+from tests.control.bench import PID, Bench, hello, living, ready, sends
 from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
 
@@ -84,8 +85,13 @@ PAIRS = Shape(layers_per_device=2)
 """Four nodes in two pipelines of two."""
 SINGLES = Shape(num_nodes=3, num_pipelines=3)
 """Three nodes, each a pipeline."""
-CRASH = WorkerExited(device=0, pid=8, end=Killed(signal=9))
-CRASH_OF_1 = WorkerExited(device=1, pid=8, end=Killed(signal=9))
+
+
+def crash(device: int = 0, *, pid: int = PID) -> WorkerExited:
+    return WorkerExited(device=device, pid=pid, end=Killed(signal=9))
+
+
+CRASH, CRASH_OF_1 = crash(), crash(1)
 
 
 def raising(message: str) -> WorkerExited:
@@ -552,12 +558,12 @@ def test_the_first_step_may_take_as_long_as_a_start():
 def test_a_worker_is_started_again_in_its_place_three_times():
     bench = training()
     for restart in range(1, 4):
-        commands = bench.say("n2", CRASH)
+        commands = bench.say("n2", crash(pid=7 + restart))
         assert Send(node="n2", message=StartWorker(device=0)) in commands
         assert len(bench.journal(WorkerDown)) == restart
-        bench.say("n2", WorkerStarted(device=0, pid=9), ready())
+        bench.say("n2", WorkerStarted(device=0, pid=8 + restart), ready(pid=8 + restart))
         assert bench.journal(RecoveryStarted)[-1].generation == 2 * restart + 1
-    bench.say("n2", CRASH)
+    bench.say("n2", crash(pid=11))
     assert bench.journal(NodeLost)[-1].node == "n2"
 
 
@@ -567,7 +573,7 @@ def test_a_worker_that_comes_back_takes_part_again():
     bench.say("n2", CRASH)
     answer_all(bench, "n0", "n1", applied=1, last_record=record(1))
     bench.resume("n0", "n1")
-    bench.say("n2", ready())
+    bench.say("n2", ready(pid=9))
     assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.JOINED
     layers = bench.updates[-1].plan.owners_of(0)
     assert WorkerId(node="n2", device=0) not in layers
@@ -659,13 +665,13 @@ def test_what_a_worker_says_that_was_told_to_end_counts_for_nothing():
 
 def test_workers_that_all_end_by_themselves_are_one_failure():
     bench = pairs_of_devices()
-    for _ in range(3):
+    for pid in (8, 9, 10):
         for device in range(2):
-            bench.say("n1", WorkerExited(device=device, pid=8, end=Killed(signal=11)))
-        bench.say("n1", ready(0), ready(1))
+            bench.say("n1", crash(device, pid=pid))
+        bench.say("n1", ready(0, pid=pid + 1), ready(1, pid=pid + 1))
     assert len(bench.journal(WorkerDown)) == 3
     assert not bench.journal(NodeLost)
-    bench.say("n1", CRASH)
+    bench.say("n1", crash(pid=11))
     assert bench.journal(NodeLost)[0].node == "n1"
 
 
@@ -674,12 +680,25 @@ def test_a_master_that_takes_over_ends_the_workers_that_were_to_end():
     bench.commit("n0", 1)
     bench.say("n1", CRASH)
     succeed(bench, "n0")
-    commands = bench.up("n1", generation=1, workers=(1,))
+    commands = bench.up("n1", generation=1, workers=living(1))
     assert Send(node="n1", message=StartWorker(device=0)) in commands
     assert Send(node="n1", message=KillWorker(device=1)) in commands
-    told_again = bench.say("n1", CRASH)
+    told_again = bench.say("n1", ready(), CRASH)
+    assert not bench.journal(WorkerDown), "it is known, and so is what it said before"
     assert not [message for message in bench.messages(told_again) if isinstance(message, StartWorker)], "once is enough"
     assert Send(node="n1", message=StartWorker(device=1)) in bench.say("n1", CRASH_OF_1)
+
+
+def test_a_master_that_takes_over_leaves_the_worker_that_took_the_place_of_one_that_was_to_end():
+    bench = pairs_of_devices()
+    bench.commit("n0", 1)
+    bench.say("n1", CRASH)
+    succeed(bench, "n0")
+    commands = bench.up("n1", generation=1, workers=living(0, 1, pid=9))
+    assert not [message for message in bench.messages(commands) if isinstance(message, KillWorker)]
+    bench.say("n1", CRASH_OF_1, ready(0, pid=9), ready(1, pid=9))
+    assert not bench.journal(WorkerDown)
+    assert [up.pid for up in bench.journal(WorkerUp)[-2:]] == [9, 9]
 
 
 def test_a_new_node_trains_as_soon_as_it_is_ready():
@@ -1102,7 +1121,7 @@ def test_a_node_that_is_reached_again_is_fenced_once_more():
     """The first fence may have been lost on the way."""
     bench = training(FOURS)
     bench.fail("n3")
-    again = bench.up("n1", generation=1, workers=(0,))
+    again = bench.up("n1", generation=1, workers=living(0))
     fences = [send for command in again for send in sends(command) if isinstance(send.message, Fence)]
     assert [(send.node, send.message.generation) for send in fences] == [("n1", 2)]
     assert len(bench.journal(RecoveryStarted)) == 1
@@ -1112,7 +1131,7 @@ def test_orders_that_may_be_lost_on_the_way_are_given_anew():
     bench = training(FOURS)
     bench.fail("n3")
     answer_all(bench, "n0", "n1", "n2")
-    bench.up("n1", generation=1, workers=(0,))
+    bench.up("n1", generation=1, workers=living(0))
     assert bench.journal(RecoveryStarted)[-1].generation == 3
     assert not [lost for lost in bench.journal(NodeLost) if lost.node == "n1"]
 
@@ -1131,7 +1150,7 @@ def succeed(bench: Bench, *nodes: str, pid: int = 7, generation: int = 1) -> Coo
     )
     bench.commands += bench.coordinator.start(bench.now_s)
     for node in nodes:
-        bench.up(node, pid=pid, generation=generation, workers=(0,))
+        bench.up(node, pid=pid, generation=generation, workers=living(0))
     return bench.coordinator
 
 
@@ -1176,7 +1195,7 @@ def test_nodes_that_a_new_master_has_still_to_reach_are_not_taken_for_frozen():
     succeed(bench)
     bench.wait(bench.job.control.lease_s + 0.1)
     for node in ("n0", "n1"):
-        bench.up(node, pid=7, generation=2, workers=(0,))
+        bench.up(node, pid=7, generation=2, workers=living(0))
     assert not bench.journal(NodeLost)
 
 
@@ -1252,7 +1271,7 @@ def test_a_journal_whose_end_is_lost_is_not_gone_on_with():
     bench = training()
     bench.commit("n0", 1)
     succeed(bench)
-    bench.up("n0", pid=7, generation=9, workers=(0,))
+    bench.up("n0", pid=7, generation=9, workers=living(0))
     assert bench.ended is not None
     assert "--resume never" in bench.ended.reason
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -23,7 +23,7 @@ def plan():
     return plan_of(SHAPE)
 
 
-def plan_of(shape: Shape):
+def plan_of(shape: Shape, *, left_out: Collection[str] = ()):
     settings = PlannerSettings(
         num_microbatches=4,
         devices_per_node=shape.devices,
@@ -31,7 +31,8 @@ def plan_of(shape: Shape):
         fault_threshold=1,
         num_pipelines=shape.num_pipelines,
     )
-    return Planner(shape.profile, settings).initial_plan([spec.name for spec in shape.nodes]).plan
+    nodes = [spec.name for spec in shape.nodes if spec.name not in left_out]
+    return Planner(shape.profile, settings).initial_plan(nodes).plan
 
 
 def report(
@@ -195,3 +196,11 @@ def test_reports_of_spares_of_no_work_and_of_no_time_are_left_out(plan):
         said = Pace(device=0, compute_s=compute_s, microbatches=microbatches)
         paces.note(plan.worker_ids[0], said, plan, SHAPE.profile)
     assert report(paces, plan, {"n1": 2.0})[-1]
+
+
+def test_a_node_looks_as_slow_once_another_slow_one_is_left_out():
+    slow = {"n0": 2.0, "n1": 2.0}
+    for left_out in ((), ("n0",)):
+        speeds = SpeedTracker()
+        report(speeds, plan_of(Shape(), left_out=left_out), slow)
+        assert speeds.slow == {node: factor for node, factor in slow.items() if node not in left_out}
