@@ -294,7 +294,7 @@ def test_orders_wait_for_every_answer_and_for_losses_to_settle():
     assert (started.nodes, again.nodes) == (("n2",), ("n2", "n1"))
 
 
-def test_answers_to_an_older_fence_count_for_nothing():
+def test_answers_to_an_older_fence_are_ignored():
     bench = training()
     bench.fail("n2")
     bench.fail("n1")
@@ -650,7 +650,7 @@ def test_workers_of_one_node_end_together_and_are_started_again():
     assert not bench.journal(NodeLost)
 
 
-def test_what_a_worker_says_that_was_told_to_end_counts_for_nothing():
+def test_what_a_worker_says_that_was_told_to_end_is_ignored():
     bench = pairs_of_devices()
     bench.commit("n0", 1)
     bench.say("n1", CRASH)
