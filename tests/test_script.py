@@ -89,19 +89,19 @@ def test_a_script_is_described_in_a_process_of_its_own(tmp_path: Path):
     )
     job = load_job(described.settings, source="train.py", base=JobSpec(tag="base"), has_lines=False)
     assert (job.tag, job.max_steps, job.seed, job.dtype) == ("base", 9, 3, "bfloat16")
-    with pytest.raises(ConfigError, match=r"train\.py:5: ValueError: invalid literal"):
+    with pytest.raises(ConfigError, match=r"train\.py:5: ValueError"):
         describe_script(path, ("many",))
     with pytest.raises(UsageError, match="No such file"):
         describe_script(tmp_path / "none.py", ())
     path.write_text("import os\nos._exit(3)")
-    with pytest.raises(ConfigError, match="ended by itself, with the exit code 3"):
+    with pytest.raises(ConfigError, match=r"exit code 3\b"):
         describe_script(path, ())
 
 
 def test_wrong_settings_of_a_script_are_named_without_a_line():
     with pytest.raises(ConfigError, match=r"^train\.py: .*'modle'.*model"):
         load_job('{"modle": 3}', source="train.py", has_lines=False)
-    with pytest.raises(ConfigError, match=r"^train\.py: max_steps: 0 is not possible"):
+    with pytest.raises(ConfigError, match=r"^train\.py: max_steps: 0 "):
         load_job('{"max_steps": 0}', source="train.py", has_lines=False)
 
 
@@ -112,7 +112,7 @@ def test_a_job_needs_no_torch():
 
 def test_words_that_are_neither_hostfile_nor_script_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["up", "hosts.txt", "train"]) == ExitCode.USAGE
-    assert "train: there is nothing more to name but a script, whose name ends in .py" in capsys.readouterr().err
+    assert re.search(r"train: .*\.py\b", capsys.readouterr().err)
     assert main(["up", "--local", "2", str(tmp_path / "none.py")]) == ExitCode.USAGE
     assert "none.py: " in capsys.readouterr().err
     assert main(["up", "train.py", "hosts.txt"]) == ExitCode.USAGE, "the hostfile comes first"

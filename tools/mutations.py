@@ -61,7 +61,7 @@ MUTATIONS = (
         file="oobleck/control/coordinator/recovery/fencing.py",
         old=" or answer.status.generation != state.recovery.generation:",
         new=":",
-        caught_by="tests/control/coordinator/test_coordinator.py::test_answers_to_an_older_fence_count_for_nothing",
+        caught_by="tests/control/coordinator/test_coordinator.py::test_answers_to_an_older_fence_are_ignored",
     ),
     Mutation(
         name="dead_holders",

@@ -258,7 +258,7 @@ def test_line_ends_and_byte_order_marks_of_other_systems_are_no_concern(tmp_path
 
 
 def test_a_name_without_a_file_is_wrong_usage_and_one_that_cannot_be_is_told() -> None:
-    with pytest.raises(UsageError, match="job file nowhere: No such file"):
+    with pytest.raises(UsageError, match="job file nowhere: "):
         read_input(Path("nowhere"), "job file")
     for name, words in (("a\0b", "null byte"), ("~nobody-of-this-name/x", "no home"), ("x" * 5000, "too long")):
         with pytest.raises(ConfigError, match=words):

@@ -97,14 +97,12 @@ def test_verify_names_what_is_wrong_and_says_so_to_the_shell(capsys, base_dir: P
 
 def test_wrong_places_are_named(capsys, base_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert run(capsys, base_dir, "list", "nobody") == (
-        ExitCode.USAGE,
-        "oobleck: nobody: neither a directory nor the tag of a run that has checkpoints\n",
-    )
+    code, output = run(capsys, base_dir, "list", "nobody")
+    assert (code, "nobody" in output) == (ExitCode.USAGE, True)
     code, output = run(capsys, base_dir, "verify", str(tmp_path / "empty"))
-    assert (code, "no complete checkpoint" in output) == (ExitCode.CONFIG, True)
+    assert (code, str(tmp_path / "empty") in output) == (ExitCode.CONFIG, True)
     code, output = run(capsys, base_dir, "export", "demo", str(base_dir))
-    assert (code, "is there already" in output) == (ExitCode.USAGE, True)
+    assert (code, str(base_dir) in output) == (ExitCode.USAGE, True)
     code, output = run(capsys, base_dir, "export", "demo", "x", "--format", "gguf")
     assert (code, "--format" in output) == (ExitCode.USAGE, True)
 

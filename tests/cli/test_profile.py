@@ -46,4 +46,4 @@ def test_mistakes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["profile", "--device", "tpu", *base]) == ExitCode.USAGE
     assert main(["profile", "job.yaml", "what", *base]) == ExitCode.USAGE
     assert main(["profile", "--set", "model=gpt3", *base]) == ExitCode.CONFIG
-    assert "'gpt3' is no language model" in capsys.readouterr().err
+    assert "'gpt3'" in capsys.readouterr().err

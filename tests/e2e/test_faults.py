@@ -82,8 +82,8 @@ def test_workers_fail_in_every_way_and_the_same_exception_on_all_ranks_ends_the_
         outcome = up.finish()
     assert outcome.exit_code == 1, outcome.output
     reason = outcome.output[outcome.output.rindex("an error ended the workers") :]
-    assert "Traceback (most recent call last)" in reason
-    assert "ValueError: the model has a bug" in reason
+    assert "Traceback" in reason
+    assert "the model has a bug" in reason, "the script's own words"
     summary = outcome.summary
     # Those that fail all at once may go back to a checkpoint before the last of them has failed, and then lose steps.
     assert (summary["samples_repeated"], summary["samples_missing"]) == (0, 0)
@@ -102,8 +102,8 @@ def test_past_the_last_copy_of_a_layer_the_run_ends_and_names_the_layers(runner:
         oobleck("kill", "node1", "--tag", TAG, "--base-dir", str(runner.base_dir))
         outcome = up.finish()
     assert outcome.exit_code == 1, outcome.output
-    assert "cannot go on after losing node1" in outcome.output
-    assert "layer" in outcome.output[outcome.output.index("cannot go on") :]
+    assert "node1" in outcome.summary["reason"]
+    assert "layer" in outcome.summary["reason"]
     assert runner.left_over() == []
 
 
@@ -195,9 +195,9 @@ def test_a_trace_is_played_on_a_new_run(runner: Runner, endless_reference: Refer
         output, _ = played.communicate(timeout=120)
     assert played.returncode == 0, output
     told = [line.removeprefix("chaos: ") for line in output.splitlines() if line.startswith("chaos: ")]
-    assert told[0].startswith("1 heal and 1 partition will not be played: ")
-    assert "250 s: node_lost is refused: node1 is lost, or has left, already" in told
-    assert told[-1] == "the trace is over"
+    assert all(words in told[0] for words in ("1 heal", "1 partition"))
+    (refused,) = [line for line in told if line.startswith("250 s: ")]
+    assert "node1" in refused
     assert len(told) == 2 + len(TRACE["events"])
     summary = json.loads(summary_file.read_text())
     met = [(recovery["cause"], recovery["nodes"]) for recovery in summary["recoveries"]]
@@ -233,9 +233,9 @@ def test_a_master_is_crashed_under_a_run_that_somebody_else_has_started(runner: 
         up.wait_for_steps(3)
         stopped = oobleck("stop", TAG, "--base-dir", str(runner.base_dir))
         assert stopped.returncode == 0, stopped.stderr
-        rest = up.process.stdout.read()
-        assert "stopped on request" in rest
+        up.process.stdout.read()
     summary = json.loads(up.summary_path.read_text())
+    assert summary["exit_code"] == 0
     assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
     assert [entry["text"] for entry in runner.journal() if entry["@type"] == "Notice"][:2] == [
         "on request: node1 takes 2 times as long",

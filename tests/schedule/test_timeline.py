@@ -238,7 +238,7 @@ def test_a_deadlock_is_named_instead_of_timed():
 
 def test_each_virtual_stage_needs_a_cost():
     schedule = compile_schedule(ScheduleKind.INTERLEAVED, num_stages=2, num_microbatches=1, num_chunks=2)
-    with pytest.raises(ScheduleError, match="2 costs for 4 virtual stages"):
+    with pytest.raises(ScheduleError, match="2 costs for 4"):
         timeline(schedule, [StageCost(forward_s=1, backward_s=1)] * 2)
 
 

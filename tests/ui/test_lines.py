@@ -72,7 +72,7 @@ def test_an_entry_is_one_line_of_printable_characters(text):
 def test_a_whole_run_tells_its_loss_in_order():
     told = "\n".join(lines_of(*run_with_a_loss()))
     assert (
-        told.index("node3 lost: its connection was lost")
+        told.index("node3 lost")
         < told.index("recovering from the loss")
         < told.index("generation 2")
         < told.index("step 41/120")

@@ -294,7 +294,7 @@ def test_records_are_looked_for_at_every_depth():
 def test_an_extra_field_is_rejected_at_every_depth(message, path):
     raw = raw_of(message)
     at(raw, path)["surplus"] = 0
-    with pytest.raises(PeerError, match="there is no field 'surplus'"):
+    with pytest.raises(PeerError, match="'surplus'"):
         decode(MESSAGES, frame_of(raw))
 
 
@@ -404,9 +404,7 @@ def test_errors_name_what_is_wrong(body, problem):
 def test_errors_name_the_place_within():
     raw = raw_of(ORDER)
     raw["plan"]["pipelines"][0]["template"]["stages"][0]["first_layer"] = 4
-    with pytest.raises(
-        PeerError, match=r"^PlanUpdate\.plan\.pipelines\[0\]\.template\.stages\[0\]: stage has 0 layers"
-    ):
+    with pytest.raises(PeerError, match=r"^PlanUpdate\.plan\.pipelines\[0\]\.template\.stages\[0\]: .*0 layers"):
         FrameDecoder(MasterMessage).feed(frame_of(raw))
     raw = raw_of(CONFIGURE)
     raw["job"]["model"]["config"]["n_layer"] = [1]
@@ -417,7 +415,7 @@ def test_errors_name_the_place_within():
 def test_values_that_a_class_refuses_are_the_peers_fault():
     raw = raw_of(CONFIGURE)
     raw["job"]["max_steps"] = 0
-    with pytest.raises(PeerError, match=r"^Configure\.job: max_steps: 0 is not possible"):
+    with pytest.raises(PeerError, match=r"^Configure\.job: max_steps: 0 "):
         FrameDecoder(MasterMessage).feed(frame_of(raw))
 
 
@@ -425,12 +423,12 @@ def test_a_frame_of_the_greatest_length_is_accepted_and_one_byte_more_is_not():
     message = StorePut(key="k", value=b"x" * 100, nodes=())
     length = len(encode_frame(message)) - 4
     assert FrameDecoder(AgentMessage, max_frame_bytes=length).feed(encode_frame(message)) == [message]
-    with pytest.raises(PeerError, match=f"a frame of {length} bytes; at most {length - 1} are accepted"):
+    with pytest.raises(PeerError, match=rf"{length} bytes.*\b{length - 1}\b"):
         FrameDecoder(AgentMessage, max_frame_bytes=length - 1).feed(encode_frame(message)[:4])
 
 
 def test_the_default_limit_rejects_a_frame_before_its_body_arrives():
-    with pytest.raises(PeerError, match=f"at most {MAX_FRAME_BYTES} are accepted"):
+    with pytest.raises(PeerError, match=rf"\b{MAX_FRAME_BYTES}\b"):
         FrameDecoder(AgentMessage).feed(struct.pack(">I", MAX_FRAME_BYTES + 1))
 
 
@@ -438,7 +436,7 @@ def test_the_default_limit_rejects_a_frame_before_its_body_arrives():
 def test_an_end_within_a_frame_is_an_error(length):
     decoder = FrameDecoder(AgentMessage)
     assert decoder.feed(encode_frame(Heartbeat(sequence=1))[:length]) == []
-    with pytest.raises(PeerError, match=f"ended within a frame, {length} bytes after its start"):
+    with pytest.raises(PeerError, match=f"{length} bytes"):
         decoder.end()
 
 
@@ -530,5 +528,5 @@ def test_builtins_of_a_union_carry_their_name():
     raw = {"@type": "Heartbeat", "sequence": 1}
     assert from_builtins(AgentMessage, raw) == Heartbeat(sequence=1)
     assert from_builtins((Heartbeat, Status), raw) == Heartbeat(sequence=1)
-    with pytest.raises(PeerError, match="there is no field '@type'"):
+    with pytest.raises(PeerError, match="'@type'"):
         from_builtins(Heartbeat, raw)

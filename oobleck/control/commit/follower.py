@@ -1,4 +1,4 @@
-"""What a worker does with its orders: the one protocol of all workers, as effects that a driver carries out.
+"""What a worker does with its orders: the protocol of all workers, as effects that a driver carries out.
 
     an order ──> catch up ──> give back ──> finish the step, or forget it ──> adopt the plan ──> train, step by step
        ^                                                                                             │
@@ -7,13 +7,13 @@
     a step:  compute ──> settle sections ──> reduce ──> note_reduced ──> agree ──> begin_apply ──> apply ──> save
     a plan:  form groups ──> receive layers ──> CommitState.adopt ──> hold the layers ──> drop old groups
 
-Whatever must come before something else is written here, once. The driver knows how, never when:
+The order of things is written here, once. The driver knows how, never when:
 `training/step/engine.py` carries effects out with torch and sockets, `sim/cluster/worker.py` with virtual time and a
 fabric whose faults are chosen. So what is proved of the order of things in the simulator holds of workers on real
 machines.
 
-What its answers to fences promise is `CommitState`'s, whose moments this passes. Between a moment and the effect that
-it announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits and nothing may fail."""
+`CommitState` says what a worker's answers to fences promise; the follower tells it each moment that it passes. Between
+a moment and the effect that it announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits or may fail."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ class RecordBoard(Protocol):
     """What is known of the records that steps take. The control thread fills it."""
 
     def is_told(self, step: int) -> bool:
-        """Whether it is known what a step takes."""
+        """Whether a step's records are known."""
 
     def over_after(self, step: int) -> RecordsOver | None:
-        """What was said, if it was that no step comes after this one."""
+        """The message that no step comes after this one, if it has come."""
 
     def is_last(self, step: int) -> bool:
-        """Whether no step comes after one that was told."""
+        """Whether no step comes after this one."""
 
 
 class Follower:
     """The training thread's course. `run` never ends; the driver looks after `partial_commit` during programs.
 
-    Its state is what is in force, and what is done of the step in flight.
+    Its state is the plan in force, and what is done of the step in flight.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Follower:
         self._segments_done: set[int] = set()
 
     def run(self) -> Effects:
-        """Follow orders for ever."""
+        """Follow orders forever."""
         while True:
             update = yield AwaitPlanUpdate()
             assert isinstance(update, PlanUpdate)
@@ -160,7 +160,7 @@ class Follower:
     # --- a step ----------------------------------------------------------------------------------------------
 
     def _has_next(self, committee: Committee) -> Generator[Effect, Outcome, bool]:
-        """Whether another step comes; where that is not known yet, wait. What is not saved at the end is, now."""
+        """Whether another step comes; wait until that is known. At the end, save what is not saved yet."""
         step, records = self._commit_state.applied, self._records
         if records is None or step >= self._job.max_steps:
             return step < self._job.max_steps
@@ -176,7 +176,7 @@ class Follower:
         return False
 
     def _compute(self, seat: PlaceInPlan, committee: Committee, step: int, *, ends_under_plan: bool) -> Effects:
-        """Compute the pipeline's own share of a step, unless that is done."""
+        """Compute the pipeline's own share of a step, unless it is done already."""
         if self._step != step:
             yield from self._begin(step)
         if self._share_done:
@@ -235,7 +235,7 @@ class Follower:
         return agreed.stop
 
     def _check(self, step: int, counted: tuple[int, ...]) -> None:
-        """Hold a step to its microbatches, each once. Raises AssertionError: a wrong sum is never applied."""
+        """Check that each microbatch of a step counts once. Raises AssertionError: a wrong sum is never applied."""
         partial = self.partial_commit.microbatches
         found = tuple(sorted((*partial, *counted))) if partial else counted
         assert found == self._whole, f"step {step}: microbatches counted {counted} beside {partial}"
@@ -254,8 +254,8 @@ class Follower:
         if not self._evaluates or not self._job.is_evaluated(step):
             return
         yield from self._resume()
-        # One may be given up half-way, which leaves messages and sums that nobody completes: they have groups of their
-        # own, that end with the plan.
+        # An evaluation may be given up half-way, with messages and sums that nobody completes. So it has groups of its
+        # own, which end with the plan.
         stage_key = GroupKey("evaluation", committee.generation, seat.stage_key.members)
         lane_key = GroupKey("forward", committee.generation, seat.lane_key.members)
         yield FormGroups((stage_key, lane_key), None)
@@ -273,7 +273,7 @@ class Follower:
             )
 
     def _resume(self) -> Effects:
-        """Have it told once after each adoption: now the first computation under the new plan begins."""
+        """Report, once after each adoption, that the first computation under the new plan begins."""
         generation, self._resumed = self._resumed, None
         if generation is not None:
             yield ReportResumed(generation)
@@ -281,7 +281,7 @@ class Follower:
     # --- from one plan to the next ---------------------------------------------------------------------------
 
     def _finish(self, update: PlanUpdate, step: int) -> Effects:
-        """Finish the step in flight under the old plan, without the nodes that it lost.
+        """Finish the step in flight under the old plan, without its lost nodes.
 
         Members of whole pipelines complete their share and the extra segments; the others contribute zeros, and
         so receive the sums and stay current.
@@ -328,7 +328,7 @@ class Follower:
         yield KeepGroups(keys, committee, update.generation)
 
     def _to_keep(self, update: PlanUpdate, layers: range) -> tuple[int, ...]:
-        """The layers that others are to receive, and that this worker holds no longer.
+        """The layers that others are to receive and that this worker no longer holds.
 
         They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
         has them read from here. A worker that was left out, and missed steps or sections since, has nothing

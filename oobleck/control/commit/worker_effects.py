@@ -1,8 +1,8 @@
 """What the follower asks of its driver, and what it gets back.
 
-A driver carries one effect out after the other and resumes the follower with the outcome. Where a fence ends a wait
+A driver carries out one effect after the other and resumes the follower with the outcome. If a fence ends a wait
 (`Interrupted`), a peer is gone (`PeerLost`), or data cannot be read (`ShardUnreadable`, `CorruptCheckpoint`), it throws
-that in at the effect instead. What can fail so is said of each; the others are carried out whatever happens.
+that into the follower instead. Each effect says whether it can fail; the others are always carried out.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class ReportResumed:
-    """Tell the master that the first computation under a plan begins, and what coming there took."""
+    """Tell the master that the first computation under a plan begins, and what the change took."""
 
     generation: int
 
@@ -103,7 +103,7 @@ class ReportFinished:
 
 @dataclass(frozen=True, slots=True)
 class AwaitRecords:
-    """Wait until the records of a step are told, or that none come. May be interrupted by a fence."""
+    """Wait until a step's records are known, or that none come. May be interrupted by a fence."""
 
     step: int
 
@@ -115,7 +115,7 @@ class ForgetStep:
 
 @dataclass(frozen=True, slots=True)
 class BeginStep:
-    """Begin a step, with nothing done of it. Ends early where its records never come and the pipeline is stopped."""
+    """Begin a step, with nothing done of it. Ends early if its records never come and the pipeline is stopped."""
 
     step: int
 
@@ -181,7 +181,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class PrepareToSave:
-    """Have room made for what this worker would save."""
+    """Make room for what this worker would save."""
 
     committee: Committee
 
@@ -267,7 +267,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class ShareLossScale:
-    """Have newcomers hear the loss scale that the others have come to. May be interrupted, or fail."""
+    """Send newcomers the loss scale of the others. May be interrupted, or fail."""
 
     committee: Committee | None
     """None for a spare, which is not there to hear it."""
@@ -344,7 +344,7 @@ class AwaitSection:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Give the section up: what was set aside counts as done of the step again, and as not committed."""
+    """Give up the section: what was set aside counts as done of the step again, and as not committed."""
 
     number: int
 
@@ -380,7 +380,7 @@ Effects = Generator[Effect, Outcome, None]
 
 
 def drive(effects: Effects, carry_out: Callable[[Effect], Outcome]) -> None:
-    """Have effects carried out, one after the other, by a driver that waits where it has to. Raises what they raise."""
+    """Have a driver carry out effects in order; it waits where it has to. Raises what they raise."""
     outcome: Outcome = None
     failure: Exception | None = None
     while True:

@@ -29,6 +29,6 @@ class Choice:
 
 
 def to_checkpoint(decision: Decision, candidate: Candidate, *, steps_lost: int = 0) -> Choice:
-    """Have all go back to a checkpoint, by this plan."""
+    """Send all workers back to a checkpoint, under this plan."""
     verdict = Verdict(applied=candidate.step, catch_up=None, adopted=None, held=candidate.held)
     return Choice(decision=decision, verdict=verdict, goes_back=True, candidate=candidate, steps_lost=steps_lost)

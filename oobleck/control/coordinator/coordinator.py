@@ -5,10 +5,10 @@
 It has no clock, no socket and no randomness: the same events at the same times give the same commands, in the
 real master, in the simulator and in a replay.
 
-What is reported goes to the part that it concerns: `node_lifecycle` knows who comes and goes, `startup` leads to the
+A report goes to the part that it concerns: `node_lifecycle` knows which nodes come and go, `startup` leads to the
 first plan, `reconfiguration` from one plan to the next, `progress` knows the steps, `saving` the checkpoints. Each part
-takes values and the time, may read other parts, and changes none: what it asks of them it returns, and `routing.py`
-says what becomes of it. In which phase a run is follows from the state in `recovery/`, whose transitions are drawn in
+takes values and the time, may read other parts, and changes none: it returns what it asks of them, and `routing.py`
+carries it out. The phase of a run follows from the state in `recovery/`, whose transitions are drawn in
 `docs/architecture.md`.
 """
 
@@ -71,7 +71,7 @@ __all__ = ["Coordinator", "Phase"]
 
 
 class Coordinator:
-    """Decides everything of one run. It changes through `start`, `handle` and `handle_deadline` alone."""
+    """Makes all decisions of one run. Only `start`, `handle` and `handle_deadline` change it."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Coordinator:
         return self._routing.take()
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
-        """Take an event in. Raises nothing: what a peer does wrong costs that peer."""
+        """Take in an event. Raises nothing: a peer that does wrong is the one that is lost for it."""
         if self.phase is Phase.ENDED:
             return []
         self._parts.silence.note_call(now_s)
@@ -132,7 +132,7 @@ class Coordinator:
         return self._routing.take()
 
     def next_deadline(self) -> float:
-        """When `handle_deadline` wants to be called, at the latest; infinity for never."""
+        """The latest time at which `handle_deadline` must be called; infinity for never."""
         if self.phase is Phase.ENDED:
             return math.inf
         parts = self._parts
@@ -152,7 +152,7 @@ class Coordinator:
 
     @property
     def reviews_s(self) -> float:
-        """When it looks again at which nodes should train: a part of `next_deadline`, for who skips time."""
+        """When it next reviews which nodes should train: a part of `next_deadline`, for callers that skip time."""
         return math.inf if self.phase is Phase.ENDED else min(self._parts.replanning.rescales_s, self._retries_s)
 
     @property
@@ -209,7 +209,7 @@ class Coordinator:
     # --- time passes -------------------------------------------------------------------------------------------
 
     def _hold(self, now_s: float, late_s: float) -> None:
-        """We ourselves were held up: nothing is overdue before what was said meanwhile is read."""
+        """This master itself was held up: nothing is overdue until the messages that came meanwhile are read."""
         soon_s = now_s + self._job.control.heartbeat_interval_s
         self._parts.startup.forgive(late_s, soon_s)
         self._do(self._parts.reconfiguration.give(HeldUp(until_s=soon_s), now_s), now_s)
@@ -223,7 +223,7 @@ class Coordinator:
         self._do(parts.startup.handle_deadline(now_s), now_s)
         self._do(recovery.give(TimePassed(is_suspicious=silence.is_suspicious), now_s), now_s)
         if now_s >= progress.hangs_s and silence.is_suspicious:
-            progress.give_time(now_s)  # steps may be committed that nobody can tell us of
+            progress.give_time(now_s)  # steps may be committed that nobody can report to us
         elif now_s >= progress.hangs_s:
             self._routing.begin(PlanCause.HANG, now_s, detect_s=now_s - progress.progressed_s)
         if now_s >= parts.saving.due_s:
@@ -237,7 +237,7 @@ class Coordinator:
         self._do(parts.lifecycle.retry_lost(now_s), now_s)
 
     def _rescale(self, now_s: float) -> None:
-        """Look at how many nodes should train."""
+        """Review how many nodes should train."""
         if self._parts.reconfiguration.is_fencing:
             self._parts.replanning.look_later(now_s)
         else:
@@ -245,7 +245,7 @@ class Coordinator:
             self._do(self._parts.replanning.rescale(plan, now_s), now_s)
 
     def _follow_up(self, now_s: float) -> None:
-        """Do what may have become possible, whatever has happened."""
+        """Do what has become possible after any input."""
         parts, generations = self._parts, self._parts.reconfiguration.generations
         if self.phase is Phase.TRAINING:
             save = parts.saving.is_behind

@@ -1,6 +1,6 @@
-"""What to do once all survivors have answered: a plan by which they train on, or what has to come before one.
+"""What to do once all survivors have answered: continue under a plan, or first do what a plan needs.
 
-It decides, and orders nothing. Where a recovery is, is the business of `recovery.py`.
+It decides, and orders nothing. `recovery/` holds the state that a recovery is in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Decider", "committed_records"]
 
 
 class Decider:
-    """Decides, and asks for what it has to know."""
+    """Decides, and asks for what it needs to know."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Decider:
         self._going_back = going_back
 
     def decide(self, deciding: Deciding, generations: Generations, lineage: Lineage, now_s: float) -> Effects:
-        """Find what is committed, and a plan for those who are left, or what has to come before one."""
+        """Find what is committed, and a plan for the nodes that are left, or what a plan needs first."""
         recovery = deciding.recovery
         may_wait = bool(self._members.returning) and now_s < recovery.returns_by_s
         if not recovery.asked:
@@ -78,7 +78,7 @@ class Decider:
         return (choice,)
 
     def _confirm(self, verdict: Verdict, statuses: Mapping[WorkerId, Status], generations: Generations) -> Verdict:
-        """Take a plan for the one in force only if all who are in it, and live, have adopted it."""
+        """Treat a plan as in force only if all its living workers have adopted it."""
         if verdict.adopted is None:
             return verdict
         plan, lost = generations.plans[verdict.adopted], frozenset(self._members.without_part(verdict.adopted))
@@ -103,7 +103,7 @@ class Decider:
 def committed_records(statuses: Mapping[WorkerId, Status]) -> tuple[CommitRecord, ...]:
     """Return the newest committed steps that answers name, in their order.
 
-    They are noted once all have answered: by then all is known that reporters sent before, so that no step is noted
+    They are noted once all have answered. By then everything that was reported earlier has arrived, so no step is noted
     out of turn.
     """
     alike = {id(status): status for status in statuses.values()}.values()  # thousands answer with one value

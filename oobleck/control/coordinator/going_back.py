@@ -1,4 +1,4 @@
-"""What to do where a layer has no living copy: go back to a checkpoint, or begin again with the initial values."""
+"""What to do when a layer has no living copy: go back to a checkpoint, or start again from the initial values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .requests import Effects, LocateCheckpoints, ReportProblems
 __all__ = ["GoingBack", "Lineage", "cannot_go_on"]
 
 _NOBODY: frozenset[str] = frozenset()
-"""Whose state is lost where all go back: all have what is gone back to, whatever became of the processes."""
+"""The nodes whose state is lost when all go back: none, for all can read what they go back to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class Lineage:
     """Where what is trained comes from."""
 
     restored_generation: int = 0
-    """What was adopted before all state was last gone back for is ignored."""
+    """The generation in which the run last went back; what was adopted before is ignored."""
     is_from_scratch: bool = True
     """What is trained comes from the model's initial values, not from a checkpoint."""
     began_from_scratch: bool = True
-    """So did the run begin: nothing is lost for good where all begin with them again."""
+    """So the run began. Then nothing is lost for good if all start from those values again."""
 
     def since_restored(self, statuses: Mapping[WorkerId, Status]) -> Mapping[WorkerId, Status]:
-        """What a worker holds from before a checkpoint was gone back to is of a past that never was."""
+        """Ignore what workers hold from before the run went back to a checkpoint."""
         if not self.restored_generation:
             return statuses
         return {
@@ -101,9 +101,9 @@ class GoingBack:
     def _begin_again(
         self, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage
     ) -> Choice | EndRun:
-        """Nothing is saved: begin with the model's initial values, where the state was lost with workers alone.
+        """Nothing is saved: start from the model's initial values, if the state was lost with workers only.
 
-        The run ends where a node took the last copy of a layer with it, or where it began with a checkpoint that is
+        The run ends if a lost node held the last copy of a layer, or if the run began from a checkpoint that is
         gone.
         """
         living = {member.spec.name for member in self._members.living}

@@ -1,9 +1,9 @@
-"""Which nodes take part: they come, are let go, are lost, and are tried again.
+"""Which nodes take part: they join, leave, are lost, and are tried again.
 
     connecting ── hello ──> connected ── workers ready ──> ready ── a drain ──> left
         └───────────────────────┴──────────────┴── a loss ──> lost ── a while later ──> connecting
 
-What a change means for the other parts, and for the plan, follows from what is returned: see `routing.py`.
+`routing.py` says what a returned change means for the other parts and for the plan.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, 
 
 
 class NodeLifecycle:
-    """Decides who takes part. Who is there is in `members`; whom to try again is in `node_retry`, which is its own."""
+    """Decides which nodes take part. `members` has those that are there, its own `node_retry` those to try again."""
 
     def __init__(self, members: Membership, node_retry: NodeRetry, *, num_devices: int) -> None:
         """All nodes have `num_devices`."""
@@ -54,9 +54,9 @@ class NodeLifecycle:
     # --- they come ---------------------------------------------------------------------------------------------
 
     def node_up(self, event: NodeUp, now_s: float, *, misfit: str | None, generation: int) -> Effects:
-        """A node answers: a new one, one that is back, or one that meets its next master.
+        """A node answers: it is new, or back, or has a new master.
 
-        `misfit` says why its environment does not fit ours, `generation` is the newest that we know.
+        `misfit` says why its environment does not fit ours; `generation` is the newest one known here.
         """
         node, spec = event.node, self._node_retry.forget(event.node)
         if spec is None:
@@ -81,12 +81,12 @@ class NodeLifecycle:
                 "its end is lost; start from scratch with --resume never"
             )
             return (EndRun(reason=text),)
-        if member.hello is not None and not member.ready and not member.gone:  # it may have heard nothing of us yet
+        if member.hello is not None and not member.ready and not member.gone:  # it may not have heard from us yet
             return (NodeTakenIn(event=event),)
         return self._meet(member, event, now_s)
 
     def _meet(self, member: Member, event: NodeUp, now_s: float) -> Effects:
-        """An agent that has workers meets its next master, or is reached again: what was on the way to it is lost."""
+        """An agent that has workers meets its next master, or is reached again: messages to it may be lost."""
         node, hello = event.node, event.hello
         found: Effects = ()
         if member.hello is not None:
@@ -102,7 +102,7 @@ class NodeLifecycle:
             *found,
             NodeHere(node=node),
             *(start_again(member, device) for device in missing),
-            *(Send(node=node, message=KillWorker(device=device)) for device in ending),  # said before, and lost perhaps
+            *(Send(node=node, message=KillWorker(device=device)) for device in ending),  # sent before, and perhaps lost
         )
 
     def add(self, spec: NodeSpec, now_s: float) -> Effects:
@@ -141,7 +141,7 @@ class NodeLifecycle:
         return (Record(entry=NodeUnfit(t_s=now_s, node=node, fault=loss.fault, is_tried_again=True)),)
 
     def give_up(self, node: str, loss: Loss, now_s: float, *, is_begun: bool) -> Effects:
-        """Give a node up, if that was not done before."""
+        """Give a node up, unless it was given up before."""
         member = self._members[node]
         if member.state in (MemberState.LOST, MemberState.LEFT):
             return ()
@@ -173,7 +173,7 @@ class NodeLifecycle:
     # --- they are let go ---------------------------------------------------------------------------------------
 
     def drain(self, node: str, now_s: float, *, is_begun: bool) -> Effects:
-        """Let a node go: it finishes the step in flight, gives away what only it holds, and leaves."""
+        """Let a node go: it finishes the step in flight, hands over what only it holds, and leaves."""
         if self._node_retry.forget(node) is not None:
             return (notice(now_s, "info", f"{node} is lost, and is not tried again"),)
         if not is_begun or node not in self._members or not self._members[node].is_ready:
@@ -184,7 +184,7 @@ class NodeLifecycle:
         return (BeginRecovery(cause=PlanCause.DRAINED, nodes=(node,)),)
 
     def noticed(self, member: Member, now_s: float, *, is_begun: bool) -> Effects:
-        """A node will be taken away: drain it, or remember that for when it trains."""
+        """A node will be taken away: drain it, now or once it trains."""
         if is_begun and member.is_ready:
             return self.drain(member.spec.name, now_s, is_begun=is_begun)
         member.is_leaving = True
@@ -192,7 +192,7 @@ class NodeLifecycle:
         return ()
 
     def drain_noticed(self, now_s: float) -> Effects:
-        """Drain the nodes that train by now, and had notice before. Training has begun."""
+        """Training has begun: drain the nodes that had notice before."""
         if not self._num_leaving:
             return ()
         leaving = [member for member in self._members.living if member.is_leaving]
@@ -209,7 +209,7 @@ class NodeLifecycle:
         return tuple(notice(now_s, "warning", f"{node} stays: the job cannot go on without it") for node in nodes)
 
     def dismiss_drained(self) -> Effects:
-        """Drained nodes hold nothing any more that the plan in force needs: end their agents."""
+        """The plan in force needs nothing of drained nodes any more: end their agents."""
         drained = [member for member in self._members.ready if member.is_draining]
         for member in drained:
             member.dismiss()
@@ -217,7 +217,7 @@ class NodeLifecycle:
         return tuple(Send(node=member.spec.name, message=stop) for member in drained)
 
     def agent_stopped(self, member: Member, message: AgentStopped, now_s: float, *, is_in_plan: bool) -> Effects:
-        """An agent has ended as it was told to, or by itself; `is_in_plan`: its node has a part in the newest plan."""
+        """An agent has ended, on request or by itself; `is_in_plan`: its node has a part in the newest plan."""
         node, reason = member.spec.name, message.reason
         if not member.is_draining or is_in_plan:
             loss = NoWorkerStarts(problem=reason) if message.is_failure else AgentLeft(reason=reason)

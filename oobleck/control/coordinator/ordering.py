@@ -1,4 +1,4 @@
-"""What a recovery has to know of its orders, and what the journal says of them."""
+"""What a recovery needs to know of its orders, and what the journal records of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["plan_adopted", "plan_ordered"]
 
 
 def plan_ordered(recovery: Recovery, choice: Choice, update: PlanUpdate, members: Membership) -> PlanOrdered:
-    """Return what the recovery has to know of its orders."""
+    """Return what the recovery needs to know of its orders."""
     action = Action(choice.decision.action)
     if recovery.cause is PlanCause.JOINED and any(members[node].restarts for node in recovery.nodes):
         action = Action.RESTART_WORKER

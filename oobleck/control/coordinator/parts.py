@@ -1,4 +1,4 @@
-"""The parts of the coordinator, wired together. Here, and nowhere else, is said who reads whom."""
+"""The parts of the coordinator, wired together. Only here does it say which part reads which."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Parts", "make_parts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Each decides one thing. It may read others, and changes none: what it asks of them, it returns."""
+    """Each decides one thing. It may read others and changes none: it returns what it asks of them."""
 
     members: Membership
     """Who is there: the one table that several parts keep. The lifecycles say who comes and goes."""

@@ -1,6 +1,6 @@
 """Before training: nodes come up, workers get ready, and the model's profile becomes known.
 
-A part of the coordinator's machine, with its rules: it returns commands and is asked whether it is complete.
+It returns commands, and says whether preparation is complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Preparation:
         self.profile: Profile | None = None
 
     def restore(self, profile: Profile) -> None:
-        """Go on with the profile that an earlier master knew."""
+        """Continue with the profile that an earlier master knew."""
         self.profile = profile
 
     def misfit(self, hello: Hello) -> str | None:
@@ -60,9 +60,9 @@ class Preparation:
         return None
 
     def configure(self, event: NodeUp, now_s: float) -> tuple[Command, ...]:
-        """Take a node in: tell its agent about the job and have its workers started."""
+        """Take a node in: send its agent the job and have its workers started."""
         member = self._members[event.node]
-        if member.state is MemberState.CONNECTING:  # else it was reached again, and our words may be lost
+        if member.state is MemberState.CONNECTING:  # else it was reached again, and our messages may be lost
             member.move_to(MemberState.CONNECTED)
         member.meet(event.hello, address=event.address, now_s=now_s)
         asks = self._ask(self._measures) if self._measures is not None and self._measures.node == event.node else ()

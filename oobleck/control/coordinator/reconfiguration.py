@@ -1,6 +1,6 @@
 """From one plan to the next: gives the recovery's state machine its inputs, and returns what it asks for.
 
-It has the state, the generations, and nothing else to say where a recovery is. `deciding.py` decides, `routing.py`
+It holds the state and the generations; nothing else says where a recovery is. `deciding.py` decides, `routing.py`
 carries out what is asked for.
 """
 
@@ -75,11 +75,11 @@ class Reconfiguration:
 
     @property
     def deadline_s(self) -> float:
-        """When the state machine is to be told that time has passed."""
+        """When the state machine needs to know that time has passed."""
         return deadline(self._state)
 
     def training_places(self, node: str | None = None) -> list[WorkerId]:
-        """The workers of the newest plan that can be spoken to, or those of one node; none before the first plan."""
+        """The reachable workers of the newest plan, or those of one node; none before the first plan."""
         if not self.generations.plans:
             return []
         worker_ids = self.generations.plan.worker_ids
@@ -90,7 +90,7 @@ class Reconfiguration:
         return self.is_begun and node in self.generations.plan.nodes
 
     def can_spare(self, node: str) -> bool:
-        """Whether a node rests, and has nothing any more that others wait for: they train by the plan that lets it."""
+        """Whether a node rests and nothing waits for it any more: all others train by the plan that left it out."""
         last = self._progress.last_record
         trains = isinstance(self._state, TRAINED) and last is not None and last.generation == self.generations.current
         return trains and node not in self.generations.plan.nodes
@@ -98,12 +98,12 @@ class Reconfiguration:
     # --- what happens ----------------------------------------------------------------------------------------
 
     def give(self, given: Input, now_s: float) -> Effects:
-        """Make a transition; what it asks for comes before anything else happens."""
+        """Make a transition; the effects it returns are carried out before anything else happens."""
         self._state, effects = step(self._state, given, now_s)
         return effects
 
     def restore(self, generations: Generations, lineage: Lineage, now_s: float) -> Effects:
-        """Go on from the plans that a journal knows, which others have ordered."""
+        """Continue from the plans in a journal, which earlier masters have ordered."""
         self.generations, self._lineage = generations, lineage
         return self.give(TrainingBegun(generation=generations.current), now_s)
 
@@ -111,7 +111,7 @@ class Reconfiguration:
         """Fence all survivors under a new generation; losses during a recovery begin it again."""
         self.generations.begin()
         survivors = self._members.ready
-        # Only then may it be asked who reaches whom; the addresses of thousands are not gathered for each loss.
+        # Only a regrouping may ask which worker reaches which: thousands of addresses are not gathered for each loss.
         is_unexplained = wanted.cause in (PlanCause.HANG, PlanCause.PEER_FAILED)
         ready = (worker for member in (survivors if is_unexplained else ()) for worker in member.ready.values())
         fence = Fence(
@@ -144,11 +144,11 @@ class Reconfiguration:
     # --- from a decision to its orders -----------------------------------------------------------------------
 
     def committed_records(self, deciding: Deciding) -> tuple[CommitRecord, ...]:
-        """Return the newest committed steps that the answers name: they are noted before it is decided."""
+        """Return the newest committed steps that the answers name: they are noted before anything is decided."""
         return committed_records(self._lineage.since_restored(deciding.statuses))
 
     def decide(self, deciding: Deciding, now_s: float) -> Effects:
-        """Decide what to do, by what all survivors have answered."""
+        """Decide what to do from the answers of all survivors."""
         statuses = self._lineage.since_restored(deciding.statuses).values()
         self.generations.forget_before(min([said.adopted for said in statuses if said.adopted], default=0))
         return self._decider.decide(deciding, self.generations, self._lineage, now_s)
@@ -189,6 +189,6 @@ class Reconfiguration:
 
 
 def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tuple[int, int]:
-    """Return the newest step, and how often all regrouped since it was committed, for nothing moved."""
+    """Return the newest step, and how often all have regrouped since it was committed."""
     step, count = regroups
     return last_step, (count if step == last_step else 0) + (cause in (PlanCause.PEER_FAILED, PlanCause.HANG))

@@ -1,4 +1,4 @@
-"""What comes after a loss: a plan for those who stay, and whether the step in flight is finished before it.
+"""What comes after a loss: a plan for the nodes that stay, and whether the step in flight is finished first.
 
 A part of the coordinator's machine. It knows the planner and how fast the nodes are, decides, and orders nothing.
 """
@@ -36,7 +36,7 @@ _NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aftermath:
-    """Where a loss has left everybody, once all survivors have told."""
+    """Where a loss has left all workers, by the answers of the survivors."""
 
     verdict: Verdict
     statuses: Mapping[WorkerId, Status]
@@ -53,7 +53,7 @@ class Aftermath:
 class Replanning:
     """Knows the profile, the planner made of it, the nodes' paces, and copies that are not to be trusted.
 
-    On how many nodes to train is `Scaling`'s to say: it belongs to this part, and nobody else calls it.
+    `Scaling` says how many nodes train: it belongs to this part, and nothing else calls it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Replanning:
         *,
         make_planner: Callable[[Profile], Planner],
     ) -> None:
-        """`make_planner` is called when the first plan is wanted, for it takes a while. It may raise PlanningError."""
+        """`make_planner` takes a while, so it is called when the first plan is wanted. It may raise PlanningError."""
         self._members = members
         self._progress = progress
         self._scaling = scaling
@@ -89,7 +89,7 @@ class Replanning:
         slow: Mapping[str, float],
         target: int | None,
     ) -> None:
-        """Plan by what the journal of a master before knows: steps take `step_s`, on `target` nodes."""
+        """Plan by what an earlier master's journal knows: steps take `step_s`, on `target` nodes."""
         self._profile, self._from_s = profile, now_s + _FINDING_S
         self._paces.slow = slow
         self._leave_out(plan, step_s, now_s)
@@ -115,7 +115,7 @@ class Replanning:
         return self._profile is not None and now_s >= self._from_s
 
     def stop(self) -> None:
-        """Plan for losses alone from now on: another plan would put off the end that was asked for."""
+        """Plan only for losses from now on: any other plan would delay the end that was asked for."""
         self._from_s = math.inf
 
     @property
@@ -162,7 +162,7 @@ class Replanning:
         self._leave_out(decision.plan, decision.predicted_step_s, now_s)
 
     def recovery_done(self, done: RecoveryDone) -> None:
-        """A change is over: note what it cost."""
+        """A change of plan is over: note what it cost."""
         self._scaling.recovery_done(done)
 
     def distrust(self, copies: Mapping[WorkerId, frozenset[int]]) -> None:
@@ -183,7 +183,7 @@ class Replanning:
         return self._slow_retry.due_s
 
     def retry_slow(self, plan: ExecutionPlan, now_s: float) -> tuple[BeginRecovery, ...]:
-        """Take slow nodes that have waited for long enough for normal; plan again where another plan pays then."""
+        """Treat slow nodes that have waited long enough as normal; plan again if another plan pays then."""
         nodes = self._slow_retry.take_due(now_s)
         for node in nodes:
             self._paces.forget(node)
@@ -240,7 +240,7 @@ class Replanning:
     # --- plans ---------------------------------------------------------------------------------------------
 
     def choose(self, after: Aftermath, generations: Generations) -> tuple[Decision, int | None]:
-        """Find a plan for those who stay, and the step in flight if it is finished before.
+        """Find a plan for the nodes that stay, and the step in flight if it is finished first.
 
         It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
         committed, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
@@ -286,7 +286,7 @@ class Replanning:
         }
 
     def replan(self, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], *, lost: frozenset[str]) -> Decision:
-        """Find a plan for those who stay. Raises PlanningError or Unrecoverable."""
+        """Find a plan for the nodes that stay. Raises PlanningError or Unrecoverable."""
         known = dict.fromkeys((*base.nodes, *base.spares))
         living = {member.spec.name: member for member in self._members.ready}
         staying = [node for node, member in living.items() if not member.is_draining]

@@ -1,7 +1,7 @@
-"""What the journal of a master that died tells of its run: enough for another master to take over.
+"""What the journal of a master that died says of its run: enough for another master to take over.
 
 Training continues without a master. The one that takes over knows the plans and the members from the journal, and
-hears from the agents what happened since.
+learns from the agents what happened since.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ReplayedRun:
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
-        """Those that had a part in the run when the journal broke off."""
+        """The nodes that had a part in the run when the journal ended."""
         return tuple(member.spec for member in self.members.in_state(MemberState.READY, MemberState.CONNECTED))
 
     @property
@@ -102,7 +102,7 @@ class ReplayedRun:
 
     @property
     def is_settled(self) -> bool:
-        """Everybody has surely received the newest orders: a step was committed under them."""
+        """Whether all have certainly received the newest orders: a step was committed under them."""
         newest = self.generations.newest
         return self.generations.current == newest and any(record.generation == newest for record in self.records)
 
@@ -125,7 +125,7 @@ def replay_run(entries: Iterable[JournalEntry]) -> ReplayedRun | None:
 
 
 def _interrupt_joining(replayed: ReplayedRun) -> None:
-    """The nodes that the dead master was taking in: the next one takes them in again, from the start."""
+    """The nodes that the dead master was taking in: its successor starts that again from the beginning."""
     joining = [
         *replayed.members.in_state(MemberState.CONNECTING),
         *(member for member in replayed.members.in_state(MemberState.CONNECTED) if not member.restarts),

@@ -1,6 +1,6 @@
 """What agents and workers report, and the part that each report concerns.
 
-Here it is checked that a report can be: what a peer says wrong costs that peer.
+Each report is checked here: a peer that sends an impossible one is lost for it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Reports:
         """Take in what a node's agent reports, or a worker through it."""
         member, is_begun = self._parts.members[node], self._parts.reconfiguration.is_begun
         if member.state not in (MemberState.CONNECTED, MemberState.READY):
-            return  # late words of a node that was given up
+            return  # late messages of a node that was given up
         heard = self._parts.silence.hear(member, now_s)
         if heard:
             self._do(heard, now_s)
@@ -100,7 +100,7 @@ class Reports:
         try:
             check_device(member, message)
             if not is_begun and is_of_training(message):
-                return  # of a run before, or nonsense: this one has no plan yet that it could be of
+                return  # from an earlier run, or nonsense: this run has no plan yet that it could belong to
             if not is_of_worker_that_ends(member, message):
                 self._understand(member, message, now_s)
         except PeerError as error:
@@ -108,11 +108,11 @@ class Reports:
         except ConfigError as error:
             if not self._parts.reconfiguration.is_begun:
                 self._do((EndRun(exit_code=ExitCode.CONFIG, reason=str(error)),), now_s)
-            # Whoever comes later must fit; those who train are not to suffer.
+            # A node that comes later must fit; those that train are not affected.
             self._do((GiveUp(nodes=(node,), loss=Misfit(problem=str(error))),), now_s)
 
     def all_said(self, event: BatchReceived, now_s: float) -> None:
-        """Like `said` of each; what no worker of ours can say wrong is not checked again for each."""
+        """Like `said` for each; what cannot be wrong in a worker's message is not checked again for each."""
         speakers = self._parts.members.hear(event.worker_ids, now_s)
         match event.message:
             case Status() | Resumed() | Pace() as message:
@@ -294,7 +294,7 @@ class Reports:
             self.train_when_ready(now_s)
 
     def _restore_failed(self, node: str, message: RestoreFailed, now_s: float) -> None:
-        """Nobody trains on what is broken: all go back to the checkpoint before it."""
+        """A checkpoint is broken: all go back to the one before it."""
         if message.generation != self._parts.reconfiguration.generations.current:
             return
         self._do((notice(now_s, "error", f"{node} cannot restore {message.name}: {message.problem}"),), now_s)

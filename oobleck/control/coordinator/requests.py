@@ -1,4 +1,4 @@
-"""What parts of the coordinator return: commands, and what they ask for. `routing.py` says what becomes of each."""
+"""What parts of the coordinator return: commands and requests. `routing.py` carries each out."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class NodeTakenIn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHere:
-    """A node that trains speaks to this master: its workers need to know what the steps to come take."""
+    """A node that trains has reached this master: its workers need to know the records of the steps to come."""
 
     node: str
 
@@ -81,7 +81,7 @@ class WorkerDropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanWithout:
-    """A node that was ready is not any more: plan without it, if the plan in force has a part for it."""
+    """A node is not ready any more: plan without it, if it has a part in the plan in force."""
 
     node: str
     loss: LossCause

@@ -16,7 +16,7 @@ __all__ = ["Resuming", "finished_text"]
 
 
 def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
-    """What is said where there is nothing left to train."""
+    """Return what to say when there is nothing left to train."""
     what = f"all data is read, in {step} steps" if has_read_all else f"all {step} steps are committed"
     more = "more data.epochs go" if has_read_all else "more --steps go"
     return (
@@ -37,7 +37,7 @@ class Resuming:
         self._resume = resume
 
     def is_known(self, members: Membership) -> bool:
-        """Whether all workers have reported what they can restore, if anything is saved at all."""
+        """Whether all workers have reported what they can restore, or nothing is saved at all."""
         return not self._saving.is_enabled or self._restoring.is_answered(_workers(members))
 
     def questions(self, members: Membership) -> tuple[LocateCheckpoints, ...]:
@@ -75,7 +75,7 @@ class Resuming:
     def _misfit(self, candidate: Candidate) -> EndRun | None:
         """Why a run does not begin from a checkpoint; None where it does.
 
-        It has nothing to do where a run before has done all that is asked for, and its model is on disk.
+        There is nothing to do if an earlier run has done all that is asked for, and its model is on disk.
         """
         has_read_all = self._sharding.has_read_all(candidate.position)
         if self._resume == "auto" and candidate.is_on_disk and (has_read_all or candidate.step >= self._job.max_steps):

@@ -1,7 +1,7 @@
-"""What becomes of what a part returns: commands leave the coordinator, the rest is given to the parts it concerns.
+"""Carries out what a part returns: commands leave the coordinator, the rest goes to the parts that it concerns.
 
-A part calls no other one. So all that follows from a loss, an answer or an order can be read here, in one table; and
-each effect, with all that follows from it, is carried out before the next one.
+No part calls another. So all that follows from a loss, an answer or an order can be read here, in one table. Each
+effect, with all that follows from it, is carried out before the next one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ADOPTION_S = 30.0
 
 
 class RunOver(Exception):
-    """A part asks for the end of the run: whatever was to be done after that is not done."""
+    """A part asks for the end of the run: what was to be done after that is dropped."""
 
     def __init__(self, end: EndRun) -> None:
         super().__init__(end.reason)
@@ -100,7 +100,7 @@ class Routing:
         self._carry_out(BeginRecovery(cause=cause, detect_s=detect_s), now_s)
 
     def carry_out(self, effects: Effects, now_s: float) -> None:
-        """Carry out one effect after the other. Raises RunOver, and PeerError for what a peer did wrong."""
+        """Carry out effects in order. Raises RunOver, and PeerError for what a peer did wrong."""
         for effect in effects:
             self._carry_out(effect, now_s)
 
@@ -188,10 +188,10 @@ class Routing:
         parts.sharding.lost(node)
 
     def _drop_worker(self, worker_id: WorkerId, now_s: float) -> None:
-        """What a worker was asked, another one is, or the one that is started in its place.
+        """Ask another worker what this one was asked, or the one that is started in its place.
 
-        Where nobody survives, all wait for the workers that are started again; but the error that ended every one of
-        them would do so again.
+        If no worker survives, the run waits for those that are started again, unless one error ended them all: it would
+        do so again.
         """
         parts = self._parts
         parts.replanning.forget_pace(worker_id.node)

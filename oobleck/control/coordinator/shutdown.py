@@ -1,4 +1,4 @@
-"""How a run ends: a stop that was asked for, workers that train no further, the last save, and the reason to tell."""
+"""How a run ends: a stop that was asked for, workers that have finished, the last save, and the reason to report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAST_WORDS_S = 2.0
 
 
 class Shutdown:
-    """Knows who has finished, what was asked, and what workers died of."""
+    """Knows which workers have finished, what was asked for, and what ended workers."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Shutdown:
         self._errors[worker_id] = (self._progress.last_step, error)
 
     def ask_again(self) -> None:
-        """What was asked may be lost."""
+        """Repeat the request to finish: it may be lost."""
         self._asked_to_finish = 0
 
     def is_same_error(self, nodes: Collection[str]) -> bool:
@@ -80,7 +80,7 @@ class Shutdown:
         self._asked_to_finish = 0
 
     def worker_finished(self, worker_id: WorkerId, generations: Generations, now_s: float) -> tuple[ExpectSteps, ...]:
-        """A worker trains no further. What was said before a fence is said again after it."""
+        """A worker has finished. Workers repeat this after a fence."""
         self._finished.add((generations.current, worker_id))
         if not self._finished.issuperset((generations.current, each) for each in generations.plan.worker_ids):
             return ()
@@ -96,7 +96,7 @@ class Shutdown:
             return by_data
         if self._progress.last_step >= self._job.max_steps:
             return EndRun(exit_code=ExitCode.DONE, reason=f"all {steps}")
-        if self._stop is None:  # it was the master before who was asked to stop
+        if self._stop is None:  # the master before this one was asked to stop
             return EndRun(exit_code=ExitCode.DONE, reason=f"stopped; {steps}")
         return EndRun(exit_code=self._stop.exit_code, reason=f"{self._stop.reason}; {steps}")
 
@@ -117,25 +117,25 @@ class Shutdown:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether saves have come to an end. While no worker is left, nobody can tell what is saved."""
+        """Whether no save is under way. While no worker is left, nobody can report what is saved."""
         return bool(self._members.ready) and self._saving.is_settled
 
     def _is_heard_out(self, now_s: float) -> bool:
-        """Whether the run may end: where the last save has failed, all had a moment to say what memory has."""
+        """Whether the run may end: if the last save has failed, all had a moment to report what memory holds."""
         if self._saving.lacking is not None and self._saving.may_be_in_memory and not self._hears_out:
             self._hears_out = True
             self.due_s = min(self.due_s, now_s + _LAST_WORDS_S)
         return not self._hears_out or not self._saving.may_be_in_memory or now_s >= self.due_s
 
     def _settled(self, over: EndRun) -> EndRun:
-        """What the end is called once the last save has come to an end: without it, none is a success."""
+        """The end of the run once the last save is over: a run whose last save failed is no success."""
         lacking = self._saving.lacking
         if lacking is None or over.exit_code == ExitCode.FAILED:
             return over
         return EndRun(exit_code=ExitCode.NOT_SAVED, reason=f"{over.reason}, but {lacking}")
 
     def error_behind(self, over: EndRun) -> WorkerError | None:
-        """What ended workers, if nothing was committed since: it is the reason behind the other."""
+        """The error that ended workers, if nothing was committed since: the cause behind the end of the run."""
         fresh = self._fresh
         if not fresh or over.exit_code != ExitCode.FAILED:
             return None

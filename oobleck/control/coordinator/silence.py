@@ -1,4 +1,4 @@
-"""Who is silent: nodes that are lost by it, or this master, which may have been held up or be cut off."""
+"""Which side is silent: nodes, which are lost by it, or this master, which may be held up or cut off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Silence"]
 
 
 class Silence:
-    """Knows when nodes were heard of, and when this master was last called."""
+    """Knows when each node was last heard from, and when this master was last called."""
 
     def __init__(self, control: ControlSpec, leases: Leases) -> None:
         self._control = control
@@ -25,7 +25,7 @@ class Silence:
 
     @property
     def due_s(self) -> float:
-        """When somebody's silence is to be judged next."""
+        """When to judge a silence next."""
         return self._leases.due_s
 
     @property
@@ -42,7 +42,7 @@ class Silence:
     def forgive(self, now_s: float, late_s: float) -> float:
         """Return how long this master was held up, if it acts `late_s` after it should have; else 0.
 
-        What was said meanwhile waits to be read, and nobody had our answers: no lease has lapsed.
+        The messages of that time are still to be read, and no node had our answers: no lease has lapsed.
         """
         unheard_s, self._unheard_s = self._unheard_s, 0.0
         if late_s <= self._control.heartbeat_interval_s:
@@ -51,7 +51,7 @@ class Silence:
         return max(late_s, unheard_s)
 
     def hear(self, member: Member, now_s: float) -> tuple[Record, ...]:
-        """A node said something. Nothing is recorded unless most nodes were silent until now."""
+        """A node sent something. Nothing is recorded unless most nodes were silent until now."""
         member.last_heard_s = max(member.last_heard_s, now_s)
         silent_s = self._leases.heard(now_s)
         if silent_s is None:
@@ -59,7 +59,7 @@ class Silence:
         return (notice(now_s, "info", f"nodes are heard of again, after {silent_s:.1f} s"),)
 
     def judge(self, now_s: float) -> tuple[Record | GiveUp, ...]:
-        """Have nodes given up that are lost by their silence; none where it may be us who hear nothing."""
+        """Give up the nodes that are lost by their silence; none if this master may be the one that hears nothing."""
         was_suspicious = self._leases.is_suspicious
         lapsed = self._leases.take_lapsed(now_s)
         warnings: tuple[Record, ...] = ()

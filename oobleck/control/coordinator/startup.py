@@ -1,7 +1,7 @@
 """How a run begins: once all workers are ready and the profile is known, with what a checkpoint holds, if there is one.
 
-Until then every failure of a node ends the run, as nothing is lost by it: all are waited for a moment, and told at
-once.
+Until then every failure of a node ends the run, as nothing is lost by it. It ends a moment later, so that all failures
+are reported together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Startup:
         self.deadline_s = math.inf
 
     def forgive(self, late_s: float, soon_s: float) -> None:
-        """This master was held up for `late_s`: what was said meanwhile waits to be read until `soon_s`."""
+        """This master was held up for `late_s`: it reads the messages of that time until `soon_s`."""
         self.deadline_s = max(self.deadline_s + late_s, soon_s)
 
     def expect_all(self, now_s: float) -> None:
@@ -68,13 +68,13 @@ class Startup:
         return (EndRun(reason=f"not ready within {limit_s:g} s: {missing}{self._silence(now_s)}"),)
 
     def _silence(self, now_s: float) -> str:
-        """Who has fallen silent, for an error message; during a start nobody is lost by it."""
+        """Which nodes are silent, for an error message; during a start no node is lost by that."""
         since_s = now_s - self._job.control.lease_s
         silent = [member.spec.name for member in self._members.living if member.last_heard_s < since_s]
         return f"; nothing is heard of {', '.join(silent)}" if silent else ""
 
     def look(self, now_s: float) -> Effects:
-        """Have training begin once everything that the first plan needs is known, or ask for what is not."""
+        """Begin training once all that the first plan needs is known; ask for what is not."""
         profile = self._preparation.profile
         if profile is None or not self._preparation.is_complete or self._failures:
             return ()

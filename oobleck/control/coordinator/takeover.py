@@ -1,4 +1,4 @@
-"""How a master takes over a run that an earlier one has left: no worker stops for it, unless orders may be lost."""
+"""How a master takes over a run from an earlier one: workers keep training, unless orders may be lost."""
 
 from __future__ import annotations
 

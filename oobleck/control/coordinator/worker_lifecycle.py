@@ -1,4 +1,4 @@
-"""Which workers take part: they become ready, end, and are started again in their place."""
+"""Which workers take part: they become ready, end, and are started again."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def start_again(member: Member, device: int) -> Send:
 
 
 class WorkerLifecycle:
-    """Decides which workers are started again. Which are ready, and which have ended, is in `members`."""
+    """Decides which workers are started again. `members` knows which are ready and which have ended."""
 
     def __init__(self, members: Membership, progress: Progress) -> None:
         self._members = members
         self._progress = progress
 
     def worker_up(self, member: Member, message: WorkerReady, now_s: float) -> WorkerUp | None:
-        """Return what is known of a worker that is ready; None where a new master is told so again."""
+        """Return what is known of a worker that is ready; None if it repeats this to a new master."""
         known = member.ready.get(message.device)
         if (known is not None and known.pid == message.pid) or message.pid in member.gone.get(message.device, ()):
             return None
@@ -57,7 +57,7 @@ class WorkerLifecycle:
         if message.pid in (gone := member.gone.get(message.device, ())):
             if message.device in member.shutdown and message.pid == gone[-1]:
                 return (start_again(member, message.device),)
-            return ()  # said again to a new master
+            return ()  # repeated to a new master
         worker_id = WorkerId(node=member.spec.name, device=message.device)
         raised = (WorkerRaised(worker_id=worker_id, error=message.end),) if isinstance(message.end, Raised) else ()
         num_restarts = self._num_restarts(member, now_s)
@@ -75,7 +75,7 @@ class WorkerLifecycle:
     def _restart(
         self, member: Member, worker_id: WorkerId, message: WorkerExited, now_s: float, *, is_begun: bool
     ) -> Effects:
-        """Go on without the node until its worker is back: a fork of a warm process, not a start from nothing.
+        """Continue without the node until its worker is back: a fork of a warm process, not a start from nothing.
 
         The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
         pipeline alone; and the survivors may go on without what they have done. Where nobody survives, all wait for

@@ -42,7 +42,7 @@ _FAILURES = {
     Failure.MASTER_LOST: "the master was lost",
     Failure.NOT_SAVED: "the state was not saved",
     Failure.JOURNAL_GAP: "the journal could not be written",
-    Failure.REQUESTED: "done on request",
+    Failure.REQUESTED: "taken out on request",
     Failure.JOB_FAILED: "the job failed",
 }
 

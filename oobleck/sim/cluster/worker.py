@@ -1,6 +1,6 @@
 """Virtual workers: drivers of the follower and its `CommitState`, like `training.step.engine`, in virtual time.
 
-What is done, and in which order, is `control.commit.follower`'s. Here each effect becomes moves: the training thread is
+`control.commit.follower` says what is done, and in which order. Here each effect becomes moves: the training thread is
 a generator that yields wherever the real one may be preempted or has to wait, so that the caller of `step` chooses the
 interleaving. What must never happen, such as a layer that no worker sent, raises `Violation` on the spot."""
 
@@ -114,7 +114,7 @@ class VirtualWorker:
     ) -> None:
         """`clock` gives seconds; `announce` is called when a message changes what a wait may look for.
 
-        `shards` are those of the job where others than endless ones are wanted.
+        `shards` are the job's, if they are not endless ones.
         """
         self.worker_id = worker_id
         self.commit_state = CommitState(worker_id, announce, lock=nullcontext())
@@ -191,7 +191,7 @@ class VirtualWorker:
 
     @property
     def layers(self) -> dict[int, Version]:
-        """What it holds under the plan in force."""
+        """The layers that it holds under the plan in force."""
         return self._layers.held
 
     @property
@@ -201,12 +201,12 @@ class VirtualWorker:
 
     @property
     def holds_reduced(self) -> bool:
-        """It can still apply the step that its peers may have applied."""
+        """Whether it can still apply the step that its peers may have applied."""
         return bool(self._reduced)
 
     @property
     def is_settled(self) -> bool:
-        """Its layers are what it answers that they are, not about to become so."""
+        """Whether its layers are already those that it answers."""
         return self.wait.what not in ("adopting", "applying")
 
     @property
@@ -224,7 +224,7 @@ class VirtualWorker:
     # --- the training thread: effects become moves -------------------------------------------------------------
 
     def _carry_out(self, effects: Effects) -> Moves:
-        """Carry effects out, one after the other; what fails is for the follower to handle."""
+        """Carry out effects in order; the follower handles what fails."""
         outcome: Outcome = None
         failure: Exception | None = None
         while True:
@@ -356,7 +356,7 @@ class VirtualWorker:
 
     @property
     def _tells(self) -> bool:
-        """It reports microbatches: of a pipeline's stages, the last one knows of losses."""
+        """Whether it reports microbatches: the last stage of a pipeline does, for it knows the losses."""
         return self._seat is not None and self._seat.is_last
 
     def _record(self, step: int, generation: int) -> CommitRecord:
@@ -383,7 +383,7 @@ class VirtualWorker:
             self._say(pace)
 
     def _evaluate(self, effect: Evaluate) -> Generator[Wait, None, Evaluation]:
-        """All sum their losses, which takes no time here."""
+        """Sum the losses of all, which takes no time here."""
         if any(version.partial for version in self.layers.values()):
             raise Violation(f"{self.worker_id} evaluates in the middle of step {effect.step + 1}")
         key = effect.committee.key

@@ -1,4 +1,4 @@
-"""The worker process: the agent's messages in, a training thread that follows orders (`engine.py`), words back.
+"""The worker process: takes the agent's messages, follows orders on a training thread (`engine.py`), and reports.
 
 The control thread answers fences at once, whatever the training thread is doing (`control/commit/commit_state.py`).
 """
@@ -72,10 +72,10 @@ _STACK_LINES = 20
 def run_worker(sock: socket.socket) -> None:
     """Be a worker until the agent ends it; never returns.
 
-    An exception that nobody catches ends the process, on whatever thread: a helper that is gone would be waited for.
+    An uncaught exception on any thread ends the process: the others would wait for that thread forever.
     """
     shield_scripts()
-    faulthandler.enable()  # where native code was called from that ends the process is in the agent's log
+    faulthandler.enable()  # if native code ends the process, the agent's log has the calls that led there
     link = AgentLink(sock)
     threading.excepthook = lambda failed: _fail(link, failed.exc_value)
     try:
@@ -149,7 +149,7 @@ class _Worker:
         )
 
     def run(self) -> NoReturn:
-        """Follow orders for ever."""
+        """Follow orders forever."""
         self._link.start_reader(self._handle)
         self._link.send(
             WorkerReady(
@@ -187,7 +187,7 @@ class _Worker:
             case Fence():
                 self._link.send(self._answer(message))
             case PlanUpdate():
-                self._log.info("is given an order of generation %d", message.generation)
+                self._log.info("receives an order of generation %d", message.generation)
                 self._commit_state.give_update(message)
             case FinishStep():
                 self._log.info("is to stop after the step in flight")
@@ -210,7 +210,7 @@ class _Worker:
                 if self._records is not None:
                     self._records.put(message)
             case RecordsOver(step=step):
-                self._log.info("is told that no step comes after %d", step)
+                self._log.info("learns that no step comes after %d", step)
                 if self._records is not None:
                     self._records.end(message)
             case SetUpWorker():
@@ -234,7 +234,7 @@ class _Worker:
         """Answer a fence that asks why no step is committed; probing takes its time, so on a thread of its own."""
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
         status = self._answer(fence)
-        self._log.warning("nothing goes on; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
+        self._log.warning("is stuck; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
 
         def tell() -> None:
             others = [bell for bell in fence.probe_addresses if bell.worker_id != self._worker_id]

@@ -1,6 +1,6 @@
-"""What all workers must agree on to commit, as one small vector that an all-reduce adds up.
+"""What all workers must agree on to commit, as one small vector that an all-reduce sums.
 
-[what is summed of the step, …, how often each of its microbatches was counted, …], in float64.
+[the step's sums, …, how often each of its microbatches was counted, …], in float64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the engine does, as lines of its log: one for each effect that says something of a run.
 
-What changes with a plan is information; what every step does is for debugging, and so is what is only looked at.
+What changes with a plan is logged as information, what every step does as debugging; so is what is only looked at.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _INFO, _DEBUG, _NEVER = logging.INFO, logging.DEBUG, logging.NOTSET
 
 @contextmanager
 def logged(log: WorkerLog, effect: Effect, worker_id: WorkerId) -> Iterator[None]:
-    """Log an effect that is carried out within the block: once it is done, or with what ended it."""
+    """Log the effect that the block carries out: once it is done, or with the error that ended it."""
     level = _level_of(effect)
     if level == _NEVER:
         yield
@@ -92,7 +92,7 @@ def update_text(update: PlanUpdate) -> str:
 
 
 def _level_of(effect: Effect) -> int:
-    """How much a line says; never for what is only looked at, or said elsewhere."""
+    """The level of an effect's line; below all levels for what is only looked at, or logged elsewhere."""
     match effect:
         case (
             FormGroups()

@@ -1,6 +1,6 @@
 """The training thread's work: a driver of the follower, with torch and process groups.
 
-What is done with an order, and what comes first, is `control.commit.follower`'s; the engine carries its effects out and
+`control.commit.follower` says what to do with an order, and in which sequence; the engine carries its effects out and
 never chooses. What was computed of the step in flight (`step.py`) lasts until the step is applied or forgotten, what is
 committed of it (`sections.py`) until it is applied; a plan gives and takes layers (`layer_store.py`)."""
 
@@ -165,7 +165,7 @@ class Engine:
         self._received_bytes = 0
 
     def run(self) -> NoReturn:
-        """Follow orders for ever."""
+        """Follow orders forever."""
         self._drive(self._follower.run())
         raise AssertionError("the follower never ends")
 
@@ -173,7 +173,7 @@ class Engine:
         drive(effects, self._carry_out)
 
     def _carry_out(self, effect: Effect) -> Outcome:
-        """Carry one effect out, and log it. Raises what the effect may raise."""
+        """Carry out an effect, and log it. Raises what the effect may raise."""
         with logged(self._log, effect, self._worker_id):
             return self._do(effect)
 
@@ -285,11 +285,11 @@ class Engine:
         self._step.execute(self._pipeline_rank, program, self._reducers.in_force.reducer)
 
     def _sum_over(self, committee: Committee, vector: torch.Tensor) -> None:
-        """Add a vector up over all who commit together, in place. Raises Interrupted or PeerLost."""
+        """Sum a vector over all who commit together, in place. Raises Interrupted or PeerLost."""
         self._groups.sum(committee.key, vector, self._commit_state.is_fenced)
 
     def _agree(self, effect: Agree) -> Agreed:
-        """Take part in the commit's all-reduce. A worker that returns knows that all have reduced all their gradients.
+        """Take part in the commit's all-reduce. Once it returns, all workers have reduced all their gradients.
 
         Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
         """
@@ -341,7 +341,7 @@ class Engine:
                 saving.settle()
 
     def _settle(self) -> None:
-        """Have nothing changed that is still being saved."""
+        """Wait until nothing is being saved, before it changes."""
         if self._saving is not None:
             self._saving.settle()
 

@@ -1,7 +1,7 @@
 """Evaluation between two steps: every pipeline takes its share of the samples forward, and all sum their losses.
 
-Nothing of a step is in flight meanwhile, so a failure costs some time alone: a worker that is interrupted gives up, and
-recovery continues as it does between any two steps. A plan that takes effect at a step whose evaluation is due begins
+No step is in flight meanwhile, so a failure costs only time: a worker that is interrupted gives up, and recovery
+continues as it does between any two steps. A plan that takes effect at a step whose evaluation is due begins
 with it, so that all who are in the plan agree; and plans take effect there until the coordinator is told the outcome.
 """
 
@@ -34,7 +34,7 @@ _Send = tuple[Pending, torch.Tensor]
 
 
 class Evaluator:
-    """Evaluates a job's model on the samples that are kept for it."""
+    """Evaluates a job's model on the samples set aside for that."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Evaluator:
         interrupted: Callable[[], bool],
         on_progress: Callable[[int], None],
     ) -> None:
-        """`interrupted` ends whatever is waited for. `on_progress` is called with the step every second or so, for
+        """`interrupted` ends any wait. `on_progress` is called with the step every second or so, for
         others that wait for the next step. Raises ConfigError where there are fewer samples than one microbatch has.
         """
         self._job = job
@@ -68,8 +68,7 @@ class Evaluator:
         """Evaluate the model of a step, together with all others in the plan.
 
         `share` is this pipeline's number and how many there are, `everyone` the group of all workers. Raises
-        Interrupted or PeerLost; nothing is lost by it but the evaluation, whose messages may be stuck in the groups
-        then.
+        Interrupted or PeerLost; only the evaluation is lost by that, and its messages may be stuck in the groups.
         """
         began_s = time.monotonic()
         sends: deque[_Send] = deque()  # until all have what they need: one that is let go holds up those after it

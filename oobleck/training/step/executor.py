@@ -1,6 +1,6 @@
 """Executes the compiled program of one stage, instruction by instruction.
 
-Nothing is decided here: the program says what is computed, received and sent, and in which order. Receives are
+This module decides nothing: the program says what is computed, received and sent, and in which order. Receives are
 posted ahead by helper threads in the program's own order, so that a tensor is often there before it is asked
 for; sends are posted and forgotten until the step is committed, by which time every receiver has them.
 """
@@ -27,7 +27,7 @@ _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 
 class Execution:
-    """One program for some microbatches of a step. What is under way is kept by the step's number of a microbatch."""
+    """Runs one program for some microbatches of a step. What is in flight is kept by microbatch number in the step."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Execution:
         """Run a stage's program, adding to the work and to the gradients.
 
         The program's positions 0 .. m-1 stand for `microbatches`, the step's own numbers. The instructions that
-        end a step (reduce, commit, apply) are not for here: it stops before them. `around_last` is entered for the
+        end a step (reduce, commit, apply) are not run here: it stops before them. `around_last` is entered for the
         backward pass after which gradients are final.
 
         Raises Interrupted once the pipeline is stopped, PeerLost when a neighbour is gone, ShardUnreadable; gradients
@@ -113,7 +113,7 @@ class Execution:
         return inbox
 
     def _check(self) -> None:
-        """Computation is not interruptible; look once for each piece of it."""
+        """Raise Interrupted if the pipeline is stopped; called before each piece, as none can be interrupted."""
         if self._interrupted():
             raise Interrupted
 
@@ -149,7 +149,7 @@ class Execution:
         self._backward_weight(microbatch)
 
     def _backward_input(self, microbatch: int) -> None:
-        """Take a microbatch backward; weights that are put off are not done then, all others are."""
+        """Take a microbatch backward, with all gradients but those of weights that are put off."""
         self._check()
         if self._put_off is not None:
             self._put_off.begin(microbatch)

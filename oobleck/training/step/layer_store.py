@@ -1,7 +1,8 @@
-"""What one worker has of the model: whole layers, with their optimizer state, and what is committed for them.
+"""A worker's part of the model: whole layers, with their optimizer state and their committed sums.
 
-A plan gives layers to some workers and takes them from others. What is taken is kept for a while, as it was, for it may
-not have arrived where it went. The loss scale goes with the layers, for all who have some must agree on it.
+A plan gives layers to some workers and takes them from others. A layer that is taken is kept for a while, unchanged: it
+may not have arrived at its target. The loss scale goes with the layers, because all workers that have some must agree
+on it.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class LayerStore:
 
     @property
     def scale(self) -> float:
-        """What the loss of the step in flight is multiplied with."""
+        """The factor on the loss of the step in flight."""
         assert self.loss_scale is not None
         return self.loss_scale.scale if self._precision.scales_loss else 1.0
 
     def apply(self, record: CommitRecord, reduced: Mapping[str, torch.Tensor]) -> None:
-        """Apply a committed step's gradients, unless it is skipped. Nobody asks for layers that a plan took away."""
+        """Apply a committed step's gradients, unless it is skipped, and drop the layers that a plan took away."""
         assert self.loss_scale is not None
         if not record.is_skipped:
             limit = self._job.optimizer.max_grad_norm
@@ -75,7 +76,7 @@ class LayerStore:
     # --- what there is of a layer --------------------------------------------------------------------------
 
     def named_state(self, layer: int) -> dict[str, torch.Tensor]:
-        """A layer's state as a file has it."""
+        """A layer's state, named as in a file."""
         state = self._optimizer.named_state(self._structure.layer_parameters(layer))
         if self.loss_scale is not None and self._precision.scales_loss:
             state[_LOSS_SCALE] = torch.tensor(self.loss_scale.as_numbers(), dtype=torch.float64)
@@ -86,7 +87,7 @@ class LayerStore:
         return tuple(digest_of(self.named_state(layer).values()) for layer in self._model.layers)
 
     def _state_of(self, layer: int, sums: Sums | None) -> LayerState:
-        """What travels of a layer: the optimizer's state and, if there is any, what is committed for its parameters."""
+        """What a transfer of a layer holds: the optimizer's state and the committed sums of its parameters, if any."""
         if layer in self._kept:
             return self._kept[layer]
         names = self._structure.layer_parameters(layer)
@@ -101,7 +102,7 @@ class LayerStore:
         return state + tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes if has_partial)
 
     def _state_size(self, layer: int, *, has_partial: bool) -> int:
-        """The elements of what travels of a layer."""
+        """The number of elements in a transfer of a layer."""
         shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
         counts = [shapes[name].numel() for name in self._structure.layer_parameters(layer)]
         return sum(layout.size(count) + count * has_partial for count in counts)
@@ -109,7 +110,7 @@ class LayerStore:
     # --- from one plan to the next -------------------------------------------------------------------------
 
     def read(self, restore: Restore, layers: range, transfers: Collection[LayerTransfer], saving: LayerSaver) -> None:
-        """Read from a checkpoint what this worker is to hold or to send, but for what others send it.
+        """Read from a checkpoint what this worker is to hold or send, except what others send it.
 
         Raises CorruptCheckpoint.
         """
@@ -140,7 +141,7 @@ class LayerStore:
         interrupted: Callable[[], bool],
         on_progress: Callable[[int, int], None],
     ) -> int:
-        """Exchange the layers that change hands; returns the bytes that have come, which a plan takes later.
+        """Exchange the layers that change hands, and return the bytes received. `take` puts them to use.
 
         `sums` is what is committed here of the step in flight, None where nothing is. `group` is that of all who send
         or receive, None for one that does neither. `on_progress(received, all)` is told bytes now and then. Raises
@@ -164,7 +165,7 @@ class LayerStore:
     def agree_on_loss_scale(self, sum_up: Callable[[torch.Tensor], None] | None, *, is_current: bool) -> None:
         """Tell newcomers the loss scale that the others have come to. Raises what `sum_up` raises.
 
-        `sum_up` adds a vector up over all who train, in place; None for a spare, which is not there to hear it.
+        `sum_up` sums a vector over all who train, in place; None for a spare, which takes no part.
         `is_current` if this worker holds the state from which training continues.
         """
         if not self._precision.scales_loss:
@@ -193,7 +194,7 @@ class LayerStore:
         kept = {layer: self._state_of(layer, sums) for layer in keep}
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | self._received
         self._kept, self._received = kept, {}
-        if is_initial:  # whatever was trained is of a past that never was
+        if is_initial:  # all training before is discarded
             states = {}
             self._model.adopt(0, 0, {})
             self._optimizer.adopt({})
@@ -214,5 +215,5 @@ class LayerStore:
         return {} if sums is None else {name: known[name] for name in self._model.parameters}
 
     def let_go_of_kept(self) -> None:
-        """All have adopted the plan: nobody will ask for the layers that it took away."""
+        """All have adopted the plan: drop the layers that it took away."""
         self._kept = {}

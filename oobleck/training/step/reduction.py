@@ -115,8 +115,8 @@ class GradientReducer:
     """Sums gradients over their owners, bucket by bucket, from flat copies.
 
     Buckets are posted in their order, by all, and waited for together. Those whose gradients are final are posted
-    already while the last backward pass runs on. What fails then is told by `finish`, since the pipeline's own work
-    is sound. After a failure the copies are left to the reductions that may still write to them.
+    already while the last backward pass still runs. If one fails then, `finish` raises it: the pipeline's own work is
+    sound. After a failure the copies are left to the reductions that may still write to them.
 
     What it sums are the parameters' own gradients, or others that `begin` is given.
     """
@@ -132,7 +132,7 @@ class GradientReducer:
         self._others: Mapping[str, torch.Tensor] | None = None
 
     def begin(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Post all buckets of these gradients, by parameter; `finish` returns their sums. Nothing is raised."""
+        """Post all buckets of these gradients, by parameter; `finish` returns their sums. Raises nothing."""
         assert not self._num_posted, "sums are under way"
         self._others = gradients
         self._post_before(len(self.buckets))
@@ -143,12 +143,12 @@ class GradientReducer:
 
     @property
     def poll_s(self) -> float | None:
-        """How often it must be looked at while it is not done; None where its waiter is woken."""
+        """Seconds between looks while it is not done; None if its waiter is woken."""
         return min((each.poll_s for each in self._pending if each.poll_s is not None), default=None)
 
     @property
     def awaited(self) -> tuple[WorkerId, ...]:
-        """The workers whose part is waited for."""
+        """The workers that it waits for."""
         return tuple(sorted({worker_id for each in self._pending if not each.is_done() for worker_id in each.others}))
 
     def abandon(self) -> None:
@@ -253,7 +253,7 @@ class GradientReducer:
 
 @dataclass(frozen=True, slots=True)
 class PlanReducer:
-    """What sums gradients under a plan, and who takes part."""
+    """The reducer of a plan, and the workers that take part."""
 
     committee: Committee
     reducer: GradientReducer
@@ -278,7 +278,7 @@ class Reducers:
         self.in_force = None if committee is None else PlanReducer(committee, self._new(committee))
 
     def of(self, committee: Committee) -> GradientReducer:
-        """Return what sums a committee's gradients. What is posted already was with the one in force."""
+        """Return the reducer of a committee. What is posted already is with the one in force."""
         in_force = self.in_force
         return in_force.reducer if in_force is not None and in_force.committee is committee else self._new(committee)
 

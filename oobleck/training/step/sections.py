@@ -1,7 +1,7 @@
 """Sections of a step: carries out the effects of `control.commit.partial_commit` with real sums, while a program runs.
 
-What is done of a step is set aside without a copy; its sums are added to those that are committed. When
-anything is begun, taken or given up is for `PartialCommit` to say; here is how, and the waiting.
+What is done of a step is set aside without a copy; its sums are added to those that are committed. `PartialCommit` says
+when a section is begun, taken or given up; this module says how, and waits.
 `sim/cluster/sections.py` is the same without tensors."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SectionSums:
         """Of the gradients of what is committed, by parameter; empty where nothing is."""
 
     def adopt(self, in_force: PlanReducer | None, sums: Mapping[str, torch.Tensor]) -> None:
-        """A plan comes into force, with these sums committed of the step in flight; None for a spare.
+        """Put a plan in force, with these committed sums of the step in flight; None for a spare.
 
         The reducer is the one that also ends the step: it has no sums under way when a section begins.
         """
@@ -99,19 +99,19 @@ class SectionSums:
     # --- while a program runs ------------------------------------------------------------------------------
 
     def begin(self, work: StepWork) -> None:
-        """Have what is done of a step committed, beside what follows. Raises Interrupted if the pipeline is stopped."""
+        """Commit what is done of a step, while the program continues. Raises Interrupted if the pipeline is stopped."""
         self._work = work
         self._carry_out(self._partial_commit.begin(work.step))
 
     def look(self) -> None:
-        """Move on as far as the others let us. Never blocks, raises nothing."""
+        """Advance as far as possible without waiting. Never blocks, raises nothing."""
         if self._partial_commit.is_busy and self._can_move():
             self._carry_out(self._partial_commit.look())
 
     def look_until(
         self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId]
     ) -> None:
-        """Look after the section while waiting for something else: others could wait for our part in it.
+        """Look after the section while waiting for something else: others may be waiting for our part in it.
 
         Returns once `ready`, or with nothing to look after. Raises Interrupted once `interrupted`.
         """
@@ -123,7 +123,7 @@ class SectionSums:
     # --- effects -------------------------------------------------------------------------------------------
 
     def carry_out(self, effect: SectionEffect) -> Outcome:
-        """Carry one effect of the partial commit out. Raises what the effect may raise."""
+        """Carry out an effect of the partial commit. Raises what the effect may raise."""
         match effect:
             case PostSection():
                 self._post()

@@ -13,7 +13,7 @@ __all__ = ["StageSums"]
 
 
 class StageSums:
-    """Called with a tensor, adds it up over the stage's devices, in place. What a model's own modules call."""
+    """Called by a model's own modules with a tensor: sums it over the stage's devices, in place."""
 
     def __init__(self, interrupted: Callable[[], bool]) -> None:
         """`interrupted` ends the devices' waiting for each other in a step."""
@@ -27,7 +27,7 @@ class StageSums:
         return tensor
 
     def adopt(self, group: Group | None) -> None:
-        """A plan comes into force, with this group of the stage's devices; None where there is one alone."""
+        """Put a plan in force, with this group of the stage's devices; None if there is only one."""
         self._group = group
 
     @contextmanager

@@ -71,7 +71,7 @@ class StepInFlight:
         return self._work
 
     def begin(self, step: int, *, scale: float) -> None:
-        """Begin a step; its loss is multiplied with `scale`. Raises Interrupted where its records never come."""
+        """Begin a step; its loss is multiplied by `scale`. Raises Interrupted if its records never come."""
         self._model.loss_scale = scale
         samples, num_items = self._samples_of(step)
         self._batch = GlobalBatch(
@@ -85,7 +85,7 @@ class StepInFlight:
         self._work = StepWork(step)
 
     def forget(self) -> None:
-        """Nothing is done of the step but what is committed."""
+        """Drop what is done of the step and not committed."""
         for parameter in self._model.parameters.values():
             parameter.grad = None
         self._batch, self._work = None, None
@@ -93,7 +93,7 @@ class StepInFlight:
         self._step_timer.forget_step()
 
     def _samples_of(self, step: int) -> tuple[Sequence[int], int]:
-        """Return the samples of a step, and the tokens they predict; of shards, once they are told."""
+        """Return the samples of a step, and the tokens they predict; from shards, once its records are known."""
         batch, records = self._job.global_batch_size, self._dataset.records
         if records is None:
             samples = samples_of_step(self._job.seed, step, batch, self._dataset.num_samples)
@@ -139,7 +139,7 @@ class StepInFlight:
         around_last = self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext()
         began_s, waited_s = time.monotonic(), self._waiter.waited_s
         execution.run(schedule.programs[pipeline_rank.stage], program.microbatches, around_last=around_last)
-        synchronize(self._model.device)  # what was launched is not computed yet, and times are of what is
+        synchronize(self._model.device)  # kernels are launched, not yet computed, and times count what is computed
         self._step_timer.add(
             began_s,
             time.monotonic(),

@@ -1,4 +1,4 @@
-"""What the training thread's time went into: how fast this worker computes, when it did, and what it waited for."""
+"""How the training thread spent its time: how fast this worker computes, when it computed, and what it waited for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUSY_TIMES = 16
 
 
 class StepTimer:
-    """Adds up stretches of computation, and closes the account after each step."""
+    """Adds up stretches of computation, step by step."""
 
     def __init__(self, device: int) -> None:
         self._pace = PaceMeter(device, time.monotonic())
@@ -34,7 +34,7 @@ class StepTimer:
         self._pace.add(ended_s - began_s - waited_s, num_microbatches)
 
     def begin_step(self) -> None:
-        """The step takes from here on."""
+        """The step's time starts here."""
         self._step_began_s = time.monotonic()
 
     def forget_step(self) -> None:
@@ -65,5 +65,5 @@ class StepTimer:
         return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
 
     def take_pace(self) -> Pace | None:
-        """What the master compares nodes by, to find the slow ones: once a second at most."""
+        """Return the speed by which the master finds slow nodes; at most once a second."""
         return self._pace.take(time.monotonic())

@@ -1,4 +1,4 @@
-"""What a worker computes of a step: the step's samples, its own place in the pipeline, and what it has done."""
+"""A worker's part of a step: the step's samples, its own place in the pipeline, and what it has done."""
 
 from __future__ import annotations
 

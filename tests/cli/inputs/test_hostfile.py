@@ -184,19 +184,19 @@ def test_errors_name_file_line_value_and_remedy(line, problem):
     ],
 )
 def test_a_device_belongs_to_one_line(text, line, device, first_line):
-    with pytest.raises(ConfigError, match=rf"^hosts:{line}: device {device} of .* taken by line {first_line} already"):
+    with pytest.raises(ConfigError, match=rf"^hosts:{line}: device {device} .*line {first_line}\b"):
         parse(text)
 
 
 def test_a_host_that_is_repeated_too_often_runs_out_of_devices():
-    with pytest.raises(ConfigError, match=rf"^hosts:2: device {MAX_DEVICES} of a is not possible"):
+    with pytest.raises(ConfigError, match=rf"^hosts:2: device {MAX_DEVICES} of a\b"):
         parse(f"a slots={MAX_DEVICES}\na")
 
 
 def test_the_most_nodes_are_possible_and_one_more_is_not():
     text = f"a[1-{MAX_NODES - 1}]\nb"
     assert len(parse(text)) == MAX_NODES
-    with pytest.raises(ConfigError, match=f"^hosts:3: names more than {MAX_NODES} nodes"):
+    with pytest.raises(ConfigError, match=rf"^hosts:3: .*\b{MAX_NODES}\b"):
         parse(f"{text}\nc")
 
 

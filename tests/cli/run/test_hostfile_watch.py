@@ -132,7 +132,7 @@ async def test_a_broken_edit_is_told_once_and_changes_nothing(
     await until(lambda: follower.told)
     await trio.sleep(5 * INTERVAL_S)
     (told,) = follower.told
-    assert told.startswith("warning: the hostfile's edit is not followed: ")
+    assert told.startswith("warning: ")
     assert words in told
     path.write_text("a\nb\nc\n")
     await until(lambda: follower.done)
@@ -143,5 +143,5 @@ async def test_a_file_that_is_gone_is_told_and_drains_nobody(watched: tuple[Path
     path, follower = watched
     path.unlink()
     await until(lambda: follower.told)
-    assert "cannot be read" in follower.told[0]
+    assert str(path) in follower.told[0]
     assert follower.done == []

@@ -510,7 +510,7 @@ def test_a_program_that_failed_half_way_is_not_continued():
 @pytest.mark.parametrize("counted", [(0, *range(MICROBATCHES)), tuple(range(1, MICROBATCHES))])
 def test_a_microbatch_that_is_counted_twice_or_never_stops_the_worker(counted: tuple[int, ...]):
     driver = Driver(counted=counted)
-    with pytest.raises(AssertionError, match="step 1: microbatches counted"):
+    with pytest.raises(AssertionError, match=r"^step 1: "):
         driver.follow(update(1))
     assert (driver.applied, driver.commit_state.applied) == (0, 0)
 
@@ -745,7 +745,7 @@ def test_a_section_that_sums_a_microbatch_twice_is_not_committed():
     assert isinstance(next(look), TakeSums)
     assert isinstance(look.send(True), PostTotals)
     assert isinstance(look.send(None), TakeTotals)
-    with pytest.raises(AssertionError, match="section 1 of step 1: microbatches counted"):
+    with pytest.raises(AssertionError, match=r"^section 1 of step 1: "):
         look.send(Totals(0.0, (0, 0, 1, 4, 5)))
 
 

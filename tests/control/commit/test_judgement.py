@@ -140,7 +140,7 @@ def test_layers_kept_for_others_do_not_count_with_a_worker_that_has_to_commit():
     assert verdict.held == {at("a"): frozenset(kept), at("c"): {0, 1, 2, 3}}
 
 
-def test_spares_and_newcomers_count_for_nothing():
+def test_spares_and_newcomers_are_ignored():
     statuses = {at("a"): status(3), at("s"): status(0, layers=(), adopted=0)}
     verdict = judge(statuses, None, {1: PLAN})
     assert (verdict.applied, verdict.adopted, set(verdict.held)) == (3, 1, {at("a")})

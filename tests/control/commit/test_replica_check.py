@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.replica_check import ReplicaCheck, odd_ones
 from oobleck.control.events import Record, Repair
-from oobleck.control.journal import sentence
+from oobleck.control.journal import JournalEntry, Notice, ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
@@ -25,8 +25,8 @@ def say(replica_check: ReplicaCheck, step: int, digests: dict[WorkerId, dict[int
     return answer
 
 
-def texts(effects: tuple[Record | Repair, ...]) -> list[str]:
-    return [sentence(effect.entry) for effect in effects if isinstance(effect, Record)]
+def entries(effects: tuple[Record | Repair, ...]) -> list[JournalEntry]:
+    return [effect.entry for effect in effects if isinstance(effect, Record)]
 
 
 def distrusted(effects: tuple[Record | Repair, ...]) -> dict[WorkerId, frozenset[int]]:
@@ -57,15 +57,18 @@ def test_the_odd_one_of_three_is_named_and_its_layer_alone_distrusted() -> None:
     copies = {worker_id: {0: 5, 1: 6} for worker_id in PLACES[:3]} | {PLACES[1]: {0: 5, 1: 7}}
     effects = say(ReplicaCheck(), 100, copies)
     assert distrusted(effects) == {PLACES[1]: frozenset({1})}
-    (text,) = texts(effects)
-    assert "step 100 layer 1 on n1:0 differs from that on n0:0, n2:0" in text
+    (entry,) = entries(effects)
+    assert entry == ReplicasDiffer(
+        t_s=0.0, step=100, layer=1, odd=(PLACES[1],), trusted=(PLACES[0], PLACES[2]), is_sure=True
+    )
 
 
 def test_of_two_that_differ_both_are_named() -> None:
     effects = say(ReplicaCheck(), 100, {PLACES[0]: {0: 5}, PLACES[1]: {0: 6}})
     assert distrusted(effects) == {PLACES[1]: frozenset({0})}
-    (text,) = texts(effects)
-    assert all(str(worker_id) in text for worker_id in PLACES[:2])
+    (entry,) = entries(effects)
+    assert isinstance(entry, ReplicasDiffer)
+    assert (entry.odd, entry.trusted, entry.is_sure) == ((PLACES[1],), (PLACES[0],), False)
 
 
 def test_an_incomplete_comparison_is_dropped_for_a_newer_one() -> None:
@@ -80,7 +83,7 @@ def test_machines_that_always_differ_are_compared_no_more() -> None:
     replica_check = ReplicaCheck()
     answers = [say(replica_check, step, {PLACES[0]: {0: 1}, PLACES[1]: {0: 2}}) for step in (100, 200, 300, 400)]
     assert [bool(distrusted(answer)) for answer in answers] == [True, True, False, False]
-    assert "compared no more" in texts(answers[2])[-1]
+    assert [type(entry) for entry in entries(answers[2])] == [ReplicasDiffer, Notice]
     assert answers[3] == ()
 
 

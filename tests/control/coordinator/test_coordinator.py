@@ -75,6 +75,7 @@ from oobleck.control.protocol import (
     WorkerExited,
     WorkerStarted,
 )
+from oobleck.exit_codes import ExitCode
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import PID, Bench, hello, living, ready, sends
@@ -141,7 +142,7 @@ def test_failures_to_start_are_told_together():
     bench.wait(0.5)
     assert bench.ended is not None
     assert bench.ended.exit_code == 1
-    assert bench.ended.reason == "cannot start:\nn0: no route\nn2: no python"
+    assert bench.ended.reason.splitlines()[1:] == ["n0: no route", "n2: no python"]
 
 
 def test_a_worker_that_dies_before_training_ends_the_start():
@@ -173,7 +174,7 @@ def test_a_model_that_no_plan_fits_is_the_users_to_change():
     bench.prepare()
     assert bench.ended is not None
     assert bench.ended.exit_code == 78
-    assert "needs at least" in bench.ended.reason
+    assert "there are 2" in bench.ended.reason
 
 
 def test_a_node_may_be_added_before_training():
@@ -209,7 +210,7 @@ def test_the_run_ends_when_all_have_finished():
     assert bench.ended is None
     bench.say("n2", Finished(device=0, applied=3))
     assert bench.ended is not None
-    assert (bench.ended.exit_code, bench.ended.reason) == (0, "all 3 steps are committed")
+    assert bench.ended.exit_code == ExitCode.DONE
     assert bench.coordinator.phase is Phase.ENDED
     assert bench.coordinator.next_deadline() == math.inf
     assert bench.commit("n0", 4) == []
@@ -237,7 +238,8 @@ def test_a_stop_lets_the_step_in_flight_be_committed():
     for node in ("n0", "n1", "n2"):
         bench.say(node, Finished(device=0, applied=1))
     assert bench.ended is not None
-    assert (bench.ended.exit_code, bench.ended.reason) == (130, "interrupted; 1 steps are committed")
+    assert bench.ended.exit_code == ExitCode.INTERRUPTED
+    assert [entry.record.step for entry in bench.journal(StepDone)] == [1]
 
 
 def test_a_stop_now_is_now():
@@ -298,7 +300,7 @@ def test_orders_wait_for_every_answer_and_for_losses_to_settle():
     assert (started.nodes, again.nodes) == (("n2",), ("n2", "n1"))
 
 
-def test_answers_to_an_older_fence_count_for_nothing():
+def test_answers_to_an_older_fence_are_ignored():
     bench = training()
     bench.fail("n2")
     bench.fail("n1")
@@ -344,7 +346,6 @@ def test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time(done:
     update = bench.updates[-1]
     assert (update.finish, update.boundary, bool(update.segments)) == (finish, finish or 0, finish is not None)
     adopted = bench.journal(PlanAdopted)[-1]
-    assert ("step 1 is run again" in adopted.reason) == (finish is None)
     assert adopted.finish == finish
 
 
@@ -392,7 +393,8 @@ def test_losing_everybody_ends_the_run():
     for node in ("n0", "n1", "n2"):
         bench.fail(node)
     assert bench.ended is not None
-    assert bench.ended.reason == "all nodes are lost"
+    assert bench.ended.exit_code == ExitCode.FAILED
+    assert [entry.node for entry in bench.journal(NodeLost)] == ["n0", "n1", "n2"]
 
 
 def test_losing_the_last_copy_of_a_layer_ends_the_run_with_its_name():
@@ -405,15 +407,16 @@ def test_losing_the_last_copy_of_a_layer_ends_the_run_with_its_name():
         bench.fail(node)
     answer_all(bench, *left, applied=1, last_record=record(1))
     assert bench.ended is not None
-    assert bench.ended.reason == f"cannot go on after losing {', '.join(gone)}: no living node holds layers 0, 1"
+    assert all(node in bench.ended.reason for node in gone)
+    assert "layers 0, 1" in bench.ended.reason
 
 
 def test_redundancy_below_f_is_told():
     bench = training(PAIRS)
     bench.fail("n3")
     answer_all(bench, "n0", "n1", "n2")
-    warnings = [entry.text for entry in bench.journal(Notice) if entry.level == "warning"]
-    assert warnings == ["redundancy is below f = 1: losing 1 more nodes may cost the model's state"]
+    (warning,) = [entry.text for entry in bench.journal(Notice) if entry.level == "warning"]
+    assert "f = 1" in warning
     assert not bench.journal(PlanAdopted)[-1].redundant
 
 
@@ -516,7 +519,8 @@ def test_regroupings_that_lead_nowhere_end():
         if bench.ended is None:
             answer_all(bench, "n0", "n1", "n2")
     assert bench.ended is not None
-    assert bench.ended.reason == "no step was committed through 3 regroupings"
+    assert bench.ended.exit_code == ExitCode.FAILED
+    assert "3 regroupings" in bench.ended.reason
 
 
 def test_no_step_for_ten_times_as_long_as_one_takes_is_a_hang():
@@ -600,7 +604,7 @@ def test_the_error_that_ends_every_worker_ends_the_run_with_its_traceback():
     for node in ("n0", "n1", "n2"):
         bench.say(node, error)
     assert bench.ended is not None
-    assert "ValueError: bad sample" in bench.ended.reason
+    assert "bad sample" in bench.ended.reason
     assert end_text(bench.journal(WorkerDown)[0].end) == "ValueError: bad sample"
 
 
@@ -614,7 +618,7 @@ def test_an_error_that_cost_the_last_copy_is_told_instead_of_the_layers():
         bench.fail(node)
     answer_all(bench, *left, applied=1, last_record=record(1))
     assert bench.ended is not None
-    assert "ValueError: bad sample" in bench.ended.reason
+    assert "bad sample" in bench.ended.reason
 
 
 def test_an_error_that_training_got_over_is_not_blamed_for_the_end():
@@ -625,7 +629,8 @@ def test_an_error_that_training_got_over_is_not_blamed_for_the_end():
     for node in ("n0", "n1", "n2"):
         bench.fail(node)
     assert bench.ended is not None
-    assert bench.ended.reason == "all nodes are lost"
+    assert bench.journal(JobEnded)[-1].error is None
+    assert "cosmic ray" not in bench.ended.reason
 
 
 def pairs_of_devices() -> Bench:
@@ -651,7 +656,7 @@ def test_workers_of_one_node_end_together_and_are_started_again():
     assert not bench.journal(NodeLost)
 
 
-def test_what_a_worker_says_that_was_told_to_end_counts_for_nothing():
+def test_what_a_worker_says_that_was_told_to_end_is_ignored():
     bench = pairs_of_devices()
     bench.commit("n0", 1)
     bench.say("n1", CRASH)
@@ -802,7 +807,8 @@ def test_nobody_is_let_go_whom_the_job_cannot_go_on_without():
     bench.feed(DrainRequested(node="n1"))
     answer_all(bench, "n0", "n1")
     assert bench.ended is None
-    assert "n1 stays: the job cannot go on without it" in [entry.text for entry in bench.journal(Notice)]
+    assert bench.journal(Notice)[-1].level == "warning"
+    assert "n1" in bench.journal(Notice)[-1].text
     assert "n1" in bench.updates[-1].plan.nodes
 
 
@@ -811,7 +817,9 @@ def test_only_nodes_that_train_can_be_drained(node: str):
     bench = training()
     bench.feed(AddRequested(spec=NodeSpec(name="n9", host="n9")))
     bench.feed(DrainRequested(node=node))
-    assert bench.journal(Notice)[-1].text == f"{node} is not training, so it cannot be drained"
+    assert bench.journal(Notice)[-1].level == "warning"
+    assert node in bench.journal(Notice)[-1].text
+    assert bench.coordinator.phase is Phase.TRAINING
 
 
 def test_nothing_is_drained_before_training():
@@ -819,7 +827,8 @@ def test_nothing_is_drained_before_training():
     bench.up("n0")
     bench.say("n0", ready())
     bench.feed(DrainRequested(node="n0"))
-    assert "cannot be drained" in bench.journal(Notice)[-1].text
+    assert bench.journal(Notice)[-1].level == "warning"
+    assert "n0" in bench.journal(Notice)[-1].text
 
 
 def test_an_agent_that_stops_by_itself_is_lost():
@@ -1010,7 +1019,8 @@ def test_the_third_loss_in_ten_minutes_is_no_promise_to_try_again():
         if len(bench.journal(NodeLost)) == 3:
             break
     assert [entry.is_tried_again for entry in bench.journal(NodeLost)] == [True, True, False]
-    assert "is not tried again" in bench.journal(Notice)[-1].text
+    assert bench.journal(Notice)[-1].level == "warning"
+    assert "n2" in bench.journal(Notice)[-1].text
 
 
 def test_a_node_that_the_user_kills_is_not_tried_again():
@@ -1062,7 +1072,7 @@ def test_nobody_is_lost_by_silence_before_training_and_the_start_says_who_is_sil
     assert bench.ended is None
     bench.beat_until(130.0, "n0", "n1")
     assert bench.ended is not None
-    assert bench.ended.reason.endswith("; nothing is heard of n2")
+    assert [node for node in ("n0", "n1", "n2") if node in bench.ended.reason.rpartition(";")[2]] == ["n2"]
 
 
 # --- where most are silent -----------------------------------------------------------------------------------
@@ -1078,10 +1088,10 @@ def test_where_half_fall_silent_at_once_they_are_waited_for():
     bench.prepare()
     bench.beat_until(60.0, "n0", "n1")
     assert not bench.journal(NodeLost)
-    assert "most nodes have fallen silent at once" in bench.journal(Notice)[-1].text
+    assert [entry.level for entry in bench.journal(Notice)] == ["warning"]
     bench.beat_until(bench.now_s + 10.0, *FOUR)
     assert not bench.journal(NodeLost)
-    assert "heard of again" in bench.journal(Notice)[-1].text
+    assert [entry.level for entry in bench.journal(Notice)] == ["warning", "info"]
 
 
 def test_where_all_are_silent_nothing_hangs():
@@ -1215,15 +1225,15 @@ def test_a_new_master_learns_of_slow_nodes_once_it_has_found_them():
     bench.commit("n0", 1)
     succeed(bench, "n0", "n1", "n2")
 
-    def tell_paces() -> list[str]:
+    def tell_paces() -> list[tuple[str, float]]:
         for _ in range(5):
             for node in ("n0", "n1", "n2"):
                 bench.say(node, Pace(device=0, compute_s=3.0 if node == "n2" else 1.0, microbatches=4))
-        return [sentence(entry) for entry in bench.journal(PaceChanged)]
+        return [(entry.node, entry.factor) for entry in bench.journal(PaceChanged)]
 
     assert not tell_paces()
     bench.beat_until(bench.now_s + 2.0, "n0", "n1", "n2")
-    assert tell_paces() == ["n2 takes 3.0 times the usual time"]
+    assert tell_paces() == [("n2", 3.0)]
 
 
 def test_a_new_master_knows_the_slow_nodes_of_the_one_before():
@@ -1293,7 +1303,7 @@ def test_a_stop_that_the_master_before_asked_for_ends_the_run_well():
     for node in ("n0", "n1", "n2"):
         bench.say(node, Finished(device=0, applied=1))
     assert bench.ended is not None
-    assert (bench.ended.exit_code, bench.ended.reason) == (0, "stopped; 1 steps are committed")
+    assert bench.ended.exit_code == ExitCode.DONE
 
 
 def test_new_lines_of_the_hostfile_join_the_run_that_is_taken_over():

@@ -77,4 +77,4 @@ def test_a_plan_of_which_some_pipelines_are_of_one_stage_says_how_many_split() -
     stages = [len(pipeline.stages) for pipeline in adopted.plan.pipelines]
     assert sorted(stages) == [1, 2]
     assert [kind is SPLIT for kind in adopted.schedules] == [count == 2 for count in stages]
-    assert adopted.reason.endswith("; the zero-bubble schedule in 1 of 2 pipelines")
+    assert adopted.reason.endswith("1 of 2 pipelines")

@@ -25,6 +25,7 @@ from oobleck.control.journal import (
     NodeUnfit,
     Notice,
     PaceChanged,
+    PlanAdopted,
     PlanCause,
     RecoveryStarted,
     Remedy,
@@ -38,7 +39,6 @@ from oobleck.control.journal import (
     diagnose,
     evidence_detail,
     failure_of_end,
-    sentence,
 )
 from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, WorkerEnd
 from oobleck.planner import WorkerId
@@ -78,6 +78,7 @@ def test_a_run_without_failures_has_nothing_to_tell():
 
 def test_the_loss_of_a_node_is_told_with_its_cost():
     (incident,) = diagnose(run_with_a_loss())
+    *_, change = [entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted)]
     assert incident.root.failure is Failure.CONTACT_LOST
     assert incident.root.node == "node3"
     assert incident.lost == ("node3",)
@@ -85,7 +86,7 @@ def test_the_loss_of_a_node_is_told_with_its_cost():
     assert incident.microbatches_redone == 4
     assert incident.bytes_moved == 28_000_000
     assert [response.measure for response in incident.responses] == [Measure.NODE_LEFT_OUT, Measure.PLAN_CHANGED]
-    assert incident.responses[1].reason == "pipeline 1 cannot go on alone; its microbatches go to the others"
+    assert incident.responses[1].reason == change.reason
     assert incident.ended_s is not None
     assert not incident.is_fatal
 
@@ -279,7 +280,6 @@ def test_a_slow_node_is_told_once_it_is_planned_for():
 def test_a_node_that_is_well_again_is_no_incident():
     entries = [PaceChanged(t_s=9.0, node="c", factor=2.0), PaceChanged(t_s=50.0, node="c", factor=1.0)]
     assert diagnose([START, *entries, recovering(50.0, 2, "c", cause=PlanCause.SLOW), recovered(50.1, 2, "c")]) == ()
-    assert sentence(entries[1]) == "c takes the usual time again"
 
 
 def test_a_node_at_fault_three_times_in_ten_minutes_is_to_be_taken_out():

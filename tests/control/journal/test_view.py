@@ -17,6 +17,7 @@ from oobleck.control.journal import (
     RecoveryStarted,
     WorkerUp,
 )
+from oobleck.control.journal.sentences import sentence
 from oobleck.control.journal.snapshot import NodeState, RunSnapshot, RunState, WorkState
 from oobleck.control.journal.summary import summarize
 from oobleck.control.journal.view import RunView, level_of
@@ -165,7 +166,7 @@ def test_events_are_plain_words_with_time_and_level_and_steps_are_not_among_them
     assert [(event.t_s, event.level) for event in snapshot.events] == [
         (0.0, "info"), (1.0, "info"), (3.1, "warning"), (3.2, "error")
     ]  # fmt: skip
-    assert snapshot.events[-2].text == "node3 lost: its connection was lost"
+    assert snapshot.events[-2].text == sentence(LOST)
 
 
 def test_lost_redundancy_is_a_warning():
@@ -191,5 +192,5 @@ def test_a_snapshot_is_json():
 def test_a_regrouping_that_lost_no_node_is_told_as_that():
     regrouping = RecoveryStarted(t_s=3.1, generation=2, nodes=(), cause=PlanCause.PEER_FAILED)
     texts = [event.text for event in seen(*START, regrouping, recovered(3.4, 2)).events]
-    assert texts[-2] == "regrouping; no node is lost"
+    assert texts[-2] == sentence(regrouping)
     assert texts[-1].startswith("regrouped; rebuild; ")

@@ -66,12 +66,12 @@ def test_all_save_while_no_worker_that_is_ready_lacks_a_place_to_save_in(members
 @pytest.mark.parametrize("target", [MemberState.CONNECTING, MemberState.CONNECTED, MemberState.READY, MemberState.LEFT])
 def test_the_lost_stay_lost(members: Membership, target: MemberState):
     members["a"].move_to(MemberState.LOST)
-    with pytest.raises(PeerError, match=f"a cannot become {target} while it is lost"):
+    with pytest.raises(PeerError, match=f"a .*{target}.*lost"):
         members["a"].move_to(target)
 
 
 def test_a_node_is_ready_only_after_it_connected(members: Membership):
-    with pytest.raises(PeerError, match="a cannot become ready while it is connecting"):
+    with pytest.raises(PeerError, match=r"a .*ready.*connecting"):
         members["a"].move_to(MemberState.READY)
 
 

@@ -51,7 +51,7 @@ def test_nodes_that_add_as_much_as_the_others_are_used() -> None:
 def test_nodes_that_add_nothing_are_not_used_and_the_reason_says_so() -> None:
     target = decided(EFFICIENT, useless_from(5))
     assert target.num_nodes == 5
-    assert "with 6, each one more would add 0 % of that".replace(" %", "%") in target.reason
+    assert " 0%" in target.reason
 
 
 @pytest.mark.parametrize(("share", "expected"), [(WORTHWHILE + 0.01, 8), (WORTHWHILE - 0.01, 4)])
@@ -96,7 +96,7 @@ def test_what_costs_more_than_it_gains_is_left() -> None:
     assert decided(EFFICIENT, useless_from(5), **few).num_nodes == 5
     dear = decided(EFFICIENT, useless_from(5), **few | {"change_s": 13.0})
     assert dear.num_nodes == 8
-    assert "would not repay the 13.0 s" in dear.reason
+    assert "13.0 s" in dear.reason
     assert decided(EFFICIENT, linear, num_used=4, change_s=100.0, horizon_s=190.0).num_nodes == 4
     assert decided(EFFICIENT, linear, num_used=4, change_s=100.0, horizon_s=210.0).num_nodes == 8
 

@@ -237,7 +237,7 @@ def test_a_new_master_and_a_view_know_the_number_of_nodes() -> None:
     view = RunView()
     for entry in entries:
         view.apply(entry)
-    assert view.at(1.0).scaling.startswith("4 of 6 nodes are to train (efficient): each gives")
+    assert view.at(1.0).scaling.startswith("4 of 6 nodes ")
 
 
 def test_all_nodes_are_used_without_a_decision_by_default() -> None:

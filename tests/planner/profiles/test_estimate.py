@@ -147,9 +147,9 @@ def test_what_does_not_exist_suggests_what_does() -> None:
 
 def test_impossible_estimates_are_named() -> None:
     shape, sheet = model_shape("gpt2"), device_sheet("cpu")
-    with pytest.raises(ConfigError, match="exceeds the 1024 positions of gpt2"):
+    with pytest.raises(ConfigError, match=r"1025 .*1024 .*gpt2"):
         estimate_profile(shape, sheet, microbatch_size=1, sequence_length=1025)
-    with pytest.raises(ConfigError, match="precision 'int8' is not possible"):
+    with pytest.raises(ConfigError, match="precision 'int8'"):
         estimate_profile(shape, sheet, microbatch_size=1, sequence_length=8, precision="int8")  # type: ignore[arg-type]
 
 

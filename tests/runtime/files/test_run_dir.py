@@ -75,7 +75,7 @@ def test_a_base_directory_that_cannot_be_made_is_named(tmp_path):
 def test_a_link_in_place_of_a_directory_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="it is a link"):
+    with pytest.raises(ConfigError, match="a link"):
         private_directory(tmp_path / "link")
 
 
@@ -113,7 +113,7 @@ def test_a_second_run_with_the_same_tag_is_told_who_holds_it(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
         with (
-            pytest.raises(UsageError, match=rf"tag t is active \(process {holder.pid}\).*oobleck stop t"),
+            pytest.raises(UsageError, match=rf"tag t .*{holder.pid}.*oobleck stop t"),
             run.lock(),
         ):
             pass
@@ -169,7 +169,7 @@ def test_a_link_that_points_nowhere_yet_is_followed(tmp_path):
 
 def test_a_base_directory_that_ssh_cannot_name_is_refused(tmp_path):
     name = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
-    with pytest.raises(ConfigError, match="its name must be UTF-8"):
+    with pytest.raises(ConfigError, match="UTF-8"):
         run_in(name).create()
     assert not name.exists()
 

@@ -65,7 +65,8 @@ def test_what_another_user_has_put_in_our_place_is_not_emptied(tmp_path: Path) -
         said = as_user(user, lambda: NodeCheckpoints(AgentDir("run", "node0"), default_directory=tmp_path))
     finally:
         elsewhere.unlink()
-    assert f"{elsewhere} must be a directory that belongs to you, and not a link; it is a link of user 0" in said
+    assert f"{elsewhere} " in said
+    assert "a link of user 0" in said
     assert (stale / "node0" / "device0.1").exists()
 
 

@@ -138,13 +138,13 @@ def test_the_last_document_is_cut_at_the_limit(spec: DataSpec):
 
 
 def test_mistakes_are_named(spec: DataSpec, tmp_path: Path):
-    with pytest.raises(ConfigError, match="nowhere does not exist"):
+    with pytest.raises(ConfigError, match="/nowhere"):
         prepare_dataset(replace(spec, paths=("/nowhere",)), cache_dir=tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ConfigError, match="no text"):
         prepare_dataset(replace(spec, paths=(str(empty),)), cache_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"not one sample of 100000"):
+    with pytest.raises(ConfigError, match=r"100000"):
         prepare_dataset(replace(spec, sequence_length=100_000), cache_dir=tmp_path)
 
 
@@ -195,13 +195,13 @@ def test_mistakes_about_token_files_are_named(tmp_path: Path):
 
     with pytest.raises(ConfigError, match=r"text and tokens"):
         prepare("a.txt", "a.bin")
-    with pytest.raises(ConfigError, match="holds float64, which are no tokens"):
+    with pytest.raises(ConfigError, match=r"floats\.npy.*float64"):
         prepare("floats.npy")
     with pytest.raises(ConfigError, match=r"2000 tokens.*5000"):
         prepare("a.bin", sequence_length=5000)
     with pytest.raises(ConfigError, match=r"token 1023.*data\.vocab_size is 1000"):
         prepare("a.bin", vocab_size=1000).batch([15])
-    with pytest.raises(ConfigError, match=r"none\.bin cannot be read as tokens"):
+    with pytest.raises(ConfigError, match=r"none\.bin"):
         prepare("none.bin")
 
 
@@ -261,7 +261,7 @@ def test_a_tokenizer_from_a_file_is_taken_with_its_own_special_tokens(spec: Data
 def test_a_torn_tokenizer_is_named_with_what_is_wrong(spec: DataSpec, tmp_path: Path):
     torn = tmp_path / "tokenizer.json"
     torn.write_text('{"version": "1.0", "model": {"type": "BPE"')
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*tokenizer\.json is no tokenizer: .*EOF"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*tokenizer\.json.*EOF"):
         prepare_dataset(replace(spec, tokenizer=str(torn)), cache_dir=tmp_path / "cache")
 
 
@@ -301,7 +301,7 @@ def test_what_a_script_makes_is_checked():
 def test_what_a_scripts_samples_say_beside_their_tokens_is_refused_by_name(column: str, value: object):
     whole = {"input_ids": [1, 2, 3, 4]}
     for samples in ([whole | {column: value}], [whole] * 63 + [whole | {column: value}]):
-        with pytest.raises(ConfigError, match=rf"its column '{column}' is not supported"):
+        with pytest.raises(ConfigError, match=rf"'{column}'"):
             ScriptSamples(lambda samples=samples: samples, sequence_length=4, vocab_size=10)
 
 

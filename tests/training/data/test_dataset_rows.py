@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def test_labels_for_each_token_are_refused_and_that_of_a_text_is_not(tmp_path: P
     assert read(tmp_path / "reviews") == ["one"]
     for column in ("labels", "attention_mask", "label"):
         Dataset.from_dict({"text": ["one"], column: [[1, 0]]}).save_to_disk(tmp_path / column)
-        with pytest.raises(ConfigError, match=rf"its column '{column}' is not supported yet"):
+        with pytest.raises(ConfigError, match=rf"'{column}'"):
             read(tmp_path / column)
 
 
@@ -140,7 +141,7 @@ def test_without_the_package_a_dataset_says_what_to_install(tmp_path: Path) -> N
         "from oobleck.training.data.text import read_documents\n"
         "read_documents(DataSpec(dataset_path='wikitext', dataset_name='wikitext-2-raw-v1'))\n"
     )
-    assert "ConfigError: data.dataset_path: Hugging Face datasets are not installed here" in last_words(program)
+    assert re.search(r"ConfigError: data\.dataset_path: .*datasets", last_words(program))
     assert "pip install 'oobleck[datasets]'" in last_words(program)
 
 
@@ -150,7 +151,7 @@ def test_a_name_of_the_hub_that_cannot_be_reached_is_told() -> None:
         "from oobleck.training.data.text import read_documents\n"
         "read_documents(DataSpec(dataset_path='wikitext', dataset_name='wikitext-2-raw-v1'))\n"
     )
-    assert "data.dataset_path: wikitext cannot be loaded: ConnectionError" in last_words(program, HF_HUB_OFFLINE="1")
+    assert re.search(r"data\.dataset_path: wikitext .*: ConnectionError", last_words(program, HF_HUB_OFFLINE="1"))
 
 
 def last_words(program: str, **environment: str) -> str:

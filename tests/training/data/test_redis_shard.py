@@ -94,5 +94,5 @@ def test_a_server_that_is_gone_is_told_and_asked_again(tmp_path: Path):
 
 @needs_redis
 def test_a_name_without_a_stream_is_refused():
-    with pytest.raises(ConfigError, match="names no stream"):
+    with pytest.raises(ConfigError, match="redis://localhost:6379"):
         ShardSet(DataSpec(shards=("redis://localhost:6379",)))

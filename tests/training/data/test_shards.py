@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_a_row_that_is_not_whole_is_no_record_until_it_is(tmp_path: Path):
 def test_a_file_that_is_followed_may_come_later_and_one_that_is_not_may_not(tmp_path: Path):
     path = tmp_path / "later.bin"
     assert ShardSet(spec(path, follow=True)).survey(0, 0, 9) == Extent(bounds=(0,), is_end=False)
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
         ShardSet(spec(path))
 
 
@@ -100,7 +101,7 @@ def test_what_cannot_be_read_names_shard_and_position(tmp_path: Path, content: b
 
 def test_a_file_that_shrinks_is_told(tmp_path: Path):
     rows(2).astype("<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(ShardUnreadable, match="2 rows, and had 5"):
+    with pytest.raises(ShardUnreadable, match=r"2 .*\b5"):
         ShardSet(spec(tmp_path / "a.bin")).survey(0, 5, 1)
 
 
@@ -114,7 +115,7 @@ def test_patterns_are_sorted_and_nothing_is_named_twice(tmp_path: Path):
 
 def test_text_needs_a_tokenizer(tmp_path: Path):
     (tmp_path / "a.jsonl").touch()
-    with pytest.raises(ConfigError, match="name a tokenizer"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         ShardSet(spec(tmp_path / "a.jsonl"))
 
 
@@ -132,7 +133,7 @@ def test_what_comes_before_a_broken_line_is_told_first(tmp_path: Path, tokenizer
     shards = ShardSet(spec(tmp_path / "a.jsonl", tokenizer=tokenizer))
     extent = shards.survey(0, 0, 9)
     assert (len(extent.bounds), extent.is_end) == (2, False)
-    with pytest.raises(ShardUnreadable, match="no text under 'text'"):
+    with pytest.raises(ShardUnreadable, match="'text'"):
         shards.survey(0, extent.bounds[-1], 9)
 
 
@@ -182,7 +183,7 @@ def test_streams_of_ones_own_are_opened_by_their_scheme(tmp_path: Path):
     def open_counting(name: str, data: DataSpec, text: RecordText) -> ShardReader:
         return Counting()
 
-    with pytest.raises(ConfigError, match="nothing here reads kafka:// streams"):
+    with pytest.raises(ConfigError, match="kafka://"):
         ShardSet(spec("kafka://broker/topic"))
     register_stream("counting", open_counting)
     shards = ShardSet(spec("counting://x"))

@@ -85,10 +85,10 @@ def test_a_loss_over_all_routers_cannot_be_split():
 
 def test_models_that_are_no_chain_of_blocks_are_refused_with_the_reason():
     gemma4 = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    with pytest.raises(ConfigError, match=r"block 0 takes its argument 1"):
+    with pytest.raises(ConfigError, match=r"block 0 .*argument 1"):
         _from_spec("gemma4_text", gemma4)
     roformer = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    with pytest.raises(ConfigError, match=r"parameter roformer\.encoder\.embed_positions\.weight is not"):
+    with pytest.raises(ConfigError, match=r"roformer\.encoder\.embed_positions\.weight"):
         _from_spec("roformer", roformer)
     with pytest.raises(ConfigError, match=r"12 transformer blocks .*0"):
         _from_spec("openai-gpt", {})
@@ -133,5 +133,5 @@ def test_what_is_predicted_follows_from_the_type_unless_it_is_said():
     assert _from_spec("bert", {**bert, "is_decoder": True}).task == "causal_lm"
     assert structure_of("opt").task == "causal_lm"
     spec = ModelSpec(type="opt", config=SPECS["opt"].config, task="masked_lm")
-    with pytest.raises(ConfigError, match=r"model\.task: opt has no head for masked_lm"):
+    with pytest.raises(ConfigError, match=r"model\.task: opt .*masked_lm"):
         ModelStructure.from_spec(spec, vocab_size=96, sequence_length=24)

@@ -64,7 +64,7 @@ def test_a_trunk_without_its_head_says_what_is_missing(tmp_path: Path):
     stage.adopt(0, 4, {})
     stage.initialize(range(4), seed=0)
     assert torch.equal(stage.parameters["model.embed_tokens.weight"], trunk.embed_tokens.weight)
-    with pytest.raises(ConfigError, match=r"has no weights for lm_head\.weight"):
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         whole_stage(structure)
 
 
@@ -90,8 +90,8 @@ def test_mistakes_are_named(tmp_path: Path):
     _save("gpt2", tmp_path)
     with pytest.raises(ConfigError, match=r"model\.config\.n_layers: .*'n_layer'"):
         _structure(tmp_path, n_layers=3)
-    with pytest.raises(ConfigError, match=r"has the shape \(96, 32\).*and \(128, 32\) in the model"):
+    with pytest.raises(ConfigError, match=r"\(96, 32\).*\(128, 32\)"):
         whole_stage(_structure(tmp_path, vocab_size=128))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="has no weights as safetensors"):
+    with pytest.raises(ConfigError, match="safetensors"):
         whole_stage(_structure(tmp_path))

@@ -76,5 +76,5 @@ def test_schedules_are_those_of_transformers_after_the_warmup(kind: str):
 def test_arguments_that_a_schedule_does_not_have_are_named():
     with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs\.power: .*num_cycles"):
         _rates("cosine", power=1.0)
-    with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs\.power: linear takes none"):
+    with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs\.power: linear"):
         _rates("linear", power=1.0)

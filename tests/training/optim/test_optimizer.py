@@ -223,7 +223,7 @@ def test_unfit_optimizers_are_refused_with_the_reason():
         Optimizer(OptimizerSpec(optim="adafactor"), max_steps=9).layout()
     with pytest.raises(ConfigError, match=r"optim_args\.momentum: AdamW"):
         Optimizer(OptimizerSpec(optim_args={"momentum": 0.9}), max_steps=9)
-    with pytest.raises(ConfigError, match="SGD refuses its arguments: Invalid momentum"):
+    with pytest.raises(ConfigError, match=r"SGD .*momentum"):
         Optimizer(OptimizerSpec(optim="sgd", optim_args={"momentum": -1.0}), max_steps=9).layout()
 
 

@@ -1,4 +1,4 @@
-"""Where a recovery is and what follows from each input, as one state machine; and what a recovery cost."""
+"""A recovery as one state machine, with what each input leads to; and what a recovery cost."""
 
 from .machine import FENCED, TRAINED, TRANSITIONS, Phase, Transition, deadline, phase, step
 from .record import recovery_done

@@ -1,6 +1,6 @@
-"""The part of the recovery's machine that asks: from the fence, through the answers, to what they are good for.
+"""The part of the recovery's machine that asks: from the fence to complete answers, and what to do with them.
 
-`recovery.py` has the table of all transitions.
+`machine.py` has the table of all transitions.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
 
 
 def _again(known: Recovery, begun: Recovery) -> Recovery:
-    """A loss during a recovery belongs to it. A cut network is what the hang came from, by which it was noticed."""
+    """A loss during a recovery belongs to it. If a hang led to the finding of a cut network, the cut is the cause."""
     cause, loss = (begun if begun.loss is LossCause.CUT_OFF else known).why
     return replace(
         begun,
@@ -114,7 +114,7 @@ def _again(known: Recovery, begun: Recovery) -> Recovery:
 
 def answered(state: State, answer: Answered, now_s: float) -> Step:
     if not isinstance(state, Fencing | Overdue | Settling) or answer.status.generation != state.recovery.generation:
-        return state, ()  # of an older fence, or a second time: what it said first is still true
+        return state, ()  # for an older fence, or a second time: its first answer is still true
     statuses = {**state.statuses, **dict.fromkeys(answer.worker_ids, answer.status)}
     match state:
         case Fencing() | Settling():
@@ -141,7 +141,7 @@ def _go_on(state: Fencing | Overdue | Settling, now_s: float) -> Step:
 
 
 def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
-    """Decide; but where nobody is gone and nothing moves, first find out whom the others wait for, or do not reach."""
+    """Decide; if no node is lost and nothing moves, first find out which workers others wait for or cannot reach."""
     recovery = state.recovery
     if not recovery.explains:
         return decide(state)
@@ -175,7 +175,7 @@ def end_again(stuck: tuple[WorkerId, ...]) -> tuple[Effect, ...]:
 def overdue(state: Overdue, passed: TimePassed, now_s: float) -> Step:
     """Workers answer at once, whatever they compute: one that does not is frozen, if its agent is not.
 
-    But where most do not answer, whatever holds them up may be one and the same, and pass.
+    But if most do not answer, one cause may hold them all up, and pass.
     """
     recovery, control = state.recovery, state.recovery.control
     silent = tuple(sorted({worker_id.node for worker_id in state.awaited}))

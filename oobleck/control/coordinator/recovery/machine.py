@@ -1,8 +1,8 @@
 """From one plan to the next, as a state machine: `step(state, given, now_s) -> (state, effects)`.
 
-`TRANSITIONS` has all that can change a state; what is not in it changes nothing and has no effect. The diagram in
-`docs/architecture.md` is made of it. Nothing outside of the state says where a recovery is: not even its deadline,
-which `deadline` reads from it. What to do about a loss is decided elsewhere, and arrives as an input.
+`TRANSITIONS` has all that can change a state; an input that it does not list changes nothing. The diagram in
+`docs/architecture.md` is made from it. Nothing outside of the state says where a recovery is; even the deadline
+is read from it, by `deadline`. What to do about a loss is decided elsewhere, and arrives as an input.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def deadline(state: State) -> float:
 
 
 def step(state: State, given: Input, now_s: float) -> Step:
-    """Return the next state, and what is to be done, in that order.
+    """Return the next state, and the effects in the order in which to carry them out.
 
     Costs O(workers) for each answer: those before it are copied into the next state, at a few ns a worker.
     """

@@ -15,9 +15,9 @@ __all__ = ["recovery_done"]
 
 
 def recovery_done(ended: RecoveryEnded, now_s: float, offsets_s: Mapping[str, float]) -> RecoveryDone:
-    """Return a recovery's account; of one that something overtook, what is known.
+    """Return a recovery's record; if another event overtook the recovery, what is known of it.
 
-    `offsets_s`, by node, are what is added to what a worker's clock says to have what ours does.
+    `offsets_s`, by node, is added to a worker's clock to have ours.
     """
     recovery, adopting = ended.recovery, ended.adopting
     ordered = adopting.ordered if adopting is not None else None
@@ -43,7 +43,7 @@ def recovery_done(ended: RecoveryEnded, now_s: float, offsets_s: Mapping[str, fl
 
 
 def _stall_s(recovery: Recovery, resumed: Mapping[WorkerId, Resumed], offsets_s: Mapping[str, float]) -> float:
-    """How long nobody computed for a step that was committed, from the loss to the new plan's first computation."""
+    """Seconds without useful computation, from the loss to the new plan's first computation."""
     if not resumed:
         return 0.0
     # In a simulation thousands report the same: each message counts once for each clock.

@@ -1,6 +1,6 @@
-"""The values of the recovery's state machine: its states, what it is given, and what it asks for.
+"""The values of the recovery's state machine: its states, its inputs and its effects.
 
-`recovery.py` has the transitions, and the one function that makes them.
+`machine.py` has the transitions, and the one function that makes them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Recovery:
 
     @property
     def settles_s(self) -> float:
-        """Until then answers may be complete and are waited with: losses that belong together come together."""
+        """Until then complete answers wait: losses that belong together arrive within moments of each other."""
         return self.fenced_s + _SETTLE_S
 
 
@@ -123,7 +123,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopting:
-    """A plan is ordered; some have still to compute under it. It is trained meanwhile."""
+    """A plan is ordered, and some workers do not compute under it yet. The others train."""
 
     recovery: Recovery
     ordered: PlanOrdered
@@ -142,7 +142,7 @@ class Adopting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspecting:
-    """A survivor met a failure. Its cause is usually seen within milliseconds."""
+    """A survivor's collective failed. The cause usually shows within milliseconds."""
 
     training: Training | Adopting
     until_s: float
@@ -164,7 +164,7 @@ class Fencing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overdue:
-    """The time for answers is over. Some may wait unread, or the question may be unheard."""
+    """The time for answers is over. Some may not be read yet, or the fence may not have arrived."""
 
     recovery: Recovery
     statuses: Mapping[WorkerId, Status]
@@ -187,7 +187,7 @@ class Settling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accusing:
-    """The answers name somebody who holds all up: a node that is given up, or workers that are ended."""
+    """The answers name what holds all up: a node, which is given up, or workers, which are ended."""
 
     recovery: Recovery
     statuses: Mapping[WorkerId, Status]
@@ -197,7 +197,7 @@ class Accusing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deciding:
-    """What to do is being decided. It is left within the event that led to it."""
+    """A decision is being made. The state is left within the event that led to it."""
 
     recovery: Recovery
     statuses: Mapping[WorkerId, Status]
@@ -207,7 +207,7 @@ class Deciding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwaitingWorkers:
-    """Those who are here cannot go on without workers that are being started again."""
+    """The workers that are left need others, which are being started again."""
 
     recovery: Recovery
     statuses: Mapping[WorkerId, Status]
@@ -289,7 +289,7 @@ class FailureSuspected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOrdered:
-    """It is decided: all have their orders."""
+    """The decision: a plan, and all have their orders."""
 
     worker_ids: tuple[WorkerId, ...]
     """Of the plan."""
@@ -301,12 +301,12 @@ class PlanOrdered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersWanted:
-    """It is decided: nothing can be done before more workers are ready."""
+    """The decision: nothing can be done until more workers are ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWanted:
-    """It is decided: only a checkpoint can help, and workers are asked which ones there are."""
+    """The decision: only a checkpoint can help, and workers are asked which ones there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +324,7 @@ class WorkersResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReached:
-    """A node could not be spoken to, and is reached again: what was sent to it last may be lost."""
+    """A node is reached again: what was last sent to it may be lost."""
 
     node: str
 
@@ -336,14 +336,14 @@ class NodeGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeft:
-    """A drained node is gone. A master that took over since may have asked it where it stands."""
+    """A drained node is gone. A master that took over since may be waiting for its answer to a fence."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """It is later than before; most important where the state's deadline is over."""
+    """Time has passed, perhaps past the state's deadline."""
 
     is_suspicious: bool
     """Most nodes are silent: it may be this master that hears nothing."""
@@ -351,7 +351,7 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldUp:
-    """This master itself was stopped for a while: what was said meanwhile waits to be read until `until_s`."""
+    """This master itself was stopped for a while: it reads the messages that came meanwhile until `until_s`."""
 
     until_s: float
 
@@ -411,7 +411,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryEnded:
-    """Account for a recovery that is over, or that `overtaken_by` something never will be."""
+    """Record a recovery that is over, or that `overtaken_by` something will never be."""
 
     recovery: Recovery
     adopting: Adopting | None
@@ -421,7 +421,7 @@ class RecoveryEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInForce:
-    """All compute under the newest plan: what only the one before needed can go."""
+    """All compute under the newest plan: what only the plan before it needed can go."""
 
 
 Effect = Record | Send | SendAll | BeginRecovery | Decide | GiveUp | RecoveryEnded | PlanInForce | EndRun
