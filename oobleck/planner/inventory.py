@@ -19,8 +19,7 @@ def needed_holdings(template: PipelineTemplate, devices_per_node: int) -> tuple[
     """Return what each node of a pipeline has to hold."""
     nothing: frozenset[int] = frozenset()
     nodes = [[nothing] * devices_per_node for _ in range(template.num_nodes)]
-    for stage in template.stages:
-        layers = frozenset(stage.layers)
+    for stage, layers in zip(template.stages, template.layer_sets, strict=True):
         for device in range(stage.first_device, stage.first_device + stage.num_devices):
             nodes[stage.node_index][device] = layers
     return tuple(tuple(node) for node in nodes)
@@ -71,6 +70,6 @@ class Inventory:
         )
         if found not in self._worker_ids:
             self._worker_ids[found] = sorted(
-                WorkerId(node=node, device=device) for holding, device in found for node in self.kinds[holding]
+                WorkerId(node, device) for holding, device in found for node in self.kinds[holding]
             )
         return self._worker_ids[found]

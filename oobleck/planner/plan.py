@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from oobleck.errors import ConfigError
@@ -155,7 +155,12 @@ class ExecutionPlan:
     @cached_property
     def nodes(self) -> tuple[str, ...]:
         """Every node that trains, sorted; spares are not among them."""
-        return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+        return tuple(sorted(chain.from_iterable(pipeline.nodes for pipeline in self.pipelines)))
+
+    @cached_property
+    def pipeline_of(self) -> Mapping[str, int]:
+        """The index of the pipeline that each node trains in, in the order of the pipelines."""
+        return {node: index for index, pipeline in enumerate(self.pipelines) for node in pipeline.nodes}
 
     @cached_property
     def worker_ids(self) -> tuple[WorkerId, ...]:

@@ -7,7 +7,7 @@ from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan
 from .hangs import cut_off_nodes, stuck_workers
-from .judgement import NO_SECTION, Verdict, broken_pipelines, judge, microbatches_redone, uncovered
+from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered
 from .partial_commit import PartialCommit
 from .progress import HANG_FLOOR_S, Progress
 from .replica_check import ReplicaCheck
@@ -108,6 +108,7 @@ __all__ = [
     "Verdict",
     "broken_pipelines",
     "cut_off_nodes",
+    "distinct",
     "drive",
     "judge",
     "microbatches_redone",

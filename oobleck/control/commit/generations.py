@@ -131,10 +131,9 @@ class Generations:
         # cheap beside a rule that would have to be right for each of them.
         plan = self._ordered[verdict.adopted].plan
         broken = broken_pipelines(plan, lost)
-        failed = frozenset(worker_id for worker_id, status in statuses.items() if status.broken)
-        for index, pipeline in enumerate(plan.pipelines):
-            if failed and index not in broken and not failed.isdisjoint(pipeline.worker_ids):
-                return None
+        failed = {plan.pipeline_of.get(worker_id.node) for worker_id, status in statuses.items() if status.broken}
+        if not failed <= {None, *broken}:
+            return None
         step = verdict.applied + 1
         # Segments of an earlier recovery of the same step stay as they are: they may be done already.
         if self._segments_for != (verdict.adopted, step):
@@ -217,12 +216,14 @@ class Generations:
         """Keep the groups of pipelines that lost no node and were not stopped half-way; form the others again."""
         kept = {}
         if old is not None:
+            # By their first workers, which spares looking at the others of thousands.
             kept = {
-                pipeline.worker_ids: generation
+                pipeline.worker_ids[0]: (pipeline.worker_ids, generation)
                 for pipeline, generation in zip(old.plan.pipelines, old.pipeline_generations, strict=True)
                 if lost.isdisjoint(pipeline.nodes)
             }
-        return tuple(kept.get(pipeline.worker_ids, self.current) for pipeline in plan.pipelines)
+        found = ((each.worker_ids, kept.get(each.worker_ids[0])) for each in plan.pipelines)
+        return tuple(known[1] if known is not None and known[0] == ids else self.current for ids, known in found)
 
 
 def _record(verdict: Verdict, partial: PartialStep) -> SectionRecord:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
@@ -38,6 +39,7 @@ __all__ = [
     "SectionId",
     "Verdict",
     "broken_pipelines",
+    "distinct",
     "judge",
     "microbatches_redone",
     "planned_layers",
@@ -46,6 +48,8 @@ __all__ = [
     "uncovered",
 ]
 
+
+_Value = TypeVar("_Value")
 
 SectionId = tuple[int, int]
 """What is committed of a step: the generation of the plan under which its newest section was run, and its number."""
@@ -91,9 +95,7 @@ def judge(
     says what is committed of a step after so many of its sections under the plan of a generation.
     Spares and newcomers hold no layers: they are ignored here.
     """
-    holders = {worker_id: status for worker_id, status in statuses.items() if status.layers}
-    # Thousands of workers answer alike, with one value between them.
-    alike = {id(status): status for status in holders.values()}
+    alike = {id(status): status for status in distinct(statuses.values()) if status.layers}
     records = [status.last_record for status in alike.values() if status.last_record is not None]
     newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
     applied = max([newest.step if newest else 0, *(status.applied for status in alike.values())])
@@ -110,20 +112,17 @@ def judge(
         if status.section_reduced is not None and (status.adopted, status.section_reduced) == section
     }
     missed = {key for key in alike if sections[key] != section and key not in behind_section}
-    left_out = late | missed
-    if left_out:
-        holders = {worker_id: status for worker_id, status in holders.items() if id(status) not in left_out}
+    generations = {status.adopted for key, status in alike.items() if key not in missed}
     said = (status.partial for key, status in alike.items() if sections[key] == section)
     # Workers that hold the same share one set, so that thousands of them cost little.
     sets = {status.layers: frozenset(status.layers) for status in alike.values()}
-    layers = {key: sets[status.layers] for key, status in alike.items()}
-    held = {worker_id: layers[id(status)] for worker_id, status in holders.items()}
+    layers = {key: sets[status.layers] for key, status in alike.items() if key not in missed}
+    held = {worker_id: layers[id(status)] for worker_id, status in statuses.items() if id(status) in layers}
     held |= {
         worker_id: held[worker_id] & planned_layers(plans[status.adopted], worker_id)
-        for worker_id, status in (holders.items() if behind or behind_section else ())
-        if id(status) in behind or id(status) in behind_section
+        for worker_id, status in (statuses.items() if behind or behind_section else ())
+        if worker_id in held and (id(status) in behind or id(status) in behind_section)
     }
-    generations = {status.adopted for key, status in alike.items() if key not in missed}
     assert not behind or (newest is not None and newest.step == applied), (newest, applied)
     return Verdict(
         applied=applied,
@@ -143,6 +142,11 @@ def _newest_section(status: Status, applied: int, section_of: Callable[[int, int
     return section_of(status.adopted, applied + 1, 0 if status.partial is None else status.partial.number)
 
 
+def distinct(values: Collection[_Value]) -> Collection[_Value]:
+    """Return values without those that are the same object: thousands of workers answer with one between them."""
+    return dict(zip(map(id, values), values, strict=True)).values()
+
+
 def planned_layers(plan: ExecutionPlan, worker_id: WorkerId) -> frozenset[int]:
     """The layers that a plan gives a worker; none for a spare."""
     return plan.layers_at.get(worker_id, frozenset())
@@ -150,8 +154,7 @@ def planned_layers(plan: ExecutionPlan, worker_id: WorkerId) -> frozenset[int]:
 
 def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
     """Indices of the pipelines that lost a node."""
-    gone = frozenset(lost)
-    return tuple(index for index, pipeline in enumerate(plan.pipelines) if not gone.isdisjoint(pipeline.nodes))
+    return tuple(sorted({plan.pipeline_of[node] for node in lost if node in plan.pipeline_of}))
 
 
 def reassign_microbatches(
@@ -207,11 +210,14 @@ def rests_of(
     dealt: Counter[int] = Counter()
     for segment in segments:
         dealt[segment.pipeline] += len(segment.microbatches)
+    taken = {
+        id(status): status.microbatches_done if status.applied == step - 1 else 0
+        for status in distinct(statuses.values())
+    }
     rests = {}
     for index, pipeline in enumerate(plan.pipelines):
         if index not in broken:
-            said = [statuses[worker_id] for worker_id in pipeline.worker_ids]
-            done = min(each.microbatches_done if each.applied == step - 1 else 0 for each in said)
+            done = min([taken[id(statuses[worker_id])] for worker_id in pipeline.worker_ids])
             own = pipeline.num_microbatches if shares is None else len(shares[index])
             rests[index] = (max(0, own - done), max(0, dealt[index] - max(0, done - own)))
     return rests

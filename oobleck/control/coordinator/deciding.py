@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from oobleck.control.commit import Generations, Progress, Verdict, judge, microbatches_redone
+from oobleck.control.commit import Generations, Progress, Verdict, distinct, judge, microbatches_redone
 from oobleck.control.events import EndRun
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import CommitRecord, Status
@@ -82,9 +82,8 @@ class Decider:
         if verdict.adopted is None:
             return verdict
         plan, lost = generations.plans[verdict.adopted], frozenset(self._members.without_part(verdict.adopted))
-        worker_ids = (worker_id for pipeline in plan.pipelines for worker_id in pipeline.worker_ids)
-        members = [statuses[worker_id] for worker_id in worker_ids if worker_id.node not in lost]
-        is_in_force = all(status.adopted == verdict.adopted for status in members)
+        others = [worker_id for worker_id, status in statuses.items() if status.adopted != verdict.adopted]
+        is_in_force = all(worker_id not in plan.layers_at or worker_id.node in lost for worker_id in others)
         return verdict if is_in_force else replace(verdict, adopted=None)
 
     def _nobody_left(self, limit_s: float) -> EndRun:
@@ -106,8 +105,8 @@ def committed_records(statuses: Mapping[WorkerId, Status]) -> tuple[CommitRecord
     They are noted once all have answered. By then everything that was reported earlier has arrived, so no step is noted
     out of turn.
     """
-    alike = {id(status): status for status in statuses.values()}.values()  # thousands answer with one value
-    records = {status.last_record.step: status.last_record for status in alike if status.last_record}
+    said = distinct(statuses.values())
+    records = {status.last_record.step: status.last_record for status in said if status.last_record}
     return tuple(record for _, record in sorted(records.items()))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from oobleck.control.commit import PARTIAL_COMMIT_COPIES, Generations, Progress, sections_wanted
+from oobleck.control.commit import PARTIAL_COMMIT_COPIES, Generations, Progress, distinct, sections_wanted
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, Status
@@ -128,7 +128,7 @@ class Reconfiguration:
             detect_s=wanted.detect_s,
             control=self._job.control,
             fence=fence,
-            asked=tuple(worker_id for member in survivors for worker_id in member.worker_ids),
+            asked=self._members.ready_worker_ids,
             heard_s=max((member.last_heard_s for member in survivors), default=now_s),
             num_regroups=self._regroups[1],
         )
@@ -149,7 +149,7 @@ class Reconfiguration:
 
     def decide(self, deciding: Deciding, now_s: float) -> Effects:
         """Decide what to do from the answers of all survivors."""
-        statuses = self._lineage.since_restored(deciding.statuses).values()
+        statuses = distinct(self._lineage.since_restored(deciding.statuses).values())
         self.generations.forget_before(min([said.adopted for said in statuses if said.adopted], default=0))
         return self._decider.decide(deciding, self.generations, self._lineage, now_s)
 

@@ -287,17 +287,17 @@ class Replanning:
 
     def replan(self, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], *, lost: frozenset[str]) -> Decision:
         """Find a plan for the nodes that stay. Raises PlanningError or Unrecoverable."""
-        known = dict.fromkeys((*base.nodes, *base.spares))
-        living = {member.spec.name: member for member in self._members.ready}
-        staying = [node for node, member in living.items() if not member.is_draining]
-        gone = dict.fromkeys(node for node in known if node not in living or node in lost)
+        known, living = frozenset((*base.nodes, *base.spares)), self._members.ready_names
+        gone = (known - living) | (known & lost)
+        draining = frozenset(member.spec.name for member in self._members.ready if member.is_draining)
+        arrived = (living - known | living & gone) - draining
         planner, slow = self.planner, self.slow
         decisions = [
             planner.reconfigure(
                 base,
-                lost=tuple(gone),
-                joined=[node for node in staying if (node not in known or node in gone) and node not in resting],
-                leaving=[node for node, member in living.items() if member.is_draining and node not in gone],
+                lost=gone,
+                joined=arrived.difference(resting),
+                leaving=draining - gone,
                 resting=resting,
                 slow=slow,
                 held=held,

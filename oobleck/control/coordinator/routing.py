@@ -163,7 +163,7 @@ class Routing:
                 parts.replanning.trust_all()
                 self.carry_out(parts.lifecycle.dismiss_drained(), now_s)
             case RecoveryEnded():
-                done = recovery_done(effect, now_s, parts.members.clock_offsets_s)
+                done = recovery_done(effect, now_s, parts.members)
                 parts.replanning.recovery_done(done)
                 self.record(done)
             # Checkpoints
@@ -242,7 +242,7 @@ class Routing:
         position = None if candidate is None else candidate.position
         placed = parts.sharding.follow(update, now_s, position=position, goes_back=choice.goes_back)
         update = replace(update, assignment_version=parts.sharding.assignment_version)
-        worker_ids = tuple(worker_id for member in parts.members.ready for worker_id in member.worker_ids)
+        worker_ids = parts.members.ready_worker_ids
         self.carry_out((*placed, SendAll(worker_ids=worker_ids, message=update)), now_s)
         training = (worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)
         self.carry_out(parts.sharding.tell(training), now_s)

@@ -198,12 +198,9 @@ class Sharding:
 
     def tell(self, worker_ids: Iterable[WorkerId]) -> tuple[SendAll, ...]:
         """Tell workers again what the steps to come take."""
-        hearers, last_step = tuple(worker_ids), self._progress.last_step
-        return tuple(
-            SendAll(worker_ids=hearers, message=records)
-            for step, records in sorted(self._dealt.items())
-            if step > last_step
-        )
+        to_come = [records for step, records in sorted(self._dealt.items()) if step > self._progress.last_step]
+        hearers = tuple(worker_ids) if to_come else ()
+        return tuple(SendAll(worker_ids=hearers, message=records) for records in to_come)
 
     def _begin_at(self, update: PlanUpdate, position: DataPosition, now_s: float) -> Record:
         assert self._assigner is not None

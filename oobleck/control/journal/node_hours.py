@@ -109,7 +109,7 @@ class NodeAccount:
         )
 
     def _note(self, now_s: float) -> None:
-        working = self._there - self._unfit
+        working = self._there - self._unfit if self._unfit else self._there
         at_work = len(working) if self._planned is None else len(working & self._planned)
         since_s = max(now_s, self._stretches[-1].since_s)
         self._stretches.append(_Stretch(since_s, len(self._there), at_work))

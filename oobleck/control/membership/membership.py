@@ -7,9 +7,10 @@ CONNECTING -> CONNECTED -> READY -> LOST | LEFT
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 
 from oobleck.control.journal import WorkerUp
 from oobleck.control.protocol import Hello
@@ -171,6 +172,7 @@ class Membership:
         self._without_part: dict[int, tuple[str, ...]] = {}
         """What `in_state` has answered since any of them changed its state."""
         self._ready_names: frozenset[str] | None = None
+        self._ready_worker_ids: tuple[WorkerId, ...] | None = None
         self._all_save: bool | None = None
         self._on_host: defaultdict[str, list[Member]] = defaultdict(list)
         """The nodes of each machine once somebody has asked, for thousands ask when a run begins."""
@@ -207,7 +209,7 @@ class Membership:
         """What is remembered of who is in which state is not true any more."""
         self._in_state.clear()
         self._without_part.clear()
-        self._ready_names = self._all_save = None
+        self._ready_names = self._ready_worker_ids = self._all_save = None
 
     def in_state(self, *states: MemberState) -> tuple[Member, ...]:
         known = self._in_state.get(states)
@@ -249,11 +251,6 @@ class Membership:
         return heard
 
     @property
-    def clock_offsets_s(self) -> Mapping[str, float]:
-        """By node: what its clock has to be given to say what ours does."""
-        return {name: member.clock_offset_s for name, member in self._members.items()}
-
-    @property
     def first_ready_worker(self) -> WorkerUp | None:
         """Any worker that is ready, on a node whose agent speaks to us."""
         for member in self._members.values():
@@ -283,11 +280,18 @@ class Membership:
         return self._ready_names
 
     @property
+    def ready_worker_ids(self) -> tuple[WorkerId, ...]:
+        """The workers of the nodes that are ready; remembered until one of them moves."""
+        if self._ready_worker_ids is None:
+            self._ready_worker_ids = tuple(chain.from_iterable([member.worker_ids for member in self.ready]))
+        return self._ready_worker_ids
+
+    @property
     def all_save(self) -> bool:
         """Whether each worker that is ready has a place to save in, and there is one; remembered until a node moves."""
         if self._all_save is None:
-            workers = [worker for member in self.ready for worker in member.ready.values()]
-            self._all_save = bool(workers) and all(worker.saves for worker in workers)
+            workers = (worker for member in self.ready for worker in member.ready.values())
+            self._all_save = bool(self.ready) and all(worker.saves for worker in workers)
         return self._all_save
 
     def sharing_device(self, member: Member) -> int:

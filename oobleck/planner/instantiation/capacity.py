@@ -42,9 +42,9 @@ class Capacity:
         self._sizes = np.arange(self._smallest, self._largest + 1)
         # A size without a template takes no microbatch, so it is used as a smaller one with idle nodes.
         self._first_s, self._next_s = np.full(len(self._sizes), _NEVER_S), np.ones(len(self._sizes))
-        for size, timing in timings.items():
-            self._first_s[size - self._smallest] = timing.first_s
-            self._next_s[size - self._smallest] = timing.next_s
+        indices = np.array(list(timings)) - self._smallest
+        self._first_s[indices] = [timing.first_s for timing in timings.values()]
+        self._next_s[indices] = [timing.next_s for timing in timings.values()]
         self._usable = np.maximum.accumulate(np.where(self._first_s < _NEVER_S, self._sizes - self._smallest, 0))
         """Where the largest size up to each that has a template is."""
         self.least_s = min(
@@ -64,14 +64,12 @@ class Capacity:
         """
         return self._fastest(lambda taken: self._choose(taken, num_pipelines), least_s, limit_s)
 
-    def evenly(self, num_pipelines: int) -> tuple[int, ...]:
-        """Return the sizes of so many pipelines, as even as can be, largest first."""
-        sizes = self._smallest + self._usable
-        return tuple(
-            int(sizes[size - self._smallest])
+    def evenly(self, num_pipelines: int) -> list[tuple[int, int]]:
+        """Return the sizes of so many pipelines, as even as can be, largest first, and how many have each."""
+        return [
+            (self._smallest + int(self._usable[size - self._smallest]), times)
             for size, times in sorted(self._even(num_pipelines).items(), reverse=True)
-            for _ in range(times)
-        )
+        ]
 
     def evenly_s(self, numbers: Ints) -> Floats:
         """Return the seconds within which pipelines of even sizes take the batch, for each of some numbers of them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -111,11 +112,12 @@ def _best_even(
     evenly_s = capacity.evenly_s(np.array(numbers))
     found = []
     for number in sorted({*numbers[:_MANY], numbers[int(evenly_s.argmin())]}):
-        sizes = capacity.evenly(number)
-        reduced_bytes = max(options[size].reduced_bytes for size in {sizes[0], sizes[-1]})
+        reduced_bytes = max(options[size].reduced_bytes for size, _ in capacity.evenly(number))
         step_s = float(evenly_s[number - numbers[0]]) + reduction_s(network, reduced_bytes, number)
-        found.append(_Found(sizes=sizes, step_s=step_s))
-    return min(found, key=lambda each: each.step_s)
+        found.append((step_s, number))
+    step_s, number = min(found)
+    sizes = tuple(chain.from_iterable([size] * times for size, times in capacity.evenly(number)))
+    return _Found(sizes=sizes, step_s=step_s)
 
 
 def _limits(

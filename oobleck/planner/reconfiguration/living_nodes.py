@@ -55,14 +55,15 @@ def look_at(
     """Return who lives and holds what; see `Planner.reconfigure` for the arguments."""
     leaving = frozenset(leaving) | frozenset(resting)
     gone = frozenset(lost) | leaving
-    training = {node: index for index, pipeline in enumerate(plan.pipelines) for node in pipeline.nodes}
-    origins = {node: index for node, index in training.items() if node not in gone}
+    origins = dict(plan.pipeline_of)
+    for node in gone:
+        origins.pop(node, None)
     spares = [node for node in plan.spares if node not in gone]
     arrived = sorted(set(joined) - set(origins) - set(spares))
     free = (*spares, *arrived)
     expected = _expected(plan, devices_per_node)
     nobody: Holding = (_NOTHING,) * devices_per_node
-    holdings = {node: expected.get(node, nobody) if node not in gone else nobody for node in (*origins, *free)}
+    holdings = {node: expected[node] for node in origins} | dict.fromkeys(free, nobody)
     departing = {node: expected.get(node, nobody) for node in sorted(leaving - set(lost))}
     if held is not None:
         holdings = _told(holdings, held, gone, devices_per_node)

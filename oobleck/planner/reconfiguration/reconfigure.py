@@ -8,6 +8,7 @@ that: redundancy is not for sale.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,16 +130,14 @@ def _proposals(
     catalog: Catalog, living: LivingNodes, set_aside: frozenset[str], fewest: int, most: int
 ) -> Iterator[_Proposal]:
     """Yield the moves without some nodes, when `fewest` to `most` pipelines are wanted."""
-    alive = tuple(
-        sum(node in living.origins and node not in set_aside for node in pipeline.nodes)
-        for pipeline in living.plan.pipelines
-    )
+    alive = Counter(living.origins.values())
+    alive.subtract(living.origins[node] for node in set_aside if node in living.origins)
     num_free = sum(node not in set_aside for node in living.free)
     situation = Situation(
         before=tuple(len(pipeline.nodes) for pipeline in living.plan.pipelines),
-        alive=alive,
+        alive=tuple(alive[index] for index in range(len(living.plan.pipelines))),
         num_free=num_free,
-        sizes=tuple(catalog.options(sum(alive) + num_free)),
+        sizes=tuple(catalog.options(alive.total() + num_free)),
     )
     if not situation.sizes:
         return
@@ -191,7 +190,7 @@ def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: in
 
 def _carry_out(catalog: Catalog, living: LivingNodes, intact: frozenset[int], proposal: _Proposal) -> _Outcome:
     nodes = _assign_nodes(catalog, living, intact, proposal)
-    best = _weigh(catalog, living, proposal, nodes)
+    best = _weigh(catalog, living, intact, proposal, nodes)
     for gathered in gather_slow_nodes(
         nodes,
         [catalog.needed(size) for _, size in proposal.move.pipelines],
@@ -199,13 +198,19 @@ def _carry_out(catalog: Catalog, living: LivingNodes, intact: frozenset[int], pr
         living.holdings,
         catalog.layer_bytes,
     ):
-        outcome = _weigh(catalog, living, proposal, gathered)
+        outcome = _weigh(catalog, living, intact, proposal, gathered)
         if _beats(outcome.score, best.score):
             best = outcome
     return best
 
 
-def _weigh(catalog: Catalog, living: LivingNodes, proposal: _Proposal, nodes: Sequence[Sequence[str]]) -> _Outcome:
+def _weigh(
+    catalog: Catalog,
+    living: LivingNodes,
+    intact: frozenset[int],
+    proposal: _Proposal,
+    nodes: Sequence[Sequence[str]],
+) -> _Outcome:
     """Weigh a move whose pipelines have the given nodes."""
     move = proposal.move
     pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
@@ -215,9 +220,10 @@ def _weigh(catalog: Catalog, living: LivingNodes, proposal: _Proposal, nodes: Se
     plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan)
     arrivals = tuple(
         (node, needed)
-        for size, chosen in pipelines
+        for (origin, size), chosen in zip(move.pipelines, nodes, strict=True)
+        if origin not in intact or chosen is not living.plan.pipelines[origin].nodes
         for node, needed in zip(chosen, catalog.needed(size), strict=True)
-        if holdings[node] is not needed and holdings[node] != needed
+        if holdings[node] != needed
     )
     transition_s = _transition_s(catalog, living, arrivals)
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
@@ -228,12 +234,18 @@ def _assign_nodes(
     catalog: Catalog, living: LivingNodes, intact: frozenset[int], proposal: _Proposal
 ) -> list[tuple[str, ...]]:
     """Return the nodes of each new pipeline. Pipelines that continue whole keep theirs, as exact pairs may."""
+    pipelines = living.plan.pipelines
     nodes: list[tuple[str, ...] | None] = []
+    kept: set[int] = set()
     for origin, size in proposal.move.pipelines:
-        old = living.plan.pipelines[origin].nodes if origin is not None and origin in intact else ()
-        nodes.append(old if len(old) == size and proposal.set_aside.isdisjoint(old) else None)
-    kept = {node for chosen in nodes if chosen is not None for node in chosen} | proposal.set_aside
-    candidates = {node: holding for node, holding in living.holdings.items() if node not in kept}
+        old = pipelines[origin].nodes if origin is not None and origin in intact else ()
+        stays = len(old) == size and proposal.set_aside.isdisjoint(old)
+        nodes.append(old if stays else None)
+        if stays and origin is not None:
+            kept.add(origin)
+    others = (node for index, each in enumerate(pipelines) if index not in kept for node in each.nodes)
+    free = (*filter(living.origins.__contains__, others), *living.free)
+    candidates = {node: living.holdings[node] for node in free if node not in proposal.set_aside}
     positions = [
         Position(needed=needed, origin=-1 if origin is None else origin)
         for (origin, size), chosen in zip(proposal.move.pipelines, nodes, strict=True)
@@ -254,10 +266,8 @@ def _intact(catalog: Catalog, living: LivingNodes) -> frozenset[int]:
         index
         for index, pipeline in enumerate(living.plan.pipelines)
         if len(pipeline.nodes) in sizes
-        and all(
-            origins.get(node) == index and holdings[node] == needed
-            for node, needed in zip(pipeline.nodes, catalog.needed(len(pipeline.nodes)), strict=True)
-        )
+        and all(map(origins.__contains__, pipeline.nodes))
+        and tuple(map(holdings.get, pipeline.nodes)) == catalog.needed(len(pipeline.nodes))
     )
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
-from oobleck.control.commit import num_sections_of, shares_of
+from oobleck.control.commit import broken_pipelines, num_sections_of, shares_of
 from oobleck.control.protocol import NOTHING, CommitRecord, PartialStep, PlanUpdate, Resumed, SectionRecord, Status
 from oobleck.planner import ExecutionPlan, Pipeline, Profile, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
@@ -150,17 +151,10 @@ class AnalyticWorkers:
         """All steps are committed, and the plan in force has nothing more to do."""
         return self._plan is not None and self._pending is None and self._applied >= self.max_steps
 
-    def speaker(self, absent: Container[str]) -> WorkerId | None:
-        """A worker of the plan in force that can report commits: its node is none of these."""
-        return next(
-            (
-                worker_id
-                for worker_ids in self._teams.values()
-                for worker_id in worker_ids
-                if worker_id.node not in absent
-            ),
-            None,
-        )
+    def speaker(self, is_heard: Callable[[str], bool]) -> WorkerId | None:
+        """A worker of the plan in force that can report commits: its node is heard."""
+        worker_ids = chain.from_iterable(self._teams.values())
+        return next((worker_id for worker_id in worker_ids if is_heard(worker_id.node)), None)
 
     # --- time ---------------------------------------------------------------------------------------------------
 
@@ -322,11 +316,11 @@ class AnalyticWorkers:
         extra: dict[int, int] = defaultdict(int)
         for segment in update.segments:
             extra[segment.pipeline] += len(segment.microbatches)
-        lost = frozenset(update.lost)
+        broken = broken_pipelines(self._plan, update.lost)
         shares = shares_of(self._plan, self._partial.microbatches)
         ends: dict[tuple[int, int, int, ScheduleKind], float] = {}
         for index, (pipeline, kind) in enumerate(zip(self._plan.pipelines, self._schedules, strict=True)):
-            if lost.isdisjoint(pipeline.nodes):
+            if index not in broken:
                 own = len(shares[index])
                 key = (id(pipeline.template), own, extra[index], kind)
                 if key not in ends or self._factors:
@@ -374,12 +368,12 @@ _Answers = list[tuple[tuple[WorkerId, ...], Status]]
 
 def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]]:
     """All workers of a plan, by what they hold and the microbatches that they take; O(workers)."""
-    teams: dict[tuple[tuple[int, ...], int], list[WorkerId]] = defaultdict(list)
-    keys: dict[int, list[tuple[int, ...]]] = {}
+    alike: dict[tuple[int, int], list[Pipeline]] = defaultdict(list)
     for pipeline in plan.pipelines:
-        template = pipeline.template
-        if id(template) not in keys:
-            keys[id(template)] = [tuple(stage.layers) for stage in template.stages]
-        for layers, stage in zip(keys[id(template)], pipeline.stages, strict=True):
-            teams[layers, pipeline.num_microbatches].extend(stage.worker_ids)
+        alike[id(pipeline.template), pipeline.num_microbatches].append(pipeline)
+    teams: dict[tuple[tuple[int, ...], int], list[WorkerId]] = defaultdict(list)
+    for (_, num_microbatches), pipelines in alike.items():
+        for index, stage in enumerate(pipelines[0].template.stages):
+            team = teams[tuple(stage.layers), num_microbatches]
+            team.extend(chain.from_iterable([pipeline.stages[index].worker_ids for pipeline in pipelines]))
     return {key: tuple(worker_ids) for key, worker_ids in teams.items()}

@@ -150,7 +150,7 @@ class JobRun:
 
     def _committed(self, stretch: CommittedSteps) -> None:
         record = self.crew.last_record
-        worker_id = self.crew.speaker(self.nodes.absent)
+        worker_id = self.crew.speaker(self.nodes.is_well)
         assert record is not None
         first_step = self._untold_step or stretch.first_step
         if self._coordinator is None:

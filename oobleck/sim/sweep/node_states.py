@@ -39,11 +39,6 @@ class NodeStates:
         return self.members.keys() - self.silent.keys()
 
     @property
-    def absent(self) -> Set[str]:
-        """The nodes that the coordinator does not listen to."""
-        return self.lives.keys() - self.well
-
-    @property
     def startable(self) -> list[str]:
         """The nodes that a job can be started on."""
         return [node for node in self.lives if node in self.here and node not in self.silent]

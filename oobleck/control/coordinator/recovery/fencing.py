@@ -12,7 +12,7 @@ from oobleck.control.commit import cut_off_nodes, stuck_workers
 from oobleck.control.events import Record, Send, SendAll
 from oobleck.control.journal import CutOff, HangExplained, LossCause, PlanCause, RecoveryStarted, Silent
 from oobleck.control.membership import are_most, patience_s
-from oobleck.control.protocol import KillWorker
+from oobleck.control.protocol import KillWorker, Status
 from oobleck.planner import WorkerId
 
 from .states import (
@@ -43,6 +43,8 @@ from .states import (
 )
 
 __all__ = ["answered", "begin", "decide", "end_again", "judge", "left", "overdue"]
+
+_Answering = Fencing | Overdue | Settling | Accusing | AwaitingWorkers | LocatingCheckpoint
 
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
@@ -145,7 +147,7 @@ def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     recovery = state.recovery
     if not recovery.explains:
         return decide(state)
-    statuses = {worker_id: state.statuses[worker_id] for worker_id in recovery.asked}
+    statuses = _of_asked(state)
     cut_off = cut_off_nodes(statuses)
     stuck = () if cut_off else stuck_workers(statuses)
     explained = Record(
@@ -207,14 +209,14 @@ def _without(recovery: Recovery, node: str) -> Recovery:
     return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node != node))
 
 
-def decide(
-    state: Fencing | Overdue | Settling | Accusing | AwaitingWorkers | LocatingCheckpoint,
-    *,
-    is_unexplained: bool = False,
-) -> Step:
+def decide(state: _Answering, *, is_unexplained: bool = False) -> Step:
     if isinstance(state, AwaitingWorkers | LocatingCheckpoint):
         is_unexplained = state.is_unexplained
-    recovery = state.recovery
-    statuses = {worker_id: state.statuses[worker_id] for worker_id in recovery.asked}
-    deciding = Deciding(recovery=recovery, statuses=statuses, is_unexplained=is_unexplained)
+    deciding = Deciding(recovery=state.recovery, statuses=_of_asked(state), is_unexplained=is_unexplained)
     return deciding, (Decide(deciding=deciding),)
+
+
+def _of_asked(state: _Answering) -> dict[WorkerId, Status]:
+    """The answers of those who are still asked, in their order."""
+    asked = state.recovery.asked
+    return dict(zip(asked, map(state.statuses.__getitem__, asked), strict=True))

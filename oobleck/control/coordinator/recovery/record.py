@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from oobleck.control.commit import uncovered
 from oobleck.control.journal import Action, RecoveryDone
+from oobleck.control.membership import Membership
 from oobleck.control.protocol import Resumed
 from oobleck.planner import WorkerId
 
@@ -14,11 +15,8 @@ from .states import Recovery, RecoveryEnded
 __all__ = ["recovery_done"]
 
 
-def recovery_done(ended: RecoveryEnded, now_s: float, offsets_s: Mapping[str, float]) -> RecoveryDone:
-    """Return a recovery's record; if another event overtook the recovery, what is known of it.
-
-    `offsets_s`, by node, is added to a worker's clock to have ours.
-    """
+def recovery_done(ended: RecoveryEnded, now_s: float, members: Membership) -> RecoveryDone:
+    """Return a recovery's record; if another event overtook the recovery, what is known of it."""
     recovery, adopting = ended.recovery, ended.adopting
     ordered = adopting.ordered if adopting is not None else None
     resumed = adopting.resumed if adopting is not None else {}
@@ -33,7 +31,7 @@ def recovery_done(ended: RecoveryEnded, now_s: float, offsets_s: Mapping[str, fl
         detect_s=recovery.detect_s,
         decide_s=adopting.ordered_s - recovery.began_s if adopting is not None else 0.0,
         transfer_s=max([message.transfer_s for message in resumed.values()], default=0.0),
-        stall_s=_stall_s(recovery, resumed, offsets_s),
+        stall_s=_stall_s(recovery, resumed, members),
         bytes_moved=sum([message.received_bytes for message in resumed.values()]),
         layers_moved=ordered.layers_moved if ordered is not None else 0,
         microbatches_redone=ordered.microbatches_redone if ordered is not None else 0,
@@ -42,12 +40,12 @@ def recovery_done(ended: RecoveryEnded, now_s: float, offsets_s: Mapping[str, fl
     )
 
 
-def _stall_s(recovery: Recovery, resumed: Mapping[WorkerId, Resumed], offsets_s: Mapping[str, float]) -> float:
+def _stall_s(recovery: Recovery, resumed: Mapping[WorkerId, Resumed], members: Membership) -> float:
     """Seconds without useful computation, from the loss to the new plan's first computation."""
     if not resumed:
         return 0.0
     # In a simulation thousands report the same: each message counts once for each clock.
-    reports = {(offsets_s[worker_id.node], id(message)): message for worker_id, message in resumed.items()}
+    reports = {(members[node].clock_offset_s, id(message)): message for (node, _), message in resumed.items()}
     ended_s = min(message.resumed_s + ahead_s for (ahead_s, _), message in reports.items())
     busy_s = sorted(
         {
