@@ -169,6 +169,7 @@ class Coordinator:
         try:
             held_up_s = self._parts.silence.forgive(now_s, late_s)
             if held_up_s:
+                self._parts.members.forgive(now_s)
                 self._hold(now_s, held_up_s)
             self._act_on_time(now_s)
             self._follow_up(now_s)
