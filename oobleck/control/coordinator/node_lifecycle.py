@@ -30,8 +30,7 @@ from oobleck.errors import UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
 
-from .recovery import states
-from .recovery.states import BeginRecovery, GiveUp, NodeGone, NodeReached
+from .recovery.states import BeginRecovery, GiveUp, NodeDrained, NodeGone, NodeReached
 from .requests import Effects, NodeDropped, NodeHere, NodeTakenIn, PlanWithout, StartAgain
 
 __all__ = ["NodeLifecycle"]
@@ -220,7 +219,7 @@ class NodeLifecycle:
             return (GiveUp(nodes=(node,), loss=loss),)
         self._members.leave(node)
         entry = NodeLeft(t_s=now_s, node=node)
-        return (Record(entry=entry), Disconnect(node=node), states.NodeLeft(node=node))
+        return (Record(entry=entry), Disconnect(node=node), NodeDrained(node=node))
 
 
 def _quarantine(node: str, now_s: float) -> Record:

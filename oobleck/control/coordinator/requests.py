@@ -17,8 +17,8 @@ from .recovery.states import (
     CheckpointWanted,
     Decide,
     GiveUp,
+    NodeDrained,
     NodeGone,
-    NodeLeft,
     NodeReached,
     PlanInForce,
     RecoveryEnded,
@@ -167,7 +167,7 @@ Effect = (
     | NodeDropped
     | NodeGone
     | NodeHere
-    | NodeLeft
+    | NodeDrained
     | NodeReached
     | NodeTakenIn
     | PlanInForce

@@ -42,8 +42,8 @@ from .recovery.states import (
     CheckpointWanted,
     Decide,
     GiveUp,
+    NodeDrained,
     NodeGone,
-    NodeLeft,
     NodeReached,
     PlanInForce,
     RecoveryEnded,
@@ -164,7 +164,7 @@ class Routing:
                 parts.restoring.forget()
                 parts.progress.expect_none()
                 self.carry_out(parts.reconfiguration.begin(effect, now_s), now_s)
-            case NodeGone() | NodeLeft() | WorkersWanted() | CheckpointWanted():
+            case NodeGone() | NodeDrained() | WorkersWanted() | CheckpointWanted():
                 self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
             case Decide(deciding=deciding):
                 for record in parts.reconfiguration.committed_records(deciding):

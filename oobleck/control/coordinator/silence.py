@@ -57,7 +57,7 @@ class Silence:
             return ()
         return (notice(now_s, "info", f"nodes are heard of again, after {silent_s:.1f} s"),)
 
-    def judge(self, now_s: float) -> tuple[Record | GiveUp, ...]:
+    def give_up_silent(self, now_s: float) -> tuple[Record | GiveUp, ...]:
         """Have nodes given up that are lost by their silence; none where it may be us who hear nothing."""
         was_suspicious = self._leases.is_suspicious
         lapsed = self._leases.take_lapsed(now_s)

@@ -24,8 +24,7 @@ from oobleck.control.commit import (
     Committee,
     CompareReplicas,
     Compute,
-    Effect,
-    Effects,
+    EffectOutcome,
     Evaluate,
     Evaluation,
     Exchange,
@@ -37,7 +36,6 @@ from oobleck.control.commit import (
     GroupKey,
     Interrupted,
     KeepGroups,
-    Outcome,
     PeerLost,
     PlaceInPlan,
     PostSection,
@@ -54,6 +52,8 @@ from oobleck.control.commit import (
     ShareLossScale,
     TakeSums,
     TakeTotals,
+    WorkerEffect,
+    WorkerEffects,
 )
 from oobleck.control.protocol import (
     CommitRecord,
@@ -223,9 +223,9 @@ class VirtualWorker:
 
     # --- the training thread: effects become moves -------------------------------------------------------------
 
-    def _carry_out(self, effects: Effects) -> Moves:
+    def _carry_out(self, effects: WorkerEffects) -> Moves:
         """Carry effects out, one after the other; what fails is for the follower to handle."""
-        outcome: Outcome = None
+        outcome: EffectOutcome = None
         failure: Exception | None = None
         while True:
             try:
@@ -238,7 +238,7 @@ class VirtualWorker:
             except FAILURES as error:
                 failure = error
 
-    def _do(self, effect: Effect) -> Generator[Wait, None, Outcome]:
+    def _do(self, effect: WorkerEffect) -> Generator[Wait, None, EffectOutcome]:
         match effect:
             case Compute():
                 yield from self._compute(effect)
@@ -392,7 +392,7 @@ class VirtualWorker:
         self._step_ended_s = self._clock()
         return Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 
-    def _move_section(self, effect: SectionEffect) -> Generator[Wait, None, Outcome]:
+    def _move_section(self, effect: SectionEffect) -> Generator[Wait, None, EffectOutcome]:
         match effect:
             case PostSection(step=step, number=number):
                 yield from pause("about to post a section")

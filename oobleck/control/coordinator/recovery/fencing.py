@@ -22,7 +22,6 @@ from .states import (
     AwaitingWorkers,
     Decide,
     Deciding,
-    Effect,
     Ended,
     EndRun,
     Fencing,
@@ -32,6 +31,7 @@ from .states import (
     Preparing,
     Recovery,
     RecoveryBegun,
+    RecoveryEffect,
     RecoveryEnded,
     Settling,
     State,
@@ -42,14 +42,14 @@ from .states import (
     has_all,
 )
 
-__all__ = ["answered", "begin", "decide", "end_again", "judge", "left", "overdue"]
+__all__ = ["answered", "begin", "end_again", "left", "overdue", "to_deciding", "use_answers"]
 
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
 
 
 def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
-    closed: tuple[Effect, ...] = ()
+    closed: tuple[RecoveryEffect, ...] = ()
     match state:
         case Preparing() | Ended():
             return state, ()
@@ -77,7 +77,7 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
     if begun.num_regroups > _MAX_REGROUPS:
         return fencing, (*closed, started, EndRun(reason=f"no step was committed through {_MAX_REGROUPS} regroupings"))
     if not begun.asked:
-        deciding, effects = decide(fencing)
+        deciding, effects = to_deciding(fencing)
         return deciding, (*closed, started, *effects)
     return fencing, (*closed, started, SendAll(worker_ids=begun.asked, message=recovery.fence))
 
@@ -130,21 +130,21 @@ def _go_on(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     """Wait for answers, then for losses that belong together, and then use the answers."""
     recovery = state.recovery
     if not recovery.asked:
-        return decide(state)
+        return to_deciding(state)
     if not has_all(state.statuses, recovery.asked):
         return state, ()
     if now_s >= recovery.settles_s:
-        return judge(state, now_s)
+        return use_answers(state, now_s)
     if isinstance(state, Settling):
         return state, ()
     return Settling(recovery=recovery, statuses=state.statuses, until_s=recovery.settles_s), ()
 
 
-def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
+def use_answers(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     """Decide; but where nobody is gone and nothing moves, first find out whom the others wait for, or do not reach."""
     recovery = state.recovery
     if not recovery.explains:
-        return decide(state)
+        return to_deciding(state)
     statuses = {worker_id: state.statuses[worker_id] for worker_id in recovery.asked}
     cut_off = cut_off_nodes(statuses)
     stuck = () if cut_off else stuck_workers(statuses)
@@ -158,7 +158,7 @@ def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
         )
     )
     if not cut_off and not stuck:
-        deciding, effects = decide(state, is_unexplained=True)
+        deciding, effects = to_deciding(state, is_unexplained=True)
         return deciding, (explained, *effects)
     until_s = now_s + recovery.control.lease_s
     accusing = Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
@@ -167,7 +167,7 @@ def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     return accusing, (explained, GiveUp(nodes=cut_off, loss=CutOff()))
 
 
-def end_again(stuck: tuple[WorkerId, ...]) -> tuple[Effect, ...]:
+def end_again(stuck: tuple[WorkerId, ...]) -> tuple[RecoveryEffect, ...]:
     """A worker that ends is started again in its place."""
     return tuple(Send(node=worker_id.node, message=KillWorker(device=worker_id.device)) for worker_id in stuck)
 
@@ -198,7 +198,7 @@ def left(state: State, node: str, now_s: float) -> Step:
         case Fencing() | Overdue() | Settling():
             return _go_on(replace(state, recovery=_without(state.recovery, node)), now_s)
         case Accusing() | AwaitingWorkers() | LocatingCheckpoint():
-            return decide(replace(state, recovery=_without(state.recovery, node)))
+            return to_deciding(replace(state, recovery=_without(state.recovery, node)))
         case _:
             assert_never(state)
 
@@ -207,7 +207,7 @@ def _without(recovery: Recovery, node: str) -> Recovery:
     return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node != node))
 
 
-def decide(
+def to_deciding(
     state: Fencing | Overdue | Settling | Accusing | AwaitingWorkers | LocatingCheckpoint,
     *,
     is_unexplained: bool = False,
