@@ -33,6 +33,7 @@ FORGOTTEN = (
     "::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
 )
 ANSWERS = "tests/control/commit/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
+CLAIMS = "tests/control/commit/test_follower.py::test_who_has_not_applied_a_step_that_others_have_catches_up_first"
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 UNHEARD = "tests/sim/test_promises.py::test_what_a_killed_master_had_not_heard_is_told_to_the_next"
@@ -82,10 +83,10 @@ MUTATIONS = (
     Mutation(
         name="commit_without_agreement",
         what="a step is committed without the all-reduce over all workers",
-        file="oobleck/sim/cluster/worker.py",
+        file="oobleck/sim/cluster/step.py",
         old="        said = yield from self._groups.sum(key, sequence, step)\n        yield from",
         new=(
-            "        partial = self._follower.partial_commit.microbatches\n"
+            "        partial = self._programs.partial_commit.microbatches\n"
             "        said = tuple(each for each in range(self._job.num_microbatches) if each not in partial)\n"
             "        yield from"
         ),
@@ -217,8 +218,8 @@ MUTATIONS = (
         name="endless_lease",
         what="a silent node is never given up",
         file="oobleck/control/membership/leases.py",
-        old="        lapses_s = max(member.last_heard_s + self._control.lease_s, self._spared_until_s)\n",
-        new="        lapses_s = max(member.last_heard_s + 1e9, self._spared_until_s)\n",
+        old="        lapses_s = max(last_s + self._control.lease_s, self._spared_until_s)\n",
+        new="        lapses_s = max(last_s + 1e9, self._spared_until_s)\n",
         caught_by=STACK,
     ),
     Mutation(
@@ -233,7 +234,7 @@ MUTATIONS = (
         name="no_restart",
         what="a worker that ended is not restarted",
         file="oobleck/control/coordinator/worker_lifecycle.py",
-        old="            start_again(member, worker_id.device),\n",
+        old="            StartAgain(worker_id=worker_id),\n",
         new="",
         caught_by="tests/sim/cluster/test_run.py::test_a_crashed_worker_is_started_again_in_its_place",
     ),
@@ -267,7 +268,7 @@ MUTATIONS = (
         file=FOLLOWER,
         old="        self._commit_state.note_reduced(step)\n",
         new="",
-        caught_by=KILLS,
+        caught_by=CLAIMS,
     ),
     Mutation(
         name="adopted_first",

@@ -16,6 +16,7 @@ from oobleck.planner import Profile, WorkerId
 from oobleck.schedule import Instruction, Op, compile_schedule
 from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.cluster.moves import Moves
+from oobleck.sim.cluster.ports import WorkerPorts
 from oobleck.sim.cluster.program import Programs, Work
 from oobleck.sim.cluster.shards import VirtualShards
 from oobleck.sim.cluster.tempo import Tempo
@@ -100,4 +101,5 @@ class SteppedWorker(VirtualWorker):
         profile: Profile,
         shards: VirtualShards,
     ) -> None:
-        super().__init__(worker_id, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0, shards=shards)
+        ports = WorkerPorts(fabric=fabric, tempo=Tempo(profile), clock=lambda: 0.0, say=say)
+        super().__init__(worker_id, job, ports, shards=shards)

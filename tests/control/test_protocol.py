@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from oobleck.control.membership import check_device, is_of_training, is_of_worker_that_ends
-from oobleck.control.membership.membership import Member
+from oobleck.control.journal import WorkerUp
+from oobleck.control.membership import Membership, check_device, is_of_training, is_of_worker_that_ends
 from oobleck.control.protocol import (
     AgentMessage,
     CheckpointsFound,
@@ -26,6 +26,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import PeerError
 from oobleck.job import NodeSpec
+from oobleck.planner import WorkerId
 
 
 def subclasses(base: type) -> set[type]:
@@ -49,22 +50,27 @@ def test_every_message_for_a_worker_is_relayed_to_it():
     assert set(get_args(WorkerBound)) - set(get_args(WorkerCommand)) == {SetUpWorker, StoreKeys}
 
 
-def member() -> Member:
-    return Member(NodeSpec(name="n0", host="n0", devices=(0, 1)))
+@pytest.fixture
+def members() -> Membership:
+    return Membership((NodeSpec(name="n0", host="n0", devices=(0, 1)),))
 
 
-def test_a_node_speaks_for_its_own_devices():
-    check_device(member(), PeerFailed(device=1, generation=1, detail=""))
+def test_a_node_speaks_for_its_own_devices(members: Membership):
+    check_device(members["n0"], PeerFailed(device=1, generation=1, detail=""))
     with pytest.raises(PeerError, match=r"device 2\b.* 2$"):
-        check_device(member(), PeerFailed(device=2, generation=1, detail=""))
+        check_device(members["n0"], PeerFailed(device=2, generation=1, detail=""))
 
 
-def test_words_of_a_worker_that_ends_are_dropped_unless_they_outlive_it():
-    ending = member()
-    ending.shutdown.add(1)
+def test_words_of_a_worker_that_ends_are_dropped_unless_they_outlive_it(members: Membership):
+    members.note_connected("n0", agent_pid=9)
+    for device in (0, 1):
+        members.note_ready(WorkerUp(t_s=0.0, node="n0", device=device, pid=device, data_digest="d"), generation=0)
+    before = members["n0"]
+    members.note_restart(WorkerId(node="n0", device=0), 0, now_s=1.0, step=0, also=(1,))
+    ending = members["n0"]
     failed = PeerFailed(device=1, generation=1, detail="")
     found = CheckpointsFound(device=1, request=1, found=(), problems=(), unfinished=())
-    assert (is_of_worker_that_ends(ending, failed), is_of_worker_that_ends(member(), failed)) == (True, False)
+    assert (is_of_worker_that_ends(ending, failed), is_of_worker_that_ends(before, failed)) == (True, False)
     assert not is_of_worker_that_ends(ending, found)
 
 

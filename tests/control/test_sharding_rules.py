@@ -9,8 +9,8 @@ import pytest
 
 from oobleck.control.commit.progress import Progress
 from oobleck.control.data.record_assigner import RecordAssigner
-from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
-from oobleck.control.events import Effects, ExpectSteps, Record, Send, SendAll
+from oobleck.control.data.sharding import STEPS_AHEAD, DataEffects, Sharding, ShardRemains
+from oobleck.control.events import ExpectSteps, Record, Send, SendAll
 from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.journal.data_view import DataView
 from oobleck.control.protocol import (
@@ -70,7 +70,7 @@ class Bench:
         """Let it go on; returns what it says to workers."""
         return self.carry_out(self.sharding.go_on(1, now_s, save=False), now_s=now_s)
 
-    def carry_out(self, effects: Effects, *, now_s: float = 0.0) -> list[object]:
+    def carry_out(self, effects: DataEffects, *, now_s: float = 0.0) -> list[object]:
         """Do what the coordinator does with them; returns what is sent to workers."""
         said: list[object] = []
         for effect in effects:

@@ -47,15 +47,13 @@ from .worker_effects import (
     BeginStep,
     CompareReplicas,
     Compute,
-    Effect,
-    Effects,
+    EffectOutcome,
     Evaluate,
     Evaluation,
     Exchange,
     ForgetStep,
     FormGroups,
     KeepGroups,
-    Outcome,
     PrepareToSave,
     ReadCheckpoint,
     Reduce,
@@ -65,6 +63,8 @@ from .worker_effects import (
     SaveEnd,
     Say,
     ShareLossScale,
+    WorkerEffect,
+    WorkerEffects,
 )
 
 __all__ = ["Follower", "RecordBoard"]
@@ -111,7 +111,7 @@ class Follower:
         self._share_done = False
         self._segments_done: set[int] = set()
 
-    def run(self) -> Effects:
+    def run(self) -> WorkerEffects:
         """Follow orders forever."""
         while True:
             update = yield AwaitPlanUpdate()
@@ -129,7 +129,7 @@ class Follower:
             except CorruptCheckpoint as error:
                 yield Say(self._corrupt(update, error))
 
-    def _follow(self, update: PlanUpdate) -> Effects:
+    def _follow(self, update: PlanUpdate) -> WorkerEffects:
         """Carry an order out up to the point where its plan is in force."""
         if update.catch_up is not None and self._commit_state.catch_up(update.catch_up):
             yield from self._apply(update.catch_up)
@@ -142,7 +142,7 @@ class Follower:
             yield from self._finish(update, update.finish)
         yield from self._adopt(update)
 
-    def _train(self) -> Generator[Effect, Outcome, bool]:
+    def _train(self) -> Generator[WorkerEffect, EffectOutcome, bool]:
         """Run steps to the job's last one, or to the one whose commit agrees to stop; False for a spare."""
         seat, committee = self._seat, self._committee
         if seat is None or committee is None:
@@ -159,7 +159,7 @@ class Follower:
 
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def _has_next(self, committee: Committee) -> Generator[Effect, Outcome, bool]:
+    def _has_next(self, committee: Committee) -> Generator[WorkerEffect, EffectOutcome, bool]:
         """Whether another step comes; wait until that is known. At the end, save what is not saved yet."""
         step, records = self._commit_state.applied, self._records
         if records is None or step >= self._job.max_steps:
@@ -175,7 +175,7 @@ class Follower:
             yield SaveEnd(over, committee)
         return False
 
-    def _compute(self, seat: PlaceInPlan, committee: Committee, step: int, *, ends_under_plan: bool) -> Effects:
+    def _compute(self, seat: PlaceInPlan, committee: Committee, step: int, *, ends_under_plan: bool) -> WorkerEffects:
         """Compute the pipeline's own share of a step, unless it is done already."""
         if self._step != step:
             yield from self._begin(step)
@@ -186,20 +186,20 @@ class Follower:
         yield from self._execute(Compute(step, tuple(share), sections, posts_sums=ends_under_plan))
         self._share_done = True
 
-    def _begin(self, step: int) -> Effects:
+    def _begin(self, step: int) -> WorkerEffects:
         """Begin a step with nothing done of it but what is committed."""
         yield from self._forget()
         yield BeginStep(step)
         self._step = step
 
-    def _forget(self) -> Effects:
+    def _forget(self) -> WorkerEffects:
         self._step = None
         self._share_done = False
         self._segments_done.clear()
         self._commit_state.begin_step()
         yield ForgetStep()
 
-    def _execute(self, program: Compute) -> Effects:
+    def _execute(self, program: Compute) -> WorkerEffects:
         if self._commit_state.is_broken:
             # It failed after the fence was answered, so the coordinator counts on this pipeline. Say it again, now
             # under the order's generation; what was computed cannot be continued.
@@ -211,7 +211,7 @@ class Follower:
             self._commit_state.note_broken()
             raise
 
-    def _end_step(self, committee: Committee) -> Generator[Effect, Outcome, bool]:
+    def _end_step(self, committee: Committee) -> Generator[WorkerEffect, EffectOutcome, bool]:
         """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
         step = self._step
         assert step is not None
@@ -240,7 +240,7 @@ class Follower:
         found = tuple(sorted((*partial, *counted))) if partial else counted
         assert found == self._whole, f"step {step}: microbatches counted {counted} beside {partial}"
 
-    def _apply(self, record: CommitRecord) -> Effects:
+    def _apply(self, record: CommitRecord) -> WorkerEffects:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
         yield Apply(record)
         self.partial_commit.end_step()
@@ -248,7 +248,7 @@ class Follower:
         if self._seat is not None and (self._seat.is_first or self._seat.is_last):
             yield Say(StepCommitted(device=self._device, record=record))
 
-    def _evaluate(self, seat: PlaceInPlan, committee: Committee) -> Effects:
+    def _evaluate(self, seat: PlaceInPlan, committee: Committee) -> WorkerEffects:
         """Evaluate the model if it is due."""
         step = self._commit_state.applied
         if not self._evaluates or not self._job.is_evaluated(step):
@@ -272,7 +272,7 @@ class Follower:
                 )
             )
 
-    def _resume(self) -> Effects:
+    def _resume(self) -> WorkerEffects:
         """Report, once after each adoption, that the first computation under the new plan begins."""
         generation, self._resumed = self._resumed, None
         if generation is not None:
@@ -280,7 +280,7 @@ class Follower:
 
     # --- from one plan to the next ---------------------------------------------------------------------------
 
-    def _finish(self, update: PlanUpdate, step: int) -> Effects:
+    def _finish(self, update: PlanUpdate, step: int) -> WorkerEffects:
         """Finish the step in flight under the old plan, without its lost nodes.
 
         Members of whole pipelines complete their share and the extra segments; the others contribute zeros, and
@@ -301,7 +301,7 @@ class Follower:
         yield FormGroups((committee.key,), committee)
         yield from self._end_step(committee)
 
-    def _adopt(self, update: PlanUpdate) -> Effects:
+    def _adopt(self, update: PlanUpdate) -> WorkerEffects:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
         seat = PlaceInPlan.find(update, self._worker_id)
         committee = None if seat is None else Committee(update.plan, update.generation)

@@ -21,7 +21,6 @@ from .commit_state import CommitState, Interrupted, PeerLost
 from .sections import committed_after, num_sections_of
 from .worker_effects import (
     AwaitSection,
-    Effects,
     Fold,
     GiveBack,
     PostSection,
@@ -30,6 +29,7 @@ from .worker_effects import (
     TakeSums,
     TakeTotals,
     Totals,
+    WorkerEffects,
 )
 
 __all__ = ["PartialCommit", "Section"]
@@ -106,7 +106,7 @@ class PartialCommit:
         """A section is on its way, and may still arrive."""
         return self.section is not None and self.section.failure is None and not self._commit_state.is_fenced()
 
-    def begin(self, step: int) -> Effects:
+    def begin(self, step: int) -> WorkerEffects:
         """Have what is done of a step committed, beside what follows; nothing is, once a section failed or was fenced.
 
         Waits for the section before. Raises Interrupted where the pipeline is stopped.
@@ -124,7 +124,7 @@ class PartialCommit:
         self.section = Section(self._number + 1, step)
         yield PostSection(step, self.section.number)
 
-    def look(self) -> Effects:
+    def look(self) -> WorkerEffects:
         """Move on as far as the others let us. Never waits, raises nothing."""
         section = self.section
         if section is None or not self.is_busy:
@@ -136,7 +136,7 @@ class PartialCommit:
         except Interrupted:
             pass  # a fence came first: its sender decides what becomes of the section
 
-    def settle(self) -> Effects:
+    def settle(self) -> WorkerEffects:
         """Wait until the section on its way is committed. Raises Interrupted or PeerLost; it is still there then."""
         while (section := self.section) is not None:
             if section.failure is not None:
@@ -150,12 +150,12 @@ class PartialCommit:
                 raise Interrupted
             yield from self.look()
 
-    def catch_up(self, record: SectionRecord) -> Effects:
+    def catch_up(self, record: SectionRecord) -> WorkerEffects:
         """Commit what is reduced, as the plan update says, if it is not committed yet."""
         if self._commit_state.catch_up_section(record):
             yield from self._fold(record)
 
-    def give_back(self) -> Effects:
+    def give_back(self) -> WorkerEffects:
         """Give up the section on its way: it counts as work that was done of the step, not committed."""
         section, self.section = self.section, None
         if section is not None:
@@ -164,7 +164,7 @@ class PartialCommit:
 
     # --- how it moves --------------------------------------------------------------------------------------
 
-    def _move(self, section: Section) -> Effects:
+    def _move(self, section: Section) -> WorkerEffects:
         """Take the next moves that can be made. Raises Interrupted or PeerLost."""
         if not section.has_sums:
             if not (yield TakeSums(section.number)):
@@ -193,7 +193,7 @@ class PartialCommit:
         what = f"section {section.number} of step {section.step}"
         assert list(counted) == fresh, f"{what}: microbatches counted {counted}, not {fresh}"
 
-    def _fold(self, record: SectionRecord) -> Effects:
+    def _fold(self, record: SectionRecord) -> WorkerEffects:
         """Put a section's sums to those that are committed. Nothing can interrupt this."""
         section = self.section
         what = f"section {record.number} of step {record.step}"
@@ -203,7 +203,7 @@ class PartialCommit:
         self.section = None
         self._number, self.loss = record.number, record.loss
 
-    def _fail(self, section: Section, error: PeerLost) -> Effects:
+    def _fail(self, section: Section, error: PeerLost) -> WorkerEffects:
         """Report at once that a section failed: others wait for it, and this pipeline's own work continues."""
         section.failure = error
         assert self._update is not None

@@ -38,8 +38,7 @@ __all__ = [
     "BeginStep",
     "CompareReplicas",
     "Compute",
-    "Effect",
-    "Effects",
+    "EffectOutcome",
     "Evaluate",
     "Evaluation",
     "Exchange",
@@ -48,7 +47,6 @@ __all__ = [
     "FormGroups",
     "GiveBack",
     "KeepGroups",
-    "Outcome",
     "PostSection",
     "PostTotals",
     "PrepareToSave",
@@ -64,6 +62,8 @@ __all__ = [
     "TakeSums",
     "TakeTotals",
     "Totals",
+    "WorkerEffect",
+    "WorkerEffects",
     "drive",
 ]
 
@@ -350,7 +350,7 @@ class GiveBack:
 
 
 SectionEffect = PostSection | TakeSums | PostTotals | TakeTotals | Fold | AwaitSection | GiveBack
-Effect = (
+WorkerEffect = (
     AwaitPlanUpdate
     | Say
     | ReportResumed
@@ -375,13 +375,13 @@ Effect = (
     | Adopt
     | SectionEffect
 )
-Outcome = PlanUpdate | Agreed | Evaluation | Totals | bool | None
-Effects = Generator[Effect, Outcome, None]
+EffectOutcome = PlanUpdate | Agreed | Evaluation | Totals | bool | None
+WorkerEffects = Generator[WorkerEffect, EffectOutcome, None]
 
 
-def drive(effects: Effects, carry_out: Callable[[Effect], Outcome]) -> None:
+def drive(effects: WorkerEffects, carry_out: Callable[[WorkerEffect], EffectOutcome]) -> None:
     """Have a driver carry out effects in order; it waits where it has to. Raises what they raise."""
-    outcome: Outcome = None
+    outcome: EffectOutcome = None
     failure: Exception | None = None
     while True:
         try:

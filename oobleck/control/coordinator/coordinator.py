@@ -169,6 +169,7 @@ class Coordinator:
         try:
             held_up_s = self._parts.silence.forgive(now_s, late_s)
             if held_up_s:
+                self._parts.members.forgive(now_s)
                 self._hold(now_s, held_up_s)
             self._act_on_time(now_s)
             self._follow_up(now_s)
@@ -219,7 +220,7 @@ class Coordinator:
         parts = self._parts
         recovery, progress, silence = parts.reconfiguration, parts.progress, parts.silence
         if recovery.is_begun:  # a start has a time limit of its own
-            self._do(silence.judge(now_s), now_s)
+            self._do(silence.give_up_silent(now_s), now_s)
         self._do(parts.startup.handle_deadline(now_s), now_s)
         self._do(recovery.give(TimePassed(is_suspicious=silence.is_suspicious), now_s), now_s)
         if now_s >= progress.hangs_s and silence.is_suspicious:

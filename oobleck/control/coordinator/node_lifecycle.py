@@ -28,11 +28,10 @@ from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, Me
 from oobleck.control.protocol import AgentStopped, KillWorker, StopAgent
 from oobleck.errors import UsageError
 from oobleck.job import NodeSpec
+from oobleck.planner import WorkerId
 
-from .recovery import states
-from .recovery.states import BeginRecovery, GiveUp, NodeGone, NodeReached
-from .requests import Effects, NodeDropped, NodeHere, NodeTakenIn, PlanWithout
-from .worker_lifecycle import start_again
+from .recovery.states import BeginRecovery, GiveUp, NodeDrained, NodeGone, NodeReached
+from .requests import Effects, NodeDropped, NodeHere, NodeTakenIn, PlanWithout, StartAgain
 
 __all__ = ["NodeLifecycle"]
 
@@ -62,15 +61,14 @@ class NodeLifecycle:
         if spec is None:
             return self._take_in(self._members[node], event, now_s, misfit=misfit, generation=generation)
         added = Record(entry=NodeAdded(t_s=now_s, node=spec))
-        member = self._members.add(spec)
-        return (added, *self._take_in(member, event, now_s, misfit=misfit, generation=generation))
+        self._members.add(spec)
+        return (added, *self._take_in(self._members[node], event, now_s, misfit=misfit, generation=generation))
 
     def _take_in(self, member: Member, event: NodeUp, now_s: float, *, misfit: str | None, generation: int) -> Effects:
         node, hello = event.node, event.hello
         if misfit is not None:
             return (GiveUp(nodes=(node,), loss=Misfit(problem=misfit)),)
         if member.state is MemberState.CONNECTING:
-            member.last_heard_s = now_s
             entry = NodeConnected(t_s=now_s, node=node, agent_pid=hello.pid)
             return (Record(entry=entry), NodeTakenIn(event=event))
         if member.agent_pid != hello.pid:
@@ -93,15 +91,14 @@ class NodeLifecycle:
             stop = Send(node=node, message=StopAgent(reason="drained", is_dismissal=True))
             dismissal = (stop,) if member.is_dismissed else ()
             found = (notice(now_s, "info", f"{node} is reached again"), *dismissal, NodeReached(node=node))
-        member.meet(hello, address=event.address, now_s=now_s)
-        living = {worker.device: worker.pid for worker in hello.workers}
-        member.note_living(living)
-        missing = sorted({*range(member.spec.num_devices)} - {*member.ready} - {*living})
-        ending = sorted(member.shutdown.intersection(living))
+        self._members.meet(node, hello, address=event.address, now_s=now_s)
+        member, living = self._members[node], {worker.device for worker in hello.workers}
+        missing = sorted({*range(member.spec.num_devices)} - {*member.ready} - living)
+        ending = sorted(member.shutdown & living)
         return (
             *found,
             NodeHere(node=node),
-            *(start_again(member, device) for device in missing),
+            *(StartAgain(worker_id=WorkerId(node=node, device=device)) for device in missing),
             *(Send(node=node, message=KillWorker(device=device)) for device in ending),  # sent before, and perhaps lost
         )
 
@@ -145,8 +142,7 @@ class NodeLifecycle:
         member = self._members[node]
         if member.state in (MemberState.LOST, MemberState.LEFT):
             return ()
-        trained = member.is_ready
-        member.move_to(MemberState.LOST)
+        self._members.lose(node)
         may_come_back = is_begun and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, now_s)
         entry = NodeLost(
@@ -160,15 +156,15 @@ class NodeLifecycle:
         if not is_begun:
             return effects
         warning = (_quarantine(node, now_s),) if may_come_back and not is_tried_again else ()
-        if not trained:  # it had no part in any plan
+        if not member.is_ready:  # it had no part in any plan
             return (*effects, *warning, NodeGone())
-        silent_s = max(0.0, now_s - member.last_heard_s)
+        silent_s = max(0.0, now_s - self._members.heard_s[node])
         return (*effects, *warning, PlanWithout(node=node, loss=loss.cause, detect_s=silent_s))
 
     def ban(self, node: str) -> None:
         """The user has a node killed: it is not tried again."""
         self._node_retry.forget(node)
-        self._members[node].ban()
+        self._members.ban(node)
 
     # --- they are let go ---------------------------------------------------------------------------------------
 
@@ -180,14 +176,14 @@ class NodeLifecycle:
             return (notice(now_s, "warning", f"{node} is not training, so it cannot be drained"),)
         if self._members[node].is_draining:
             return ()
-        self._members[node].is_draining = True
+        self._members.drain(node)
         return (BeginRecovery(cause=PlanCause.DRAINED, nodes=(node,)),)
 
     def noticed(self, member: Member, now_s: float, *, is_begun: bool) -> Effects:
         """A node will be taken away: drain it, now or once it trains."""
         if is_begun and member.is_ready:
             return self.drain(member.spec.name, now_s, is_begun=is_begun)
-        member.is_leaving = True
+        self._members.note_leaving(member.spec.name, is_leaving=True)
         self._num_leaving += 1
         return ()
 
@@ -198,21 +194,21 @@ class NodeLifecycle:
         leaving = [member for member in self._members.living if member.is_leaving]
         ready = [member for member in leaving if member.is_ready]
         for member in ready:
-            member.is_leaving = False
+            self._members.note_leaving(member.spec.name, is_leaving=False)
         self._num_leaving = len(leaving) - len(ready)
         return tuple(effect for each in ready for effect in self.drain(each.spec.name, now_s, is_begun=True))
 
     def keep(self, nodes: tuple[str, ...], now_s: float) -> Effects:
         """Do not let these nodes go after all."""
         for node in nodes:
-            self._members[node].stay()
+            self._members.drain(node, is_draining=False)
         return tuple(notice(now_s, "warning", f"{node} stays: the job cannot go on without it") for node in nodes)
 
     def dismiss_drained(self) -> Effects:
         """The plan in force needs nothing of drained nodes any more: end their agents."""
         drained = [member for member in self._members.ready if member.is_draining]
         for member in drained:
-            member.dismiss()
+            self._members.dismiss(member.spec.name)
         stop = StopAgent(reason="drained", is_dismissal=True)
         return tuple(Send(node=member.spec.name, message=stop) for member in drained)
 
@@ -222,9 +218,9 @@ class NodeLifecycle:
         if not member.is_draining or is_in_plan:
             loss = NoWorkerStarts(problem=reason) if message.is_failure else AgentLeft(reason=reason)
             return (GiveUp(nodes=(node,), loss=loss),)
-        member.move_to(MemberState.LEFT)
+        self._members.leave(node)
         entry = NodeLeft(t_s=now_s, node=node)
-        return (Record(entry=entry), Disconnect(node=node), states.NodeLeft(node=node))
+        return (Record(entry=entry), Disconnect(node=node), NodeDrained(node=node))
 
 
 def _quarantine(node: str, now_s: float) -> Record:

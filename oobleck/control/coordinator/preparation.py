@@ -6,7 +6,7 @@ It returns commands, and says whether preparation is complete.
 from __future__ import annotations
 
 from oobleck import __version__
-from oobleck.control.events import Command, LookUpProfile, NodeUp, ProfileFound, Send, StoreProfile
+from oobleck.control.events import Command, LookUpProfile, ProfileFound, Send, StoreProfile
 from oobleck.control.membership import Member, Membership, MemberState
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -59,18 +59,15 @@ class Preparation:
             )
         return None
 
-    def configure(self, event: NodeUp, now_s: float) -> tuple[Command, ...]:
-        """Take a node in: send its agent the job and have its workers started."""
-        member = self._members[event.node]
-        if member.state is MemberState.CONNECTING:  # else it was reached again, and our messages may be lost
-            member.move_to(MemberState.CONNECTED)
-        member.meet(event.hello, address=event.address, now_s=now_s)
-        asks = self._ask(self._measures) if self._measures is not None and self._measures.node == event.node else ()
+    def configure(self, node: str) -> tuple[Command, ...]:
+        """Tell a node's agent about the job and have its workers started."""
+        member = self._members[node]
+        asks = self._ask(self._measures) if self._measures is not None and self._measures.node == node else ()
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
             job=self._job,
-            node=event.node,
+            node=node,
             devices=member.spec.devices,
             address=member.address,
             torch_threads=self._threads(member),
@@ -78,10 +75,8 @@ class Preparation:
             num_sharing=self._members.sharing_device(member),
             run=self._run,
         )
-        starts = [
-            Send(node=event.node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids
-        ]
-        return (Send(node=event.node, message=configure), *starts, *asks)
+        starts = [Send(node=node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids]
+        return (Send(node=node, message=configure), *starts, *asks)
 
     def note_ready(self, member: Member, message: WorkerReady) -> tuple[Command, ...]:
         """Look at a worker that is ready. The first one of all settles which profile is needed.
@@ -151,7 +146,7 @@ class Preparation:
     @property
     def is_complete(self) -> bool:
         """All nodes that were asked for are ready, and the profile is known."""
-        return self.profile is not None and not self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED)
+        return self.profile is not None and self._members.are_all_ready
 
     def waiting_for(self) -> str:
         """What is missing, for an error message."""

@@ -129,7 +129,7 @@ class Reconfiguration:
             control=self._job.control,
             fence=fence,
             asked=self._members.ready_worker_ids,
-            heard_s=max((member.last_heard_s for member in survivors), default=now_s),
+            heard_s=max((self._members.heard_s[member.spec.name] for member in survivors), default=now_s),
             num_regroups=self._regroups[1],
         )
         return self.give(begun, now_s)

@@ -38,10 +38,10 @@ from oobleck.control.journal import (
     WorkerDown,
     WorkerUp,
 )
-from oobleck.control.membership import Member, Membership, MemberState
+from oobleck.control.membership import Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Profile, profile_from_json
+from oobleck.planner import Profile, WorkerId, profile_from_json
 
 __all__ = ["ReplayedRun", "replay_run"]
 
@@ -96,8 +96,7 @@ class ReplayedRun:
 
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
         """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
-        for member in self.members.all:
-            member.spec = specs.get(member.spec.name, member.spec)
+        self.members.relocate(specs)
         self.interrupted = tuple(specs.get(spec.name, spec) for spec in self.interrupted)
 
     @property
@@ -131,7 +130,7 @@ def _interrupt_joining(replayed: ReplayedRun) -> None:
         *(member for member in replayed.members.in_state(MemberState.CONNECTED) if not member.restarts),
     ]
     for member in joining:
-        member.move_to(MemberState.LOST)
+        replayed.members.lose(member.spec.name)
     replayed.interrupted = tuple(member.spec for member in joining)
 
 
@@ -174,33 +173,31 @@ def _apply(replayed: ReplayedRun, entry: JournalEntry) -> None:
             replayed.generations.current = generation
             if cause is PlanCause.DRAINED:
                 for node in nodes:
-                    replayed.members[node].is_draining = True
+                    replayed.members.drain(node)
             if cause is PlanCause.RETRIED:
                 for node in nodes:
                     replayed.slow.pop(node, None)
         case NodeAdded(node=spec):
             replayed.members.add(spec)
         case NodeConnected() | WorkerUp() | WorkerDown() | NodeLost() | NodeLeft():
-            generation, step = replayed.generations.current, replayed.furthest_step
-            _move(replayed.members[entry.node], entry, generation=generation, step=step)
+            _move(replayed, entry)
             if isinstance(entry, WorkerDown | NodeLost | NodeLeft):
                 replayed.slow.pop(entry.node, None)
         case _:
             pass
 
 
-def _move(
-    member: Member, entry: NodeConnected | WorkerUp | WorkerDown | NodeLost | NodeLeft, *, generation: int, step: int
-) -> None:
+def _move(replayed: ReplayedRun, entry: NodeConnected | WorkerUp | WorkerDown | NodeLost | NodeLeft) -> None:
+    members = replayed.members
     match entry:
-        case NodeConnected(agent_pid=pid):
-            member.agent_pid = pid
-            member.move_to(MemberState.CONNECTED)
+        case NodeConnected(node=node, agent_pid=pid):
+            members.note_connected(node, agent_pid=pid)
         case WorkerUp():
-            member.note_ready(entry, generation=generation)
-        case WorkerDown(device=device, pid=pid, also=also):
-            member.note_restart(device, pid, now_s=entry.t_s, step=step, also=also)
-        case NodeLost():
-            member.move_to(MemberState.LOST)
-        case NodeLeft():
-            member.move_to(MemberState.LEFT)
+            members.note_ready(entry, generation=replayed.generations.current)
+        case WorkerDown(node=node, device=device, pid=pid, also=also):
+            worker_id = WorkerId(node=node, device=device)
+            members.note_restart(worker_id, pid, now_s=entry.t_s, step=replayed.furthest_step, also=also)
+        case NodeLost(node=node):
+            members.lose(node)
+        case NodeLeft(node=node):
+            members.leave(node)

@@ -93,7 +93,8 @@ class Reports:
         member, is_begun = self._parts.members[node], self._parts.reconfiguration.is_begun
         if member.state not in (MemberState.CONNECTED, MemberState.READY):
             return  # late messages of a node that was given up
-        heard = self._parts.silence.hear(member, now_s)
+        self._parts.members.hear_node(node, now_s)
+        heard = self._parts.silence.heard(now_s)
         if heard:
             self._do(heard, now_s)
             self._parts.progress.give_time(now_s)
@@ -220,9 +221,9 @@ class Reports:
             self._routing.record(worker)
             self._do(parts.preparation.note_ready(member, message), now_s)
             self._do(parts.sharding.know(message.shards, now_s), now_s)
-            member.note_ready(worker, generation=recovery.generations.current)
-            if recovery.is_begun and member.is_ready:
-                self._join(member.spec.name, now_s)
+            parts.members.note_ready(worker, generation=recovery.generations.current)
+            if recovery.is_begun and parts.members[worker.node].is_ready:
+                self._join(worker.node, now_s)
         self.train_when_ready(now_s)
 
     def _join(self, node: str, now_s: float) -> None:

@@ -17,8 +17,8 @@ from .recovery.states import (
     CheckpointWanted,
     Decide,
     GiveUp,
+    NodeDrained,
     NodeGone,
-    NodeLeft,
     NodeReached,
     PlanInForce,
     RecoveryEnded,
@@ -37,8 +37,11 @@ __all__ = [
     "NodeTakenIn",
     "PlanWithout",
     "ReportProblems",
+    "StartAgain",
     "WorkerDropped",
     "WorkerRaised",
+    "WorkerRestarted",
+    "WorkersFail",
 ]
 
 
@@ -70,6 +73,30 @@ class WorkerRaised:
 
     worker_id: WorkerId
     error: Raised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRestarted:
+    """A worker has ended and is started again, and those of other devices of its node with it."""
+
+    worker_id: WorkerId
+    pid: int
+    also: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAgain:
+    """Have a worker started in its place."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersFail:
+    """A node's workers end again and again. What is said of that may end the run."""
+
+    node: str
+    words: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +167,7 @@ Effect = (
     | NodeDropped
     | NodeGone
     | NodeHere
-    | NodeLeft
+    | NodeDrained
     | NodeReached
     | NodeTakenIn
     | PlanInForce
@@ -148,8 +175,11 @@ Effect = (
     | RecoveryEnded
     | Repair
     | ReportProblems
+    | StartAgain
     | WorkerDropped
     | WorkerRaised
+    | WorkerRestarted
+    | WorkersFail
     | WorkersWanted
 )
 Effects = tuple[Effect, ...]

@@ -27,6 +27,7 @@ from oobleck.control.events import (
     notice,
 )
 from oobleck.control.journal import Action, JournalEntry, PlanCause
+from oobleck.control.protocol import StartWorker
 from oobleck.errors import PlanningError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
@@ -41,8 +42,8 @@ from .recovery.states import (
     CheckpointWanted,
     Decide,
     GiveUp,
+    NodeDrained,
     NodeGone,
-    NodeLeft,
     NodeReached,
     PlanInForce,
     RecoveryEnded,
@@ -60,8 +61,11 @@ from .requests import (
     NodeTakenIn,
     PlanWithout,
     ReportProblems,
+    StartAgain,
     WorkerDropped,
     WorkerRaised,
+    WorkerRestarted,
+    WorkersFail,
 )
 
 __all__ = ["Routing", "RunOver"]
@@ -115,7 +119,8 @@ class Routing:
                 raise RunOver(effect)
             # Nodes and workers
             case NodeTakenIn(event=event):
-                self.carry_out(parts.preparation.configure(event, now_s), now_s)
+                parts.members.meet(event.node, event.hello, address=event.address, now_s=now_s)
+                self.carry_out(parts.preparation.configure(event.node), now_s)
             case NodeHere(node=node):
                 self.carry_out(parts.sharding.tell(parts.reconfiguration.training_places(node)), now_s)
             case NodeReached(node=node):
@@ -130,6 +135,14 @@ class Routing:
                 self._drop_node(effect, now_s)
             case WorkerRaised(worker_id=worker_id, error=error):
                 parts.shutdown.note_error(worker_id, error)
+            case WorkerRestarted(worker_id=worker_id, pid=pid, also=also):
+                step = parts.progress.furthest_step
+                parts.members.note_restart(worker_id, pid, now_s=now_s, step=step, also=also)
+            case StartAgain(worker_id=worker_id):
+                parts.members.note_started(worker_id)
+                self._carry_out(Send(node=worker_id.node, message=StartWorker(device=worker_id.device)), now_s)
+            case WorkersFail(node=node, words=words):
+                parts.members.note_last_words(node, words)
             case WorkerDropped(worker_id=worker_id):
                 self._drop_worker(worker_id, now_s)
             case KeepDraining(nodes=nodes):
@@ -151,7 +164,7 @@ class Routing:
                 parts.restoring.forget()
                 parts.progress.expect_none()
                 self.carry_out(parts.reconfiguration.begin(effect, now_s), now_s)
-            case NodeGone() | NodeLeft() | WorkersWanted() | CheckpointWanted():
+            case NodeGone() | NodeDrained() | WorkersWanted() | CheckpointWanted():
                 self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
             case Decide(deciding=deciding):
                 for record in parts.reconfiguration.committed_records(deciding):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oobleck.control.events import Record, notice
 from oobleck.control.journal import Silent
-from oobleck.control.membership import Leases, Member
+from oobleck.control.membership import Leases
 from oobleck.job import ControlSpec
 
 from .recovery.states import GiveUp
@@ -13,7 +13,7 @@ __all__ = ["Silence"]
 
 
 class Silence:
-    """Knows when each node was last heard from, and when this master was last called."""
+    """Judges the silence of nodes, and knows when this master was last called."""
 
     def __init__(self, control: ControlSpec, leases: Leases) -> None:
         self._control = control
@@ -47,18 +47,17 @@ class Silence:
         unheard_s, self._unheard_s = self._unheard_s, 0.0
         if late_s <= self._control.heartbeat_interval_s:
             return 0.0
-        self._leases.forgive(now_s)
+        self._leases.forgive()
         return max(late_s, unheard_s)
 
-    def hear(self, member: Member, now_s: float) -> tuple[Record, ...]:
+    def heard(self, now_s: float) -> tuple[Record, ...]:
         """A node sent something. Nothing is recorded unless most nodes were silent until now."""
-        member.last_heard_s = max(member.last_heard_s, now_s)
         silent_s = self._leases.heard(now_s)
         if silent_s is None:
             return ()
         return (notice(now_s, "info", f"nodes are heard of again, after {silent_s:.1f} s"),)
 
-    def judge(self, now_s: float) -> tuple[Record | GiveUp, ...]:
+    def give_up_silent(self, now_s: float) -> tuple[Record | GiveUp, ...]:
         """Give up the nodes that are lost by their silence; none if this master may be the one that hears nothing."""
         was_suspicious = self._leases.is_suspicious
         lapsed = self._leases.take_lapsed(now_s)
@@ -66,7 +65,5 @@ class Silence:
         if self._leases.is_suspicious and not was_suspicious:
             text = "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for"
             warnings = (notice(now_s, "warning", text),)
-        lost = (
-            GiveUp(nodes=(member.spec.name,), loss=Silent(silent_s=now_s - member.last_heard_s)) for member in lapsed
-        )
+        lost = (GiveUp(nodes=(node,), loss=Silent(silent_s=silent_s)) for node, silent_s in lapsed.items())
         return (*warnings, *lost)

@@ -69,8 +69,8 @@ class Startup:
 
     def _silence(self, now_s: float) -> str:
         """Which nodes are silent, for an error message; during a start no node is lost by that."""
-        since_s = now_s - self._job.control.lease_s
-        silent = [member.spec.name for member in self._members.living if member.last_heard_s < since_s]
+        since_s, heard_s = now_s - self._job.control.lease_s, self._members.heard_s
+        silent = [node for node in self._members.living_names if heard_s[node] < since_s]
         return f"; nothing is heard of {', '.join(silent)}" if silent else ""
 
     def look(self, now_s: float) -> Effects:

@@ -34,8 +34,8 @@ def take_over(
     _restore_checkpoints(parts, routing, replayed, now_s)
     parts.sharding.restore(replayed.shards)
     parts.progress.expect(job.control.start_timeout_s, now_s)
+    parts.members.expect_words(now_s + job.control.connect_timeout_s)
     for member in parts.members.living:
-        member.last_heard_s = now_s + job.control.connect_timeout_s
         routing.carry_out((Connect(node=member.spec, attach=True),), now_s)
     if not replayed.is_settled:
         routing.carry_out((BeginRecovery(cause=PlanCause.MASTER_LOST),), now_s)

@@ -6,24 +6,18 @@ from oobleck.control.commit import Progress
 from oobleck.control.events import Record, Send
 from oobleck.control.journal import LossCause, WorkerDown, WorkerEnded, WorkerUp, given_up_text
 from oobleck.control.membership import Member, Membership
-from oobleck.control.protocol import KillWorker, Raised, StartWorker, WorkerExited, WorkerReady
+from oobleck.control.protocol import KillWorker, Raised, WorkerExited, WorkerReady
 from oobleck.planner import WorkerId
 
 from .recovery.states import GiveUp
-from .requests import Effects, PlanWithout, WorkerDropped, WorkerRaised
+from .requests import Effects, PlanWithout, StartAgain, WorkerDropped, WorkerRaised, WorkerRestarted, WorkersFail
 
-__all__ = ["WorkerLifecycle", "start_again"]
+__all__ = ["WorkerLifecycle"]
 
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
 """A node is given up where its workers end again after so many restarts within this time, or without a step that was
 never committed before: then something there, or in the job, ends them."""
-
-
-def start_again(member: Member, device: int) -> Send:
-    """Have a worker started in its place."""
-    member.shutdown.discard(device)
-    return Send(node=member.spec.name, message=StartWorker(device=device))
 
 
 class WorkerLifecycle:
@@ -54,20 +48,22 @@ class WorkerLifecycle:
         known = member.ready.get(message.device)
         if member.is_dismissed or (known is not None and known.pid != message.pid):
             return ()
+        worker_id = WorkerId(node=member.spec.name, device=message.device)
         if message.pid in (gone := member.gone.get(message.device, ())):
             if message.device in member.shutdown and message.pid == gone[-1]:
-                return (start_again(member, message.device),)
+                return (StartAgain(worker_id=worker_id),)
             return ()  # repeated to a new master
-        worker_id = WorkerId(node=member.spec.name, device=message.device)
         raised = (WorkerRaised(worker_id=worker_id, error=message.end),) if isinstance(message.end, Raised) else ()
         num_restarts = self._num_restarts(member, now_s)
         # Before training, only one that was ended from outside is started again.
         is_worth_it = not member.is_draining and (is_begun or message.was_ended_from_outside)
         if is_worth_it and num_restarts < _MAX_RESTARTS:
             return (*raised, *self._restart(member, worker_id, message, now_s, is_begun=is_begun))
-        if num_restarts >= _MAX_RESTARTS:
-            member.last_words = given_up_text(message.end, num_restarts=_MAX_RESTARTS)
-        return (*raised, GiveUp(nodes=(member.spec.name,), loss=WorkerEnded(pid=message.pid, end=message.end)))
+        given_up = GiveUp(nodes=(member.spec.name,), loss=WorkerEnded(pid=message.pid, end=message.end))
+        if num_restarts < _MAX_RESTARTS:
+            return (*raised, given_up)
+        words = given_up_text(message.end, num_restarts=_MAX_RESTARTS)
+        return (*raised, WorkersFail(node=member.spec.name, words=words), given_up)
 
     def _num_restarts(self, member: Member, now_s: float) -> int:
         return member.num_restarts(now_s, within_s=_RESTARTS_WITHIN_S, step=self._progress.furthest_step)
@@ -83,16 +79,15 @@ class WorkerLifecycle:
         """
         node, trained = worker_id.node, is_begun and member.is_ready
         also = tuple(device for device in member.taken_along if device != worker_id.device)
-        step = self._progress.furthest_step
-        member.note_restart(worker_id.device, message.pid, now_s=now_s, step=step, also=also)
         entry = WorkerDown(t_s=now_s, node=node, device=worker_id.device, pid=message.pid, end=message.end, also=also)
         effects: Effects = (
+            WorkerRestarted(worker_id=worker_id, pid=message.pid, also=also),
             Record(entry=entry),
             *(Send(node=node, message=KillWorker(device=device)) for device in also),
-            start_again(member, worker_id.device),
+            StartAgain(worker_id=worker_id),
             WorkerDropped(worker_id=worker_id),
         )
         if not trained:
             return effects
-        detect_s = now_s - member.last_heard_s
+        detect_s = now_s - self._members.heard_s[node]
         return (*effects, PlanWithout(node=node, loss=LossCause.WORKER_EXITED, detect_s=detect_s))

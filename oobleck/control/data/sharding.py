@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from oobleck.control.commit import Progress
-from oobleck.control.events import Effects, EndRun, ExpectSteps, Record, Send, SendAll, notice
+from oobleck.control.events import Command, EndRun, ExpectSteps, Record, Send, SendAll, notice
 from oobleck.control.journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.protocol import (
     DataPosition,
@@ -47,6 +47,9 @@ _ANSWER_S = 30.0
 """How long a worker may take to look into shards, before another one is asked."""
 _POLL_S = 0.25
 """How often shards that grow are looked into while there is nothing new."""
+
+DataEffects = tuple[Command | EndRun | ExpectSteps, ...]
+"""What is to be done, in this order."""
 
 
 @dataclass(slots=True)
@@ -225,7 +228,7 @@ class Sharding:
 
     # --- what workers say --------------------------------------------------------------------------------------
 
-    def surveyed(self, worker_id: WorkerId, message: ScanAnswer, now_s: float) -> Effects:
+    def surveyed(self, worker_id: WorkerId, message: ScanAnswer, now_s: float) -> DataEffects:
         """Take in what lies in shards; an answer to an older question is counted, and nothing else."""
         self._check(message)
         if message.request != self._request or worker_id != self._asked:
@@ -249,10 +252,10 @@ class Sharding:
         is_new = found.problem is None and self._assigner.found(found)
         return is_new and (len(found.bounds) > 1 or found.is_end)
 
-    def _take_failure(self, found: ScanResult, now_s: float) -> Effects:
+    def _take_failure(self, found: ScanResult, now_s: float) -> DataEffects:
         return () if found.problem is None else self._note_failure(found.shard, found.bounds[0], found.problem, now_s)
 
-    def failed(self, generation: int, message: RecordsFailed, now_s: float) -> Effects:
+    def failed(self, generation: int, message: RecordsFailed, now_s: float) -> DataEffects:
         """A worker cannot read a record of the step in flight: the step is begun again, without the shard at last."""
         if message.shard not in range(len(self._names)):
             raise PeerError(f"cannot read shard {message.shard} of {len(self._names)}")
@@ -266,7 +269,7 @@ class Sharding:
             self._regroups_s = now_s + self._failures[message.shard] * _RETRY_S
         return effects
 
-    def _note_failure(self, shard: int, position: int, problem: str, now_s: float) -> Effects:
+    def _note_failure(self, shard: int, position: int, problem: str, now_s: float) -> DataEffects:
         assert self._assigner is not None
         if shard in self._assigner.barred:
             return ()
@@ -311,7 +314,7 @@ class Sharding:
         self._regroups_s = math.inf
         return True
 
-    def go_on(self, generation: int, now_s: float, *, save: bool) -> Effects:
+    def go_on(self, generation: int, now_s: float, *, save: bool) -> DataEffects:
         """Deal what is known, ask for what is not, and say when there is no more. Called whenever anything happened.
 
         `save`: the newest state is not saved, and is to be if no step comes after it.
@@ -331,7 +334,7 @@ class Sharding:
     def _last_dealt(self) -> int:
         return max([*self._dealt, self._base[0]])
 
-    def _deal(self, assigner: RecordAssigner, now_s: float) -> Effects:
+    def _deal(self, assigner: RecordAssigner, now_s: float) -> DataEffects:
         effects: list[Record | SendAll] = []
         last = self._last_dealt
         while last < min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps):
@@ -362,7 +365,7 @@ class Sharding:
             return (ExpectSteps(within_s=self._job.control.start_timeout_s),)
         return ()
 
-    def _say_over(self, generation: int, *, save: bool) -> Effects:
+    def _say_over(self, generation: int, *, save: bool) -> DataEffects:
         step = self._progress.last_step
         if self._over_told == (generation, step):
             return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .effects import Effects, EndRun, ExpectSteps, Repair, notice
+from .effects import EndRun, ExpectSteps, Repair, notice
 from .inputs import (
     AddRequested,
     BatchReceived,
@@ -36,7 +36,6 @@ __all__ = [
     "Connect",
     "Disconnect",
     "DrainRequested",
-    "Effects",
     "End",
     "EndRun",
     "Event",

@@ -13,9 +13,9 @@ from oobleck.control.journal import Notice
 from oobleck.exit_codes import ExitCode
 from oobleck.planner import WorkerId
 
-from .inputs import Command, Record
+from .inputs import Record
 
-__all__ = ["Effects", "EndRun", "ExpectSteps", "Repair", "notice"]
+__all__ = ["EndRun", "ExpectSteps", "Repair", "notice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,6 @@ class Repair:
 
     copies: Mapping[WorkerId, frozenset[int]]
     """Layers by holder."""
-
-
-Effects = tuple[Command | EndRun | ExpectSteps | Repair, ...]
 
 
 def notice(now_s: float, level: str, text: str) -> Record:

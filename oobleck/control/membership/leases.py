@@ -14,16 +14,14 @@ Silence alone is judged here. A connection that the other side has closed is pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 
 from oobleck.job import ControlSpec
 
-from .membership import Member, Membership
+from .membership import Membership
 
 __all__ = ["Leases", "are_most", "patience_s"]
 
-_LAST_HEARD_S = attrgetter("last_heard_s")
 _LOOK_S = 0.1
 """What was said before the lease lapsed, and waits unread, is read within this time."""
 _MOST_SILENT_S = 120.0
@@ -71,9 +69,8 @@ class Leases:
         if self.is_suspicious:
             return self._waited_for_s
         if self._looks:
-            return min(map(self._judged_s, self._members.living), default=math.inf)
-        heard_s = min(map(_LAST_HEARD_S, self._members.living), default=math.inf)
-        return max(heard_s + self._control.lease_s, self._spared_until_s)
+            return min(map(self._judged_s, self._members.living_names), default=math.inf)
+        return max(self._first_heard_s(self._members.living_names) + self._control.lease_s, self._spared_until_s)
 
     def heard(self, now_s: float) -> float | None:
         """Somebody was heard of. Returns how long most were silent, where they are not any more."""
@@ -83,62 +80,67 @@ class Leases:
         self._trust_again(now_s, silent_s)
         return silent_s
 
-    def take_lapsed(self, now_s: float) -> tuple[Member, ...]:
-        """Judge the silence of all: return the nodes that are lost by it."""
+    def take_lapsed(self, now_s: float) -> dict[str, float]:
+        """Judge the silence of all: return the nodes that are lost by it, each with how long it has been silent."""
+        living, heard_s = self._members.living_names, self._members.heard_s
         if self._looks:
-            heard_s = {member.spec.name: member.last_heard_s for member in self._members.living}
-            self._looks = {name: look for name, look in self._looks.items() if heard_s.get(name) == look[0]}
+            heard = {node: heard_s[node] for node in living}
+            self._looks = {node: look for node, look in self._looks.items() if heard.get(node) == look[0]}
         if not self.is_suspicious and now_s < self.due_s:
-            return ()  # by far the most calls: thousands of nodes are not judged one by one
-        lapsed = [member for member in self._members.living if now_s >= self._judged_s(member)]
+            return {}  # by far the most calls: thousands of nodes are not judged one by one
+        lapsed = [node for node in living if now_s >= self._judged_s(node)]
         if not self.is_suspicious:
-            lapsed = [member for member in lapsed if self._was_looked_at(member, now_s)]
+            lapsed = [node for node in lapsed if self._was_looked_at(node, now_s)]
             if not lapsed:
-                return ()
+                return {}
         silent = self._silent(now_s)
-        if not are_most(len(silent), len(self._members.living)):
+        if not are_most(len(silent), len(living)):
             if self.is_suspicious:
                 self._trust_again(now_s, now_s - self._silent_since_s)
-                return ()
+                return {}
             self._looks.clear()
-            return tuple(lapsed)
+            return {node: now_s - heard_s[node] for node in lapsed}
         if not self.is_suspicious:
-            self._silent_since_s = max(map(_LAST_HEARD_S, silent))
+            self._silent_since_s = max(heard_s[node] for node in silent)
         limit_s = patience_s(
             lease_s=self._control.lease_s,
             orphan_timeout_s=self._control.orphan_timeout_s,
-            has_others=len(silent) < len(self._members.living),
+            has_others=len(silent) < len(living),
         )
-        self._waited_for_s = min(map(_LAST_HEARD_S, silent)) + limit_s
+        self._waited_for_s = self._first_heard_s(silent) + limit_s
         if now_s < self._waited_for_s:
-            return ()
+            return {}
         self._trust_again(now_s, 0.0)
-        return tuple(member for member in silent if now_s >= member.last_heard_s + self._control.lease_s)
+        return {node: now_s - heard_s[node] for node in silent if now_s >= heard_s[node] + self._control.lease_s}
 
-    def forgive(self, now_s: float) -> None:
-        """We ourselves were held up: what nodes said meanwhile waits to be read, so no lease has lapsed."""
-        for member in self._members.living:
-            member.last_heard_s = max(member.last_heard_s, now_s)
+    def forgive(self) -> None:
+        """We ourselves were held up: no lease has lapsed."""
         self._looks.clear()
 
-    def _silent(self, now_s: float) -> Sequence[Member]:
-        since_s = now_s - self._silent_after_s
-        return [member for member in self._members.living if member.last_heard_s <= since_s]
+    def _first_heard_s(self, nodes: Iterable[str]) -> float:
+        """When the one of them that has been silent longest was heard of; infinity for none."""
+        return min(map(self._members.heard_s.__getitem__, nodes), default=math.inf)
+
+    def _silent(self, now_s: float) -> Sequence[str]:
+        since_s, heard_s = now_s - self._silent_after_s, self._members.heard_s
+        return [node for node in self._members.living_names if heard_s[node] <= since_s]
 
     def _are_most(self, now_s: float) -> bool:
-        return are_most(len(self._silent(now_s)), len(self._members.living))
+        return are_most(len(self._silent(now_s)), len(self._members.living_names))
 
-    def _judged_s(self, member: Member) -> float:
-        lapses_s = max(member.last_heard_s + self._control.lease_s, self._spared_until_s)
-        heard_s, again_s = self._looks.get(member.spec.name, (-math.inf, 0.0))
-        return max(lapses_s, again_s) if heard_s == member.last_heard_s else lapses_s
+    def _judged_s(self, node: str) -> float:
+        last_s = self._members.heard_s[node]
+        lapses_s = max(last_s + self._control.lease_s, self._spared_until_s)
+        heard_s, again_s = self._looks.get(node, (-math.inf, 0.0))
+        return max(lapses_s, again_s) if heard_s == last_s else lapses_s
 
-    def _was_looked_at(self, member: Member, now_s: float) -> bool:
+    def _was_looked_at(self, node: str, now_s: float) -> bool:
         """Whether a node was looked at before, since it was heard of last; else that is done soon."""
-        heard_s, _ = self._looks.get(member.spec.name, (-math.inf, 0.0))
-        if heard_s == member.last_heard_s:
+        last_s = self._members.heard_s[node]
+        heard_s, _ = self._looks.get(node, (-math.inf, 0.0))
+        if heard_s == last_s:
             return True
-        self._looks[member.spec.name] = (member.last_heard_s, now_s + _LOOK_S)
+        self._looks[node] = (last_s, now_s + _LOOK_S)
         return False
 
     def _trust_again(self, now_s: float, silent_s: float) -> None:

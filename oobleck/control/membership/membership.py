@@ -7,8 +7,8 @@ CONNECTING -> CONNECTED -> READY -> LOST | LEFT
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 
@@ -42,20 +42,21 @@ _ALLOWED = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One node, as far as the coordinator knows."""
+    """One node, as far as the coordinator knows. Only `Membership` replaces it by what is known next."""
 
     spec: NodeSpec
+    worker_ids: tuple[WorkerId, ...]
+    """Its workers."""
     state: MemberState = MemberState.CONNECTING
     hello: Hello | None = None
     address: str = ""
     clock_offset_s: float = 0.0
     """Add to the node's monotonic clock to get ours."""
-    last_heard_s: float = 0.0
     agent_pid: int = 0
     """Distinguishes the agent that was taken in from another that was started since."""
-    ready: dict[int, WorkerUp] = field(default_factory=dict)
+    ready: Mapping[int, WorkerUp] = field(default_factory=dict)
     """By device."""
     ready_since: int = 0
     """The generation in force when it became ready: it has no part in plans up to that one."""
@@ -68,47 +69,19 @@ class Member:
     """When its workers were started again, each with the newest step that was ever committed by then; the last few."""
     last_words: str = ""
     """Why its workers were given up, if they were."""
-    gone: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    gone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By device, until another worker is ready there: the process ids of those whose end was taken in.
 
     All of them are reported again to a new master.
     """
-    shutdown: set[int] = field(default_factory=set)
+    shutdown: frozenset[int] = frozenset()
     """Devices whose worker was asked to end, to be started again once it has."""
     is_banned: bool = False
     """The user wants it gone: it is not tried again."""
-    worker_ids: tuple[WorkerId, ...] = field(init=False)
-    """Its workers."""
-    when_moved: Callable[[], None] = field(default=lambda: None, repr=False)
-    """Called after each change of the state."""
 
     @property
     def is_ready(self) -> bool:
         return self.state is MemberState.READY
-
-    def __post_init__(self) -> None:
-        self.worker_ids = tuple(WorkerId(node=self.spec.name, device=device) for device in range(self.spec.num_devices))
-
-    def meet(self, hello: Hello, *, address: str, now_s: float) -> None:
-        """Note who speaks for the node; `address` is where SSH reached it."""
-        self.hello = hello
-        self.agent_pid = hello.pid
-        self.address = self.spec.address or address
-        self.clock_offset_s = now_s - hello.clock_s
-        self.last_heard_s = now_s
-
-    def note_living(self, pids: Mapping[int, int]) -> None:
-        """Note which workers its agent has, by device: where it has another, the one that was to end has ended."""
-        self.shutdown = {device for device in self.shutdown if pids.get(device) in (None, self.gone[device][-1])}
-
-    def note_ready(self, worker: WorkerUp, *, generation: int) -> None:
-        """Note a worker that became ready in `generation`; the last one makes the node ready."""
-        self.ready[worker.device] = worker
-        self.gone.pop(worker.device, None)
-        self.shutdown.discard(worker.device)
-        if len(self.ready) == self.spec.num_devices:
-            self.ready_since = generation
-            self.move_to(MemberState.READY)
 
     @property
     def taken_along(self) -> tuple[int, ...]:
@@ -124,57 +97,22 @@ class Member:
         """How often its workers were started again of late, or since `step`, the newest that was ever committed."""
         return sum(t_s > now_s - within_s or before == step for t_s, before in self.restarts)
 
-    def note_restart(self, device: int, pid: int, *, now_s: float, step: int, also: Iterable[int] = ()) -> None:
-        """A worker has ended, and is started again, and so are those of `also`: until then the node is not ready.
-
-        `step` is the newest that was ever committed.
-        """
-        self.restarts = (*self.restarts, (now_s, step))[-_RESTARTS_KEPT:]
-        self.ready.pop(device, None)
-        self.shutdown.discard(device)
-        self._note_gone(device, pid)
-        for other in also:
-            self._note_gone(other, self.ready.pop(other).pid)
-            self.shutdown.add(other)
-        if self.is_ready:
-            self.move_to(MemberState.CONNECTED)
-
-    def _note_gone(self, device: int, pid: int) -> None:
-        self.gone[device] = (*self.gone.get(device, ()), pid)
-
-    def ban(self) -> None:
-        """The user wants the node gone."""
-        self.is_banned = True
-
-    def stay(self) -> None:
-        """The node is not drained after all."""
-        self.is_draining = False
-
-    def dismiss(self) -> None:
-        """The node is drained: its agent is there until it says goodbye; its workers are not."""
-        self.is_dismissed = True
-        self.move_to(MemberState.CONNECTED)
-
-    def move_to(self, state: MemberState) -> None:
-        """Change the state. Raises PeerError when the node's own words ask for what cannot be."""
-        if state not in _ALLOWED[self.state]:
-            raise PeerError(f"{self.spec.name} cannot become {state} while it is {self.state}")
-        self.state = state
-        self.when_moved()
-
 
 class Membership:
-    """All nodes of the job, in the hostfile's order."""
+    """All nodes of the job, in the hostfile's order. It alone changes what is known of each."""
 
     def __init__(self, nodes: tuple[NodeSpec, ...]) -> None:
         self._members: dict[str, Member] = {}
+        self._heard_s: dict[str, float] = {}
+        """When each node was heard of last: beside the members, for it changes with every message."""
         self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
-        """What `in_state` has answered since any of them changed its state."""
+        """What `in_state` has answered since any of them changed."""
+        self._living_names: tuple[str, ...] | None = None
         self._ready_names: frozenset[str] | None = None
         self._ready_worker_ids: tuple[WorkerId, ...] | None = None
         self._all_save: bool | None = None
-        self._on_host: defaultdict[str, list[Member]] = defaultdict(list)
+        self._on_host: defaultdict[str, list[NodeSpec]] = defaultdict(list)
         """The nodes of each machine once somebody has asked, for thousands ask when a run begins."""
         for spec in nodes:
             self._take(spec)
@@ -185,31 +123,160 @@ class Membership:
     def __contains__(self, node: str) -> bool:
         return node in self._members
 
-    def add(self, spec: NodeSpec) -> Member:
+    # --- what changes a member ---------------------------------------------------------------------------------
+
+    def add(self, spec: NodeSpec) -> None:
         """Take in a node that is new, or that was lost or has left. Raises UsageError for one that is here."""
         known = self._members.get(spec.name)
         if known is not None and known.state not in (MemberState.LOST, MemberState.LEFT):
             raise UsageError(f"{spec.name} is in the job already ({known.state})")
-        return self._take(spec)
+        self._take(spec)
 
-    def _take(self, spec: NodeSpec) -> Member:
-        self._members[spec.name] = member = Member(spec, when_moved=self._forget)
-        self._forget()
+    def _take(self, spec: NodeSpec) -> None:
+        worker_ids = tuple(WorkerId(node=spec.name, device=device) for device in range(spec.num_devices))
+        self._heard_s[spec.name] = 0.0
+        self._put(Member(spec=spec, worker_ids=worker_ids))
         self._on_host.clear()
-        return member
 
-    def _near(self, member: Member) -> Sequence[Member]:
+    def _put(self, member: Member) -> None:
+        """Replace what is known of a node. What is remembered of all is not true any more."""
+        self._members[member.spec.name] = member
+        self._in_state.clear()
+        self._without_part.clear()
+        self._living_names = self._ready_names = self._ready_worker_ids = self._all_save = None
+
+    def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
+        """Reach nodes as these say, where they may have changed."""
+        for name, member in self._members.items():
+            self._put(replace(member, spec=specs.get(name, member.spec)))
+        self._on_host.clear()
+
+    def meet(self, node: str, hello: Hello, *, address: str, now_s: float) -> None:
+        """Note who speaks for the node; `address` is where SSH reached it."""
+        member = self._members[node]
+        if member.state is MemberState.CONNECTING:  # else it was reached again, and our words may be lost
+            member = _moved(member, MemberState.CONNECTED)
+        living = {worker.device: worker.pid for worker in hello.workers}
+        member = replace(
+            member,
+            hello=hello,
+            agent_pid=hello.pid,
+            address=member.spec.address or address,
+            clock_offset_s=now_s - hello.clock_s,
+            # Where the agent has another worker, the one that was to end has ended.
+            shutdown=frozenset(
+                device for device in member.shutdown if living.get(device) in (None, member.gone[device][-1])
+            ),
+        )
+        self._put(member)
+        self._heard_s[node] = now_s
+
+    def note_connected(self, node: str, *, agent_pid: int) -> None:
+        """Note that a node was taken in by a master before this one."""
+        self._put(replace(_moved(self._members[node], MemberState.CONNECTED), agent_pid=agent_pid))
+
+    def note_ready(self, worker: WorkerUp, *, generation: int) -> None:
+        """Note a worker that became ready in `generation`; the last one makes the node ready."""
+        member = self._members[worker.node]
+        gone = {device: pids for device, pids in member.gone.items() if device != worker.device}
+        shutdown = member.shutdown - {worker.device}
+        member = replace(member, ready={**member.ready, worker.device: worker}, gone=gone, shutdown=shutdown)
+        if len(member.ready) == member.spec.num_devices:
+            member = replace(_moved(member, MemberState.READY), ready_since=generation)
+        self._put(member)
+
+    def note_restart(self, worker_id: WorkerId, pid: int, *, now_s: float, step: int, also: Iterable[int] = ()) -> None:
+        """A worker has ended, and is started again, and so are those of `also`: until then the node is not ready.
+
+        `step` is the newest that was ever committed.
+        """
+        member = self._members[worker_id.node]
+        ended = {worker_id.device: pid} | {device: member.ready[device].pid for device in also}
+        member = replace(
+            member,
+            restarts=(*member.restarts, (now_s, step))[-_RESTARTS_KEPT:],
+            ready={device: worker for device, worker in member.ready.items() if device not in ended},
+            shutdown=member.shutdown - {worker_id.device} | ended.keys() - {worker_id.device},
+            gone={**member.gone, **{device: (*member.gone.get(device, ()), end) for device, end in ended.items()}},
+        )
+        self._put(_moved(member, MemberState.CONNECTED) if member.is_ready else member)
+
+    def note_started(self, worker_id: WorkerId) -> None:
+        """A worker that was asked to end has ended, and another one is started in its place."""
+        member = self._members[worker_id.node]
+        if worker_id.device in member.shutdown:
+            self._put(replace(member, shutdown=member.shutdown - {worker_id.device}))
+
+    def note_last_words(self, node: str, words: str) -> None:
+        """Its workers are given up, and why."""
+        self._put(replace(self._members[node], last_words=words))
+
+    def note_leaving(self, node: str, *, is_leaving: bool) -> None:
+        """A node has had notice of its end, and is to be drained as soon as it trains; or it is drained now."""
+        self._put(replace(self._members[node], is_leaving=is_leaving))
+
+    def drain(self, node: str, *, is_draining: bool = True) -> None:
+        """The node is to leave, or it stays after all."""
+        self._put(replace(self._members[node], is_draining=is_draining))
+
+    def dismiss(self, node: str) -> None:
+        """The node is drained: its agent is there until it says goodbye; its workers are not."""
+        self._put(replace(_moved(self._members[node], MemberState.CONNECTED), is_dismissed=True))
+
+    def ban(self, node: str) -> None:
+        """The user wants the node gone."""
+        self._put(replace(self._members[node], is_banned=True))
+
+    def lose(self, node: str) -> None:
+        """The node is lost."""
+        self._put(_moved(self._members[node], MemberState.LOST))
+
+    def leave(self, node: str) -> None:
+        """The node was drained, and is gone. Raises PeerError for one that was not connected."""
+        self._put(_moved(self._members[node], MemberState.LEFT))
+
+    # --- when they were heard of -------------------------------------------------------------------------------
+
+    @property
+    def heard_s(self) -> Mapping[str, float]:
+        """By node: when it was heard of last."""
+        return self._heard_s
+
+    def hear_node(self, node: str, now_s: float) -> None:
+        """Note that a node spoke."""
+        self._heard_s[node] = max(self._heard_s[node], now_s)
+
+    def hear(self, worker_ids: Iterable[WorkerId], now_s: float) -> list[WorkerId]:
+        """Note that workers spoke; return those of them whose node was not given up."""
+        members = self._members
+        living = (MemberState.READY, MemberState.CONNECTED)
+        heard = []
+        for worker_id in worker_ids:
+            node = worker_id.node
+            if members[node].state in living:
+                if self._heard_s[node] < now_s:
+                    self._heard_s[node] = now_s
+                heard.append(worker_id)
+        return heard
+
+    def forgive(self, now_s: float) -> None:
+        """We ourselves were held up: what nodes said meanwhile waits to be read."""
+        for node in self.living_names:
+            self.hear_node(node, now_s)
+
+    def expect_words(self, until_s: float) -> None:
+        """A new master has to reach all nodes before it can hear of any: no lease begins before then."""
+        for node in self.living_names:
+            self._heard_s[node] = until_s
+
+    # --- what is read ------------------------------------------------------------------------------------------
+
+    def _near(self, member: Member) -> Sequence[NodeSpec]:
         """Return the nodes of a node's machine, itself included."""
         if not self._on_host:
             for each in self._members.values():
-                self._on_host[each.spec.host].append(each)
+                self._on_host[each.spec.host].append(each.spec)
         return self._on_host[member.spec.host]
-
-    def _forget(self) -> None:
-        """What is remembered of who is in which state is not true any more."""
-        self._in_state.clear()
-        self._without_part.clear()
-        self._ready_names = self._ready_worker_ids = self._all_save = None
 
     def in_state(self, *states: MemberState) -> tuple[Member, ...]:
         known = self._in_state.get(states)
@@ -218,6 +285,12 @@ class Membership:
             known = tuple([member for member in self._members.values() if member.state in states])
             self._in_state[states] = known
         return known
+
+    @property
+    def are_all_ready(self) -> bool:
+        """Whether none is on its way. Asked at every worker that becomes ready, so the first one that is ends it."""
+        coming = (MemberState.CONNECTING, MemberState.CONNECTED)
+        return all(member.state not in coming for member in self._members.values())
 
     @property
     def all(self) -> tuple[Member, ...]:
@@ -229,26 +302,13 @@ class Membership:
         return member.state is MemberState.READY and member.ready_since < generation
 
     def without_part(self, generation: int) -> tuple[str, ...]:
-        """Return the nodes for which `took_part` is false; remembered until one of them moves."""
+        """Return the nodes for which `took_part` is false; remembered until one of them changes."""
         known = self._without_part.get(generation)
         if known is None:
             ready, members = MemberState.READY, self._members.items()
             known = tuple(name for name, each in members if each.state is not ready or each.ready_since >= generation)
             self._without_part[generation] = known
         return known
-
-    def hear(self, worker_ids: Iterable[WorkerId], now_s: float) -> list[WorkerId]:
-        """Note that workers spoke; return those of them whose node was not given up."""
-        members = self._members
-        living = (MemberState.READY, MemberState.CONNECTED)
-        heard = []
-        for worker_id in worker_ids:
-            member = members[worker_id.node]
-            if member.state in living:
-                if member.last_heard_s < now_s:
-                    member.last_heard_s = now_s
-                heard.append(worker_id)
-        return heard
 
     @property
     def first_ready_worker(self) -> WorkerUp | None:
@@ -264,6 +324,13 @@ class Membership:
         return self.in_state(MemberState.CONNECTED, MemberState.READY)
 
     @property
+    def living_names(self) -> tuple[str, ...]:
+        """The names of the nodes whose agent speaks to us; remembered until one of them changes."""
+        if self._living_names is None:
+            self._living_names = tuple([member.spec.name for member in self.living])
+        return self._living_names
+
+    @property
     def returning(self) -> tuple[Member, ...]:
         """Those whose workers are on their way."""
         return tuple(member for member in self.in_state(MemberState.CONNECTED) if member.is_returning)
@@ -274,7 +341,7 @@ class Membership:
 
     @property
     def ready_names(self) -> frozenset[str]:
-        """The names of the nodes that are ready; remembered until one of them moves."""
+        """The names of the nodes that are ready; remembered until one of them changes."""
         if self._ready_names is None:
             self._ready_names = frozenset(member.spec.name for member in self.ready)
         return self._ready_names
@@ -288,7 +355,7 @@ class Membership:
 
     @property
     def all_save(self) -> bool:
-        """Whether each worker that is ready has a place to save in, and there is one; remembered until a node moves."""
+        """Whether each worker that is ready has a place to save in, and there is one; remembered as well."""
         if self._all_save is None:
             workers = (worker for member in self.ready for worker in member.ready.values())
             self._all_save = bool(self.ready) and all(worker.saves for worker in workers)
@@ -297,8 +364,15 @@ class Membership:
     def sharing_device(self, member: Member) -> int:
         """How many workers at most compute on one of a node's devices, over all nodes of its machine."""
         near = self._near(member)
-        return max(sum(each.spec.devices.count(device) for each in near) for device in member.spec.devices)
+        return max(sum(each.devices.count(device) for each in near) for device in member.spec.devices)
 
     def sharing_host(self, member: Member) -> int:
         """How many workers the machine of a node runs, over all of its nodes."""
-        return sum(each.spec.num_devices for each in self._near(member))
+        return sum(each.num_devices for each in self._near(member))
+
+
+def _moved(member: Member, state: MemberState) -> Member:
+    """Return the member in another state. Raises PeerError when the node's own words ask for what cannot be."""
+    if state not in _ALLOWED[member.state]:
+        raise PeerError(f"{member.spec.name} cannot become {state} while it is {member.state}")
+    return replace(member, state=state)

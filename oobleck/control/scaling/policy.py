@@ -17,7 +17,7 @@ from typing import assert_never
 
 from oobleck.job import ScalingSpec
 
-__all__ = ["WORTHWHILE", "ScalingState", "ScalingTarget", "decide"]
+__all__ = ["WORTHWHILE", "ScalingState", "ScalingTarget", "scaling_target"]
 
 WORTHWHILE = 0.2
 _SLACK = 1.1
@@ -61,7 +61,7 @@ class ScalingTarget:
     """The deadline is missed on any number of nodes."""
 
 
-def decide(state: ScalingState) -> ScalingTarget:
+def scaling_target(state: ScalingState) -> ScalingTarget:
     """Return how many of the available nodes should train; O(nodes) expectations up to 64 nodes, then O(log nodes)."""
     if state.spec.policy == "all" or state.num_available <= state.fewest:
         few = state.spec.policy != "all"

@@ -25,7 +25,7 @@ from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec
 from oobleck.planner import Decision, ExecutionPlan
 
-from .policy import ScalingState, ScalingTarget, decide
+from .policy import ScalingState, ScalingTarget, scaling_target
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
@@ -139,7 +139,7 @@ class Scaling:
         available = self._num_available
         if available < len(self._members.ready):
             return False, ()
-        wanted = decide(self._state(planner, available, now_s))
+        wanted = scaling_target(self._state(planner, available, now_s))
         warnings = self._warn_if_late(wanted, now_s)
         used = self._limit(planner, available)
         if wanted.num_nodes == used:
@@ -236,7 +236,7 @@ def first_target(job: JobSpec, planner: Planner, num_nodes: int) -> ScalingTarge
     """
     if job.scaling.policy == "deadline":
         return ScalingTarget(num_nodes=num_nodes, reason="no step has been timed yet")
-    return decide(
+    return scaling_target(
         ScalingState(
             spec=job.scaling,
             num_available=num_nodes,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from oobleck.control.commit import (
     CommitState,
     Compute,
-    Effects,
     GroupKey,
     Interrupted,
     PartialCommit,
     PeerLost,
     PlaceInPlan,
+    WorkerEffects,
 )
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
@@ -60,7 +60,7 @@ class Programs:
         *,
         tempo: Tempo,
         clock: Callable[[], float],
-        carry_out: Callable[[Effects], Moves],
+        carry_out: Callable[[WorkerEffects], Moves],
     ) -> None:
         """`commit_section` is looked after while a program runs; `carry_out` carries its effects out."""
         self.worker_id = commit_state.worker_id

@@ -22,6 +22,7 @@ from oobleck.control.protocol import (
 from oobleck.job import JobSpec
 from oobleck.planner import profile_to_json
 
+from .ports import WorkerPorts
 from .worker import VirtualWorker
 from .world import Gate, World
 
@@ -95,15 +96,14 @@ class WorkerProcess:
         """Get ready, then follow plan updates until the end."""
         with self._scope:
             await self._work(self._world.delays.set_up_worker_s)
-            worker = self._worker = VirtualWorker(
-                self.worker_id,
-                self._setup.job,
-                self._world.fabric,
-                self._say.send_nowait,
+            ports = WorkerPorts(
+                fabric=self._world.fabric,
                 tempo=self._world.tempo,
                 clock=self._clock,
+                say=self._say.send_nowait,
                 announce=self._unpark,
             )
+            worker = self._worker = VirtualWorker(self.worker_id, self._setup.job, ports)
             self._world.fabric.watch(self.worker_id, self._unpark)
             self._say.send_nowait(self._ready())
             self._listen()

@@ -16,7 +16,7 @@ import threading
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, assert_never
 
 import torch
 
@@ -215,6 +215,8 @@ class _Worker:
                     self._records.end(message)
             case SetUpWorker():
                 raise AssertionError("a worker is set up once")
+            case _:
+                assert_never(message)
 
     def _answer(self, fence: Fence) -> Status:
         """Raise the fence, and log what it says."""

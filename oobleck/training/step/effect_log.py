@@ -22,7 +22,6 @@ from oobleck.control.commit import (
     BeginStep,
     CompareReplicas,
     Compute,
-    Effect,
     Evaluate,
     Exchange,
     Fold,
@@ -43,6 +42,7 @@ from oobleck.control.commit import (
     ShareLossScale,
     TakeSums,
     TakeTotals,
+    WorkerEffect,
 )
 from oobleck.control.protocol import PlanUpdate, StepCommitted
 from oobleck.planner import WorkerId
@@ -54,7 +54,7 @@ _INFO, _DEBUG, _NEVER = logging.INFO, logging.DEBUG, logging.NOTSET
 
 
 @contextmanager
-def logged(log: WorkerLog, effect: Effect, worker_id: WorkerId) -> Iterator[None]:
+def logged(log: WorkerLog, effect: WorkerEffect, worker_id: WorkerId) -> Iterator[None]:
     """Log the effect that the block carries out: once it is done, or with the error that ended it."""
     level = _level_of(effect)
     if level == _NEVER:
@@ -91,7 +91,7 @@ def update_text(update: PlanUpdate) -> str:
     return ", ".join(parts)
 
 
-def _level_of(effect: Effect) -> int:
+def _level_of(effect: WorkerEffect) -> int:
     """The level of an effect's line; below all levels for what is only looked at, or logged elsewhere."""
     match effect:
         case (
@@ -132,7 +132,7 @@ def _level_of(effect: Effect) -> int:
             assert_never(effect)
 
 
-def _text_of(effect: Effect, worker_id: WorkerId) -> str:
+def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
     match effect:
         case FormGroups(keys=keys):
             return f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys})) or 'none'}"

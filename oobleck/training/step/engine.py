@@ -28,8 +28,7 @@ from oobleck.control.commit import (
     Committee,
     CompareReplicas,
     Compute,
-    Effect,
-    Effects,
+    EffectOutcome,
     Evaluate,
     Evaluation,
     Exchange,
@@ -39,7 +38,6 @@ from oobleck.control.commit import (
     FormGroups,
     GiveBack,
     KeepGroups,
-    Outcome,
     PostSection,
     PostTotals,
     PrepareToSave,
@@ -53,6 +51,8 @@ from oobleck.control.commit import (
     ShareLossScale,
     TakeSums,
     TakeTotals,
+    WorkerEffect,
+    WorkerEffects,
     drive,
 )
 from oobleck.control.protocol import (
@@ -169,15 +169,15 @@ class Engine:
         self._drive(self._follower.run())
         raise AssertionError("the follower never ends")
 
-    def _drive(self, effects: Effects) -> None:
+    def _drive(self, effects: WorkerEffects) -> None:
         drive(effects, self._carry_out)
 
-    def _carry_out(self, effect: Effect) -> Outcome:
+    def _carry_out(self, effect: WorkerEffect) -> EffectOutcome:
         """Carry out an effect, and log it. Raises what the effect may raise."""
         with logged(self._log, effect, self._worker_id):
             return self._do(effect)
 
-    def _do(self, effect: Effect) -> Outcome:
+    def _do(self, effect: WorkerEffect) -> EffectOutcome:
         match effect:
             case PostSection() | TakeSums() | PostTotals() | TakeTotals() | AwaitSection() | GiveBack():
                 return self._sections.carry_out(effect)

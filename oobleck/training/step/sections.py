@@ -15,10 +15,9 @@ import torch
 from oobleck.control.commit import (
     AwaitSection,
     CommitState,
-    Effects,
+    EffectOutcome,
     Fold,
     GiveBack,
-    Outcome,
     PartialCommit,
     PostSection,
     PostTotals,
@@ -26,6 +25,7 @@ from oobleck.control.commit import (
     TakeSums,
     TakeTotals,
     Totals,
+    WorkerEffects,
 )
 from oobleck.planner import WorkerId
 from oobleck.training.comm import GroupTable, HostCopy, Reduction
@@ -65,7 +65,7 @@ class SectionSums:
         groups: GroupTable,
         *,
         num_microbatches: int,
-        carry_out: Callable[[Effects], None],
+        carry_out: Callable[[WorkerEffects], None],
     ) -> None:
         """`carry_out` carries out what `partial_commit` asks for; its sections come back to the method of that name."""
         self._partial_commit = partial_commit
@@ -122,7 +122,7 @@ class SectionSums:
 
     # --- effects -------------------------------------------------------------------------------------------
 
-    def carry_out(self, effect: SectionEffect) -> Outcome:
+    def carry_out(self, effect: SectionEffect) -> EffectOutcome:
         """Carry out an effect of the partial commit. Raises what the effect may raise."""
         match effect:
             case PostSection():

@@ -24,8 +24,7 @@ from oobleck.control.commit.worker_effects import (
     AwaitSection,
     BeginStep,
     Compute,
-    Effect,
-    Effects,
+    EffectOutcome,
     Evaluate,
     Evaluation,
     Exchange,
@@ -33,7 +32,6 @@ from oobleck.control.commit.worker_effects import (
     ForgetStep,
     FormGroups,
     GiveBack,
-    Outcome,
     PostSection,
     PostTotals,
     ReadCheckpoint,
@@ -44,6 +42,8 @@ from oobleck.control.commit.worker_effects import (
     TakeSums,
     TakeTotals,
     Totals,
+    WorkerEffect,
+    WorkerEffects,
     drive,
 )
 from oobleck.control.protocol import (
@@ -141,8 +141,8 @@ class Driver:
     job: JobSpec = field(default_factory=job)
     records: RendezvousTable | None = None
     evaluates: bool = False
-    upset: Callable[[Effect], None] = lambda _effect: None
-    log: list[Effect] = field(default_factory=list)
+    upset: Callable[[WorkerEffect], None] = lambda _effect: None
+    log: list[WorkerEffect] = field(default_factory=list)
     commit_state: CommitState = field(init=False)
     follower: Follower = field(init=False)
     updates: list[PlanUpdate] = field(default_factory=list)
@@ -170,13 +170,13 @@ class Driver:
     """Others have not all taken their sums when a section is first looked after."""
     lost: tuple[str, ...] = ()
     """Nodes of the plan in force, as far as orders have told."""
-    _effects: Effects | None = None
+    _effects: WorkerEffects | None = None
 
     def __post_init__(self) -> None:
         self.commit_state = CommitState(self.worker_id, lambda: None, lock=nullcontext())
         self.follower = Follower(self.job, self.commit_state, records=self.records, evaluates=self.evaluates)
 
-    def follow(self, *updates: PlanUpdate) -> list[Effect]:
+    def follow(self, *updates: PlanUpdate) -> list[WorkerEffect]:
         """Give orders, one after the other; returns all that was asked for up to the wait for another."""
         before = len(self.log)
         for each in updates:
@@ -189,7 +189,7 @@ class Driver:
     def fence(self, generation: int, lost: tuple[str, ...] = ()) -> Status:
         return self.commit_state.answer(Fence(device=0, generation=generation, lost=lost))
 
-    def _run(self) -> Effects:
+    def _run(self) -> WorkerEffects:
         """The follower's effects, from where it waits for an order."""
         if self._effects is None:
             self._effects = self.follower.run()
@@ -199,14 +199,14 @@ class Driver:
         assert given is not None
         return _resumed(effects, given)
 
-    def _carry_out(self, effect: Effect) -> Outcome:
+    def _carry_out(self, effect: WorkerEffect) -> EffectOutcome:
         if isinstance(effect, AwaitPlanUpdate):
             raise _Rest
         self.log.append(effect)
         self._upset(effect)
         return self._do(effect)
 
-    def _upset(self, effect: Effect) -> None:
+    def _upset(self, effect: WorkerEffect) -> None:
         try:
             self.upset(effect)
         except Interrupted:
@@ -218,7 +218,7 @@ class Driver:
         if isinstance(effect, BeginStep | Compute) and self.commit_state.is_pipeline_stopped():
             raise Interrupted
 
-    def _do(self, effect: Effect) -> Outcome:
+    def _do(self, effect: WorkerEffect) -> EffectOutcome:
         match effect:
             case Agree(step=step, committee=committee):
                 assert self.reduced == step
@@ -261,7 +261,7 @@ class Driver:
                 drive(self.follower.partial_commit.begin(program.step), self._carry_out)
                 drive(self.follower.partial_commit.look(), self._carry_out)
 
-    def _move_section(self, effect: Effect) -> Outcome:
+    def _move_section(self, effect: WorkerEffect) -> EffectOutcome:
         match effect:
             case PostSection():
                 assert self.section is None
@@ -352,8 +352,8 @@ class _Rest(Exception):
     """There is no order."""
 
 
-def _resumed(effects: Effects, given: PlanUpdate) -> Effects:
-    outcome: Outcome = given
+def _resumed(effects: WorkerEffects, given: PlanUpdate) -> WorkerEffects:
+    outcome: EffectOutcome = given
     failure: BaseException | None = None
     while True:
         effect = effects.send(outcome) if failure is None else effects.throw(failure)
@@ -364,27 +364,27 @@ def _resumed(effects: Effects, given: PlanUpdate) -> Effects:
             failure = error
 
 
-def names(effects: Sequence[Effect]) -> list[str]:
+def names(effects: Sequence[WorkerEffect]) -> list[str]:
     return [type(effect).__name__ for effect in effects]
 
 
-def failing(kind: type[Effect], error: Exception, *, nth: int = 0) -> Callable[[Effect], None]:
+def failing(kind: type[WorkerEffect], error: Exception, *, nth: int = 0) -> Callable[[WorkerEffect], None]:
     """Have the nth effect of a kind fail."""
     numbers = count()
 
-    def upset(effect: Effect) -> None:
+    def upset(effect: WorkerEffect) -> None:
         if isinstance(effect, kind) and next(numbers) == nth:
             raise error
 
     return upset
 
 
-def fenced(driver: Driver, kind: type[Effect], *, nth: int = 0, lost: tuple[str, ...] = ()) -> list[Status]:
+def fenced(driver: Driver, kind: type[WorkerEffect], *, nth: int = 0, lost: tuple[str, ...] = ()) -> list[Status]:
     """Have a fence come with the nth effect of a kind, which ends its wait; returns where its answer will be."""
     numbers = count()
     answers: list[Status] = []
 
-    def upset(effect: Effect) -> None:
+    def upset(effect: WorkerEffect) -> None:
         if isinstance(effect, kind) and next(numbers) == nth:
             answers.append(driver.fence(driver.updates[-1].generation + 1, lost))
             raise Interrupted
@@ -543,7 +543,7 @@ def test_records_that_are_not_told_are_waited_for_and_training_ends_where_none_c
     board = RendezvousTable(1)
     driver = Driver(records=board)
 
-    def tell(effect: Effect) -> None:
+    def tell(effect: WorkerEffect) -> None:
         if isinstance(effect, AwaitRecords) and effect.step == 2:
             board.told = 2
         elif isinstance(effect, AwaitRecords):
@@ -706,7 +706,7 @@ def test_a_plan_in_the_middle_of_a_step_is_not_evaluated_before_it():
 
 
 @pytest.mark.parametrize("kind", [TakeSums, PostTotals, TakeTotals, AwaitSection])
-def test_a_section_that_fails_is_told_at_once_and_no_other_is_begun(kind: type[Effect]):
+def test_a_section_that_fails_is_told_at_once_and_no_other_is_begun(kind: type[WorkerEffect]):
     driver = with_sections(slow_sections=kind is AwaitSection)
     driver.upset = failing(kind, PeerLost("reset"))
     asked = driver.follow(update(1, num_sections=4))
@@ -808,7 +808,7 @@ def strike(driver: Driver, upset: Upset, generation: int) -> list[Status]:
     is_over = False
     answers: list[Status] = []
 
-    def carry(effect: Effect) -> None:
+    def carry(effect: WorkerEffect) -> None:
         nonlocal is_over
         if next(numbers) == upset.at:
             if upset.kind == FAILURE:

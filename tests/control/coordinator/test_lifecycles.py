@@ -7,12 +7,21 @@ import pytest
 from oobleck.control.commit import Progress
 from oobleck.control.coordinator.node_lifecycle import NodeLifecycle
 from oobleck.control.coordinator.recovery.states import BeginRecovery, GiveUp, NodeGone
-from oobleck.control.coordinator.requests import NodeDropped, PlanWithout, WorkerDropped, WorkerRaised
+from oobleck.control.coordinator.requests import (
+    NodeDropped,
+    PlanWithout,
+    StartAgain,
+    WorkerDropped,
+    WorkerRaised,
+    WorkerRestarted,
+    WorkersFail,
+)
 from oobleck.control.coordinator.worker_lifecycle import WorkerLifecycle
-from oobleck.control.events import Connect, Disconnect, NodeUp, Record, Send
+from oobleck.control.events import Connect, Disconnect, NodeUp, Record
 from oobleck.control.journal import ConnectionLost, LossCause, Misfit, NodeLost, PlanCause, WorkerEnded
-from oobleck.control.membership import Membership, MemberState, NodeRetry
-from oobleck.control.protocol import ErrorKind, Killed, Raised, StartWorker, WorkerExited
+from oobleck.control.membership import Membership, NodeRetry
+from oobleck.control.protocol import ErrorKind, Killed, Raised, WorkerExited
+from oobleck.planner import WorkerId
 from tests.control.bench import hello, ready
 from tests.control.model import Shape
 
@@ -25,11 +34,10 @@ def members() -> Membership:
     members = Membership(Shape(num_nodes=3).nodes)
     workers = WorkerLifecycle(members, Progress(Shape().job))
     for member in members.all:
-        member.meet(hello(member.spec.name), address="10.0.0.1", now_s=10.0)
-        member.move_to(MemberState.CONNECTED)
+        members.meet(member.spec.name, hello(member.spec.name), address="10.0.0.1", now_s=10.0)
         worker = workers.worker_up(member, ready(), 10.0)
         assert worker is not None
-        member.note_ready(worker, generation=0)
+        members.note_ready(worker, generation=0)
     return members
 
 
@@ -51,7 +59,7 @@ def test_a_lost_node_is_dropped_and_planned_without(members: Membership):
 
 
 def test_a_node_that_never_trained_is_not_planned_without(members: Membership):
-    members["n1"].move_to(MemberState.CONNECTED)
+    members.note_restart(WorkerId(node="n1", device=0), 7, now_s=11.0, step=0)
     assert lifecycle(members).give_up("n1", LOST, 12.0, is_begun=True)[-1] == NodeGone()
 
 
@@ -73,18 +81,21 @@ def test_an_agent_that_does_not_fit_is_given_up(members: Membership):
 
 
 def test_a_worker_that_ends_is_started_again_and_given_up_when_it_ends_too_often(members: Membership):
-    workers, member = WorkerLifecycle(members, Progress(Shape().job)), members["n1"]
+    workers = WorkerLifecycle(members, Progress(Shape().job))
+    worker_id = WorkerId(node="n1", device=0)
     for pid in range(8, 11):
         exited = WorkerExited(device=0, pid=pid, end=Killed(signal=9))
-        effects = workers.worker_exited(member, exited, 12.0, is_begun=True)
-        kinds = [type(effect) for effect in effects]
-        assert kinds == [Record, Send, WorkerDropped, PlanWithout]
-        assert effects[1] == Send(node="n1", message=StartWorker(device=0))
-        worker = workers.worker_up(member, ready(pid=pid + 1), 12.0)
+        restarted, *effects = workers.worker_exited(members["n1"], exited, 12.0, is_begun=True)
+        assert restarted == WorkerRestarted(worker_id=worker_id, pid=pid, also=())
+        assert [type(effect) for effect in effects] == [Record, StartAgain, WorkerDropped, PlanWithout]
+        assert members["n1"].is_ready, "what is known of it is for the coordinator to change"
+        members.note_restart(worker_id, pid, now_s=12.0, step=0)
+        worker = workers.worker_up(members["n1"], ready(pid=pid + 1), 12.0)
         assert worker is not None
-        member.note_ready(worker, generation=0)
+        members.note_ready(worker, generation=0)
     error = Raised(kind=ErrorKind.CODE, message="broken")
     exited = WorkerExited(device=0, pid=11, end=error)
-    raised, given_up = workers.worker_exited(member, exited, 12.0, is_begun=True)
+    raised, said, given_up = workers.worker_exited(members["n1"], exited, 12.0, is_begun=True)
     assert isinstance(raised, WorkerRaised)
+    assert isinstance(said, WorkersFail)
     assert given_up == GiveUp(nodes=("n1",), loss=WorkerEnded(pid=11, end=error))

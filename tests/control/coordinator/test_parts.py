@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import typing
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +13,8 @@ import pytest
 
 from oobleck.control import coordinator
 from oobleck.control.coordinator.parts import Parts
+from oobleck.control.membership import Member, Membership
+from oobleck.job import NodeSpec
 
 CONTROL = Path(coordinator.__file__).parents[1]
 ROUTERS = {"coordinator", "reports", "routing", "takeover", "parts"}
@@ -33,7 +36,7 @@ OWNERS = {
 """Parts of parts, each with the only one that changes it."""
 LENT = {("Replanning", "Generations")}
 """What its owner passes on to be changed: a decision to finish a step deals the step's microbatches."""
-REMEMBERED = {"in_state", "without_part", "_near"}
+REMEMBERED = {"in_state", "living_names", "ready_names", "all_save", "without_part", "_near"}
 """Methods of `Membership` that keep an answer for the next time, which changes nothing."""
 PARTS = {kind.__name__ for kind in typing.get_type_hints(Parts).values()} | OWNERS.keys()
 CHANGING = {"add", "append", "appendleft", "clear", "discard", "extend", "pop", "remove", "setdefault", "update"}
@@ -179,8 +182,42 @@ def written_anywhere(trees: dict[str, ast.Module]) -> Iterator[str]:
                 yield from written(module, node.name, node, {})
 
 
+def changed_members(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """Where anything but `Membership` changes a member in its place, however it came by it."""
+    fields = {each.name for each in dataclasses.fields(Member)}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            paths = [path_of(target) for target in targets(node)]
+            if isinstance(node, ast.Call) and (path := path_of(node.func)) and path[-1] in CHANGING:
+                paths.append(path[:-1])
+            if any(path[0] != "self" and fields.intersection(path[1:]) for path in paths if path):
+                yield f"{module}:{node.lineno}: a member is changed: {ast.unparse(node)}"
+
+
 def test_no_part_changes_another():
     assert list(written_anywhere(modules())) == []
+
+
+def test_a_member_is_a_value_that_nobody_changes():
+    member = Membership((NodeSpec(name="n0", host="n0"),))["n0"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        member.is_draining = True
+    assert list(changed_members(modules())) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "member.is_draining = True",
+        "member.shutdown.discard(0)",
+        "member.ready[0] = worker",
+        "del members['n0'].gone[0]",
+        "parts.members['n0'].gone.pop(0)",
+    ],
+)
+def test_a_member_that_is_changed_is_found(line: str):
+    (found,) = changed_members({"other.py": ast.parse(line)})
+    assert found.startswith("other.py:1: a member is changed")
 
 
 def test_the_coordinator_alone_has_all_parts():
@@ -211,6 +248,8 @@ def test_what_changes_a_part_is_found():
     assert not {"is_enabled", "lacking"} & found["Saving"]
     assert {"note_pace", "rescale"} <= found["Replanning"], "what belongs to it is changed"
     assert not {"choose", "replan", "wants_more"} & found["Replanning"]
+    assert {"meet", "note_ready", "lose", "hear", "forgive"} <= found["Membership"]
+    assert not {"living", "took_part", "first_ready_worker", "sharing_host"} & found["Membership"]
 
 
 @pytest.mark.parametrize(
@@ -221,17 +260,21 @@ def test_what_changes_a_part_is_found():
         "self._progress.hangs_s = 1.0",
         "self._saving.save_now()",
         "progress.expect_none()",
+        "self._members.note_restart(worker_id, 7, now_s=now_s, step=1)",
+        "self._members.hear_node('n0', now_s)",
+        "self._members['n0'].is_draining = True",
     ],
 )
 def test_a_part_that_changes_another_is_found(line: str):
     source = f"""
 class Other:
-    def __init__(self, progress: Progress, saving: Saving) -> None:
+    def __init__(self, progress: Progress, saving: Saving, members: Membership) -> None:
         self._progress = progress
         self._saving = saving
+        self._members = members
     def act(self, progress: Progress, now_s: float) -> None:
-        self._progress.owes_evaluation(self._progress.last_step)
+        self._progress.owes_evaluation(self._progress.last_step, self._members.living)
         {line}
 """
     (found,) = written_anywhere({"other.py": ast.parse(source)})
-    assert found.startswith("other.py:8: Other changes")
+    assert found.startswith("other.py:9: Other changes")

@@ -21,7 +21,6 @@ from oobleck.control.coordinator.recovery.states import (
     CheckpointWanted,
     Decide,
     Deciding,
-    Effect,
     Ended,
     EndRun,
     FailureSuspected,
@@ -30,14 +29,15 @@ from oobleck.control.coordinator.recovery.states import (
     HeldUp,
     Input,
     LocatingCheckpoint,
+    NodeDrained,
     NodeGone,
-    NodeLeft,
     NodeReached,
     Overdue,
     PlanOrdered,
     Preparing,
     Recovery,
     RecoveryBegun,
+    RecoveryEffect,
     RecoveryEnded,
     RunEnded,
     Settling,
@@ -154,7 +154,7 @@ def inputs() -> Iterator[Input]:
             for worker_ids in ((A,), ALL)
         )
     for node in "abd":
-        yield from (NodeReached(node=node), NodeLeft(node=node))
+        yield from (NodeReached(node=node), NodeDrained(node=node))
     yield from (NodeGone(), RunEnded(), HeldUp(until_s=LONG_AFTER_S + 1))
     yield from (TimePassed(is_suspicious=is_suspicious) for is_suspicious in (False, True))
 
@@ -224,7 +224,7 @@ def test_time_before_the_deadline_changes_nothing():
 def test_answers_are_judged_in_the_order_in_which_the_workers_were_asked():
     """So that the same answers lead to the same decision, in whatever order they arrive."""
     state: State = Fencing(recovery=PLAIN, statuses={}, until_s=200.0)
-    effects: tuple[Effect, ...] = ()
+    effects: tuple[RecoveryEffect, ...] = ()
     for worker_id in (C, A, B):
         state, effects = step(state, Answered(worker_ids=(worker_id,), status=STATUS), SETTLED_S)
     (decide,) = effects
@@ -390,8 +390,8 @@ class Walk(RuleBasedStateMachine):
     def suspect(self) -> None:
         self.give(FailureSuspected(generation=self.generation))
 
-    @rule(node=st.sampled_from("abc"), kind=st.sampled_from((NodeReached, NodeLeft)))
-    def hear_of_node(self, node: str, kind: type[NodeReached] | type[NodeLeft]) -> None:
+    @rule(node=st.sampled_from("abc"), kind=st.sampled_from((NodeReached, NodeDrained)))
+    def hear_of_node(self, node: str, kind: type[NodeReached] | type[NodeDrained]) -> None:
         self.give(kind(node=node))
 
     @rule(given=st.sampled_from((NodeGone(), CheckpointReported())))

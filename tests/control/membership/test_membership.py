@@ -37,10 +37,21 @@ def test_workers_that_share_a_machine_share_it_over_all_its_nodes(members: Membe
     assert members.sharing_host(members["c"]) == 1
 
 
+def connect(members: Membership, node: str, *, ready: int = 0, generation: int = 0, saves: bool = True) -> None:
+    """Have a node's agent speak, and this many of its workers ready."""
+    members.note_connected(node, agent_pid=1)
+    for device in range(ready):
+        make_ready(members, node, device, generation=generation, saves=saves)
+
+
+def make_ready(members: Membership, node: str, device: int = 0, *, generation: int = 0, saves: bool = True) -> None:
+    worker = WorkerUp(t_s=0.0, node=node, device=device, pid=1, data_digest="d", saves=saves)
+    members.note_ready(worker, generation=generation)
+
+
 def test_living_speak_and_ready_train(members: Membership):
-    members["a"].move_to(MemberState.CONNECTED)
-    members["b"].move_to(MemberState.CONNECTED)
-    members["b"].move_to(MemberState.READY)
+    connect(members, "a", ready=1)
+    connect(members, "b", ready=1)
     assert [member.spec.name for member in members.living] == ["a", "b"]
     assert [member.spec.name for member in members.ready] == ["b"]
     assert members["b"].is_ready
@@ -48,38 +59,44 @@ def test_living_speak_and_ready_train(members: Membership):
 
 
 def test_all_save_while_no_worker_that_is_ready_lacks_a_place_to_save_in(members: Membership):
-    def ready(node: str, *, saves: bool) -> None:
-        members[node].move_to(MemberState.CONNECTED)
-        members[node].note_ready(
-            WorkerUp(t_s=0.0, node=node, device=0, pid=1, data_digest="d", saves=saves), generation=0
-        )
-
     assert not members.all_save, "no worker is ready"
-    ready("b", saves=True)
+    connect(members, "b", ready=1, saves=True)
     assert members.all_save
-    ready("c", saves=False)
+    connect(members, "c", ready=1, saves=False)
     assert not members.all_save
-    members["c"].move_to(MemberState.LOST)
+    members.lose("c")
     assert members.all_save
 
 
-@pytest.mark.parametrize("target", [MemberState.CONNECTING, MemberState.CONNECTED, MemberState.READY, MemberState.LEFT])
-def test_the_lost_stay_lost(members: Membership, target: MemberState):
-    members["a"].move_to(MemberState.LOST)
-    with pytest.raises(PeerError, match=f"a .*{target}.*lost"):
-        members["a"].move_to(target)
+def test_the_lost_stay_lost(members: Membership):
+    members.lose("b")
+    for state, move in {
+        MemberState.CONNECTED: lambda: members.note_connected("b", agent_pid=1),
+        MemberState.READY: lambda: make_ready(members, "b"),
+        MemberState.LEFT: lambda: members.leave("b"),
+    }.items():
+        with pytest.raises(PeerError, match=f"b .*{state}.*lost"):
+            move()
 
 
 def test_a_node_is_ready_only_after_it_connected(members: Membership):
-    with pytest.raises(PeerError, match=r"a .*ready.*connecting"):
-        members["a"].move_to(MemberState.READY)
+    with pytest.raises(PeerError, match=r"b .*ready.*connecting"):
+        make_ready(members, "b")
 
 
 def test_a_lost_node_may_come_again_as_another_member(members: Membership):
-    members["a"].move_to(MemberState.LOST)
-    old = members["a"]
-    assert members.add(A) is not old
+    connect(members, "a", ready=1)
+    members.lose("a")
+    members.add(A)
     assert members["a"].state is MemberState.CONNECTING
+    assert not members["a"].ready
+
+
+def test_a_member_is_what_was_known_when_it_was_read(members: Membership):
+    before = members["a"]
+    connect(members, "a", ready=2)
+    assert before.state is MemberState.CONNECTING
+    assert members["a"].is_ready
 
 
 def test_a_node_that_is_here_cannot_come_again(members: Membership):
@@ -88,12 +105,10 @@ def test_a_node_that_is_here_cannot_come_again(members: Membership):
 
 
 def test_a_part_in_a_plan_is_for_those_who_were_ready_before_it_and_are_still(members: Membership):
-    member = members["a"]
-    member.move_to(MemberState.CONNECTED)
+    connect(members, "a", ready=1)
     assert not members.took_part("a", 4)
-    member.move_to(MemberState.READY)
-    member.ready_since = 3
+    make_ready(members, "a", 1, generation=3)
     assert members.took_part("a", 4)
     assert not members.took_part("a", 3)
-    member.move_to(MemberState.LOST)
+    members.lose("a")
     assert not members.took_part("a", 4)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.scaling.policy import WORTHWHILE, ScalingState, ScalingTarget, decide
+from oobleck.control.scaling.policy import WORTHWHILE, ScalingState, ScalingTarget, scaling_target
 from oobleck.errors import ConfigError
 from oobleck.job import ScalingSpec
 
@@ -25,7 +25,7 @@ def decided(spec: ScalingSpec, step_s: Callable[[int], float], **changes: object
         "horizon_s": 3600.0,
         "change_s": 1.0,
     }
-    return decide(ScalingState(spec=spec, step_s=step_s, **(fields | changes)))  # type: ignore[arg-type]
+    return scaling_target(ScalingState(spec=spec, step_s=step_s, **(fields | changes)))  # type: ignore[arg-type]
 
 
 def within(seconds: float) -> ScalingSpec:
@@ -122,15 +122,15 @@ def states(draw: st.DrawFn) -> ScalingState:
 
 @given(states())
 def test_never_fewer_than_hold_the_model_and_never_more_than_there_are(state: ScalingState) -> None:
-    target = decide(state)
+    target = scaling_target(state)
     assert state.fewest <= target.num_nodes <= state.num_available
     assert target.reason
-    assert decide(state) == target
+    assert scaling_target(state) == target
 
 
 @given(states())
 def test_a_change_gains_more_than_it_costs(state: ScalingState) -> None:
-    target = decide(state)
+    target = scaling_target(state)
     used, wanted = state.num_used, target.num_nodes
     if state.spec.policy == "all" or state.num_available <= state.fewest or wanted == used:
         return
@@ -145,7 +145,7 @@ def test_a_change_gains_more_than_it_costs(state: ScalingState) -> None:
 
 @given(states())
 def test_a_deadline_that_can_be_met_is_met(state: ScalingState) -> None:
-    target = decide(state)
+    target = scaling_target(state)
     if state.spec.policy != "deadline" or target.is_late or state.num_available <= state.fewest:
         return
     assert state.spec.deadline_s is not None

@@ -16,7 +16,7 @@ from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLo
 from oobleck.control.commit.groups import Committee
 from oobleck.control.commit.partial_commit import PartialCommit
 from oobleck.control.commit.sections import shares_of
-from oobleck.control.commit.worker_effects import Effect, Effects, Fold, Outcome, Say, drive
+from oobleck.control.commit.worker_effects import EffectOutcome, Fold, Say, WorkerEffect, WorkerEffects, drive
 from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecord
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
@@ -162,10 +162,10 @@ class Worker:
         self.partial_commit.end_step()
         self.sections.end_step()
 
-    def _drive(self, effects: Effects) -> None:
+    def _drive(self, effects: WorkerEffects) -> None:
         drive(effects, self._carry_out)
 
-    def _carry_out(self, effect: Effect) -> Outcome:
+    def _carry_out(self, effect: WorkerEffect) -> EffectOutcome:
         if isinstance(effect, Say):
             assert isinstance(effect.message, PeerFailed)
             self.failed.append(effect.message)

@@ -22,7 +22,6 @@ from .states import (
     AwaitingWorkers,
     Decide,
     Deciding,
-    Effect,
     Ended,
     EndRun,
     Fencing,
@@ -32,6 +31,7 @@ from .states import (
     Preparing,
     Recovery,
     RecoveryBegun,
+    RecoveryEffect,
     RecoveryEnded,
     Settling,
     State,
@@ -42,7 +42,7 @@ from .states import (
     has_all,
 )
 
-__all__ = ["answered", "begin", "decide", "end_again", "judge", "left", "overdue"]
+__all__ = ["answered", "begin", "end_again", "left", "overdue", "to_deciding", "use_answers"]
 
 _Answering = Fencing | Overdue | Settling | Accusing | AwaitingWorkers | LocatingCheckpoint
 
@@ -51,7 +51,7 @@ _MAX_REGROUPS = 3
 
 
 def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
-    closed: tuple[Effect, ...] = ()
+    closed: tuple[RecoveryEffect, ...] = ()
     match state:
         case Preparing() | Ended():
             return state, ()
@@ -79,7 +79,7 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
     if begun.num_regroups > _MAX_REGROUPS:
         return fencing, (*closed, started, EndRun(reason=f"no step was committed through {_MAX_REGROUPS} regroupings"))
     if not begun.asked:
-        deciding, effects = decide(fencing)
+        deciding, effects = to_deciding(fencing)
         return deciding, (*closed, started, *effects)
     return fencing, (*closed, started, SendAll(worker_ids=begun.asked, message=recovery.fence))
 
@@ -132,21 +132,21 @@ def _go_on(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     """Wait for answers, then for losses that belong together, and then use the answers."""
     recovery = state.recovery
     if not recovery.asked:
-        return decide(state)
+        return to_deciding(state)
     if not has_all(state.statuses, recovery.asked):
         return state, ()
     if now_s >= recovery.settles_s:
-        return judge(state, now_s)
+        return use_answers(state, now_s)
     if isinstance(state, Settling):
         return state, ()
     return Settling(recovery=recovery, statuses=state.statuses, until_s=recovery.settles_s), ()
 
 
-def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
+def use_answers(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     """Decide; if no node is lost and nothing moves, first find out which workers others wait for or cannot reach."""
     recovery = state.recovery
     if not recovery.explains:
-        return decide(state)
+        return to_deciding(state)
     statuses = _of_asked(state)
     cut_off = cut_off_nodes(statuses)
     stuck = () if cut_off else stuck_workers(statuses)
@@ -160,7 +160,7 @@ def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
         )
     )
     if not cut_off and not stuck:
-        deciding, effects = decide(state, is_unexplained=True)
+        deciding, effects = to_deciding(state, is_unexplained=True)
         return deciding, (explained, *effects)
     until_s = now_s + recovery.control.lease_s
     accusing = Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
@@ -169,7 +169,7 @@ def judge(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     return accusing, (explained, GiveUp(nodes=cut_off, loss=CutOff()))
 
 
-def end_again(stuck: tuple[WorkerId, ...]) -> tuple[Effect, ...]:
+def end_again(stuck: tuple[WorkerId, ...]) -> tuple[RecoveryEffect, ...]:
     """A worker that ends is started again in its place."""
     return tuple(Send(node=worker_id.node, message=KillWorker(device=worker_id.device)) for worker_id in stuck)
 
@@ -200,7 +200,7 @@ def left(state: State, node: str, now_s: float) -> Step:
         case Fencing() | Overdue() | Settling():
             return _go_on(replace(state, recovery=_without(state.recovery, node)), now_s)
         case Accusing() | AwaitingWorkers() | LocatingCheckpoint():
-            return decide(replace(state, recovery=_without(state.recovery, node)))
+            return to_deciding(replace(state, recovery=_without(state.recovery, node)))
         case _:
             assert_never(state)
 
@@ -209,7 +209,7 @@ def _without(recovery: Recovery, node: str) -> Recovery:
     return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node != node))
 
 
-def decide(state: _Answering, *, is_unexplained: bool = False) -> Step:
+def to_deciding(state: _Answering, *, is_unexplained: bool = False) -> Step:
     if isinstance(state, AwaitingWorkers | LocatingCheckpoint):
         is_unexplained = state.is_unexplained
     deciding = Deciding(recovery=state.recovery, statuses=_of_asked(state), is_unexplained=is_unexplained)

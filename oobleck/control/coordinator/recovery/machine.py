@@ -16,7 +16,7 @@ from typing import assert_never
 from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
 
-from .fencing import answered, begin, decide, end_again, judge, left, overdue
+from .fencing import answered, begin, end_again, left, overdue, to_deciding, use_answers
 from .states import (
     Accusing,
     Adopting,
@@ -32,8 +32,8 @@ from .states import (
     HeldUp,
     Input,
     LocatingCheckpoint,
+    NodeDrained,
     NodeGone,
-    NodeLeft,
     NodeReached,
     Overdue,
     PlanInForce,
@@ -90,19 +90,19 @@ TRANSITIONS = (
     Transition(_ASKED, Answered, (Settling,), "all have answered; more losses may follow at once"),
     Transition(_ASKED, Answered, (Deciding,), "all have answered"),
     Transition(_ASKED, Answered, (Accusing,), "the answers explain a hang"),
-    Transition(_ASKED, NodeLeft, _SAME, "others have still to answer"),
-    Transition(_ASKED, NodeLeft, (Settling,), "all others have answered; more losses may follow at once"),
-    Transition(_ASKED, NodeLeft, (Deciding,), "all others have answered, or there are none"),
-    Transition(_ASKED, NodeLeft, (Accusing,), "the answers of the others explain a hang"),
+    Transition(_ASKED, NodeDrained, _SAME, "others have still to answer"),
+    Transition(_ASKED, NodeDrained, (Settling,), "all others have answered; more losses may follow at once"),
+    Transition(_ASKED, NodeDrained, (Deciding,), "all others have answered, or there are none"),
+    Transition(_ASKED, NodeDrained, (Accusing,), "the answers of the others explain a hang"),
     Transition(_ASKED, NodeReached, _SAME, "ask its workers again"),
     Transition((Fencing,), TimePassed, (Overdue,), "answers are missing: they may wait unread"),
     Transition((Overdue,), TimePassed, _SAME, "most are silent: wait for them; a few: give them up"),
     Transition((Settling,), Answered, _SAME, "answered once more"),
     Transition((Settling,), Answered, (Deciding,), "losses have settled"),
     Transition((Settling,), Answered, (Accusing,), "losses have settled; the answers explain a hang"),
-    Transition((Settling,), NodeLeft, _SAME, "its answer is not needed"),
-    Transition((Settling,), NodeLeft, (Deciding,), "losses have settled, or no worker is left"),
-    Transition((Settling,), NodeLeft, (Accusing,), "losses have settled; the answers explain a hang"),
+    Transition((Settling,), NodeDrained, _SAME, "its answer is not needed"),
+    Transition((Settling,), NodeDrained, (Deciding,), "losses have settled, or no worker is left"),
+    Transition((Settling,), NodeDrained, (Accusing,), "losses have settled; the answers explain a hang"),
     Transition((Settling,), TimePassed, (Deciding,), "losses have settled"),
     Transition((Settling,), TimePassed, (Accusing,), "losses have settled; the answers explain a hang"),
     Transition((Accusing,), TimePassed, (Deciding,), "the accused are still there: decide, and end them again"),
@@ -114,7 +114,7 @@ TRANSITIONS = (
     Transition((AwaitingWorkers,), TimePassed, (Deciding,), "none was ready in time"),
     Transition((LocatingCheckpoint,), CheckpointReported, (Deciding,), "it may be the last answer"),
     Transition((LocatingCheckpoint,), TimePassed, (Deciding,), "not all have answered in time"),
-    Transition((Accusing, AwaitingWorkers, LocatingCheckpoint), NodeLeft, (Deciding,), "decide without it"),
+    Transition((Accusing, AwaitingWorkers, LocatingCheckpoint), NodeDrained, (Deciding,), "decide without it"),
     # The new plan
     Transition((Adopting, Suspecting), WorkersResumed, _SAME, "others have still to compute, or to report"),
     Transition((Adopting,), WorkersResumed, (Training,), "all compute under the new plan"),
@@ -191,14 +191,14 @@ def step(state: State, given: Input, now_s: float) -> Step:
         case PlanOrdered() | WorkersWanted() | CheckpointWanted():
             return _decided(state, given, now_s), ()
         case CheckpointReported():
-            return decide(state) if isinstance(state, LocatingCheckpoint) else (state, ())
+            return to_deciding(state) if isinstance(state, LocatingCheckpoint) else (state, ())
         case WorkersResumed():
             return _resumed(state, given)
         case NodeReached():
             return _reached(state, given.node)
         case NodeGone():
-            return decide(state) if isinstance(state, AwaitingWorkers) else (state, ())
-        case NodeLeft():
+            return to_deciding(state) if isinstance(state, AwaitingWorkers) else (state, ())
+        case NodeDrained():
             return left(state, given.node, now_s)
         case TimePassed():
             return (state, ()) if now_s < deadline(state) else _late(state, given, now_s)
@@ -251,12 +251,12 @@ def _late(state: State, passed: TimePassed, now_s: float) -> Step:
         case Overdue():
             return overdue(state, passed, now_s)
         case Settling():
-            return judge(state, now_s)
+            return use_answers(state, now_s)
         case Accusing(stuck=stuck):
-            deciding, effects = decide(state)
+            deciding, effects = to_deciding(state)
             return deciding, (*effects, *end_again(stuck))
         case AwaitingWorkers() | LocatingCheckpoint():
-            return decide(state)
+            return to_deciding(state)
         case Preparing() | Training() | Adopting() | Deciding() | Ended():
             return state, ()
         case _:

@@ -25,7 +25,6 @@ __all__ = [
     "CheckpointWanted",
     "Decide",
     "Deciding",
-    "Effect",
     "EndRun",
     "Ended",
     "FailureSuspected",
@@ -34,8 +33,8 @@ __all__ = [
     "HeldUp",
     "Input",
     "LocatingCheckpoint",
+    "NodeDrained",
     "NodeGone",
-    "NodeLeft",
     "NodeReached",
     "Overdue",
     "PlanInForce",
@@ -43,6 +42,7 @@ __all__ = [
     "Preparing",
     "Recovery",
     "RecoveryBegun",
+    "RecoveryEffect",
     "RecoveryEnded",
     "RunEnded",
     "Settling",
@@ -335,7 +335,7 @@ class NodeGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLeft:
+class NodeDrained:
     """A drained node is gone. A master that took over since may be waiting for its answer to a fence."""
 
     node: str
@@ -373,7 +373,7 @@ Input = (
     | WorkersResumed
     | NodeReached
     | NodeGone
-    | NodeLeft
+    | NodeDrained
     | TimePassed
     | HeldUp
     | RunEnded
@@ -424,8 +424,8 @@ class PlanInForce:
     """All compute under the newest plan: what only the plan before it needed can go."""
 
 
-Effect = Record | Send | SendAll | BeginRecovery | Decide | GiveUp | RecoveryEnded | PlanInForce | EndRun
+RecoveryEffect = Record | Send | SendAll | BeginRecovery | Decide | GiveUp | RecoveryEnded | PlanInForce | EndRun
 """Journal entries and messages are the coordinator's own commands; the others concern its parts."""
 
-Step = tuple[State, tuple[Effect, ...]]
+Step = tuple[State, tuple[RecoveryEffect, ...]]
 """The next state, and what is to be done, in that order."""

@@ -1,0 +1,234 @@
+"""A step of a virtual worker: what its follower wants of it, and of its sections, as moves in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import assert_never
+
+from oobleck.control.commit import (
+    Agree,
+    Agreed,
+    Apply,
+    AwaitSection,
+    BeginStep,
+    CommitState,
+    Committee,
+    Compute,
+    EffectOutcome,
+    Evaluate,
+    Evaluation,
+    Fold,
+    ForgetStep,
+    GiveBack,
+    GroupKey,
+    PlaceInPlan,
+    PostSection,
+    PostTotals,
+    Reduce,
+    SectionEffect,
+    TakeSums,
+    TakeTotals,
+)
+from oobleck.control.protocol import CommitRecord, RecordRun
+from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan
+
+from .buckets import Bucket, buckets_of
+from .fabric import Contribution, Violation, Wait
+from .groups import GroupTable
+from .layers import HeldLayers
+from .moves import Moves, pause
+from .ports import WorkerPorts
+from .program import Programs, Work
+from .records import Records
+from .sections import SectionSums
+
+__all__ = ["StepDriver", "StepEffect"]
+
+StepEffect = BeginStep | Compute | Reduce | Agree | Apply | ForgetStep | Evaluate | SectionEffect
+
+_STOP = -1
+"""What a commit's contribution contains, beside microbatches, of a worker that is to stop."""
+
+
+class StepDriver:
+    """Carries out what concerns a step, under the plan in force."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        ports: WorkerPorts,
+        commit_state: CommitState,
+        *,
+        groups: GroupTable,
+        layers: HeldLayers,
+        records: Records,
+        programs: Programs,
+    ) -> None:
+        self.seat: PlaceInPlan | None = None
+        """In the plan in force; None for a spare."""
+        self.reduced: dict[int, tuple[int, ...]] = {}
+        """The sums that the step is applied with, once they are here."""
+        self.taken: dict[int, tuple[RecordRun, ...]] = {}
+        """The records of the steps that it has applied."""
+        self._job = job
+        self._ports = ports
+        self._commit_state = commit_state
+        self._groups = groups
+        self._layers = layers
+        self._records = records
+        self._programs = programs
+        self._sections = SectionSums(commit_state, ports.fabric, groups, layers)
+        self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
+        """The groups in which the gradients of its layers are summed, those of the newest committee."""
+        self._work: Work | None = None
+        self._reduce_s = 0.0
+        """How long that takes under the plan in force."""
+        self._step_ended_s = ports.clock()
+
+    def adopt(self, plan: ExecutionPlan, seat: PlaceInPlan | None, committee: Committee | None) -> None:
+        """Take steps under another plan from now on."""
+        if self.seat is None:
+            self._step_ended_s = self._ports.clock()  # it has rested until now
+        self.seat = seat
+        self._reduce_s = self._ports.tempo.reduce_s(plan)
+        if committee is not None:
+            self._sections.adopt(self._buckets_of(committee), committee.key, tells=self._tells)
+
+    def groups_of(self, committee: Committee) -> list[GroupKey]:
+        """The groups in which the gradients of its layers are summed."""
+        return [key for key, _ in self._buckets_of(committee)]
+
+    def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
+        if self._buckets is None or self._buckets[0] is not committee:
+            self._buckets = committee, buckets_of(committee, self._commit_state.worker_id)
+        return self._buckets[1]
+
+    def do(self, effect: StepEffect) -> Generator[Wait, None, EffectOutcome]:
+        match effect:
+            case BeginStep(step=step):
+                yield from self._begin_step(step)
+            case Compute():
+                yield from self._compute(effect)
+            case Reduce():
+                yield from self._reduce(effect)
+            case Agree():
+                return (yield from self._agree(effect))
+            case Apply(record=record):
+                yield from self._apply(record)
+            case ForgetStep():
+                self._work, self.reduced = None, {}
+                self._programs.forget_step()
+            case Evaluate():
+                return (yield from self._evaluate(effect))
+            case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
+                return (yield from self._move_section(effect))
+            case _:
+                assert_never(effect)
+        return None
+
+    def _begin_step(self, step: int) -> Moves:
+        if self._records.are_needed:
+            yield Wait(
+                f"the records of step {step}, to finish it",
+                lambda: self._records.is_told(step),
+                self._commit_state.is_pipeline_stopped,
+            )
+        self._work = Work(step)
+
+    def _compute(self, program: Compute) -> Moves:
+        assert self._work is not None
+        assert self.seat is not None
+        self._records.read(program.step)
+        yield from self._programs.execute(self._work, self.seat, program)
+
+    def _reduce(self, effect: Reduce) -> Moves:
+        assert self._work is not None
+        mine, step = tuple(self._work.microbatches), effect.step
+        runs = hash(self._records.runs_of(step))
+        posted = [
+            (key, layers, self._groups.post(key, Contribution(step, mine, (*self._layers.digests(layers), runs))))
+            for key, layers in self._buckets_of(effect.committee)
+        ]
+        yield from pause("posted the reductions")
+        self.reduced = {}
+        takes_s = self._reduce_s
+        for key, layers, sequence in posted:
+            summed = yield from self._groups.sum(key, sequence, step, takes_s=takes_s)
+            self.reduced.update(dict.fromkeys(layers, summed))
+            takes_s = 0.0  # those of the first one cover all
+        yield from pause("reduced")
+
+    def _agree(self, effect: Agree) -> Generator[Wait, None, Agreed]:
+        assert self._work is not None
+        yield from pause("about to commit")
+        key, step = effect.committee.key, effect.step
+        mine = tuple(self._work.microbatches) if self._tells else ()
+        sequence = self._groups.post(key, Contribution(step, (*((_STOP,) if effect.stop else ()), *mine)))
+        said = yield from self._groups.sum(key, sequence, step)
+        yield from pause("agreed to commit")
+        num_stops = said.count(_STOP)
+        return Agreed(self._record(step, key.generation), said[num_stops:], stop=num_stops > 0, save=False)
+
+    @property
+    def _tells(self) -> bool:
+        """It reports microbatches: of a pipeline's stages, the last one knows of losses."""
+        return self.seat is not None and self.seat.is_last
+
+    def _record(self, step: int, generation: int) -> CommitRecord:
+        return CommitRecord(
+            step=step,
+            generation=generation,
+            loss=1.0,
+            grad_norm=1.0,
+            learning_rate=1.0,
+            num_samples=self._job.global_batch_size,
+            samples_repeated=0,
+            samples_missing=0,
+            duration_s=self._ports.clock() - self._step_ended_s,
+        )
+
+    def _apply(self, record: CommitRecord) -> Moves:
+        if runs := self._records.runs_of(record.step):
+            self.taken[record.step] = runs
+        yield from pause("applying")
+        self._layers.apply(self.reduced, record)
+        self._step_ended_s = self._ports.clock()
+        self._programs.end_step()
+        if (pace := self._programs.take_pace()) is not None:
+            self._ports.say(pace)
+
+    def _evaluate(self, effect: Evaluate) -> Generator[Wait, None, Evaluation]:
+        """All sum their losses, which takes no time here."""
+        if any(version.partial for version in self._layers.held.values()):
+            raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
+        key = effect.committee.key
+        sequence = self._groups.post(key, Contribution(effect.step, ()))
+        yield from self._groups.sum(key, sequence, effect.step)
+        self._step_ended_s = self._ports.clock()
+        return Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
+
+    def _move_section(self, effect: SectionEffect) -> Generator[Wait, None, EffectOutcome]:
+        match effect:
+            case PostSection(step=step, number=number):
+                yield from pause("about to post a section")
+                assert self._work is not None
+                mine, self._work.microbatches = tuple(self._work.microbatches), []
+                self._sections.post(number, step, mine)
+            case TakeSums():
+                return (yield from self._sections.take_sums())
+            case PostTotals():
+                yield from self._sections.post_totals()
+            case TakeTotals():
+                return (yield from self._sections.take_totals())
+            case Fold(record=record):
+                self._sections.fold(record)
+            case AwaitSection():
+                yield self._sections.arrival()
+            case GiveBack():
+                mine = self._sections.give_back()
+                if self._work is not None:
+                    self._work.microbatches += mine
+            case _:
+                assert_never(effect)
+        return None
