@@ -3,7 +3,9 @@
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
 # The tests of real runs (tests/e2e) take turns, and all others run beside them, after the types are checked; those that
-# compare times have the machine to themselves.
+# compare times have the machine to themselves. Byte code is kept whatever the environment says: the tests start some
+# hundred processes, and each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,6 +14,7 @@ LOCK_VENV := .venv-lock
 SITE := site
 SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
+ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
 BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
 .PHONY: demo test test-all test-runs test-others docs lint types format lock clean
@@ -21,11 +24,11 @@ demo: $(STAMP)
 
 test: $(STAMP) lint
 	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others
-	$(PYTEST) -m "not slow and alone"
+	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: $(STAMP) lint
 	$(BESIDE) SELECT="not alone" test-runs types test-others
-	$(PYTEST) -m "alone"
+	$(PYTEST) -m "alone" $(ALONE)
 
 test-runs: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" tests/e2e

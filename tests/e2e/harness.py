@@ -103,6 +103,11 @@ class Up:
         told = [int(line.split("] step ")[1].split("/")[0]) for line in self.output if "] step " in line]
         self.wait_for_step(count + (told[-1] if told else 0))
 
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Read output up to a line that tells of a checkpoint of this step or a later one: none is begun in another."""
+        while int(self.wait_for("] checkpoint of step ").split("] checkpoint of step ")[1].split(":")[0]) < step:
+            pass
+
     def finish(self, *, timeout_s: float = RUN_TIMEOUT_S) -> Outcome:
         """Wait for the end."""
         rest, _ = self.process.communicate(timeout=timeout_s)

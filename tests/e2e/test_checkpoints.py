@@ -83,7 +83,7 @@ def test_after_a_power_cut_the_same_command_goes_on(
 ) -> None:
     """And on another number of nodes: what is restored does not depend on the plan."""
     with runner.up(*options(runner, directory, "--resume", "never")) as up:
-        up.wait_for("checkpoint of step 10")
+        up.wait_for_checkpoint(10)
         up.wait_for_steps(2)
         kill_everything(runner, up)
     saved = steps_of(directory)
@@ -104,7 +104,7 @@ def test_what_only_memory_has_is_gone_on_from(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:
     with runner.up(*options(runner, directory, "--resume", "never")) as up:
-        up.wait_for("checkpoint of step 10")
+        up.wait_for_checkpoint(10)
         kill_everything(runner, up)
     shutil.rmtree(directory.path)
     outcome = runner.run(*options(runner, directory))
@@ -118,7 +118,7 @@ def test_harmed_files_are_named_and_the_checkpoint_before_is_taken(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:
     with runner.up(*options(runner, directory, "--resume", "never")) as up:
-        up.wait_for("checkpoint of step 15")
+        up.wait_for_checkpoint(15)
         kill_everything(runner, up)
     shutil.rmtree(runner.memory)
     newest, before, oldest = [found for found in directory.find() if found.manifest is not None][:3]
@@ -138,7 +138,7 @@ def test_a_layer_without_a_living_copy_costs_the_steps_since_the_checkpoint(
 ) -> None:
     """Both holders of the first layers die at once: f + 1 nodes."""
     with runner.up(*options(runner, directory, "--resume", "never", "--set", "control.rejoin_after_s=0")) as up:
-        up.wait_for("checkpoint of step 10")
+        up.wait_for_checkpoint(10)
         plan = next(entry["plan"] for entry in runner.journal() if entry["@type"] == "PlanAdopted")
         victims = [pipeline["nodes"][0] for pipeline in plan["pipelines"]]
         for pid in [pid for node in victims for pid in runner.pids(node)]:

@@ -91,14 +91,14 @@ def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
         )
 
     with runner.up(*options, "--tp", "2", nodes=("--local", "2")) as up:
-        up.wait_for("checkpoint of step 5")
+        up.wait_for_checkpoint(5)
         kill_everything(runner, up)
     take_in(runner.journal())
     with runner.up(*options, "--tp", "2", nodes=("--local", "2")) as up:
         up.wait_for_step(6)
         os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
         up.wait_for("the node's workers are started again")
-        up.wait_for("checkpoint of step 30")
+        up.wait_for_checkpoint(30)
         kill_everything(runner, up)
     take_in(runner.journal())
     assert first_step_of(runner) >= 6, "the second run has gone on"
