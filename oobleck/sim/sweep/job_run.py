@@ -180,7 +180,9 @@ class JobRun:
         for command in commands:
             match command:
                 case Record(entry=StepDone() as entry):
-                    self.log.record_steps(entry, from_step)
+                    # Its answers to a fence may tell of steps that no worker could report.
+                    self.log.record_steps(entry, from_step or self._untold_step)
+                    self._untold_step = 0
                 case Record(entry=entry):
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 from typing import TypeVar
 
 import pytest
-from hypothesis import assume, given, reject
+from hypothesis import assume, example, given, reject
 from hypothesis import strategies as st
 
 from oobleck.control.journal import (
@@ -31,6 +31,7 @@ from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
 from oobleck.sim.trace import (
     AgentCrashed,
+    AgentFrozen,
     Frozen,
     Healed,
     Joined,
@@ -56,6 +57,7 @@ FREE = RecoveryCosts(
     detect_s=0, lease_s=3, fence_s=0, decide_s=0, regroup_s=0, node_start_s=0, worker_start_s=0, checkpoint_read_s=0
 )
 FOUR = ("node0", "node1", "node2", "node3")
+FIVE = (*FOUR, "node4")
 
 
 def make_trace(*events: TraceEvent, nodes: tuple[str, ...] = FOUR, duration_s: float = 1000.0) -> Trace:
@@ -316,7 +318,27 @@ def is_left_in_peace(trace: Trace) -> bool:
     return is_calm and trace.counts[-1][1] >= 2
 
 
+STEP_THAT_NOBODY_COULD_REPORT = Trace(
+    duration_s=1000.0,
+    nodes=FIVE,
+    start=("node0", "node2", "node3", "node4"),
+    events=(
+        Slowed(t_s=0.0, node="node4", factor=10.0),
+        Joined(t_s=0.001, node="node1"),
+        AgentFrozen(t_s=1.0, node="node1", frozen_s=12.7),
+        Partitioned(t_s=1.0, nodes=FIVE),
+        WorkerCrashed(t_s=1.0, node="node0"),
+        Healed(t_s=42.0),
+        Lost(t_s=42.0, node="node3"),
+        Joined(t_s=43.0, node="node3"),
+        Lost(t_s=143.0, node="node0"),
+    ),
+)
+"""It was committed while all were cut off: the answers to the fence told of it, and then a later step did again."""
+
+
 @examples(300)
+@example(trace=STEP_THAT_NOBODY_COULD_REPORT, fault_threshold=0, is_free=True)
 @given(
     trace=traces(min_nodes=3, max_nodes=7, max_events=15),
     fault_threshold=st.integers(0, 2),
