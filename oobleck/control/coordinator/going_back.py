@@ -55,7 +55,7 @@ def _emptied(status: Status) -> Status:
 
 
 def cannot_go_on(nodes: tuple[str, ...], error: Exception) -> str:
-    return f"cannot go on after losing {', '.join(nodes)}: {error}"
+    return f"cannot continue after losing {', '.join(nodes)}: {error}"
 
 
 class GoingBack:

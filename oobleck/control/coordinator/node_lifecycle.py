@@ -202,7 +202,7 @@ class NodeLifecycle:
         """Do not let these nodes go after all."""
         for node in nodes:
             self._members.drain(node, is_draining=False)
-        return tuple(notice(now_s, "warning", f"{node} stays: the job cannot go on without it") for node in nodes)
+        return tuple(notice(now_s, "warning", f"{node} stays: the job cannot continue without it") for node in nodes)
 
     def dismiss_drained(self) -> Effects:
         """The plan in force needs nothing of drained nodes any more: end their agents."""

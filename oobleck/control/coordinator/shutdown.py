@@ -90,7 +90,8 @@ class Shutdown:
 
     def _outcome(self) -> EndRun:
         """How a run ends whose workers have all finished."""
-        steps = f"{self._progress.last_step} steps are committed"
+        number = self._progress.last_step
+        steps = "1 step is committed" if number == 1 else f"{number} steps are committed"
         by_data = self._sharding.outcome(steps, can_resume=self._saving.is_enabled)
         if by_data is not None and self._stop is None:
             return by_data

@@ -128,7 +128,7 @@ class Sharding:
         """Why a checkpoint's place in the data means nothing here; None where it fits."""
         if not self.is_on or position is None or position.shards == digest_of_shards(self._names):
             return None
-        return "its place in the data is one in other shards; name the same data.shards, in the same order"
+        return "the checkpoint was made with other shards; name the same data.shards, in the same order"
 
     def has_read_all(self, position: DataPosition | None) -> bool:
         """Whether a run that ended there has nothing left to read."""

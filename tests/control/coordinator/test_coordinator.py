@@ -1166,7 +1166,7 @@ def succeed(bench: Bench, *nodes: str, pid: int = 7, generation: int = 1) -> Coo
 
 def test_an_agent_that_is_met_again_before_the_first_plan_is_told_of_none():
     bench = Bench(SINGLES)
-    for workers in ((), (0,)):
+    for workers in ((), living(0)):
         bench.up("n0", workers=workers)
     assert bench.ended is None
     assert not bench.updates
