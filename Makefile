@@ -2,9 +2,9 @@
 # `make docs` builds the documentation as a site.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
-# The tests of real runs (tests/e2e) take turns, and all others run beside them, after the types are checked; those that
-# compare times have the machine to themselves. Byte code is kept whatever the environment says: the tests start some
-# hundred processes, and each would compile all that it imports.
+# The tests of real runs (tests/e2e) take turns; beside them run those of decisions, which hardly start a process, and
+# all others once the types are checked. Those that compare times have the machine to themselves. Byte code is kept
+# whatever the environment says: the tests start some hundred processes, and each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
@@ -15,26 +15,30 @@ SITE := site
 SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
-BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
+DECISIONS := tests/control tests/planner tests/schedule tests/sim
+BESIDE := $(MAKE) --no-print-directory --jobs=3 --output-sync=target
 
-.PHONY: demo test test-all test-runs test-others docs lint types format lock clean
+.PHONY: demo test test-all test-runs test-decisions test-others docs lint types format lock clean
 
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others
+	$(BESIDE) SELECT="not slow and not alone" test-runs types test-decisions test-others
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: $(STAMP) lint
-	$(BESIDE) SELECT="not alone" test-runs types test-others
+	$(BESIDE) SELECT="not alone" test-runs types test-decisions test-others
 	$(PYTEST) -m "alone" $(ALONE)
 
 test-runs: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" tests/e2e
 
+test-decisions: $(STAMP)
+	$(PYTEST) -m "$(SELECT)" $(DECISIONS)
+
 test-others: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" --ignore tests/e2e
+	$(PYTEST) -m "$(SELECT)" --ignore tests/e2e $(foreach folder,$(DECISIONS),--ignore $(folder))
 
 # Any broken link, anchor or reference fails.
 docs: $(STAMP)

@@ -168,8 +168,8 @@ MUTATIONS = (
         name="half_a_program",
         what="a pipeline that failed in the middle of a step is ordered to finish it",
         file="oobleck/control/commit/generations.py",
-        old="if failed and index not in broken and not failed.isdisjoint(pipeline.worker_ids):",
-        new="if failed and index in broken and not failed.isdisjoint(pipeline.worker_ids):",
+        old="if not failed <= {None, *broken}:",
+        new="if not failed <= {None, *broken, *failed}:",
         caught_by=FORGOTTEN,
     ),
     Mutation(
