@@ -149,7 +149,7 @@ class Runner:
                     process.kill()
                     process.wait()
                     for left in self.processes():  # the next run is not to take over what goes on without its master
-                        left.kill()
+                        send_signal(left.pid, signal.SIGKILL)
                     shutil.rmtree(self.memory, ignore_errors=True)
                 elif process.returncode in (ExitCode.FAILED, ExitCode.RESUMABLE, ExitCode.CONFIG):
                     shutil.rmtree(self.memory, ignore_errors=True)  # kept by lost nodes for a next run, on purpose
@@ -231,6 +231,11 @@ class Runner:
         files = sorted(self.agent_directory(node).glob(f"{processes}.pid"))
         return [noted.pid for noted in map(ProcessId.read, files) if noted is not None and noted.lives]
 
+    def signal(self, node: str, processes: str = "*", number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a node's agent and workers, or those whose names match. Some may end with another."""
+        for pid in self.pids(node, processes):
+            send_signal(pid, number)
+
     def processes(self) -> list[psutil.Process]:
         """Living processes of runs: masters, agents, workers and fork servers, but for the warm one."""
         found = processes_with(f"TMPDIR={self.temporary}")
@@ -298,6 +303,12 @@ def oobleck(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "oobleck", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended meanwhile."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def kill_everything(runner: Runner, up: Up) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from .elastic import Elastic, nodes_of, recoveries
-from .harness import Runner, incidents, worker_pids
+from .harness import Runner, incidents, send_signal, worker_pids
 
 NODES = ["node0", "node1", "node2", "node3"]
 SAVED = ("--resume", "never", "--set", "checkpoint.enabled=true", "--set", "checkpoint.save_steps=4")
@@ -20,7 +19,7 @@ SAVED = ("--resume", "never", "--set", "checkpoint.enabled=true", "--set", "chec
 
 def kill_workers(runner: Runner, *nodes: str, apart_s: float = 0.0) -> None:
     for pid in [worker_pids(runner)[node] for node in nodes]:
-        os.kill(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
         time.sleep(apart_s)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -141,8 +139,8 @@ def test_a_layer_without_a_living_copy_costs_the_steps_since_the_checkpoint(
         up.wait_for_checkpoint(10)
         plan = next(entry["plan"] for entry in runner.journal() if entry["@type"] == "PlanAdopted")
         victims = [pipeline["nodes"][0] for pipeline in plan["pipelines"]]
-        for pid in [pid for node in victims for pid in runner.pids(node)]:
-            os.kill(pid, signal.SIGKILL)
+        for node in victims:
+            runner.signal(node)
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
     gaps = [abs(one - other) for one, other in zip(outcome.losses, reference, strict=True)]

@@ -21,8 +21,8 @@ SLACK_S = 0.5
 
 def freeze(runner: Runner, node: str) -> None:
     """Have a node's agent and worker do nothing any more, while their connections stay open."""
-    for pid in (*runner.pids(node, "agent"), *runner.pids(node, "worker0")):
-        os.kill(pid, signal.SIGSTOP)
+    for processes in ("agent", "worker0"):
+        runner.signal(node, processes, signal.SIGSTOP)
 
 
 def test_a_killed_node_joins_again_and_is_no_stranger(start: Callable[..., Any]) -> None:

@@ -75,7 +75,14 @@ def test_the_comparison_would_catch_one_microbatch_dropped_or_counted_twice(
 
 @pytest.mark.parametrize(
     "nodes",
-    [("node0",), ("node1",), ("node2",), ("node3",), ("node0", "node1"), ("node1", "node2")],
+    [
+        ("node0",),
+        pytest.param(("node1",), marks=pytest.mark.slow),
+        pytest.param(("node2",), marks=pytest.mark.slow),
+        ("node3",),
+        pytest.param(("node0", "node1"), marks=pytest.mark.slow),
+        ("node1", "node2"),
+    ],
     ids="+".join,
 )
 def test_killed_nodes_cost_no_step_and_change_no_loss(start: Callable[..., Any], nodes: tuple[str, ...]) -> None:

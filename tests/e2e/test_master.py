@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from dataclasses import replace
@@ -64,8 +63,7 @@ def test_a_node_that_dies_with_the_master_is_met_by_the_next_one(runner: Runner)
         first.wait_for_step(8)
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
-        for pid in runner.pids("node3"):
-            os.kill(pid, signal.SIGKILL)
+        runner.signal("node3")
         with runner.up(*options(runner)) as second:
             outcome = second.finish()
     assert outcome.exit_code == 0, outcome.output

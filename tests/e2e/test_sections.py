@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -65,9 +62,7 @@ def wait_for_middle_of_step(runner: Runner, up: Up, step: int) -> None:
 def kill(runner: Runner, nodes: Sequence[str], processes: str = "*") -> None:
     """Kill agents and workers of nodes at once, or those whose names match the pattern."""
     for node in nodes:
-        for pid in runner.pids(node, processes):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        runner.signal(node, processes)
 
 
 def plans_within_steps(runner: Runner) -> list[dict[str, Any]]:

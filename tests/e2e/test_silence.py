@@ -5,12 +5,11 @@ Nobody is lost where most fall silent together, and the losses are those of one 
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import pytest
 from tests.examples import seeds
 
 from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, stopped
-from .harness import SHORT_LEASE, Runner, Up
+from .harness import SHORT_LEASE, Runner, Up, send_signal
 
 STALLS_S = (2.8, 5.0)
 SHORTEST_S, LONGEST_S = 0.1, 60.0
@@ -59,8 +58,7 @@ def stall(pids: Sequence[int], seconds: float) -> None:
 
 def _send(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+        send_signal(pid, number)
 
 
 def losses_of_nodes(runner: Runner) -> list[dict[str, Any]]:

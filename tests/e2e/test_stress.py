@@ -6,12 +6,11 @@ storm leaves one copy of every layer alone, and nothing else.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import pytest
@@ -71,13 +70,13 @@ class Storm:
         """Shorter than the lease: nobody is to be lost for it."""
         node = self.random.choice(sorted(self.living))
         self.done.append(f"freeze {node} a while")
-        self._signal(node, "*", signal.SIGSTOP)
+        self.runner.signal(node, "*", signal.SIGSTOP)
         time.sleep(LEASE_S / 3)
-        self._signal(node, "*", signal.SIGCONT)
+        self.runner.signal(node, "*", signal.SIGCONT)
 
     def kill_agent(self) -> None:
         for node in self._victims("kill the agent of", 1):
-            self._signal(node, "agent", signal.SIGKILL)
+            self.runner.signal(node, "agent", signal.SIGKILL)
             self.living.discard(node)
 
     def kill_master(self) -> None:
@@ -90,12 +89,12 @@ class Storm:
     def give_notice(self) -> None:
         node = self.random.choice(sorted(self.living))
         self.done.append(f"SIGTERM {node}")
-        self._signal(node, "agent", signal.SIGTERM)
+        self.runner.signal(node, "agent", signal.SIGTERM)
         self.living.discard(node)
 
     def kill_worker(self) -> None:
         for node in self._victims("kill the worker of", 1):
-            self._signal(node, "worker*", signal.SIGKILL)
+            self.runner.signal(node, "worker*", signal.SIGKILL)
 
     def drain(self) -> None:
         node = self.random.choice(sorted(self.living))
@@ -109,7 +108,7 @@ class Storm:
 
     def _end(self, number_of_nodes: int, number: signal.Signals) -> None:
         for node in self._victims(number.name, number_of_nodes):
-            self._signal(node, "*", number)
+            self.runner.signal(node, "*", number)
             self.living.discard(node)
 
     def _victims(self, what: str, count: int) -> list[str]:
@@ -145,11 +144,6 @@ class Storm:
                 if pipeline["nodes"][stage["node_index"]] not in gone:
                     kept.update(range(stage["first_layer"], stage["stop_layer"]))
         return kept >= set(range(entries[in_force]["num_layers"]))
-
-    def _signal(self, node: str, processes: str, number: signal.Signals) -> None:
-        for pid in self.runner.pids(node, processes):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
 
     def _command(self, command: str, node: str) -> bool:
         """A command that comes too early or too late is refused; that is an answer, too."""
