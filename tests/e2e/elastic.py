@@ -24,6 +24,9 @@ ENDLESS = 5000
 MAX_COMPARED = 200
 """Losses of one run, for one process is slower than several."""
 
+PACED = str(Path(__file__).with_name("paced_job.py"))
+"""A script that goes with the harness's job files, and changes nothing but how long steps take."""
+
 Reference = Callable[[int], list[float]]
 
 
@@ -71,7 +74,7 @@ def elastic_run(
     are to be run again; None where that is a matter of when something struck.
     """
     given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *options)
-    with runner.up(*given, nodes=nodes, within=within) as up:
+    with runner.up(*given, nodes=(*nodes, PACED), within=within) as up:
         run = Elastic(runner, up)
         up.wait_for_step(5)
         yield run
