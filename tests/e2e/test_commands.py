@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .elastic import ENDLESS
+from .elastic import ENDLESS, PACED
 from .harness import TAG, Runner, Up
 from .shown_commands import AFTERWARDS, ON_A_RUN, WHILE_IT_TRAINS
 
@@ -61,7 +61,7 @@ def terminal(runner: Runner, tmp_path: Path) -> Iterator[Terminal]:
 
 def test_what_the_pages_show_for_a_run_does_what_they_say(runner: Runner, terminal: Terminal, tmp_path: Path) -> None:
     options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "checkpoint.enabled=true")
-    with runner.up(*options, "--save-every", "10") as up:
+    with runner.up(*options, "--save-every", "10", nodes=("--local", "4", PACED)) as up:
         up.wait_for_step(5)
         following = subprocess.Popen(
             terminal.words("oobleck events gpt2-demo --follow"), stdout=subprocess.PIPE, text=True
