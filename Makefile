@@ -15,10 +15,11 @@ SITE := site
 SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
+STORMS := tests/e2e/test_sections.py tests/e2e/test_silence.py tests/e2e/test_stress.py
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
 BESIDE := $(MAKE) --no-print-directory --jobs=3 --output-sync=target
 
-.PHONY: demo test test-all test-runs test-decisions test-others docs lint types format lock clean
+.PHONY: demo test test-all test-slow test-runs test-storms test-decisions test-others docs lint types format lock clean
 
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
@@ -27,18 +28,25 @@ test: $(STAMP) lint
 	$(BESIDE) SELECT="not slow and not alone" test-runs types test-decisions test-others
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
-test-all: $(STAMP) lint
-	$(BESIDE) SELECT="not alone" test-runs types test-decisions test-others
-	$(PYTEST) -m "alone" $(ALONE)
+test-all: test test-slow
+
+# Most of these wait for most of their time, so two of real runs are made at once.
+test-slow: $(STAMP)
+	$(BESIDE) SELECT="slow and not alone" DECISIONS= ELSEWHERE="$(addprefix --ignore ,$(STORMS))" \
+		test-storms test-runs test-others
+	$(PYTEST) -m "slow and alone" $(ALONE)
 
 test-runs: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" tests/e2e
+	$(PYTEST) -m "$(SELECT)" tests/e2e $(ELSEWHERE)
+
+test-storms: $(STAMP)
+	$(PYTEST) -m "$(SELECT)" $(STORMS)
 
 test-decisions: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" $(DECISIONS)
 
 test-others: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" --ignore tests/e2e $(foreach folder,$(DECISIONS),--ignore $(folder))
+	$(PYTEST) -m "$(SELECT)" --ignore tests/e2e $(addprefix --ignore ,$(DECISIONS))
 
 # Any broken link, anchor or reference fails.
 docs: $(STAMP)
