@@ -57,6 +57,7 @@ ELSEWHERE = (
         "tests/cli/test_control_commands.py; the run of tests/e2e is stopped after its step",
     ),
     (r"make (demo|test)", "CI runs them"),
+    (r"make test-all", "`make test` is a part of it, and the rest takes half an hour"),
     (r"make docs", "tests/test_docs_site.py builds the site"),
     (r"pip install .", "`make` does it"),
     (r"python -m oobleck.runtime.processes.agent_process", "what the master runs on a node, in every run"),
