@@ -121,6 +121,7 @@ def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
     assert runner.left_over() == []
 
 
+@pytest.mark.slow
 def test_a_llama_survives_a_kill_by_another_job_file_alone(runner: Runner) -> None:
     assert gap_after_a_kill(runner, "--job", str(runner.job_file(LLAMA)), kill=f"node2@{KILL_STEP}") < LLAMA_TOLERANCE
 

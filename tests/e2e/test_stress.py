@@ -178,6 +178,7 @@ def ride_out(runner: Runner, reference: Reference, *settings: str, seed: int, fa
     assert runner.left_over() == [], story
 
 
+@pytest.mark.slow
 def test_a_short_storm_changes_no_loss(runner: Runner, endless_reference: Reference) -> None:
     ride_out(runner, endless_reference, seed=1, faults=6, steps=60)
 
