@@ -129,7 +129,7 @@ class VirtualWorker:
         self._announce = announce
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(fabric, self.commit_state, put=say, form_group_s=tempo.form_group_s)
+        self._groups = GroupTable(fabric, self.commit_state, put=say, tempo=tempo)
         self._transfers = Transfers(fabric, self.commit_state, tempo=tempo, clock=clock)
         self._follower = Follower(
             job,
@@ -153,7 +153,9 @@ class VirtualWorker:
         self._work: Work | None = None
         self._received: dict[int, Version] = {}
         self._reduced: dict[int, tuple[int, ...]] = {}
-        self._reduce_s = 0.0
+        self._reduce_s = self._committing_s = 0.0
+        self._ordered_s = 0.0
+        """When the master has done its work for the newest update: here it decides in no time."""
         """How long that takes under the plan in force."""
         self._step_ended_s = clock()
         self._thread = self._carry_out(self._follower.run())
@@ -174,6 +176,7 @@ class VirtualWorker:
                 self._programs.note_microbatches()
                 self._say(self.commit_state.answer(message))
             case PlanUpdate():
+                self._ordered_s = self._clock() + self._tempo.ordering_s(message)
                 self.commit_state.give_update(message)
             case FinishStep():
                 self.commit_state.want_stop()
@@ -294,6 +297,8 @@ class VirtualWorker:
         yield Wait("an order", lambda: self.commit_state.has_update)
         update = self.commit_state.take_update()
         assert update is not None
+        if (takes_s := self._ordered_s - self._clock()) > 0:
+            yield Wait("the master's work for the order", lambda: True, takes_s=takes_s)
         yield from pause("took an order")
         return update
 
@@ -349,7 +354,7 @@ class VirtualWorker:
         key, step = effect.committee.key, effect.step
         mine = tuple(self._work.microbatches) if self._tells else ()
         sequence = self._groups.post(key, Contribution(step, (*((_STOP,) if effect.stop else ()), *mine)))
-        said = yield from self._groups.sum(key, sequence, step)
+        said = yield from self._groups.sum(key, sequence, step, takes_s=self._committing_s)
         yield from pause("agreed to commit")
         num_stops = said.count(_STOP)
         return Agreed(self._record(step, key.generation), said[num_stops:], stop=num_stops > 0, save=False)
@@ -437,6 +442,7 @@ class VirtualWorker:
             self._step_ended_s = self._clock()  # it has rested until now
         self._seat, self._received = effect.seat, {}
         self._reduce_s = self._tempo.reduce_s(update.plan)
+        self._committing_s = self._tempo.committing_s(update.plan)
         if effect.committee is not None:
             self._sections.adopt(self._buckets_of(effect.committee), effect.committee.key, tells=self._tells)
         for layer, version in self.layers.items():
