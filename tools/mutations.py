@@ -83,7 +83,7 @@ MUTATIONS = (
         name="commit_without_agreement",
         what="a step is committed without the all-reduce over all workers",
         file="oobleck/sim/cluster/worker.py",
-        old="        said = yield from self._groups.sum(key, sequence, step)\n        yield from",
+        old="        said = yield from self._groups.sum(key, sequence, step, takes_s=self._committing_s)\n        yield from",
         new=(
             "        partial = self._follower.partial_commit.microbatches\n"
             "        said = tuple(each for each in range(self._job.num_microbatches) if each not in partial)\n"
@@ -167,8 +167,8 @@ MUTATIONS = (
         name="half_a_program",
         what="a pipeline that failed in the middle of a step is ordered to finish it",
         file="oobleck/control/commit/generations.py",
-        old="if failed and index not in broken and not failed.isdisjoint(pipeline.worker_ids):",
-        new="if failed and index in broken and not failed.isdisjoint(pipeline.worker_ids):",
+        old="if not failed <= {None, *broken}:",
+        new="if failed & {*broken}:",
         caught_by=FORGOTTEN,
     ),
     Mutation(
