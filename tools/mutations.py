@@ -84,7 +84,10 @@ MUTATIONS = (
         name="commit_without_agreement",
         what="a step is committed without the all-reduce over all workers",
         file="oobleck/sim/cluster/step.py",
-        old="        said = yield from self._groups.sum(key, sequence, step)\n        yield from",
+        old=(
+            "        said = yield from self._groups.sum(key, sequence, step, takes_s=self._committing_s)\n"
+            "        yield from"
+        ),
         new=(
             "        partial = self._programs.partial_commit.microbatches\n"
             "        said = tuple(each for each in range(self._job.num_microbatches) if each not in partial)\n"

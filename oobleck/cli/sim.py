@@ -31,6 +31,7 @@ from .inputs import (
     RecomputeOption,
     SequenceLengthOption,
     duration_s,
+    parse_costs,
     parse_scaling,
     parse_schedule_name,
     whole,
@@ -141,6 +142,21 @@ def sim(
             help="sweep: from event to event; cluster: the real master and agents on virtual nodes.",
         ),
     ] = "sweep",
+    cost_model: Annotated[
+        str | None,
+        typer.Option(
+            "--cost-model",
+            metavar="ring|tree",
+            help="The protocol whose recoveries and commits are timed; by default, that of this version.",
+        ),
+    ] = None,
+    costs_file: Annotated[
+        Path | None, typer.Option("--costs", metavar="FILE", help="Costs that differ, as a JSON object of numbers.")
+    ] = None,
+    cost: Annotated[
+        list[str] | None,
+        typer.Option("--cost", metavar="NAME=VALUE", help="A cost that differs, such as form_s=5. May be repeated."),
+    ] = None,
     summary: Annotated[
         Path | None,
         typer.Option("--summary", metavar="FILE", help="Write the summary as JSON (by policy, if there are several)."),
@@ -193,7 +209,8 @@ def sim(
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )
-    settings = replace(settings, scaling=parse_scaling(scaling, settings.scaling), max_steps=steps)
+    costs = parse_costs(cost_model, costs_file, cost or ())
+    settings = replace(settings, scaling=parse_scaling(scaling, settings.scaling), max_steps=steps, costs=costs)
     outcomes = [_play(name, trace, settings, mode=mode, quiet=as_json) for name in names]
     panels = [_panel(outcome, trace) for outcome in outcomes]
     if summary is not None:
@@ -274,6 +291,7 @@ def _play_cluster(trace: Trace, settings: SweepSettings, report: Callable[[float
         profile=settings.profile,
         seed=settings.seed,
         devices_per_node=settings.devices_per_node,
+        costs=settings.costs,
         observe=lambda entry: report(entry.t_s),
     )
     return outcome_of_journal(

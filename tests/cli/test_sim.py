@@ -139,3 +139,46 @@ def test_a_bad_trace_names_its_event(arguments: list[str], tmp_path: Path, capsy
     path.write_text(path.read_text().replace('"node_joined"', '"node_frozen"'))
     assert main(arguments) == 78
     assert "event 1" in capsys.readouterr().err
+
+
+def test_costs_can_be_set_one_by_one_by_a_file_and_by_a_model(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stall_s(*options: str) -> float:
+        assert main([*arguments, "--json", *options]) == 0
+        return float(json.loads(capsys.readouterr().out)["recoveries"][0]["stall_s"])
+
+    file = tmp_path / "costs.json"
+    file.write_text('{"form_s": 5, "decide_s": 1}')
+    assert stall_s() < 1
+    assert 5 <= stall_s("--cost", "form_s=5") < stall_s("--costs", str(file), "--cost", "form_s=7")
+    assert stall_s("--costs", str(file)) >= 5
+    assert stall_s("--cost-model", "tree") == pytest.approx(stall_s("--cost-model", "ring"), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--cost", "form=5"], "--cost names 'form'; did you mean 'form_s'?"),
+        (["--cost", "form_s"], "--cost form_s has no value; write a number, such as form_s=5"),
+        (["--cost", "form_s=5s"], "--cost form_s is '5s'; write a number, such as form_s=5"),
+        (["--cost", "form_s=-1"], "--cost form_s is -1.0; it must be a number of at least 0"),
+        (["--cost", "form_s=nan"], "--cost form_s is nan"),
+        (["--cost-model", "star"], "--cost-model is 'star'; it must be ring or tree"),
+        (["--costs", "nowhere.json"], "costs nowhere.json: No such file or directory"),
+    ],
+)
+def test_a_cost_that_cannot_be_is_named(
+    arguments: list[str], options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, *options]) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_bad_file_of_costs_is_named_with_the_cost(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text('{"forms_s": 5}')
+    assert main([*arguments, "--costs", str(file)]) == 78
+    assert f"{file}: the file: unknown key 'forms_s'; did you mean 'form_s'?" in "".join(capsys.readouterr().err)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.sim.costs.costs import RecoveryCosts
+from oobleck.sim.costs.model import Costs
 from oobleck.sim.policies.registry import POLICIES
 from oobleck.sim.trace import event_types, trace_from_json
 from oobleck.sim.trace.convert import FORMATS
@@ -28,16 +29,11 @@ def test_every_kind_preset_format_and_policy_is_on_the_page() -> None:
 
 
 def test_the_costs_of_the_page_are_the_defaults() -> None:
-    costs = RecoveryCosts()
-    rows = dict(re.findall(r"^\| ([^|]+) \| ([0-9.]+)[^|]* \|", PAGE, flags=re.MULTILINE))
-    assert float(rows["detecting a closed connection"]) == costs.detect_s
-    assert float(rows["detecting a silent node"]) == costs.lease_s
-    assert float(rows["fencing all survivors"]) == costs.fence_s
-    assert float(rows["deciding"]) == costs.decide_s
-    assert float(rows["forming groups"]) == costs.regroup_s
-    assert float(rows["starting the workers of a new node"]) == costs.node_start_s
-    assert float(rows["restarting a worker"]) == costs.worker_start_s
-    assert float(rows["reading a checkpoint, when all copies of a layer are lost"]) == costs.checkpoint_read_s
+    costs = Costs()
+    rows = dict(re.findall(r"^\| `(\w+_(?:s|bytes|hops|worker|doubling))` \| ([0-9.e-]+) \|", PAGE, flags=re.MULTILINE))
+    assert {name: float(value) for name, value in rows.items()} == {
+        part.name: getattr(costs, part.name) for part in fields(costs) if part.name != "form_links"
+    }
 
 
 def test_the_options_that_the_page_names_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "checkpoint.py": ("flash ", "torch.save", "pause against dcp.async_save"),
     "cluster_mode.py": ("recoveries, goodput",),
     "control_plane.py": ("| none | steps", "| none | loss", "| embedded | steps", "| embedded | loss"),
+    "fit_costs.py": ("| encode_byte_s | ", "64: "),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
     "recovery.py": ("| killed worker | 1 |",),
     "scale.py": ("Real workers, one killed node", "| 4 | ", "| 16 to 64 | ", "8 of 64 nodes at once", "| 32 to 64 | "),

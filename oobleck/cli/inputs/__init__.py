@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .cost_options import parse_costs
 from .durations import duration_s
 from .hostfile import parse_hostfile
 from .job_file import changed_keys
@@ -64,6 +65,7 @@ __all__ = [
     "base_dir_of",
     "changed_keys",
     "duration_s",
+    "parse_costs",
     "parse_hostfile",
     "parse_scaling",
     "parse_schedule_name",

@@ -10,6 +10,7 @@ from oobleck.control.protocol import StorePut
 
 from .fabric import Contribution, Fabric, Violation, Wait, label
 from .moves import Moves
+from .tempo import Tempo
 
 __all__ = ["GroupTable"]
 
@@ -18,14 +19,14 @@ class GroupTable:
     """The groups of one worker. Members find each other by what they put on a board that all read."""
 
     def __init__(
-        self, fabric: Fabric, commit_state: CommitState, *, put: Callable[[StorePut], None], form_group_s: float
+        self, fabric: Fabric, commit_state: CommitState, *, put: Callable[[StorePut], None], tempo: Tempo
     ) -> None:
-        """`put` writes to the boards of others; forming takes `form_group_s` once all are there."""
+        """`put` writes to the boards of others."""
         self._worker_id = commit_state.worker_id
         self._fabric = fabric
         self._commit_state = commit_state
         self._put = put
-        self._form_group_s = form_group_s
+        self._tempo = tempo
         self._board: set[str] = set()
         self._formed: set[GroupKey] = set()
         self._posted: Counter[GroupKey] = Counter()
@@ -54,7 +55,7 @@ class GroupTable:
             self._commit_state.is_fenced,
             lambda: any(map(self._fabric.lacks_a_member, missing)),
             touches_network=True,
-            takes_s=self._form_group_s,
+            takes_s=self._tempo.forming_s([len(key.members) for key in missing]),
         )
         self._formed.update(missing)
 

@@ -16,6 +16,7 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Profile, profile_to_json
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
+from oobleck.sim.costs import Costs
 from oobleck.sim.trace import Trace
 
 from .cluster import PYTHON_VERSION, VirtualCluster
@@ -69,6 +70,7 @@ def run_cluster(
     seed: int = 0,
     devices_per_node: int = 1,
     delays: Delays | None = None,
+    costs: Costs | None = None,
     has_profile: bool = True,
     observe: Callable[[JournalEntry], None] | None = None,
     keep_decisions: bool = False,
@@ -76,11 +78,12 @@ def run_cluster(
     """Run a job through a trace, from virtual second 0; it is stopped, after the step in flight, when the trace ends.
 
     The same arguments give the same journal. `profile` says how long the job's layers take; the job's own model and
-    text are not looked at. Without `has_profile` it is not cached, so that a worker measures it first. `observe` gets
+    text are not looked at. `costs` say what orders, groups and commits take, beside the `delays`; without them orders
+    and commits take no time. Without `has_profile` it is not cached, so that a worker measures it first. `observe` gets
     each journal entry. Raises trio.TooSlowError when the run does not end within ten minutes of its trace, and what
     breaks a promise of the protocol as an `ExceptionGroup` of Violations.
     """
-    simulation = _Simulation(trace, job, profile, seed, devices_per_node, delays or Delays())
+    simulation = _Simulation(trace, job, profile, seed, devices_per_node, delays or Delays(), costs)
     if not has_profile:
         simulation.profiles.profile_json = None
     simulation.observers = [observe] if observe else []
@@ -137,7 +140,14 @@ class _Simulation:
     """One run. Only `run` may be called, once."""
 
     def __init__(
-        self, trace: Trace, job: JobSpec, profile: Profile, seed: int, devices_per_node: int, delays: Delays
+        self,
+        trace: Trace,
+        job: JobSpec,
+        profile: Profile,
+        seed: int,
+        devices_per_node: int,
+        delays: Delays,
+        costs: Costs | None,
     ) -> None:
         self.journal = MemoryJournal()
         self.decisions: list[Decided] = []
@@ -147,7 +157,7 @@ class _Simulation:
         self._job = job
         self._devices = tuple(range(devices_per_node))
         self.profiles = MemoryProfiles(profile_to_json(profile))
-        self._world = World.make(profile, delays, seed)
+        self._world = World.make(profile, delays, seed, costs)
         self.time = self._world.time
         self._master: Master | None = None
         self._life = trio.CancelScope()

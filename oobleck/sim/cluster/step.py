@@ -82,8 +82,8 @@ class StepDriver:
         self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
         """The groups in which the gradients of its layers are summed, those of the newest committee."""
         self._work: Work | None = None
-        self._reduce_s = 0.0
-        """How long that takes under the plan in force."""
+        self._reduce_s = self._committing_s = 0.0
+        """Seconds that the sums of a step, and its commit, take under the plan in force."""
         self._step_ended_s = ports.clock()
 
     def adopt(self, plan: ExecutionPlan, seat: PlaceInPlan | None, committee: Committee | None) -> None:
@@ -92,6 +92,7 @@ class StepDriver:
             self._step_ended_s = self._ports.clock()  # it has rested until now
         self.seat = seat
         self._reduce_s = self._ports.tempo.reduce_s(plan)
+        self._committing_s = self._ports.tempo.committing_s(plan)
         if committee is not None:
             self._sections.adopt(self._buckets_of(committee), committee.key, tells=self._tells)
 
@@ -165,7 +166,7 @@ class StepDriver:
         key, step = effect.committee.key, effect.step
         mine = tuple(self._work.microbatches) if self._tells else ()
         sequence = self._groups.post(key, Contribution(step, (*((_STOP,) if effect.stop else ()), *mine)))
-        said = yield from self._groups.sum(key, sequence, step)
+        said = yield from self._groups.sum(key, sequence, step, takes_s=self._committing_s)
         yield from pause("agreed to commit")
         num_stops = said.count(_STOP)
         return Agreed(self._record(step, key.generation), said[num_stops:], stop=num_stops > 0, save=False)

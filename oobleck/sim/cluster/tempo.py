@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from oobleck.control.protocol import PlanUpdate
 from oobleck.control.speed import microbatch_s
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile
 from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
-from oobleck.sim.costs import StepTimes, costs_on
+from oobleck.sim.costs import Costs, StepTimes, costs_on
 
 __all__ = ["Delays", "ProgramTimes", "Tempo"]
 
@@ -33,6 +35,7 @@ class Delays:
     profile_s: float = 5.0
     """Measuring a profile, where none is cached."""
     form_group_s: float = 0.02
+    """Where no costs say it."""
     notice_s: float = 0.02
     """At most this long after the end of a peer its neighbours meet an error."""
     link_latency_s: float = 0.0005
@@ -49,10 +52,12 @@ class ProgramTimes:
 
 
 class Tempo:
-    """Seconds of steps, reductions and transfers. Mutable only in how slow each node is."""
+    """Seconds of steps, reductions, transfers and orders. Mutable only in how slow each node is."""
 
-    def __init__(self, profile: Profile, *, form_group_s: float = 0.0) -> None:
-        self.form_group_s = form_group_s
+    def __init__(self, profile: Profile, *, form_group_s: float = 0.0, costs: Costs | None = None) -> None:
+        """Without `costs`, forming takes `form_group_s`, and the master's work and commits take no time."""
+        self._form_group_s = form_group_s
+        self._costs = costs
         self._profile = profile
         self._factors: defaultdict[str, float] = defaultdict(lambda: 1.0)
         self._programs: dict[
@@ -94,6 +99,23 @@ class Tempo:
     def reduce_s(self, plan: ExecutionPlan) -> float:
         """Seconds in which a plan's gradients are reduced."""
         return self._pace.reduce_s(plan)
+
+    def committing_s(self, plan: ExecutionPlan) -> float:
+        """Seconds in which all workers of a plan agree that a step is committed."""
+        return 0.0 if self._costs is None else self._costs.committing_s(len(plan.worker_ids))
+
+    def forming_s(self, group_sizes: Collection[int]) -> float:
+        """Seconds in which a worker forms groups of so many members, once all are there."""
+        return self._form_group_s if self._costs is None else self._costs.forming_s(group_sizes)
+
+    def ordering_s(self, update: PlanUpdate) -> float:
+        """Seconds that the master worked for an update: to ask all, if they trained, to decide, and to order."""
+        if self._costs is None:
+            return 0.0
+        num_workers = len(update.plan.worker_ids)
+        asking_s = 0.0 if update.initial else self._costs.asking_s(num_workers)
+        ordering_s = self._costs.ordering_s(num_workers, len(update.transfers))
+        return asking_s + self._costs.deciding_s(num_workers) + ordering_s
 
     def part_bytes(self, item: LayerTransfer) -> int:
         """Bytes that a transfer moves: parameters and optimizer state."""

@@ -101,7 +101,7 @@ class VirtualWorker:
         self._ports = ports
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(ports.fabric, self.commit_state, put=ports.say, form_group_s=ports.tempo.form_group_s)
+        self._groups = GroupTable(ports.fabric, self.commit_state, put=ports.say, tempo=ports.tempo)
         self._transfers = Transfers(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
         self._follower = Follower(
             job,
@@ -127,6 +127,8 @@ class VirtualWorker:
             programs=self._programs,
         )
         self._received: dict[int, Version] = {}
+        self._ordered_s = 0.0
+        """When the master has done its work for the newest update: here it decides in no time."""
         self._thread = self._carry_out(self._follower.run())
         self.wait = next(self._thread)
 
@@ -145,6 +147,7 @@ class VirtualWorker:
                 self._programs.note_microbatches()
                 self._ports.say(self.commit_state.answer(message))
             case PlanUpdate():
+                self._ordered_s = self._ports.clock() + self._ports.tempo.ordering_s(message)
                 self.commit_state.give_update(message)
             case FinishStep():
                 self.commit_state.want_stop()
@@ -257,6 +260,8 @@ class VirtualWorker:
         yield Wait("an order", lambda: self.commit_state.has_update)
         update = self.commit_state.take_update()
         assert update is not None
+        if (takes_s := self._ordered_s - self._ports.clock()) > 0:
+            yield Wait("the master's work for the order", lambda: True, takes_s=takes_s)
         yield from pause("took an order")
         return update
 

@@ -8,6 +8,7 @@ from random import Random
 import trio
 
 from oobleck.planner import Profile
+from oobleck.sim.costs import Costs
 
 from .determinism import VirtualTime
 from .fabric import Fabric
@@ -29,8 +30,8 @@ class World:
     time: VirtualTime = field(default_factory=VirtualTime)
 
     @classmethod
-    def make(cls, profile: Profile, delays: Delays, seed: int) -> World:
-        tempo = Tempo(profile, form_group_s=delays.form_group_s)
+    def make(cls, profile: Profile, delays: Delays, seed: int, costs: Costs | None = None) -> World:
+        tempo = Tempo(profile, form_group_s=delays.form_group_s, costs=costs)
         return cls(profile=profile, delays=delays, tempo=tempo, rng=Random(seed))
 
     def up_to(self, limit_s: float) -> float:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from .costs import RecoveryCosts
+from .model import COST_MODELS, DEFAULT_MODEL, Costs, costs_from_json
 from .outcome import Activity, Outcome, Stretch, outcome_of_journal
 from .step_times import StepTimes, costs_on
 
-__all__ = ["Activity", "Outcome", "RecoveryCosts", "StepTimes", "Stretch", "costs_on", "outcome_of_journal"]
+__all__ = [
+    "COST_MODELS",
+    "DEFAULT_MODEL",
+    "Activity",
+    "Costs",
+    "Outcome",
+    "StepTimes",
+    "Stretch",
+    "costs_from_json",
+    "costs_on",
+    "outcome_of_journal",
+]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
@@ -25,7 +25,7 @@ from oobleck.control.commit import broken_pipelines, num_sections_of, shares_of
 from oobleck.control.protocol import NOTHING, CommitRecord, PartialStep, PlanUpdate, Resumed, SectionRecord, Status
 from oobleck.planner import ExecutionPlan, Pipeline, Profile, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
-from oobleck.sim.costs import RecoveryCosts, StepTimes
+from oobleck.sim.costs import Costs, StepTimes
 
 __all__ = ["AnalyticWorkers", "CommittedSteps"]
 
@@ -54,12 +54,14 @@ class _Pending:
     """When the step in flight is committed; the time of the update where none is finished."""
     adopt_s: float
     transfer_s: float
+    waits_s: tuple[float, float]
+    """From when to when all who had computed their own share of that step waited for the orders, and formed groups."""
 
 
 class AnalyticWorkers:
     """All that the sweep mode knows of workers. Times only go forward."""
 
-    def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: RecoveryCosts) -> None:
+    def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: Costs) -> None:
         self.max_steps = most_steps
         """No worker trains any further."""
         self._profile = profile
@@ -102,7 +104,7 @@ class AnalyticWorkers:
         if self._plan is not None and self._pending is None:
             until_s = now_s if self._stopped_s is None else self._stopped_s
             done = (until_s - self._began_s) / self._this_s
-            self._step_s = self._pace.step_s(self._plan, self._factors, self._schedules)
+            self._step_s = self._whole_step_s(self._plan)
             self._rest_s = self._rest_of_step_s(self._plan) if self._partial.microbatches else self._step_s
             self._began_s = until_s - done * self._this_s
 
@@ -251,13 +253,19 @@ class AnalyticWorkers:
         """What the step in flight takes in all under the plan in force."""
         return self._rest_s if self._partial.microbatches else self._step_s
 
+    def _whole_step_s(self, plan: ExecutionPlan) -> float:
+        return self._pace.step_s(plan, self._factors, self._schedules) + self._committing_s(plan)
+
+    def _committing_s(self, plan: ExecutionPlan) -> float:
+        return self._costs.committing_s(len(plan.worker_ids))
+
     def _rest_of_step_s(self, plan: ExecutionPlan) -> float:
         shares = shares_of(plan, self._partial.microbatches)
         ends_s = (
             self._pace.compute_s(pipeline, len(share), self._factors, kind)
             for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
         )
-        return max(ends_s) + self._pace.reduce_s(plan)
+        return max(ends_s) + self._pace.reduce_s(plan) + self._committing_s(plan)
 
     def _sections_committed(self) -> int:
         """How many sections were committed of the step in flight before all stopped.
@@ -304,32 +312,40 @@ class AnalyticWorkers:
 
     def take_update(self, update: PlanUpdate, now_s: float, *, transfer_s: float) -> None:
         """Begin to carry out a plan update; `transfer_s` is what copying its layers takes."""
-        commit_s = now_s
-        if update.finish is not None:
-            commit_s = max(now_s, self._finished_s(update, now_s))
-        adopt_s = commit_s + self._costs.regroup_s + transfer_s + self._costs.warm_up_s
-        self._pending = _Pending(update, commit_s, adopt_s, transfer_s)
+        # A worker's groups are that of all workers and that of its layers' owners; its pipeline's is mostly kept.
+        owners = len(update.plan.pipelines)
+        forming_s = self._costs.forming_s((len(update.plan.worker_ids), owners))
+        commit_s, waits_s = now_s, (now_s, now_s)
+        if update.finish is not None:  # that of all is formed for this step already, and those of owners differ
+            commit_s, waits_s = self._finished_s(update, now_s, forming_s)
+            forming_s = self._costs.forming_s((owners,))
+        adopt_s = commit_s + forming_s + transfer_s + self._costs.warm_up_s
+        self._pending = _Pending(update, commit_s, adopt_s, transfer_s, waits_s)
 
-    def _finished_s(self, update: PlanUpdate, now_s: float) -> float:
-        """When the whole pipelines have computed their share of the step, what was reassigned to them, and reduced."""
+    def _finished_s(self, update: PlanUpdate, ordered_s: float, forming_s: float) -> tuple[float, tuple[float, float]]:
+        """When the whole pipelines have computed their share of the step, what was reassigned to them, and reduced.
+
+        Returns as well from when to when all of them waited for orders, and for the groups that all form together once
+        they have computed their own share.
+        """
         assert self._plan is not None
         extra: dict[int, int] = defaultdict(int)
         for segment in update.segments:
             extra[segment.pipeline] += len(segment.microbatches)
         broken = broken_pipelines(self._plan, update.lost)
         shares = shares_of(self._plan, self._partial.microbatches)
-        ends: dict[tuple[int, int, int, ScheduleKind], float] = {}
+        seconds: dict[Hashable, tuple[float, float]] = {}
         for index, (pipeline, kind) in enumerate(zip(self._plan.pipelines, self._schedules, strict=True)):
-            if index not in broken:
-                own = len(shares[index])
-                key = (id(pipeline.template), own, extra[index], kind)
-                if key not in ends or self._factors:
-                    ends[key] = max(ends.get(key, 0.0), self._end_of(pipeline, kind, own, extra[index], now_s))
-        return max(ends.values()) + self._pace.reduce_s(self._plan)
-
-    def _end_of(self, pipeline: Pipeline, kind: ScheduleKind, own: int, extra: int, now_s: float) -> float:
-        own_s = self._began_s + self._pace.compute_s(pipeline, own, self._factors, kind)
-        return max(own_s, now_s) + self._pace.compute_s(pipeline, extra, self._factors, kind) if extra else own_s
+            own = len(shares[index])
+            key = index if self._factors else (id(pipeline.template), own, extra[index], kind)
+            if index not in broken and key not in seconds:
+                own_s = self._pace.compute_s(pipeline, own, self._factors, kind)
+                seconds[key] = own_s, self._pace.compute_s(pipeline, extra[index], self._factors, kind)
+        computed_s = self._began_s + max(own_s for own_s, _ in seconds.values())
+        formed_s = max(computed_s, ordered_s) + forming_s
+        extra_s = max(extra_s for _, extra_s in seconds.values())
+        end_s = formed_s + extra_s + self._pace.reduce_s(self._plan) + self._committing_s(self._plan)
+        return end_s, (computed_s, formed_s)
 
     def _adopt(self, pending: _Pending) -> None:
         update = pending.update
@@ -338,7 +354,7 @@ class AnalyticWorkers:
         self._schedules = update.schedules
         self._teams = _teams(update.plan)
         self._partial, self._num_sections, self._number = update.partial, update.num_sections, 0
-        self._step_s = self._pace.step_s(update.plan, self._factors, update.schedules)
+        self._step_s = self._whole_step_s(update.plan)
         self._rest_s = self._rest_of_step_s(update.plan) if self._partial.microbatches else self._step_s
         self._began_s = pending.adopt_s
         self._resumed = Resumed(
@@ -347,7 +363,7 @@ class AnalyticWorkers:
             transfer_s=pending.transfer_s,
             received_bytes=0,
             resumed_s=pending.adopt_s,
-            busy_s=(self._busy_s,) if self._busy_s[1] > self._busy_s[0] else (),
+            busy_s=_without(self._busy_s, pending.waits_s),
         )
         self._busy_s = (pending.adopt_s, pending.adopt_s)
 
@@ -364,6 +380,13 @@ class AnalyticWorkers:
 
 
 _Answers = list[tuple[tuple[WorkerId, ...], Status]]
+
+
+def _without(busy_s: tuple[float, float], waits_s: tuple[float, float]) -> tuple[tuple[float, float], ...]:
+    """A time in which somebody computed, less one in which nobody did."""
+    (began_s, ended_s), (from_s, until_s) = busy_s, waits_s
+    parts = ((began_s, min(ended_s, from_s)), (max(began_s, until_s), ended_s))
+    return tuple((start_s, stop_s) for start_s, stop_s in parts if stop_s > start_s)
 
 
 def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]]:

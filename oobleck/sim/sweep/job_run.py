@@ -212,15 +212,17 @@ class JobRun:
         if fence:
             self._fence = fence
             self._update = None
-            self.agenda.when_seen(self.agenda.now_s + self.costs.fence_s, lambda: self._answer(fence))
+            asking_s = self.costs.asking_s(len(self.nodes.members) * self.devices_per_node)
+            self.agenda.when_seen(self.agenda.now_s + asking_s, lambda: self._answer(fence))
         if ordered is not None:
             self._take_update(ordered)
         self._review_later()
 
     def _take_update(self, update: PlanUpdate) -> None:
         self._update = update
-        seconds = transfer_s(self._settings.profile, update.transfers)
-        self.crew.take_update(update, self.agenda.now_s + self.costs.decide_s, transfer_s=seconds)
+        seconds, num_workers = transfer_s(self._settings.profile, update.transfers), len(update.plan.worker_ids)
+        ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers, len(update.transfers))
+        self.crew.take_update(update, self.agenda.now_s + ordered_s, transfer_s=seconds)
 
     def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
         """Have the workers answer a fence: all who can, or those of some nodes."""
@@ -342,7 +344,7 @@ class JobRun:
                 self.feed(ProfileFound(profile_json=self._profile_json))
             self._tick_later()
 
-        self.agenda.when_seen(self.agenda.now_s + self.costs.node_start_s + read_s, come_up)
+        self.agenda.when_seen(self.agenda.now_s + self.costs.starting_s(len(nodes)) + read_s, come_up)
 
     def _come_up(self, node: str) -> None:
         """A node's agent answers, and its workers are ready."""
@@ -383,7 +385,7 @@ class JobRun:
 
     def join(self, node: str) -> None:
         """A node starts up; it takes part from when it is ready, unless something happens to it before."""
-        life = self.nodes.lives[node]
+        life, starting_s = self.nodes.lives[node], self.costs.starting_s(1)
 
         def join() -> None:
             if node not in self.nodes.here or node in self.nodes.silent or life != self.nodes.lives[node]:
@@ -395,14 +397,14 @@ class JobRun:
             elif self.nodes.members.get(node) == life:
                 return
             elif not self.log.is_planned:  # the job is about to start
-                self.agenda.when_seen(self.agenda.now_s + self.costs.node_start_s + _SOON_S, join)
+                self.agenda.when_seen(self.agenda.now_s + starting_s + _SOON_S, join)
             else:
                 self.fail(node, AgentLost())
                 self.nodes.members[node] = life
                 self.feed(AddRequested(spec=self._spec(node)))
                 self._come_up(node)
 
-        self.agenda.when_seen(self.agenda.now_s + self.costs.node_start_s, join)
+        self.agenda.when_seen(self.agenda.now_s + starting_s, join)
 
     def end_worker(self, worker_id: WorkerId) -> None:
         """A worker process ends by a signal."""

@@ -8,7 +8,7 @@ from typing import Literal
 from oobleck.control.coordinator import planner_for, schedules_for
 from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import Planner, Profile
-from oobleck.sim.costs import RecoveryCosts, StepTimes
+from oobleck.sim.costs import COST_MODELS, DEFAULT_MODEL, Costs, StepTimes
 from oobleck.sim.trace import Trace
 
 __all__ = ["SweepSettings", "most_steps"]
@@ -31,7 +31,7 @@ class SweepSettings:
     num_pipelines: int | None = None
     reductions_per_step: int | Literal["auto"] = "auto"
     schedule: ScheduleName = "1f1b"
-    costs: RecoveryCosts = field(default_factory=RecoveryCosts)
+    costs: Costs = COST_MODELS[DEFAULT_MODEL]
     checkpoint_interval_s: float = 1800.0
     """From one checkpoint to the next; they are written while training continues."""
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
@@ -50,7 +50,9 @@ class SweepSettings:
             tag=self.tag,
             data=DataSpec(sequence_length=max(2, self.profile.sequence_length)),
             scaling=self.scaling,
-            control=ControlSpec() if is_timed else ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
+            control=ControlSpec(lease_s=self.costs.lease_s)
+            if is_timed
+            else ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
             max_steps=max_steps,
             global_batch_size=self.global_batch_size,
             microbatch_size=self.profile.microbatch_size,

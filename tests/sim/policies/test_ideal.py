@@ -23,7 +23,7 @@ def share(played: Trace, **options) -> float:
 
 
 def test_without_a_failure_a_run_is_ideal():
-    assert share(trace()) == pytest.approx(1.0, abs=1e-4)  # but for the first plan's adoption
+    assert share(trace()) == pytest.approx(1.0, abs=1e-3)  # but for the first plan's adoption, and the commits
 
 
 def test_failures_cost_something_and_never_give_anything():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from oobleck.sim.costs.costs import RecoveryCosts
+from oobleck.sim.costs.model import Costs
 from oobleck.sim.costs.outcome import Activity, Outcome
 from oobleck.sim.policies.registry import POLICIES, PolicySettings
 from oobleck.sim.policies.stop_and_go import Rules, adjacent_in_grid, play
@@ -20,7 +20,7 @@ from tests.sim.strategies import traces
 JOB = SweepSettings(
     profile=uniform_profile(4, memory_bytes=80, seconds=0.5),
     global_batch_size=8,
-    costs=RecoveryCosts(node_start_s=0),
+    costs=Costs(node_start_s=0),
     checkpoint_interval_s=100,
 )
 TABLE = Table({2: 2.0, 3: 3.0, 4: 4.0}, batch_size=8)

@@ -26,7 +26,7 @@ from oobleck.job import ScheduleName
 from oobleck.planner import Profile
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
-from oobleck.sim.costs.costs import RecoveryCosts
+from oobleck.sim.costs.model import Costs
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
 from oobleck.sim.trace import (
@@ -53,9 +53,7 @@ T = TypeVar("T")
 
 PROFILE = uniform_profile(4, memory_bytes=40, seconds=0.5)
 """Two layers fit a node, so that two nodes hold the model."""
-FREE = RecoveryCosts(
-    detect_s=0, lease_s=3, fence_s=0, decide_s=0, regroup_s=0, node_start_s=0, worker_start_s=0, checkpoint_read_s=0
-)
+FREE = Costs(**{part.name: 0.0 for part in dataclasses.fields(Costs)} | {"lease_s": 3.0})
 FOUR = ("node0", "node1", "node2", "node3")
 FIVE = (*FOUR, "node4")
 
@@ -346,7 +344,7 @@ STEP_THAT_NOBODY_COULD_REPORT = Trace(
 )
 def test_any_trace_is_played_to_its_end(trace: Trace, fault_threshold: int, is_free: bool) -> None:
     assume(max(count for _, count in trace.counts) >= 2)
-    costs = FREE if is_free else RecoveryCosts()
+    costs = FREE if is_free else Costs()
     journal = sweep(trace, make_settings(fault_threshold=fault_threshold, costs=costs))
     summary = summarize(journal)
     assert account_is_whole(summary, trace.duration_s)
