@@ -11,6 +11,7 @@ see to that), so a failure is the mutation's. Exits with 1 if one is not caught.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -371,12 +372,18 @@ def table() -> str:
 
 
 def main() -> int:
-    if "--table" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutations; by default, all of them")
+    parser.add_argument("--end-to-end", action="store_true", help="run real workers with them")
+    parser.add_argument("--table", action="store_true", help="print the table of the page")
+    asked = parser.parse_args()
+    if asked.table:
         print(table())
         return 0
-    is_real = "--end-to-end" in sys.argv
-    named = [word for word in sys.argv[1:] if not word.startswith("--")]
-    chosen = [each for each in MUTATIONS if each.name in named or (not named and (each.end_to_end or not is_real))]
+    is_real, chosen = asked.end_to_end, [each for each in MUTATIONS if each.end_to_end or not asked.end_to_end]
+    if unknown := set(asked.names) - {each.name for each in chosen}:
+        parser.error(f"no such mutation{' for real workers' if is_real else ''}: {', '.join(sorted(unknown))}")
+    chosen = [each for each in chosen if each.name in asked.names or not asked.names]
     missed = 0
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
