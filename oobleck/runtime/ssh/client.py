@@ -7,7 +7,6 @@ wrong becomes a NodeUnreachable that says what to change.
 from __future__ import annotations
 
 import socket
-import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,12 +22,12 @@ from oobleck.job import NodeSpec
 from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio, open_ssh_loop
 from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
 from .logins import Logins
+from .proxy import ProxyCommand
 
 __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_ssh_loop"]
 
 T = TypeVar("T")
 
-_PROXY_END_S = 2.0
 _CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """These before asyncssh's own choice, unless ssh's config has one: a packet costs half of what ChaCha20 costs there."""
 
@@ -87,12 +86,14 @@ class CompletedCommand:
 class SSHConnection:
     """An authenticated connection to one node."""
 
-    def __init__(self, node: str, host: str, connection: asyncssh.SSHClientConnection) -> None:
-        """`host` is what was connected to in the end, by its name or address."""
+    def __init__(
+        self, node: str, host: str, connection: asyncssh.SSHClientConnection, proxy: ProxyCommand | None = None
+    ) -> None:
+        """`host` is what was connected to in the end, by its name or address; `proxy` is what it is reached through."""
         self._node = node
         self._host = host
         self._connection = connection
-        self._proxy: subprocess.Popen[bytes] | None = connection.get_extra_info("subprocess")
+        self._proxy = proxy
 
     @property
     def peer_address(self) -> str:
@@ -157,11 +158,12 @@ class SSHConnection:
 
     async def aclose(self) -> None:
         """Close the connection, and what runs through it."""
-        self._connection.close()
-        await await_asyncio(self._connection.wait_closed)
-        with trio.move_on_after(_PROXY_END_S):  # asyncssh kills a ProxyCommand, and forgets it
-            while self._proxy is not None and self._proxy.returncode is None:  # noqa: ASYNC110
-                await trio.sleep(0.01)
+        try:
+            self._connection.close()
+            await await_asyncio(self._connection.wait_closed)
+        finally:
+            if self._proxy is not None:
+                self._proxy.end()
 
 
 def _bytes(output: str | bytes | None) -> bytes:
@@ -183,6 +185,8 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
     """
     asked = options.for_node(node)
     known_hosts: KnownHosts | None = None
+    proxy: ProxyCommand | None = None
+    connection: asyncssh.SSHClientConnection | None = None
     host, server = node.host, _target(node)
     try:
         construct = asyncssh.SSHClientConnectionOptions.construct
@@ -196,6 +200,9 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
             asked["known_hosts"] = known_hosts.as_option(options.host_key_files)
         async with options.logins.turn(server):
             with trio.fail_after(options.connect_timeout_s):
+                if found.proxy_command:
+                    proxy = ProxyCommand(found.proxy_command)
+                    asked["sock"] = proxy.socket
                 connection = await await_asyncio(asyncssh.connect, node.host, **asked)
     except trio.TooSlowError as error:
         target = _target(node)
@@ -205,7 +212,11 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
         raise NodeUnreachable(node.name, _explain_host_key(node, error, options, known_hosts)) from error
     except (asyncssh.Error, OSError, ValueError) as error:  # ValueError is what asyncssh finds wrong in files
         raise NodeUnreachable(node.name, _explain(node, error)) from error
-    return SSHConnection(node.name, host, connection)
+    finally:
+        if proxy is not None and connection is None:
+            proxy.socket.close()
+            proxy.end()
+    return SSHConnection(node.name, host, connection, proxy)
 
 
 def _target(node: NodeSpec) -> str:

@@ -298,6 +298,25 @@ async def test_a_node_that_another_host_reaches_for_us_is_known_by_the_name_it_h
 
 
 @needs_openssh
+async def test_a_proxy_command_that_ends_costs_its_own_connection_alone(openssh, tmp_path):
+    config = tmp_path / "config"
+    through = openssh.host_config(["alpha"]) + f"  ProxyCommand ssh -F {config} -W %h:%p jump"
+    options = written(config, openssh.host_config(["jump"]), through)
+    before = {*psutil.Process().children()}
+    async with open_ssh_loop():
+        lost, other = await connect(ALPHA, options), await connect(ALPHA, options)
+        commands = {*psutil.Process().children()} - before
+        assert len(commands) == 2
+        min(commands, key=psutil.Process.create_time).kill()
+        with pytest.raises(trio.BrokenResourceError):
+            await lost.run("sleep 30", timeout_s=20)
+        assert (await other.run("echo fine", timeout_s=5)).stdout == b"fine\n"
+        await lost.aclose()
+        await other.aclose()
+    assert not [command for command in commands if command.is_running()]
+
+
+@needs_openssh
 async def test_a_server_that_is_asked_by_too_many_is_told_apart(tmp_path):
     with serve_openssh(tmp_path / "openssh", more_config="MaxStartups 1") as openssh:
         options = written(tmp_path / "config", openssh.host_config(["alpha"]))
