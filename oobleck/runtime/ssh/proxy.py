@@ -25,7 +25,11 @@ class ProxyCommand:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, start_new_session=True
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
             except OSError:
                 self.socket.close()
