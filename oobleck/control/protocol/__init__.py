@@ -50,7 +50,8 @@ from .master_messages import (
     WorkerBound,
     WorkerCommand,
 )
-from .records import NOTHING, CommitRecord, PartialStep, ProbeAddress, SectionRecord, Segment
+from .peer_messages import GroupValue, LinkChallenge, LinkEnd, LinkHello, LinkMessage, LinkProof, PeerMessage
+from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
@@ -104,6 +105,7 @@ __all__ = [
     "FoundState",
     "FromWorker",
     "Greeting",
+    "GroupValue",
     "Heartbeat",
     "Hello",
     "KillWorker",
@@ -112,6 +114,11 @@ __all__ = [
     "LayersPersisted",
     "Leaving",
     "LeftShard",
+    "LinkChallenge",
+    "LinkEnd",
+    "LinkHello",
+    "LinkMessage",
+    "LinkProof",
     "Manifest",
     "MasterMessage",
     "NotStarted",
@@ -119,9 +126,9 @@ __all__ = [
     "Pace",
     "PartialStep",
     "PeerFailed",
+    "PeerMessage",
     "PersistState",
     "PlanUpdate",
-    "ProbeAddress",
     "ProcessEnd",
     "ProfileRequest",
     "Profiled",
@@ -156,6 +163,7 @@ __all__ = [
     "StoreKeys",
     "StorePut",
     "Unseen",
+    "WorkerAddress",
     "WorkerBound",
     "WorkerCommand",
     "WorkerEnd",
