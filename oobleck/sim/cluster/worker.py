@@ -69,7 +69,7 @@ from oobleck.control.protocol import (
     ScanAnswer,
     ScanRequest,
     StepRecords,
-    StoreKeys,
+    WorkerAddress,
     WorkerBound,
     WorkerMessage,
 )
@@ -129,7 +129,7 @@ class VirtualWorker:
         self._announce = announce
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(fabric, self.commit_state, put=say, form_group_s=tempo.form_group_s)
+        self._groups = GroupTable(fabric, self.commit_state, form_group_s=tempo.form_group_s)
         self._transfers = Transfers(fabric, self.commit_state, tempo=tempo, clock=clock)
         self._follower = Follower(
             job,
@@ -166,14 +166,11 @@ class VirtualWorker:
         if self.is_stuck:
             return
         match message:
-            case StoreKeys(keys=keys):
-                for key, _ in keys:
-                    self._groups.read(key)
-                self._announce()
             case Fence():
                 self._programs.note_microbatches()
                 self._say(self.commit_state.answer(message))
             case PlanUpdate():
+                self._groups.know(message.addresses)
                 self.commit_state.give_update(message)
             case FinishStep():
                 self.commit_state.want_stop()
@@ -188,6 +185,11 @@ class VirtualWorker:
                 self._announce()
             case _:
                 raise Violation(f"{self.worker_id} received {message}")
+
+    @property
+    def address(self) -> WorkerAddress:
+        """Where its peers reach it."""
+        return self._groups.address
 
     @property
     def layers(self) -> dict[int, Version]:

@@ -35,8 +35,6 @@ from oobleck.control.protocol import (
     SetUpWorker,
     Status,
     StepRecords,
-    StoreKeys,
-    StorePut,
     WorkerBound,
     WorkerFailed,
     WorkerReady,
@@ -48,7 +46,6 @@ from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import (
     GroupTable,
     PeerLinks,
-    RendezvousTable,
     Waiter,
     choose_device,
     device_memory_bytes,
@@ -121,7 +118,7 @@ class _Worker:
             require_compiler(self._computes_on)
         of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
         self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
-        self._board = RendezvousTable(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
+        self._groups = GroupTable(setup.worker_id, setup.address, self._links, self._waiter, device=self._computes_on)
         self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
@@ -142,7 +139,7 @@ class _Worker:
         self._engine = Engine(
             assembly,
             share,
-            groups=GroupTable(setup.worker_id, setup.address, self._board, self._waiter, device=self._computes_on),
+            groups=self._groups,
             commit_state=self._commit_state,
             saving=self._saving,
             next_update=self._next_order,
@@ -180,15 +177,14 @@ class _Worker:
     def _handle(self, message: WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""
         match message:
-            case StoreKeys(keys=keys):
-                self._log.debug("has %d rendezvous keys of others", len(keys))
-                self._board.put_all(keys)
             case Fence() if message.probe_addresses:
                 self._explain(message)
             case Fence():
                 self._link.send(self._answer(message))
             case PlanUpdate():
                 self._log.info("is given an order of generation %d", message.generation)
+                self._links.know(message.addresses)
+                self._links.keep_only([address.worker_id for address in message.addresses])
                 self._commit_state.give_update(message)
             case FinishStep():
                 self._log.info("is to stop after the step in flight")
@@ -219,7 +215,8 @@ class _Worker:
 
     def _hear(self, sender: WorkerId, message: PeerMessage) -> None:
         """Take what a peer says; runs on the thread of the links."""
-        raise NotImplementedError(f"{sender} says {message}")
+        self._log.debug("is told %s by %s", message.key, sender)
+        self._groups.take(message)
 
     def _answer(self, fence: Fence) -> Status:
         """Raise the fence, and log what it says."""
