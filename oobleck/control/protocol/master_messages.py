@@ -159,6 +159,8 @@ class PlanUpdate(ForWorker):
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
     """All workers', in one order: their messages are numbered by it."""
+    regrouped: tuple[WorkerId, ...] = ()
+    """Workers whose groups are all formed again; those of the others that sum gradients are kept where they fit."""
     addresses: tuple[WorkerAddress, ...] = ()
     """Where the workers listen with whom the receiver may have to speak."""
     assignment_version: int = 0

@@ -114,6 +114,8 @@ class Status(FromWorker):
     """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
     partial: SectionRecord | None = None
     """The newest section of the step in flight that it has committed under the plan that it has adopted."""
+    has_open_sums: bool = False
+    """Its part in sums of gradients is posted, and not all of them are here."""
     section_reduced: int | None = None
     """The number of the section after, if this worker holds its fully reduced gradients and has not committed them."""
     waits_for: tuple[WorkerId, ...] = ()

@@ -57,6 +57,7 @@ class GroupTable:
     def keep(self, keys: Collection[GroupKey]) -> None:
         """Leave all groups but these."""
         self._formed.intersection_update(keys)
+        self._posted = Counter({key: self._posted[key] for key in keys})
 
     def post(self, key: GroupKey, value: Contribution) -> int:
         """Take part in a group's next all-reduce; returns its number."""

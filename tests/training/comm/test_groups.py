@@ -282,19 +282,51 @@ def give_up_often() -> None:
     os._exit(0)  # threads that Gloo keeps, for a peer that does not come, end within a minute
 
 
+def test_sums_go_round_rings_in_which_each_has_two_neighbours() -> None:
+    """However many they are, and after others have been put aside; nobody can connect to them any more by then."""
+    seven = members([WorkerId(node=f"n{index}", device=0) for index in range(7)])
+    worker_ids = tuple(member.worker_id for member in seven)
+    kept, dropped = GroupKey("reduce", 1, worker_ids), GroupKey("commit", 1, worker_ids)
+    before = listening_ports()
+    at_once(*(partial(member.groups.form, [kept, dropped], never, generation=1) for member in seven))
+    ports = listening_ports() - before
+    assert len(connections_to(ports)) == 7 + 7
+    for generation in (2, 3):
+        at_once(*(partial(member.groups.keep_only, [kept], generation=generation) for member in seven))
+        at_once(*(partial(member.groups.form, [kept], never, generation=generation) for member in seven))
+
+        def add_up(member: LinkedTable, size: int) -> float:
+            tensor = torch.arange(size, dtype=torch.float64)
+            member.groups.sum(kept, tensor, never)
+            return float(tensor.sum())
+
+        for size in (1, 3, 1000, 100_003):
+            expected = 7.0 * size * (size - 1) / 2
+            assert at_once(*(partial(add_up, member, size) for member in seven)) == [expected] * 7
+    assert until(lambda: len(ports & listening_ports()) == 7)
+    for member in seven:
+        member.groups.keep_only([], generation=4)
+        member.links.close()
+    assert until(lambda: not ports & listening_ports())
+
+
+def connections_to(ports: set[int]) -> list[int]:
+    """Descriptors of what this process has accepted at ports of its own."""
+    connections = psutil.Process().net_connections(kind="tcp")
+    return [one.fd for one in connections if one.status == psutil.CONN_ESTABLISHED and one.laddr.port in ports]
+
+
 def test_strangers_cannot_connect_to_groups_that_are_formed() -> None:
     """Each could hold a descriptor for ever; Gloo ends the process when there is none left."""
     two = members((A, B))
     before = listening_ports()
-    first, second = (GroupKey("reduce", 1, (A, B)), GroupKey("evaluation", 1, (A, B)))
-    at_once(*(partial(member.groups.form, [first], never, generation=1) for member in two))
+    keys = [GroupKey("reduce", 1, (A, B)), GroupKey("evaluation", 1, (A, B))]
+    at_once(*(partial(member.groups.form, keys, never, generation=1) for member in two))
     ports = listening_ports() - before
-    assert len(ports) == 2
+    assert len(ports) == 4
     for port in ports:
         with pytest.raises(TimeoutError):
             socket.create_connection(("127.0.0.1", port), timeout=0.2)
-    at_once(*(partial(member.groups.form, [second], never, generation=1) for member in two))
-    assert listening_ports() - before == ports, "the second found the way to the same listeners"
     for member in two:
         member.groups.keep_only([], generation=2)
     assert until(lambda: listening_ports() <= before)

@@ -82,7 +82,7 @@ class Worker:
             name: nn.Parameter(torch.zeros(SHAPES[name], dtype=torch.float64)) for name in ("last", *owners)
         }
         self.buckets = tuple(Bucket(key=owners[name], parameters=(name,)) for name in self.parameters)
-        self.keys = {everyone, *owners.values()}
+        self.keys = {Committee(self.plan, 1).key, everyone, *owners.values()}
         self.reducer = reducer(self.buckets, self.parameters, self.groups)
         self.num_partial = 0
         self.failed: list[PeerFailed] = []
