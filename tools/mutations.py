@@ -193,6 +193,22 @@ MUTATIONS = (
         caught_by=RESTARTS,
     ),
     Mutation(
+        name="open_sums_kept",
+        what="a group is kept although one of its members has sent its part in a sum that others never asked for",
+        file="oobleck/control/commit/groups.py",
+        old="is None or status.has_open_sums or status.adopted",
+        new="is None or status.adopted",
+        caught_by=SECTIONS,
+    ),
+    Mutation(
+        name="unknown_groups_kept",
+        what="groups are kept with a worker that has not adopted the newest plan",
+        file="oobleck/control/commit/groups.py",
+        old=" or status.has_open_sums or status.adopted != newest\n",
+        new=" or status.has_open_sums\n",
+        caught_by=COMMIT,
+    ),
+    Mutation(
         name="lost_evaluation",
         what="a step is finished before an interrupted evaluation that comes first",
         file="oobleck/control/coordinator/replanning.py",
@@ -286,8 +302,8 @@ MUTATIONS = (
         name="fenced_reduction",
         what="after a fence a worker posts a step's sums while others still wait for those of a section",
         file=FOLLOWER,
-        old="            raise Interrupted  # it may have left out a section,",
-        new="            pass  #",
+        old="        self._commit_state.begin_sums()  # not once fenced:",
+        new="        pass  #",
         caught_by="tests/control/test_commit.py::test_no_sum_is_posted_after_a_fence_that_left_out_a_section",
     ),
     Mutation(

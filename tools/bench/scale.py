@@ -1,12 +1,13 @@
-"""What a lost node costs as the cluster grows: real workers, the control plane alone, and the simulator.
+"""What a lost node costs as the cluster grows: real workers, groups, the control plane alone, and the simulator.
 
     python tools/bench/scale.py --output scale.json --svg scale.svg
     python tools/bench/scale.py --sections control --control 64 4096 --beside before.json
 
-Three sections, each with its numbers of nodes (of one device each):
+Four sections, each with its numbers of nodes (of one device each):
 
 - `workers`: real workers as virtual nodes of this machine; one node is killed. The clock is shared by all of them, so
   seconds grow with N by themselves where there are few cores: look at the processor seconds, bytes and sockets.
+- `groups`: ranks as threads of one process form a group of all and sum in it: as a ring, and all connected to all.
 - `control`: the coordinator alone, with agents and workers that only answer: what a loss has the master decide, say
   and read. Then the loss of a rack at once, and what gives a checkpoint its manifest.
 - `simulator`: one lost node in the sweep mode, by the costs that the simulator knows.
@@ -36,11 +37,12 @@ from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Lost, Trace
 from tools.bench.recovery import end_runs_when_terminated
 from tools.bench.scale_control import ControlPlane, measure_loss, measure_manifest
+from tools.bench.scale_groups import measure_groups
 from tools.bench.scale_workers import measure_kill
 from tools.curves import Curve, curves_svg
 from tools.smoke import parse_arguments
 
-_SECTIONS = ("workers", "control", "simulator")
+_SECTIONS = ("workers", "groups", "control", "simulator")
 _MOST_SAVING = 1024
 """A manifest is as long for any number of nodes."""
 _KILO, _MEGA = 1e3, 1e6
@@ -62,6 +64,18 @@ _WORKERS: Columns = {
     "its sockets before": lambda row: row["sockets_before"],
     "after": lambda row: row["sockets_after"],
 }
+_GROUPS: Columns = {
+    "ring, s": lambda row: row["ring"]["wall_s"],
+    "cpu s": lambda row: row["ring"]["cpu_s"],
+    "descriptors a rank": lambda row: row["ring"]["descriptors"],
+    "links a rank": lambda row: row["ring"]["links"],
+    "a sum, s": lambda row: row["ring"]["sum_s"],
+    "mesh, s": lambda row: row["mesh"]["wall_s"],
+    "its cpu s": lambda row: row["mesh"]["cpu_s"],
+    "its descriptors": lambda row: row["mesh"]["descriptors"],
+    "its links": lambda row: row["mesh"]["links"],
+    "its sum, s": lambda row: row["mesh"]["sum_s"],
+}
 _CONTROL: Columns = {
     "generations": lambda row: row["generations"],
     "fences": lambda row: row["fences"]["number"],
@@ -71,7 +85,6 @@ _CONTROL: Columns = {
     "all, MB": lambda row: row["updates"]["bytes"] / _MEGA,
     "encode, cpu s": lambda row: row["updates"]["encode_s"] + row["fences"]["encode_s"],
     "answers, cpu s": lambda row: row["answers_decode_s"],
-    "keys, MB": lambda row: row["rendezvous_bytes"] / _MEGA,
     "journal, KB": lambda row: row["journal_bytes"] / _KILO,
     "master, cpu s": lambda row: row["master_s"],
 }
@@ -98,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "workers" in asked.sections:
         kills = (asdict(measure_kill(number, asked.runs)) for number in asked.workers)
         table("workers", f"Real workers, one killed node, median of {asked.runs}:", kills, _WORKERS)
+    if "groups" in asked.sections:
+        formed = ({"nodes": number, **_groups(number)} for number in asked.groups)
+        table("groups", "Ranks as threads, one group of all:", formed, _GROUPS)
     if "control" in asked.sections:
         losses = (_lose(number, 1) for number in asked.control)
         table("control", "The control plane alone, one lost node:", losses, _CONTROL)
@@ -122,18 +138,25 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sections", choices=_SECTIONS, nargs="+", default=_SECTIONS)
     parser.add_argument("--workers", type=int, nargs="+", default=(4, 8, 16), help="numbers of real workers")
     parser.add_argument("--runs", type=int, default=5, help="of real workers, for each number of them")
+    parser.add_argument("--groups", type=int, nargs="+", default=(8, 16, 32), help="numbers of ranks")
     parser.add_argument("--control", type=int, nargs="+", default=(16, 64, 256, 1024, 4096, 10_000))
     parser.add_argument("--rack", type=int, nargs=2, default=(4096, 64), metavar=("N", "LOST"))
     parser.add_argument("--simulated", type=int, nargs="+", default=(64, 256, 1024, 4096, 10_000))
     parser.add_argument("--output", type=Path, help="write what was measured to this file, as JSON")
     parser.add_argument("--svg", type=Path, help="draw seconds against N")
     parser.add_argument("--beside", type=Path, help="what an earlier --output has is shown, and drawn, beside this")
-    return parse_arguments(parser, arguments, workers=(4,), runs=1, control=(16, 64), rack=(64, 8), simulated=(32, 64))
+    return parse_arguments(
+        parser, arguments, workers=(4,), runs=1, groups=(2, 4), control=(16, 64), rack=(64, 8), simulated=(32, 64)
+    )
 
 
 def _lose(number: int, lost: int) -> Row:
     loss = measure_loss(ControlPlane(number), lost)
     return {**asdict(loss), "master_s": loss.master_s, "sent_bytes": loss.sent_bytes}
+
+
+def _groups(number: int) -> Row:
+    return {kind: asdict(formed) for kind, formed in measure_groups(number).items()}
 
 
 def _simulate(number: int) -> Row:

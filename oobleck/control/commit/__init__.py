@@ -5,7 +5,7 @@ from __future__ import annotations
 from .commit_state import CommitState, Interrupted, PeerLost
 from .follower import Follower
 from .generations import Generations
-from .groups import Committee, GroupKey, PlaceInPlan
+from .groups import Committee, GroupKey, PlaceInPlan, regrouped
 from .hangs import cut_off_nodes, stuck_workers
 from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered
 from .partial_commit import PartialCommit
@@ -113,6 +113,7 @@ __all__ = [
     "judge",
     "microbatches_redone",
     "num_sections_of",
+    "regrouped",
     "sections_wanted",
     "shares_of",
     "stuck_workers",

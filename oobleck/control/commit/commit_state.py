@@ -54,6 +54,7 @@ class CommitState:
         self._section_reduced: int | None = None
         self._microbatches_done = 0
         self._broken = False
+        self._open_sums = False
 
     # --- control thread ------------------------------------------------------------------------------------
 
@@ -82,6 +83,7 @@ class CommitState:
                 broken=self._broken,
                 partial=self._partial,
                 section_reduced=self._section_reduced,
+                has_open_sums=self._open_sums,
             )
         self._announce()
         return status
@@ -155,6 +157,7 @@ class CommitState:
             update, self._update = self._update, None
             if update is not None:
                 self._generation = update.generation
+                self._open_sums = False  # if there were any, no group that they were in is kept
             return update
 
     def begin_step(self) -> None:
@@ -175,6 +178,16 @@ class CommitState:
         with self._lock:
             self._broken = True
 
+    def begin_sums(self) -> None:
+        """Note that the caller posts its part in sums of gradients next: they are open until all are here.
+
+        Raises Interrupted when a fence came first: the answer to it said that none are open, so their groups may be
+        kept.
+        """
+        with self._lock:
+            self._check_fence()
+            self._open_sums = True
+
     def note_reduced(self, step: int) -> None:
         """Note that the fully reduced gradients of `step` are here: the caller joins the step's commit next.
 
@@ -184,6 +197,7 @@ class CommitState:
         with self._lock:
             self._check_fence()
             self._reduced = step
+            self._open_sums = False
 
     def note_section_reduced(self, number: int) -> None:
         """Note that the fully reduced gradients of a section are here; like `note_reduced`.
@@ -193,6 +207,7 @@ class CommitState:
         with self._lock:
             self._check_fence()
             self._section_reduced = number
+            self._open_sums = False
 
     def give_back_section(self) -> None:
         """Note that the sums of the section on its way are dropped: no worker has committed it, and none can."""

@@ -32,6 +32,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from oobleck.job import JobSpec
+from oobleck.planner import ExecutionPlan
 
 from .commit_state import CommitState, Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan, transfer_key
@@ -216,8 +217,7 @@ class Follower:
         step = self._step
         assert step is not None
         yield from self.partial_commit.settle()
-        if self._commit_state.is_fenced():
-            raise Interrupted  # it may have left out a section, for which others wait in the same groups
+        self._commit_state.begin_sums()  # not once fenced: it may have left out a section, for which others wait
         yield Reduce(step, committee)
         self._commit_state.note_reduced(step)
         stop = self._commit_state.is_stop_wanted or (self._records is not None and self._records.is_last(step))
@@ -297,14 +297,14 @@ class Follower:
                 if segment.pipeline == seat.index and segment.segment not in self._segments_done:
                     yield from self._execute(Compute(step, segment.microbatches))
                     self._segments_done.add(segment.segment)
-        committee = Committee(in_force.plan, update.generation, update.lost)
+        committee = self._committee_of(update, in_force.plan, update.lost)
         yield FormGroups((committee.key,), committee)
         yield from self._end_step(committee)
 
     def _adopt(self, update: PlanUpdate) -> WorkerEffects:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
         seat = PlaceInPlan.find(update, self._worker_id)
-        committee = None if seat is None else Committee(update.plan, update.generation)
+        committee = None if seat is None else self._committee_of(update, update.plan)
         moving = transfer_key(update.transfers, update.generation)
         if moving is not None and self._worker_id not in moving.members:
             moving = None
@@ -326,6 +326,10 @@ class Follower:
         self._seat, self._committee = seat, committee
         self._resumed = update.generation
         yield KeepGroups(keys, committee, update.generation)
+
+    def _committee_of(self, update: PlanUpdate, plan: ExecutionPlan, lost: tuple[str, ...] = ()) -> Committee:
+        kept = {} if self._committee is None else self._committee.keys
+        return Committee(plan, update.generation, lost, kept=kept, regrouped=frozenset(update.regrouped))
 
     def _to_keep(self, update: PlanUpdate, layers: range) -> tuple[int, ...]:
         """The layers that others are to receive and that this worker no longer holds.

@@ -84,6 +84,10 @@ class Generations:
         """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
         return self.newest if verdict.adopted is None else verdict.adopted
 
+    def boundary(self, generation: int) -> int:
+        """The steps applied when the plan of a generation takes effect; 0 where it is not known any more."""
+        return self._ordered[generation].boundary if generation in self._ordered else 0
+
     def section_of(self, generation: int, step: int, number: int) -> SectionId:
         """What is committed of a step after so many of its sections under the plan of a generation."""
         if number:

@@ -6,23 +6,26 @@ Pure functions of plans and plan updates: all workers come to the same groups wi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.control.protocol import PlanUpdate
+from oobleck.control.protocol import PlanUpdate, Status
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind
 
-__all__ = ["Committee", "GroupKey", "PlaceInPlan", "transfer_key"]
+__all__ = ["Committee", "GroupKey", "PlaceInPlan", "regrouped", "transfer_key"]
+
+Members = tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupKey:
     """What the members of a group agree on without talking."""
 
-    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer"]
+    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "commit", "transfer"]
     generation: int
+    """The one whose plan update had it formed; a group may outlive that."""
     members: tuple[WorkerId, ...]
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -46,12 +49,29 @@ class Committee:
     plan: ExecutionPlan
     generation: int
     lost: tuple[str, ...] = ()
+    kept: Mapping[Members, GroupKey] = field(default_factory=dict, compare=False, repr=False)
+    """The groups in which gradients were summed under the plan before, by their members."""
+    regrouped: frozenset[WorkerId] = field(default=frozenset(), compare=False, repr=False)
+    """Workers whose groups are all formed again, as the plan update says."""
     key: GroupKey = field(init=False)
-    """The group of all of them."""
+    """The group of all of them, in which they commit."""
+    keys: dict[Members, GroupKey] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """Those that were asked for, by their members: what is kept for the committee after this one."""
 
     def __post_init__(self) -> None:
         members = tuple(worker_id for worker_id in self.plan.worker_ids if worker_id.node not in self.lost)
-        object.__setattr__(self, "key", GroupKey("reduce", self.generation, members))
+        object.__setattr__(self, "key", GroupKey("commit", self.generation, members))
+
+    def key_of(self, members: Members) -> GroupKey:
+        """The group in which some of them sum gradients: the one that is there already, where none is `regrouped`.
+
+        All members come to the same key: who is not regrouped has adopted the plan before, so either all of them have
+        such a group, or none.
+        """
+        if members not in self.keys:
+            kept = self.kept.get(members) if self.regrouped.isdisjoint(members) else None
+            self.keys[members] = kept or GroupKey("reduce", self.generation, members)
+        return self.keys[members]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +127,18 @@ def transfer_key(transfers: Sequence[LayerTransfer], generation: int) -> GroupKe
     """The group of all who send or receive; None when nothing moves."""
     members = {worker_id for item in transfers for worker_id in (item.source, item.target)}
     return GroupKey("transfer", generation, tuple(sorted(members))) if members else None
+
+
+def regrouped(
+    worker_ids: Collection[WorkerId], statuses: Mapping[WorkerId, Status], newest: int
+) -> tuple[WorkerId, ...]:
+    """Return whose groups cannot be kept; `newest` is the newest generation that was ordered, 0 for none.
+
+    Newcomers have none. A worker that has not adopted the newest plan has perhaps formed some of its groups, and one
+    with open sums may have sent a part that the others never asked for.
+    """
+    return tuple(
+        worker_id
+        for worker_id in worker_ids
+        if (status := statuses.get(worker_id)) is None or status.has_open_sums or status.adopted != newest
+    )

@@ -96,10 +96,10 @@ class PartialCommit:
 
     # --- a section -----------------------------------------------------------------------------------------
 
-    @property
-    def may_post_step(self) -> bool:
-        """The step's own sums may be posted: nothing is on its way, nor was and failed, and no fence came."""
-        return self.section is None and not self._commit_state.is_fenced()
+    def begin_step_sums(self) -> bool:
+        """Return whether the step's own sums may be posted: nothing is on its way, nor was and failed, and no fence
+        came. They are open from then on."""
+        return self.section is None and self._begin_sums()
 
     @property
     def is_busy(self) -> bool:
@@ -119,7 +119,7 @@ class PartialCommit:
             if self._commit_state.is_pipeline_stopped():
                 raise
             return
-        if self._commit_state.is_fenced():
+        if not self._begin_sums():
             return
         self.section = Section(self._number + 1, step)
         yield PostSection(step, self.section.number)
@@ -209,6 +209,13 @@ class PartialCommit:
         assert self._update is not None
         device = self._commit_state.worker_id.device
         yield Say(PeerFailed(device=device, generation=self._update.generation, detail=str(error)))
+
+    def _begin_sums(self) -> bool:
+        try:
+            self._commit_state.begin_sums()
+        except Interrupted:
+            return False
+        return True
 
     def _microbatches_after(self, number: int) -> tuple[int, ...]:
         update = self._update

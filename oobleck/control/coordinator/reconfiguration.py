@@ -6,11 +6,18 @@ carries out what is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from oobleck.control.commit import PARTIAL_COMMIT_COPIES, Generations, Progress, distinct, sections_wanted
+from oobleck.control.commit import (
+    PARTIAL_COMMIT_COPIES,
+    Generations,
+    Progress,
+    distinct,
+    regrouped,
+    sections_wanted,
+)
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, Status
@@ -118,7 +125,7 @@ class Reconfiguration:
             device=0,
             generation=self.generations.current,
             lost=self._members.without_part(self.generations.newest),
-            probe_addresses=tuple(worker.probe_address for worker in ready if worker.probe_address),
+            probe_addresses=tuple(worker.address for worker in ready if worker.address),
         )
         self._regroups = _counted(self._regroups, self._progress.last_step, wanted.cause)
         begun = RecoveryBegun(
@@ -170,7 +177,8 @@ class Reconfiguration:
         schedules = schedules_for(self._job, planner.profile, plan)
         has_room = planner.has_room(plan, gradient_copies=PARTIAL_COMMIT_COPIES)
         sections = sections_wanted(self._job, plan, choice.decision.predicted_step_s, has_room=has_room)
-        return self.generations.plan_update(
+        statuses, newest = self._kept_by(), self.generations.newest if self.generations.plans else 0
+        update = self.generations.plan_update(
             choice.decision,
             choice.verdict,
             schedules=schedules,
@@ -180,6 +188,13 @@ class Reconfiguration:
             is_from_scratch=self._lineage.is_from_scratch,
             num_sections=sections if all(kind in SECTIONED_KINDS for kind in schedules) else 1,
         )
+        ready = [worker_id for member in self._members.ready for worker_id in member.worker_ids]
+        return replace(update, regrouped=regrouped(ready, statuses, newest))
+
+    def _kept_by(self) -> Mapping[WorkerId, Status]:
+        """The answers of those whose groups may be kept: of none where it is not known what hangs."""
+        state = self._state
+        return state.statuses if isinstance(state, Deciding) and not state.recovery.explains else {}
 
     def ordered(self, choice: Choice, update: PlanUpdate, now_s: float) -> Effects:
         """All have their orders."""

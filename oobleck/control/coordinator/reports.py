@@ -11,7 +11,6 @@ from oobleck.control.commit import HANG_FLOOR_S
 from oobleck.control.events import (
     BatchReceived,
     EndRun,
-    PassOn,
     Send,
     notice,
 )
@@ -57,7 +56,6 @@ from oobleck.control.protocol import (
     StateSaved,
     Status,
     StepCommitted,
-    StorePut,
     WorkerExited,
     WorkerReady,
     WorkerStarted,
@@ -79,6 +77,9 @@ from .routing import Routing
 
 __all__ = ["Reports"]
 
+_MAX_EARLY = 8
+"""Steps that are held back, at most: a report may have been lost with its reporter."""
+
 
 class Reports:
     """Gives reports to the parts of the coordinator, and carries out what they return."""
@@ -87,6 +88,8 @@ class Reports:
         self._parts = parts
         self._routing = routing
         self._do = routing.carry_out
+        self._early: dict[int, CommitRecord] = {}
+        """Steps under a plan that are told before the one that was finished under the plan before."""
 
     def said(self, node: str, message: AgentMessage, now_s: float) -> None:
         """Take in what a node's agent reports, or a worker through it."""
@@ -142,8 +145,6 @@ class Reports:
             case Heartbeat(sequence=sequence):
                 if sequence is not None:
                     self._do((Send(node=node, message=message),), now_s)
-            case StorePut():
-                self._pass_on(node, message, now_s)
             case StepCommitted(record=record):
                 self._step_committed(record, now_s)
             case Evaluating() | EvaluationDone():
@@ -205,12 +206,6 @@ class Reports:
             )
             self._routing.record(entry)
 
-    def _pass_on(self, origin: str, message: StorePut, now_s: float) -> None:
-        ready = self._parts.members.ready_names
-        nodes = tuple(node for node in message.nodes if node != origin and node in ready)
-        if nodes:
-            self._do((PassOn(nodes=nodes, key=message.key, value=message.value),), now_s)
-
     # --- workers become ready, and training begins -------------------------------------------------------------
 
     def _worker_ready(self, member: Member, message: WorkerReady, now_s: float) -> None:
@@ -249,6 +244,19 @@ class Reports:
             self._do(self._parts.progress.evaluate(message, now_s), now_s)
 
     def _step_committed(self, record: CommitRecord, now_s: float) -> None:
+        """Take in a step, and those that came before it was heard.
+
+        A newcomer may be heard sooner than those who have finished the step before its plan, of which it knows nothing.
+        """
+        boundary = self._parts.reconfiguration.generations.boundary(record.generation)
+        if self._parts.progress.last_step < boundary < record.step and len(self._early) < _MAX_EARLY:
+            self._early[record.step] = record
+            return
+        early, self._early = self._early, {}
+        for _, each in sorted((early | {record.step: record}).items()):
+            self._note_committed(each, now_s)
+
+    def _note_committed(self, record: CommitRecord, now_s: float) -> None:
         parts = self._parts
         committed = parts.progress.commit(record, now_s)
         if not committed:

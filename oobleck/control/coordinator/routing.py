@@ -18,7 +18,6 @@ from oobleck.control.events import (
     EndRun,
     ExpectSteps,
     LookUpProfile,
-    PassOn,
     Record,
     Repair,
     Send,
@@ -111,7 +110,7 @@ class Routing:
     def _carry_out(self, effect: Effect, now_s: float) -> None:
         parts = self._parts
         match effect:
-            case Record() | Send() | SendAll() | PassOn() | Connect() | Disconnect() | End():
+            case Record() | Send() | SendAll() | Connect() | Disconnect() | End():
                 self._commands.append(effect)
             case LookUpProfile() | StoreProfile():
                 self._commands.append(effect)
@@ -254,7 +253,11 @@ class Routing:
         update = parts.reconfiguration.update(choice, parts.replanning.planner)
         position = None if candidate is None else candidate.position
         placed = parts.sharding.follow(update, now_s, position=position, goes_back=choice.goes_back)
-        update = replace(update, assignment_version=parts.sharding.assignment_version)
+        update = replace(
+            update,
+            assignment_version=parts.sharding.assignment_version,
+            addresses=parts.members.addresses,
+        )
         worker_ids = parts.members.ready_worker_ids
         self.carry_out((*placed, SendAll(worker_ids=worker_ids, message=update)), now_s)
         training = (worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)

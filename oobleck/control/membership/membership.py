@@ -13,7 +13,7 @@ from enum import StrEnum
 from itertools import chain
 
 from oobleck.control.journal import WorkerUp
-from oobleck.control.protocol import Hello
+from oobleck.control.protocol import Hello, WorkerAddress
 from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
@@ -352,6 +352,12 @@ class Membership:
         if self._ready_worker_ids is None:
             self._ready_worker_ids = tuple(chain.from_iterable([member.worker_ids for member in self.ready]))
         return self._ready_worker_ids
+
+    @property
+    def addresses(self) -> tuple[WorkerAddress, ...]:
+        """Where the workers listen that are ready."""
+        workers = (worker for member in self.ready for worker in member.ready.values())
+        return tuple(worker.address for worker in workers if worker.address is not None)
 
     @property
     def all_save(self) -> bool:

@@ -23,7 +23,7 @@ from .checkpoint_messages import (
     SaveState,
     StoragePaths,
 )
-from .records import NOTHING, CommitRecord, PartialStep, ProbeAddress, SectionRecord, Segment
+from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "SetUpWorker",
     "StartWorker",
     "StopAgent",
-    "StoreKeys",
     "WorkerBound",
     "WorkerCommand",
 ]
@@ -120,7 +119,7 @@ class Fence(ForWorker):
     generation: int
     lost: tuple[str, ...]
     """Nodes lost since the newest plan."""
-    probe_addresses: tuple[ProbeAddress, ...] = ()
+    probe_addresses: tuple[WorkerAddress, ...] = ()
     """When given, it is not known why no step is committed: say what you wait for, and which of these do not answer."""
 
 
@@ -160,6 +159,10 @@ class PlanUpdate(ForWorker):
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
     """All workers', in one order: their messages are numbered by it."""
+    regrouped: tuple[WorkerId, ...] = ()
+    """Workers whose groups are all formed again; those of the others that sum gradients are kept where they fit."""
+    addresses: tuple[WorkerAddress, ...] = ()
+    """Where the workers listen with whom the receiver may have to speak."""
     assignment_version: int = 0
     """Of the records that steps take once the plan is in force: see `StepRecords`."""
 
@@ -167,17 +170,6 @@ class PlanUpdate(ForWorker):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishStep(ForWorker):
     """Commit the step in flight, then train no further. The commit itself makes all workers agree on it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreKeys:
-    """Rendezvous keys that workers elsewhere have put up, for all workers of a node.
-
-    Many in one message: where hundreds of workers form a group, each of them wants the keys of all others.
-    """
-
-    keys: tuple[tuple[str, bytes], ...]
-    """Names and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +211,6 @@ MasterMessage = (
     | StartWorker
     | KillWorker
     | StopAgent
-    | StoreKeys
     | CommitCheckpoint
     | PersistState
     | RemoveUnfinished
@@ -227,5 +218,5 @@ MasterMessage = (
 )
 """What the master says to an agent, what is for its workers included."""
 
-WorkerBound = SetUpWorker | StoreKeys | WorkerCommand
+WorkerBound = SetUpWorker | WorkerCommand
 """What an agent says to a worker."""

@@ -10,7 +10,7 @@ from oobleck.planner import WorkerId
 from .bases import FromWorker
 from .checkpoint_messages import CheckpointsFound, ReplicaDigests, RestoreFailed, StateNotSaved, StateSaved
 from .ends import Raised
-from .records import CommitRecord, ProbeAddress, SectionRecord
+from .records import CommitRecord, SectionRecord, WorkerAddress
 from .shard_messages import RecordsFailed, ScanAnswer
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Resumed",
     "Status",
     "StepCommitted",
-    "StorePut",
     "WorkerFailed",
     "WorkerMessage",
     "WorkerReady",
@@ -45,8 +44,8 @@ class WorkerReady(FromWorker):
     parameters: int
     """Number of the model's parameters, tied ones counted once."""
     torch_version: str
-    probe_address: ProbeAddress | None = None
-    """Where others can try whether they reach it."""
+    address: WorkerAddress | None = None
+    """Where its peers reach it."""
     saves: bool = False
     """Whether it has a place to save its state in, and to restore it from."""
     weights_digest: str = ""
@@ -115,12 +114,14 @@ class Status(FromWorker):
     """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
     partial: SectionRecord | None = None
     """The newest section of the step in flight that it has committed under the plan that it has adopted."""
+    has_open_sums: bool = False
+    """Its part in sums of gradients is posted, and not all of them are here."""
     section_reduced: int | None = None
     """The number of the section after, if this worker holds its fully reduced gradients and has not committed them."""
     waits_for: tuple[WorkerId, ...] = ()
     """The workers whose part it waits for; none while it computes. This and what follows only on request."""
     unreachable: tuple[WorkerId, ...] = ()
-    """The workers whose doorbell does not answer."""
+    """The workers that cannot be reached."""
     stack: str = ""
     """Where its training thread is."""
 
@@ -165,15 +166,6 @@ class PeerFailed(FromWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StorePut:
-    """A rendezvous key that a worker puts up; the master passes it on to the nodes that want it: see `StoreKeys`."""
-
-    key: str
-    value: bytes
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(FromWorker):
     """A worker has applied the last step, or the one it was to stop after."""
 
@@ -202,7 +194,6 @@ WorkerReport = (
     | Pace
     | LayersMoving
     | PeerFailed
-    | StorePut
     | Finished
     | StateSaved
     | StateNotSaved

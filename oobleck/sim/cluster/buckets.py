@@ -22,7 +22,4 @@ def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
             worker_id for worker_id in committee.plan.owners_of(layer) if worker_id.node not in committee.lost
         )
         by_owners.setdefault(living, []).append(layer)
-    return tuple(
-        (GroupKey("reduce", committee.generation, members), tuple(layers))
-        for members, layers in sorted(by_owners.items())
-    )
+    return tuple((committee.key_of(members), tuple(layers)) for members, layers in sorted(by_owners.items()))

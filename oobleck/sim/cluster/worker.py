@@ -64,7 +64,7 @@ from oobleck.control.protocol import (
     ScanAnswer,
     ScanRequest,
     StepRecords,
-    StoreKeys,
+    WorkerAddress,
     WorkerBound,
 )
 from oobleck.job import JobSpec
@@ -101,7 +101,7 @@ class VirtualWorker:
         self._ports = ports
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(ports.fabric, self.commit_state, put=ports.say, tempo=ports.tempo)
+        self._groups = GroupTable(ports.fabric, self.commit_state, tempo=ports.tempo)
         self._transfers = Transfers(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
         self._follower = Follower(
             job,
@@ -139,15 +139,12 @@ class VirtualWorker:
         if self.is_stuck:
             return
         match message:
-            case StoreKeys(keys=keys):
-                for key, _ in keys:
-                    self._groups.read(key)
-                self._ports.announce()
             case Fence():
                 self._programs.note_microbatches()
                 self._ports.say(self.commit_state.answer(message))
             case PlanUpdate():
                 self._ordered_s = self._ports.clock() + self._ports.tempo.ordering_s(message)
+                self._groups.know(message.addresses)
                 self.commit_state.give_update(message)
             case FinishStep():
                 self.commit_state.want_stop()
@@ -162,6 +159,11 @@ class VirtualWorker:
                 self._ports.announce()
             case _:
                 raise Violation(f"{self.worker_id} received {message}")
+
+    @property
+    def address(self) -> WorkerAddress:
+        """Where its peers reach it."""
+        return self._groups.address
 
     @property
     def layers(self) -> dict[int, Version]:

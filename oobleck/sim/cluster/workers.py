@@ -15,6 +15,7 @@ from oobleck.control.protocol import (
     Profiled,
     ProfileRequest,
     SetUpWorker,
+    WorkerAddress,
     WorkerBound,
     WorkerMessage,
     WorkerReady,
@@ -105,13 +106,13 @@ class WorkerProcess:
             )
             worker = self._worker = VirtualWorker(self.worker_id, self._setup.job, ports)
             self._world.fabric.watch(self.worker_id, self._unpark)
-            self._say.send_nowait(self._ready())
+            self._say.send_nowait(self._ready(worker.address))
             self._listen()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._profile)
                 await self._train(worker)
 
-    def _ready(self) -> WorkerReady:
+    def _ready(self, address: WorkerAddress) -> WorkerReady:
         profile = self._world.profile
         return WorkerReady(
             device=self.worker_id.device,
@@ -122,6 +123,7 @@ class WorkerProcess:
             parameters=sum(layer.param_bytes for layer in profile.layers) // 4,
             torch_version="virtual",
             shards=self._setup.job.data.shards,
+            address=address,
         )
 
     def _listen(self) -> None:

@@ -1,8 +1,10 @@
 """Process groups of one worker: made when a plan needs them, dropped when it no longer does.
 
 A group is known by its purpose, the generation it was made in, and its members, so that the members agree on
-it without talking. Groups that end together share a network (`network.py`): those of a generation, but for those of
-the pipeline, which may outlive it. What is put aside is never waited for, whatever is stuck in it; it ends by itself.
+it without talking. Each has a network of its own (`network.py`) and ends with it, so those that lost nobody outlive
+others. What is put aside is never waited for, whatever is stuck in it; it ends by itself.
+
+Sums go round rings, so that a member of a group that only sums connects to two others, however many there are.
 
 Gloo carries all messages, those of tensors on a GPU through the host's memory (`staging.py`). Where each member of a
 group has a GPU of its own, NCCL sums tensors there; the kernels of one that is given up are aborted at once, since
@@ -15,7 +17,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from oobleck.control.commit import GroupKey, Interrupted, PeerLost
+from oobleck.control.protocol import GroupValue
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
@@ -32,6 +35,7 @@ from oobleck.training.worker_log import WorkerLog
 from .devices import Carrier, carrier_of, device_identity, prepare_nccl
 from .inbox import Inbox
 from .network import Network, open_device
+from .peer_links import PeerLinks
 from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import Courier, HostCopy, Pending, Posting, StagedReceive
 from .sums import GlooSum, NcclSum, StagedSum, Sum
@@ -43,10 +47,14 @@ _FORMING_TIMEOUT_S = 60.0
 _TRAFFIC_TIMEOUT_S = 24 * 3600.0  # peers are declared lost by the control plane, never by a timeout down here
 _MAX_PARALLEL = 8
 _SPARE_DESCRIPTORS = 16
-"""For a network's own, and what else is opened now and then."""
+"""For what is opened now and then."""
+_NETWORK_DESCRIPTORS = 5
+"""What a network has of its own."""
 _NCCL_POLL_S = 1e-3
 _PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
-_PURPOSES_OF_A_LANE = ("pipeline", "stage")
+_PURPOSES_IN_RINGS = ("reduce", "commit")
+_RING_TAG = (1 << 31) - 1
+"""Of the messages with which neighbours in a ring connect."""
 
 
 class Group:
@@ -234,7 +242,7 @@ class GroupTable:
         self,
         worker_id: WorkerId,
         address: str,
-        board: RendezvousTable,
+        links: PeerLinks,
         waiter: Waiter,
         *,
         device: torch.device | None = None,
@@ -248,12 +256,12 @@ class GroupTable:
         self.device = device or torch.device("cpu")
         self._stages = stages
         self._worker_id = worker_id
-        self._board = board
+        self._links = links
+        self._told = RendezvousTable()
         self._log = WorkerLog(__name__, worker_id)
         self._address = address
         self._groups: dict[GroupKey, Group] = {}
-        self._networks: dict[tuple[int, bool], Network] = {}
-        """By generation, and whether it is that of a pipeline."""
+        self._networks: dict[GroupKey, Network] = {}
         open_device(address)  # a useless address is found at the start, not in the first plan
 
     def __getitem__(self, key: GroupKey) -> Group:
@@ -268,8 +276,17 @@ class GroupTable:
         if (group := self.find(key)) is not None:
             group.all_reduce(tensor).wait(interrupted)
 
-    def form(self, keys: Iterable[GroupKey], interrupted: Callable[[], bool]) -> None:
-        """Form those of the groups that are not there yet, all at once.
+    def take(self, value: GroupValue) -> None:
+        """Take in what a member of a group tells the others. Any thread may."""
+        self._told.put(value.key, value.value, generation=value.generation)
+
+    @property
+    def num_told(self) -> int:
+        """How much of what members have told is kept, for groups that are not formed yet."""
+        return len(self._told)
+
+    def form(self, keys: Iterable[GroupKey], interrupted: Callable[[], bool], *, generation: int) -> None:
+        """Form those of the groups that are not there yet, all at once, under the plan update of a generation.
 
         Each forming is a barrier among the group's members; in parallel no order of theirs can deadlock.
         Raises Interrupted, or PeerLost when a member does not come; ConfigError where this process may not open as
@@ -278,18 +295,17 @@ class GroupTable:
         missing = sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
         if not missing:
             return
-        _require_descriptors(sum(len(key.members) - 1 for key in missing))
+        _require_descriptors(sum(len(self._neighbours(key)) + _NETWORK_DESCRIPTORS for key in missing))
 
         formed: list[Group] = []
-        networks = {key: self._network_of(key) for key in missing}
-        for network in set(networks.values()):
-            network.open_door()
+        networks = {key: Network(self._address, is_lazy=_is_ring(key)) for key in missing}
+        self._networks |= networks
 
         def form_all() -> None:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
-                formed.extend(pool.map(lambda key: self._form_one(key, networks[key]), missing))
+                formed.extend(pool.map(lambda key: self._form_one(key, networks[key], generation), missing))
             for group in formed:  # all in the order of the keys: NCCL's own barriers could deadlock otherwise
-                self._open_nccl(group, networks[group.key])
+                self._open_nccl(group, networks[group.key], generation)
 
         try:
             others = {worker_id for key in missing for worker_id in key.members} - {self._worker_id}
@@ -297,15 +313,15 @@ class GroupTable:
         except Interrupted:
             self._give_up(formed)
             raise
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, TimeoutError, PeerLost) as error:
             self._give_up(formed)
-            raise PeerLost(f"forming groups of generation {missing[0].generation}: {error}") from error
+            raise PeerLost(f"forming groups of generation {generation}: {error}") from error
         for group in formed:
             self._log.debug("has formed %s with %s", group.key.name, ", ".join(map(str, group.others)))
-        for network in set(networks.values()):
+        for network in networks.values():
             network.close_door()
         self._groups.update((group.key, group) for group in formed)
-        self._board.forget([group.key.name for group in formed])
+        self._told.forget([group.key.name for group in formed])
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
         """Let go of every other group, and of what is known of groups of older generations: none is formed any more."""
@@ -313,41 +329,44 @@ class GroupTable:
         for key in unwanted:
             self._log.debug("puts %s aside", key.name)
         self._give_up([self._groups.pop(key) for key in unwanted])
-        self._board.forget_before(generation)
+        self._told.forget_before(generation)
+        self._links.trim()
 
     def _give_up(self, groups: Iterable[Group]) -> None:
-        """Close groups, and end the networks that are left without any."""
+        """Close groups, and end the networks that are left without theirs."""
         for group in groups:
             group.close()
-        used = {_network_key(key) for key in self._groups}
-        for key in sorted(self._networks.keys() - used):
+        for key in sorted(self._networks.keys() - self._groups.keys()):
             self._networks.pop(key).end()
-        self._board.wake()
+        self._told.wake()
 
-    def _network_of(self, key: GroupKey) -> Network:
-        shared = _network_key(key)
-        if shared not in self._networks:
-            self._networks[shared] = Network(self._address)
-        return self._networks[shared]
+    def _neighbours(self, key: GroupKey) -> list[WorkerId]:
+        """The members that this one connects to."""
+        rank, size = key.members.index(self._worker_id), len(key.members)
+        if _is_ring(key):
+            return sorted({key.members[rank - 1], key.members[(rank + 1) % size]})
+        return [worker_id for worker_id in key.members if worker_id != self._worker_id]
 
-    def _form_one(self, key: GroupKey, network: Network) -> Group:
-        store = self._store_of(key, network)
+    def _form_one(self, key: GroupKey, network: Network, generation: int) -> Group:
+        store = self._store_of(network, generation, readers=self._neighbours(key))
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
         prefixed = PrefixStore(key.name, store)
         with network.forming() as device:
             options._devices = [device]
             process_group = ProcessGroupGloo(prefixed, key.members.index(self._worker_id), len(key.members), options)
-            process_group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
             group = Group(key, self._worker_id, process_group, store, self.waiter, stages=self._stages)
             network.keep(group)
+            if _is_ring(key):
+                _connect(process_group, [key.members.index(each) for each in self._neighbours(key)])
+            process_group.set_timeout(timedelta(seconds=_TRAFFIC_TIMEOUT_S))
         return group
 
-    def _open_nccl(self, group: Group, network: Network) -> None:
+    def _open_nccl(self, group: Group, network: Network, generation: int) -> None:
         """Let NCCL carry a group's sums, where each member has a GPU of its own. A barrier among them."""
         if self.device.type != "cuda" or group.key.purpose not in _PURPOSES_THAT_SUM:
             return
-        store = self._store_of(group.key, network)
+        store = self._store_of(network, generation, readers=group.others)
         prefixed = PrefixStore(f"{group.key.name}/nccl", store)
         prefixed.set(f"gpu/{group.rank}", device_identity(self.device) or "")
         told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(group.key.members))]
@@ -360,9 +379,14 @@ class GroupTable:
             nccl = kind(prefixed, group.rank, len(group.key.members), options)
             group.use_nccl(nccl, store, torch.zeros(1, device=self.device), _FORMING_TIMEOUT_S)
 
-    def _store_of(self, key: GroupKey, network: Network) -> RendezvousStore:
-        nodes = tuple(sorted({worker_id.node for worker_id in key.members}))
-        return RendezvousStore(self._board, nodes, _FORMING_TIMEOUT_S, lambda: network.is_over)
+    def _store_of(self, network: Network, generation: int, readers: Iterable[WorkerId]) -> RendezvousStore:
+        def tell(name: str, value: bytes) -> None:
+            for worker_id in readers:
+                self._links.send(worker_id, GroupValue(generation=generation, key=name, value=value))
+
+        return RendezvousStore(
+            self._told, tell, _FORMING_TIMEOUT_S, generation=generation, is_over=lambda: network.is_over
+        )
 
 
 def _abort_nccl(held: list[Any]) -> None:
@@ -371,8 +395,19 @@ def _abort_nccl(held: list[Any]) -> None:
     held.pop(0)
 
 
-def _network_key(key: GroupKey) -> tuple[int, bool]:
-    return key.generation, key.purpose in _PURPOSES_OF_A_LANE
+def _is_ring(key: GroupKey) -> bool:
+    return key.purpose in _PURPOSES_IN_RINGS
+
+
+def _connect(process_group: Any, ranks: Sequence[int]) -> None:
+    """Exchange a message with each neighbour: a lazy device connects when something is sent."""
+    words = [torch.zeros(1) for _ in range(2 * len(ranks))]
+    under_way = [process_group.send([word], rank, _RING_TAG) for word, rank in zip(words, ranks, strict=False)]
+    under_way += [
+        process_group.recv([word], rank, _RING_TAG) for word, rank in zip(words[len(ranks) :], ranks, strict=True)
+    ]
+    for each in under_way:
+        each.wait()
 
 
 def _require_descriptors(num_connections: int) -> None:

@@ -1,13 +1,16 @@
-"""Where groups of a worker that end together listen and connect, and how nothing of them is left behind.
+"""Where a group of a worker listens and connects, and how nothing of it is left behind.
 
 Gloo does not let a message be given up: a thread that waits for a peer which froze waits for a day, and destroying its
 group waits for the thread. What wakes it is the end of the connection. Gloo does not give its sockets away, but each
-of its devices has an epoll instance of its own, and the kernel lists what is registered there. So groups that end
-together share a device, and when they end, their connections are shut down: first what we say (a peer that is slower
-still gets all that it was sent), after a while what we hear as well.
+of its devices has an epoll instance of its own, and the kernel lists what is registered there. So each group has a
+device, and when it ends, its connections are shut down: first what we say (a peer that is slower still gets all that it
+was sent), after a while what we hear as well.
+
+A lazy device connects two members when one of them first sends the other something. It tells connections apart by the
+peer's rank alone, which is one more reason not to share it.
 
 Gloo accepts every connection, waits for ever for the first word, and ends the process when no descriptor is left. So
-strangers find nothing listening but in the moment in which groups are formed: the kernel drops what they send.
+strangers find nothing listening but in the moment in which a group is formed: the kernel drops what they send.
 """
 
 from __future__ import annotations
@@ -25,16 +28,15 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from .reachability_probe import no_place_to_listen
+from .listening import no_place_to_listen
 
 __all__ = ["Network", "open_device"]
 
 _GRACE_S = 1.0
 _POLL_S = 0.02
 _MISLEADING = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
-"""Variables that have Gloo tell connections apart by the peer's rank alone: those of groups that share a device would
-be taken for each other, and wait for ever."""
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7); Python names neither
+"""Variables that decide for all devices what is decided here for each."""
+_SO_ATTACH_FILTER = 26  # socket(7); Python does not name it
 _DROP_ALL = ctypes.create_string_buffer(
     struct.pack("HBBI", 0x06, 0, 0, 0)
 )  # the filter's one instruction: keep 0 bytes
@@ -50,12 +52,14 @@ class _Closable(Protocol):
 class Network:
     """A Gloo device, what is connected through it, and what must not be let go before that has ended."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, is_lazy: bool = False) -> None:
         """Listen at an address. Raises ConfigError for a useless one."""
         with _opening:
             before = set(_epolls())
-            self._device: object = open_device(address)
-            self._epoll = next((fd for fd in _epolls() if fd not in before and _has_listener(fd)), None)
+            self._device: object = open_device(address, is_lazy=is_lazy)
+            found = next((fd for fd in _epolls() if fd not in before and _has_listener(fd)), None)
+            # Our own descriptor of it: a device may close its own early, and the number would become another's.
+            self._epoll = None if found is None else os.dup(found)
         self._lock = threading.Lock()
         self._kept: list[_Closable] = []
         self._num_forming = 0
@@ -83,10 +87,6 @@ class Network:
         with self._lock:
             self._kept.append(group)
 
-    def open_door(self) -> None:
-        """Let peers connect, before they know where."""
-        self._on_listeners(lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0))
-
     def close_door(self) -> None:
         """Let no peer connect any more; what is connected stays so. A kernel that cannot do it leaves the door open."""
         self._on_listeners(lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER))
@@ -108,7 +108,10 @@ class Network:
         for group in self._kept:  # one may have been formed after all were closed
             group.close()
         self._kept.clear()
-        self._device = self._epoll = None
+        self._device = None
+        if self._epoll is not None:
+            os.close(self._epoll)
+            self._epoll = None
 
     def _shut(self, how: int) -> int:
         """End all connections that are there; returns how many."""
@@ -128,7 +131,7 @@ class Network:
         return [(fd, inode) for fd, inode in found if not _is_listening(fd, inode)]
 
 
-def open_device(address: str) -> object:
+def open_device(address: str, *, is_lazy: bool = False) -> object:
     """Open the network device of an address, a host name or a network interface of this machine.
 
     Raises ConfigError where no process can listen there.
@@ -137,8 +140,8 @@ def open_device(address: str) -> object:
         os.environ.pop(name, None)
     try:
         if address in (name for _, name in socket.if_nameindex()):
-            return ProcessGroupGloo.create_device(interface=address, lazy_init=False)
-        return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+            return ProcessGroupGloo.create_device(interface=address, lazy_init=is_lazy)
+        return ProcessGroupGloo.create_device(hostname=address, lazy_init=is_lazy)
     except RuntimeError as error:
         raise no_place_to_listen(address) from error
 

@@ -25,6 +25,7 @@ from oobleck.control.protocol import (
     Fence,
     FindCheckpoints,
     FinishStep,
+    PeerMessage,
     PlanUpdate,
     Profiled,
     ProfileRequest,
@@ -34,23 +35,20 @@ from oobleck.control.protocol import (
     SetUpWorker,
     Status,
     StepRecords,
-    StoreKeys,
-    StorePut,
     WorkerBound,
     WorkerFailed,
     WorkerReady,
 )
-from oobleck.planner import profile_to_json
+from oobleck.planner import WorkerId, profile_to_json
 from oobleck.streams import shield_scripts
 from oobleck.training.assembly import assemble
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import (
     GroupTable,
-    RendezvousTable,
+    PeerLinks,
     Waiter,
     choose_device,
     device_memory_bytes,
-    listen_for_probes,
     probe_all,
     use_device,
 )
@@ -113,14 +111,14 @@ class _Worker:
         self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
         self._log = WorkerLog(__name__, setup.worker_id, lambda: self._commit_state.generation)
         self._log.info("begins as process %d", os.getpid())
-        self._doorbell = listen_for_probes(setup.worker_id, setup.address)
+        self._links = PeerLinks(setup.worker_id, setup.address, handle=self._hear)
         self._computes_on = choose_device(job.device, setup.local_device)
         use_device(self._computes_on)
         if job.compile:
             require_compiler(self._computes_on)
         of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
         self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
-        self._board = RendezvousTable(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
+        self._groups = GroupTable(setup.worker_id, setup.address, self._links, self._waiter, device=self._computes_on)
         self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
@@ -141,7 +139,7 @@ class _Worker:
         self._engine = Engine(
             assembly,
             share,
-            groups=GroupTable(setup.worker_id, setup.address, self._board, self._waiter, device=self._computes_on),
+            groups=self._groups,
             commit_state=self._commit_state,
             saving=self._saving,
             next_update=self._next_order,
@@ -162,7 +160,7 @@ class _Worker:
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
                 device_name=device_name(self._computes_on),
-                probe_address=self._doorbell,
+                address=self._links.address,
                 saves=self._saving is not None,
                 shards=self._shards,
             )
@@ -179,15 +177,14 @@ class _Worker:
     def _handle(self, message: WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""
         match message:
-            case StoreKeys(keys=keys):
-                self._log.debug("has %d rendezvous keys of others", len(keys))
-                self._board.put_all(keys)
             case Fence() if message.probe_addresses:
                 self._explain(message)
             case Fence():
                 self._link.send(self._answer(message))
             case PlanUpdate():
                 self._log.info("receives an order of generation %d", message.generation)
+                self._links.know(message.addresses)
+                self._links.keep_only([address.worker_id for address in message.addresses])
                 self._commit_state.give_update(message)
             case FinishStep():
                 self._log.info("is to stop after the step in flight")
@@ -218,6 +215,11 @@ class _Worker:
             case _:
                 assert_never(message)
 
+    def _hear(self, sender: WorkerId, message: PeerMessage) -> None:
+        """Take what a peer says; runs on the thread of the links."""
+        self._log.debug("is told %s by %s", message.key, sender)
+        self._groups.take(message)
+
     def _answer(self, fence: Fence) -> Status:
         """Raise the fence, and log what it says."""
         status = self._commit_state.answer(fence)
@@ -239,7 +241,7 @@ class _Worker:
         self._log.warning("is stuck; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
 
         def tell() -> None:
-            others = [bell for bell in fence.probe_addresses if bell.worker_id != self._worker_id]
+            others = [each for each in fence.probe_addresses if each.worker_id != self._worker_id]
             self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=probe_all(others)))
 
         threading.Thread(target=tell, daemon=True, name="explain").start()

@@ -216,7 +216,11 @@ class Engine:
                 self._log.info("follows a plan: %s", update_text(update))
                 return update
             case FormGroups(keys=keys, committee=committee):
-                self._groups.form([*keys, *self._reducers.keys_of(committee)], self._commit_state.is_fenced)
+                self._groups.form(
+                    [*keys, *self._reducers.keys_of(committee)],
+                    self._commit_state.is_fenced,
+                    generation=self._commit_state.generation,
+                )
                 self._formed_s = time.monotonic()
             case KeepGroups(keys=keys, committee=committee, generation=generation):
                 self._groups.keep_only([*keys, *self._reducers.keys_of(committee)], generation=generation)

@@ -50,7 +50,7 @@ def make_buckets(
     worker_id: WorkerId,
     share: Share,
     *,
-    generation: int,
+    key_of: Callable[[tuple[WorkerId, ...]], GroupKey],
     lost: Collection[str] = (),
     max_elements: int = BUCKET_ELEMENTS,
 ) -> tuple[Bucket, ...]:
@@ -83,7 +83,7 @@ def make_buckets(
         is_counted = share.rank == 0 or not share.is_whole(name)
         by_owners.setdefault((living, is_counted), []).append(name)
     buckets = [
-        Bucket(key=GroupKey("reduce", generation, members), parameters=parameters, is_counted=is_counted)
+        Bucket(key=key_of(members), parameters=parameters, is_counted=is_counted)
         for (members, is_counted), names_of in by_owners.items()
         for parameters in _cut(names_of, structure, max_elements)
     ]
@@ -293,7 +293,7 @@ class Reducers:
     def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
         if self._buckets is None or self._buckets[0] is not committee:
             buckets = make_buckets(
-                committee.plan, self._worker_id, self._share, generation=committee.generation, lost=committee.lost
+                committee.plan, self._worker_id, self._share, key_of=committee.key_of, lost=committee.lost
             )
             self._buckets = committee, buckets
         return self._buckets[1]

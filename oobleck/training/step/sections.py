@@ -91,10 +91,9 @@ class SectionSums:
         """The step is applied: nothing is committed of the next."""
         self.sums = {}
 
-    @property
-    def may_post_step(self) -> bool:
-        """The step's own sums may be posted: no section is on its way, and none has failed."""
-        return self._partial_commit.may_post_step
+    def begin_step_sums(self) -> bool:
+        """Return whether the step's own sums may be posted: no section is on its way, and none has failed."""
+        return self._partial_commit.begin_step_sums()
 
     # --- while a program runs ------------------------------------------------------------------------------
 

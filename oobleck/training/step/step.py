@@ -152,7 +152,7 @@ class StepInFlight:
         """Around the last backward pass: post what is final meanwhile, unless a section is still to be committed."""
         self._sections.look()
         # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-        overlaps = not pipeline_rank.splits_backward and self._sections.may_post_step
+        overlaps = not pipeline_rank.splits_backward and self._sections.begin_step_sums()
         with reducer.overlapping() if overlaps else nullcontext():
             yield
 

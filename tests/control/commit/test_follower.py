@@ -771,7 +771,7 @@ def test_a_spare_has_nothing_committed():
     driver.follow(update(1))
     partial_commit = driver.follower.partial_commit
     assert (partial_commit.num_sections, partial_commit.microbatches, partial_commit.is_at(NOTHING)) == (1, (), True)
-    assert partial_commit.may_post_step
+    assert partial_commit.begin_step_sums()
 
 
 # --- interruptions wherever they may come ----------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from oobleck.control.commit.groups import Committee, GroupKey, transfer_key
+from dataclasses import replace
+
+from oobleck.control.commit.groups import Committee, GroupKey, regrouped, transfer_key
+from oobleck.control.protocol import Status
 from oobleck.planner import LayerTransfer, WorkerId
 from tests.control.journals import plan
 
@@ -18,8 +21,37 @@ def test_who_agrees_on_purpose_generation_and_members_has_the_same_group():
 
 def test_a_committee_is_all_of_a_plan_but_those_of_lost_nodes():
     layout = plan(("a", "b"), ("c", "d"))
-    assert Committee(layout, 2).key == GroupKey("reduce", 2, (A, B, C, D))
-    assert Committee(layout, 3, ("b",)).key == GroupKey("reduce", 3, (A, C, D))
+    assert Committee(layout, 2).key == GroupKey("commit", 2, (A, B, C, D))
+    assert Committee(layout, 3, ("b",)).key == GroupKey("commit", 3, (A, C, D))
+
+
+def test_sums_are_kept_where_all_members_have_them_and_formed_again_where_one_has_not():
+    layout = plan(("a", "b"), ("c", "d"))
+    before = Committee(layout, 2)
+    kept, other = before.key_of((A, C)), before.key_of((B, D))
+    assert (kept.generation, other.generation) == (2, 2)
+    after = Committee(layout, 5, kept=before.keys, regrouped=frozenset({D}))
+    assert after.key_of((A, C)) == kept
+    assert after.key_of((B, D)) == GroupKey("reduce", 5, (B, D))
+    assert after.key_of((A, B)) == GroupKey("reduce", 5, (A, B)), "nobody had this one"
+    assert Committee(layout, 7, kept=after.keys).key_of((A, C)) == kept, "it may outlive many plans"
+    assert Committee(layout, 5, kept=before.keys).key.generation == 5, "nobody knows whose commit was given up"
+
+
+def test_whose_groups_cannot_be_kept():
+    clean = Status(
+        device=0,
+        generation=4,
+        applied=1,
+        last_record=None,
+        reduced=None,
+        adopted=3,
+        layers=(),
+        microbatches_done=0,
+        broken=False,
+    )
+    statuses = {A: clean, B: replace(clean, has_open_sums=True), C: replace(clean, adopted=2)}
+    assert regrouped((A, B, C, D), statuses, 3) == (B, C, D)
 
 
 def test_layers_move_among_those_who_send_or_receive():

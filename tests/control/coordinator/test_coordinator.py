@@ -17,7 +17,6 @@ from oobleck.control.events.inputs import (
     DrainRequested,
     KillRequested,
     NodeFailed,
-    PassOn,
     ProfileFound,
     Record,
     Send,
@@ -70,7 +69,6 @@ from oobleck.control.protocol import (
     StartWorker,
     StepCommitted,
     StopAgent,
-    StorePut,
     Unseen,
     WorkerExited,
     WorkerStarted,
@@ -263,14 +261,6 @@ def test_heartbeats_that_ask_are_answered():
     bench = training()
     assert bench.messages(bench.say("n0", Heartbeat(sequence=None)), "n0") == []
     assert bench.messages(bench.say("n0", Heartbeat(sequence=5)), "n0") == [Heartbeat(sequence=5)]
-
-
-def test_rendezvous_keys_go_to_those_who_want_them():
-    bench = training()
-    put = StorePut(key="k", value=b"v", nodes=("n0", "n1", "nowhere"))
-    assert bench.say("n0", put) == [PassOn(nodes=("n1",), key="k", value=b"v")]
-    bench.fail("n1")
-    assert bench.say("n0", put) == []
 
 
 # --- losses --------------------------------------------------------------------------------------------------
@@ -949,6 +939,32 @@ def test_a_hang_that_nobody_can_explain_is_a_regrouping():
     update = bench.updates[-1]
     assert update.finish is None
     assert set(update.pipeline_generations) == {update.generation}, "no group that hangs is kept"
+    assert {worker_id.node for worker_id in update.regrouped} == {"n0", "n1", "n2"}
+
+
+def test_a_step_under_a_plan_is_told_after_the_one_that_was_finished_before_it():
+    """A newcomer has no part in that one, and its agent may be heard sooner than the others'."""
+    bench = training()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    generation, boundary = bench.updates[-1].generation, bench.updates[-1].boundary
+    assert boundary == 1
+    bench.say("n0", StepCommitted(device=0, record=replace(record(2), generation=generation)))
+    assert not bench.journal(StepDone)
+    bench.say("n1", StepCommitted(device=0, record=replace(record(1), generation=generation)))
+    assert [done.record.step for done in bench.journal(StepDone)] == [1, 2]
+
+
+def test_orders_say_whose_groups_cannot_be_kept_and_where_all_listen():
+    bench = training()
+    assert bench.updates[-1].regrouped == bench.updates[-1].plan.worker_ids, "all are new"
+    bench.fail("n2")
+    bench.answer("n0", adopted=1, layers=held(bench, "n0", 1), has_open_sums=True)
+    bench.answer("n1", adopted=1, layers=held(bench, "n1", 1))
+    bench.wait(0.01)
+    update = bench.updates[-1]
+    assert [worker_id.node for worker_id in update.regrouped] == ["n0"]
+    assert [address.worker_id.node for address in update.addresses] == ["n0", "n1"]
 
 
 # --- lost nodes are tried again ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oobleck.control.commit.groups import Committee
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.training.model.models import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
@@ -37,7 +38,7 @@ def plans(draw: st.DrawFn, structure: ModelStructure = STRUCTURE) -> ExecutionPl
 
 
 def buckets_of(plan: ExecutionPlan, worker_id: WorkerId, max_elements: int) -> tuple[Bucket, ...]:
-    return make_buckets(plan, worker_id, SHARE, generation=1, max_elements=max_elements)
+    return make_buckets(plan, worker_id, SHARE, key_of=Committee(plan, 1).key_of, max_elements=max_elements)
 
 
 @given(plan=plans(), max_elements=st.sampled_from([1, 5000, 1 << 30]))

@@ -20,12 +20,11 @@ from oobleck.control.commit.worker_effects import EffectOutcome, Fold, Say, Work
 from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecord
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
-from oobleck.training.comm.groups import GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import RendezvousTable
-from oobleck.training.comm.waiter import Waiter
+from oobleck.training.comm.groups import GroupKey
 from oobleck.training.step.reduction import Bucket, GradientReducer, PlanReducer
 from oobleck.training.step.sections import SectionSums
 from oobleck.training.step.step_work import StepWork
+from tests.training.table import LinkedTable, acquaint
 
 A, B, C = (WorkerId(node=node, device=0) for node in "abc")
 MICROBATCHES = 24
@@ -64,17 +63,15 @@ class Worker:
         self,
         worker_id: WorkerId,
         worker_ids: Sequence[WorkerId],
-        publish: Callable[[str, bytes], None],
         *,
         num_sections: int,
         whole: bool = False,
         reducer: type[GradientReducer] = GradientReducer,
     ) -> None:
         self.worker_id = worker_id
-        self.waiter = Waiter()
-        self.board = RendezvousTable(lambda key, value, _nodes: publish(key, value))
-        self.groups = GroupTable(worker_id, "127.0.0.1", self.board, self.waiter)
-        self.commit_state = CommitState(worker_id, self.waiter.announce, lock=threading.Lock())
+        self.table = LinkedTable(worker_id)
+        self.groups = self.table.groups
+        self.commit_state = CommitState(worker_id, self.table.waiter.announce, lock=threading.Lock())
         self.plan = plan_of(worker_ids)
         self.whole = whole
         everyone = GroupKey("reduce", 1, tuple(worker_ids))
@@ -85,7 +82,7 @@ class Worker:
             name: nn.Parameter(torch.zeros(SHAPES[name], dtype=torch.float64)) for name in ("last", *owners)
         }
         self.buckets = tuple(Bucket(key=owners[name], parameters=(name,)) for name in self.parameters)
-        self.keys = {everyone, *owners.values()}
+        self.keys = {Committee(self.plan, 1).key, everyone, *owners.values()}
         self.reducer = reducer(self.buckets, self.parameters, self.groups)
         self.num_partial = 0
         self.failed: list[PeerFailed] = []
@@ -116,7 +113,7 @@ class Worker:
         self.sections.adopt(PlanReducer(Committee(self.plan, 1), self.reducer), {})
 
     def form(self) -> None:
-        self.groups.form(self.keys, lambda: False)
+        self.groups.form(self.keys, lambda: False, generation=1)
 
     def compute(self, microbatch: int) -> None:
         """What a backward pass does: gradients, a loss, a count."""
@@ -187,15 +184,8 @@ class Severed(GradientReducer):
 
 
 def workers_of(worker_ids: Sequence[WorkerId], *, num_sections: int, whole: bool = False) -> list[Worker]:
-    workers: list[Worker] = []
-
-    def publish(key: str, value: bytes) -> None:
-        for worker in workers:
-            worker.board.put(key, value)
-
-    workers += [
-        Worker(worker_id, worker_ids, publish, num_sections=num_sections, whole=whole) for worker_id in worker_ids
-    ]
+    workers = [Worker(worker_id, worker_ids, num_sections=num_sections, whole=whole) for worker_id in worker_ids]
+    acquaint([worker.table for worker in workers])
     with ThreadPoolExecutor(len(workers)) as pool:
         list(pool.map(Worker.form, workers))
     return workers
@@ -286,7 +276,7 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
 
 
 def test_a_section_that_fails_is_told_at_once_and_the_program_goes_on() -> None:
-    first = Worker(A, (A,), lambda _key, _value: None, num_sections=3, whole=True, reducer=Severed)
+    first = Worker(A, (A,), num_sections=3, whole=True, reducer=Severed)
     first.form()
     first.compute(first.share[0])
     first.begin()

@@ -264,7 +264,7 @@ class RecoveryBegun:
     detect_s: float
     control: ControlSpec
     fence: Fence
-    """With the address of every doorbell where `cause` may need them, whether or not they are to be asked for."""
+    """With the address of every worker where `cause` may need them, whether or not they are to be asked for."""
     asked: tuple[WorkerId, ...]
     heard_s: float
     """When something was last heard of any of them. A master that takes over has to reach them first."""
