@@ -40,6 +40,7 @@ from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     AgentStopped,
+    CommitMessage,
     CommitRecord,
     Configure,
     Fence,
@@ -206,6 +207,8 @@ class World:
         self.shards.is_complete = not shape.follow
         self.nodes: dict[str, VirtualNode] = {}
         self._fabric = Fabric()
+        self._letters: dict[tuple[WorkerId, WorkerId], deque[CommitMessage]] = {}
+        """Between workers, by who sent them to whom."""
         self._pids = itertools.count(1)
         self.coordinator = Coordinator(
             self.job, shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0"
@@ -232,6 +235,7 @@ class World:
                     found.append(f"work {worker.worker_id}")
                 elif worker.wait.can_fail() and not worker.is_stuck:
                     found.append(f"fail {worker.worker_id}")
+        found += [f"carry {source}>{target}" for source, target in self._letters if self._hears(target)]
         return [*found, "time"]
 
     def make(self, move: str) -> None:
@@ -248,6 +252,8 @@ class World:
                 self._worker(subject).step()
             case "fail" | "blip":
                 self._worker(subject).fail()
+            case "carry":
+                self._deliver_letter(*subject.split(">"))
             case "up":
                 self._deliver_up(self.nodes[subject])
             case "down":
@@ -311,7 +317,7 @@ class World:
     def _crash(self, worker_id: WorkerId) -> None:
         node = self.nodes[worker_id.node]
         del node.workers[worker_id.device]
-        self._fabric.end(worker_id, max(self._updates))
+        self._end_worker(worker_id)
         node.up.append(WorkerExited(device=worker_id.device, pid=node.pids[worker_id.device], end=Killed(signal=9)))
 
     def _replace_master(self) -> None:
@@ -330,9 +336,29 @@ class World:
 
     def _end_workers(self, node: VirtualNode) -> None:
         for worker_id in node.worker_ids:
-            self._fabric.end(worker_id, max(self._updates))
+            self._end_worker(worker_id)
+
+    def _end_worker(self, worker_id: WorkerId) -> None:
+        """What was for it is lost; what it sent still arrives, or never does."""
+        self._fabric.end(worker_id, max(self._updates))
+        self._letters = {pair: letters for pair, letters in self._letters.items() if pair[1] != worker_id}
 
     # --- moves -------------------------------------------------------------------------------------------------
+
+    def _carry(self, source: WorkerId, target: WorkerId, message: CommitMessage) -> None:
+        if target in self.nodes[target.node].worker_ids and not self.nodes[target.node].is_dead:
+            self._letters.setdefault((source, target), deque()).append(message)
+
+    def _hears(self, worker_id: WorkerId) -> bool:
+        node = self.nodes[worker_id.node]
+        return not node.is_frozen and not node.workers[worker_id.device].is_stuck
+
+    def _deliver_letter(self, source: str, target: str) -> None:
+        pair = _worker_id(source), _worker_id(target)
+        letters = self._letters[pair]
+        self._worker(target).hear(pair[0], letters.popleft())
+        if not letters:
+            del self._letters[pair]
 
     def _deliver_up(self, node: VirtualNode) -> None:
         said = node.up.popleft()
@@ -455,6 +481,7 @@ class World:
             self.job,
             self._fabric,
             lambda message: self._say(worker_id, message),
+            lambda target, message: self._carry(worker_id, target, message),
             self.shape.profile,
             self.shards,
         )
@@ -484,8 +511,8 @@ class World:
     # --- looking -----------------------------------------------------------------------------------------------
 
     def _worker(self, name: str) -> SteppedWorker:
-        node, _, device = name.partition(":")
-        return self.nodes[node].workers[int(device)]
+        worker_id = _worker_id(name)
+        return self.nodes[worker_id.node].workers[worker_id.device]
 
     def _workers(self) -> dict[WorkerId, SteppedWorker]:
         """The workers that count: neither dead nor given up."""
@@ -655,3 +682,8 @@ class World:
     @property
     def num_lost(self) -> int:
         return sum(not node.is_counted for node in self.nodes.values())
+
+
+def _worker_id(name: str) -> WorkerId:
+    node, _, device = name.partition(":")
+    return WorkerId(node=node, device=int(device))

@@ -14,6 +14,7 @@ from oobleck.control.protocol import WorkerMessage
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, WorkerId
 from oobleck.schedule import Instruction, Op, compile_schedule
+from oobleck.sim.cluster.agreements import Carry
 from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.cluster.moves import Moves
 from oobleck.sim.cluster.program import Programs, Work
@@ -97,7 +98,10 @@ class SteppedWorker(VirtualWorker):
         job: JobSpec,
         fabric: Fabric,
         say: Callable[[WorkerMessage], None],
+        carry: Carry,
         profile: Profile,
         shards: VirtualShards,
     ) -> None:
-        super().__init__(worker_id, job, fabric, say, tempo=Tempo(profile), clock=lambda: 0.0, shards=shards)
+        super().__init__(
+            worker_id, job, fabric, say, carry=carry, tempo=Tempo(profile), clock=lambda: 0.0, shards=shards
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .agreement import Agreements, Letter
 from .commit_state import CommitState, Interrupted, PeerLost
+from .commit_tree import Neighbours, commit_tree
 from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan
@@ -46,10 +48,10 @@ from .worker_effects import (
     SaveEnd,
     Say,
     SectionEffect,
+    SectionTotals,
     ShareLossScale,
     TakeSums,
     TakeTotals,
-    Totals,
     drive,
 )
 
@@ -61,6 +63,7 @@ __all__ = [
     "Adopt",
     "Agree",
     "Agreed",
+    "Agreements",
     "Apply",
     "AwaitPlanUpdate",
     "AwaitRecords",
@@ -84,6 +87,8 @@ __all__ = [
     "GroupKey",
     "Interrupted",
     "KeepGroups",
+    "Letter",
+    "Neighbours",
     "Outcome",
     "PartialCommit",
     "PeerLost",
@@ -101,12 +106,13 @@ __all__ = [
     "SaveEnd",
     "Say",
     "SectionEffect",
+    "SectionTotals",
     "ShareLossScale",
     "TakeSums",
     "TakeTotals",
-    "Totals",
     "Verdict",
     "broken_pipelines",
+    "commit_tree",
     "cut_off_nodes",
     "drive",
     "judge",

@@ -46,12 +46,12 @@ class Committee:
     plan: ExecutionPlan
     generation: int
     lost: tuple[str, ...] = ()
-    key: GroupKey = field(init=False)
-    """The group of all of them."""
+    members: tuple[WorkerId, ...] = field(init=False)
+    """Sorted."""
 
     def __post_init__(self) -> None:
         members = tuple(worker_id for worker_id in self.plan.worker_ids if worker_id.node not in self.lost)
-        object.__setattr__(self, "key", GroupKey("reduce", self.generation, members))
+        object.__setattr__(self, "members", members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from .checkpoint_messages import (
     StateSaved,
     StoragePaths,
 )
+from .commit_messages import CommitMessage, PartUp, Subject, Tally, Topic, TotalDown, Totals
 from .data_position import DataPosition, LeftShard, OpenShard, digest_of_shards, visit_at
 from .ends import ErrorKind, Exited, Killed, NotStarted, ProcessEnd, Raised, ServerEnd, Unseen, WorkerEnd
 from .manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of, what_is_wrong
@@ -88,6 +89,7 @@ __all__ = [
     "CheckpointCommitted",
     "CheckpointsFound",
     "CommitCheckpoint",
+    "CommitMessage",
     "CommitRecord",
     "Configure",
     "DataPosition",
@@ -117,6 +119,7 @@ __all__ = [
     "NotStarted",
     "OpenShard",
     "Pace",
+    "PartUp",
     "PartialStep",
     "PeerFailed",
     "PersistState",
@@ -155,6 +158,11 @@ __all__ = [
     "StoragePaths",
     "StoreKeys",
     "StorePut",
+    "Subject",
+    "Tally",
+    "Topic",
+    "TotalDown",
+    "Totals",
     "Unseen",
     "WorkerBound",
     "WorkerCommand",

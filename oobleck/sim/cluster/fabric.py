@@ -109,7 +109,11 @@ class Fabric:
     def lacks_a_member(self, key: GroupKey) -> bool:
         if self._newest_end < key.generation:
             return False
-        return any(self._ended.get(member, 0) >= key.generation for member in key.members)
+        return any(self.is_gone(member, key.generation) for member in key.members)
+
+    def is_gone(self, worker_id: WorkerId, generation: int) -> bool:
+        """Return whether the worker of a place has ended that took part in a generation."""
+        return self._ended.get(worker_id, 0) >= generation
 
     def end(self, worker_id: WorkerId, generation: int) -> None:
         """The worker of a place is no more; one that comes after it is in groups of newer generations."""

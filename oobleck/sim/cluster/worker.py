@@ -15,6 +15,7 @@ from oobleck.control.commit import (
     Adopt,
     Agree,
     Agreed,
+    Agreements,
     Apply,
     AwaitPlanUpdate,
     AwaitRecords,
@@ -56,6 +57,7 @@ from oobleck.control.commit import (
     TakeTotals,
 )
 from oobleck.control.protocol import (
+    CommitMessage,
     CommitRecord,
     Fence,
     Finished,
@@ -70,12 +72,17 @@ from oobleck.control.protocol import (
     ScanRequest,
     StepRecords,
     StoreKeys,
+    Subject,
+    Tally,
+    Topic,
+    Totals,
     WorkerBound,
     WorkerMessage,
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
+from .agreements import Carry, VirtualAgreements
 from .buckets import Bucket, buckets_of
 from .fabric import Contribution, Fabric, Violation, Wait
 from .groups import GroupTable
@@ -89,9 +96,6 @@ from .tempo import Tempo
 from .transfer import Transfers
 
 __all__ = ["VirtualWorker"]
-
-_STOP = -1
-"""What a commit's contribution contains, beside microbatches, of a worker that is to stop."""
 
 
 class VirtualWorker:
@@ -107,12 +111,14 @@ class VirtualWorker:
         fabric: Fabric,
         say: Callable[[WorkerMessage], None],
         *,
+        carry: Carry,
         tempo: Tempo,
         clock: Callable[[], float],
         announce: Callable[[], None] = lambda: None,
         shards: VirtualShards | None = None,
     ) -> None:
-        """`clock` gives seconds; `announce` is called when a message changes what a wait may look for.
+        """`carry` takes messages to other workers, which `hear` them; `clock` gives seconds; `announce` is called when
+        a message changes what a wait may look for.
 
         `shards` are those of the job where others than endless ones are wanted.
         """
@@ -130,6 +136,8 @@ class VirtualWorker:
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
         self._groups = GroupTable(fabric, self.commit_state, put=say, form_group_s=tempo.form_group_s)
+        agreements = Agreements(worker_id, lock=nullcontext())
+        self._agreements = VirtualAgreements(agreements, self.commit_state, fabric, carry)
         self._transfers = Transfers(fabric, self.commit_state, tempo=tempo, clock=clock)
         self._follower = Follower(
             job,
@@ -137,7 +145,7 @@ class VirtualWorker:
             records=self._records if self._records.are_needed else None,
             evaluates=True,
         )
-        self._sections = SectionSums(self.commit_state, fabric, self._groups, self._layers)
+        self._sections = SectionSums(self.commit_state, fabric, self._groups, self._agreements, self._layers)
         self._programs = self.programs(
             fabric,
             self.commit_state,
@@ -188,6 +196,12 @@ class VirtualWorker:
                 self._announce()
             case _:
                 raise Violation(f"{self.worker_id} received {message}")
+
+    def hear(self, source: WorkerId, message: CommitMessage) -> None:
+        """Handle one message of another worker; like `take`, whatever the training thread does."""
+        if not self.is_stuck:
+            self._agreements.hear(source, message)
+            self._announce()
 
     @property
     def layers(self) -> dict[int, Version]:
@@ -346,13 +360,12 @@ class VirtualWorker:
     def _agree(self, effect: Agree) -> Generator[Wait, None, Agreed]:
         assert self._work is not None
         yield from pause("about to commit")
-        key, step = effect.committee.key, effect.step
-        mine = tuple(self._work.microbatches) if self._tells else ()
-        sequence = self._groups.post(key, Contribution(step, (*((_STOP,) if effect.stop else ()), *mine)))
-        said = yield from self._groups.sum(key, sequence, step)
+        committee, step = effect.committee, effect.step
+        part = Totals((float(effect.stop),), Tally.of(self._work.microbatches if self._tells else ()))
+        total = yield from self._agreements.total(committee, Subject(Topic.STEP, step), part)
         yield from pause("agreed to commit")
-        num_stops = said.count(_STOP)
-        return Agreed(self._record(step, key.generation), said[num_stops:], stop=num_stops > 0, save=False)
+        record = self._record(step, committee.generation)
+        return Agreed(record, total.counted, stop=total.numbers[0] > 0, save=False)
 
     @property
     def _tells(self) -> bool:
@@ -386,9 +399,8 @@ class VirtualWorker:
         """All sum their losses, which takes no time here."""
         if any(version.partial for version in self.layers.values()):
             raise Violation(f"{self.worker_id} evaluates in the middle of step {effect.step + 1}")
-        key = effect.committee.key
-        sequence = self._groups.post(key, Contribution(effect.step, ()))
-        yield from self._groups.sum(key, sequence, effect.step)
+        subject = Subject(Topic.EVALUATION, effect.step)
+        yield from self._agreements.total(effect.committee, subject, Totals(()))
         self._step_ended_s = self._clock()
         return Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 
@@ -438,7 +450,7 @@ class VirtualWorker:
         self._seat, self._received = effect.seat, {}
         self._reduce_s = self._tempo.reduce_s(update.plan)
         if effect.committee is not None:
-            self._sections.adopt(self._buckets_of(effect.committee), effect.committee.key, tells=self._tells)
+            self._sections.adopt(self._buckets_of(effect.committee), effect.committee, tells=self._tells)
         for layer, version in self.layers.items():
             if version.partial != update.partial.microbatches:
                 raise Violation(

@@ -263,11 +263,6 @@ class GroupTable:
         """Return a group that was formed; None for one of this worker alone."""
         return self._groups[key] if len(key.members) > 1 else None
 
-    def sum(self, key: GroupKey, tensor: torch.Tensor, interrupted: Callable[[], bool]) -> None:
-        """Add a tensor up over a group's members, in place. Raises Interrupted or PeerLost."""
-        if (group := self.find(key)) is not None:
-            group.all_reduce(tensor).wait(interrupted)
-
     def form(self, keys: Iterable[GroupKey], interrupted: Callable[[], bool]) -> None:
         """Form those of the groups that are not there yet, all at once.
 
