@@ -27,10 +27,10 @@ from oobleck.control.protocol import (
     Hello,
     MasterMessage,
     PlanUpdate,
-    ProbeAddress,
     Resumed,
     Status,
     StepCommitted,
+    WorkerAddress,
     WorkerReady,
 )
 from oobleck.job import JobSpec, NodeSpec
@@ -146,9 +146,7 @@ class Bench:
             self.up(spec.name)
             for device in range(spec.num_devices):
                 worker_id = WorkerId(node=spec.name, device=device)
-                self.say(
-                    spec.name, ready(device, probe_address=ProbeAddress(worker_id=worker_id, host="10.0.0.1", port=9))
-                )
+                self.say(spec.name, ready(device, address=WorkerAddress(worker_id=worker_id, host="10.0.0.1", port=9)))
         self.feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
 
     def commit(self, node: str, step: int, **fields) -> list[Command]:

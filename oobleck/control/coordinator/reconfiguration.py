@@ -118,7 +118,7 @@ class Reconfiguration:
             device=0,
             generation=self.generations.current,
             lost=self._members.without_part(self.generations.newest),
-            probe_addresses=tuple(worker.probe_address for worker in ready if worker.probe_address),
+            probe_addresses=tuple(worker.address for worker in ready if worker.address),
         )
         self._regroups = _counted(self._regroups, self._progress.last_step, wanted.cause)
         begun = RecoveryBegun(

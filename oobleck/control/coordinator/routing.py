@@ -241,7 +241,11 @@ class Routing:
         update = parts.reconfiguration.update(choice, parts.replanning.planner)
         position = None if candidate is None else candidate.position
         placed = parts.sharding.follow(update, now_s, position=position, goes_back=choice.goes_back)
-        update = replace(update, assignment_version=parts.sharding.assignment_version)
+        update = replace(
+            update,
+            assignment_version=parts.sharding.assignment_version,
+            addresses=parts.members.addresses,
+        )
         worker_ids = tuple(worker_id for member in parts.members.ready for worker_id in member.worker_ids)
         self.carry_out((*placed, SendAll(worker_ids=worker_ids, message=update)), now_s)
         training = (worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)

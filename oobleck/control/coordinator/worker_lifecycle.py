@@ -45,7 +45,7 @@ class WorkerLifecycle:
             pid=message.pid,
             data_digest=message.data_digest,
             weights_digest=message.weights_digest,
-            probe_address=message.probe_address,
+            address=message.address,
             saves=message.saves,
         )
 

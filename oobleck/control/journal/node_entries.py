@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oobleck.control.protocol import ProbeAddress, ServerEnd, WorkerEnd
+from oobleck.control.protocol import ServerEnd, WorkerAddress, WorkerEnd
 from oobleck.job import NodeSpec
 
 from .losses import Loss
@@ -40,7 +40,7 @@ class WorkerUp:
     pid: int
     data_digest: str
     """Equal on all nodes, or they would train on different text."""
-    probe_address: ProbeAddress | None = None
+    address: WorkerAddress | None = None
     saves: bool = False
     """Whether it has a place to save its state in."""
     weights_digest: str = ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from oobleck.control.journal import WorkerUp
-from oobleck.control.protocol import Hello
+from oobleck.control.protocol import Hello, WorkerAddress
 from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
@@ -276,6 +276,12 @@ class Membership:
         if self._ready_names is None:
             self._ready_names = frozenset(member.spec.name for member in self.ready)
         return self._ready_names
+
+    @property
+    def addresses(self) -> tuple[WorkerAddress, ...]:
+        """Where the workers listen that are ready."""
+        workers = (worker for member in self.ready for worker in member.ready.values())
+        return tuple(worker.address for worker in workers if worker.address is not None)
 
     @property
     def all_save(self) -> bool:

@@ -51,7 +51,8 @@ from .master_messages import (
     WorkerBound,
     WorkerCommand,
 )
-from .records import NOTHING, CommitRecord, PartialStep, ProbeAddress, SectionRecord, Segment
+from .peer_messages import GroupValue, LinkChallenge, LinkEnd, LinkHello, LinkMessage, LinkProof, PeerMessage
+from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
@@ -106,6 +107,7 @@ __all__ = [
     "FoundState",
     "FromWorker",
     "Greeting",
+    "GroupValue",
     "Heartbeat",
     "Hello",
     "KillWorker",
@@ -114,6 +116,11 @@ __all__ = [
     "LayersPersisted",
     "Leaving",
     "LeftShard",
+    "LinkChallenge",
+    "LinkEnd",
+    "LinkHello",
+    "LinkMessage",
+    "LinkProof",
     "Manifest",
     "MasterMessage",
     "NotStarted",
@@ -122,9 +129,9 @@ __all__ = [
     "PartUp",
     "PartialStep",
     "PeerFailed",
+    "PeerMessage",
     "PersistState",
     "PlanUpdate",
-    "ProbeAddress",
     "ProcessEnd",
     "ProfileRequest",
     "Profiled",
@@ -164,6 +171,7 @@ __all__ = [
     "TotalDown",
     "Totals",
     "Unseen",
+    "WorkerAddress",
     "WorkerBound",
     "WorkerCommand",
     "WorkerEnd",

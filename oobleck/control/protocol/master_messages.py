@@ -23,7 +23,7 @@ from .checkpoint_messages import (
     SaveState,
     StoragePaths,
 )
-from .records import NOTHING, CommitRecord, PartialStep, ProbeAddress, SectionRecord, Segment
+from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
 __all__ = [
@@ -120,7 +120,7 @@ class Fence(ForWorker):
     generation: int
     lost: tuple[str, ...]
     """Nodes lost since the newest plan."""
-    probe_addresses: tuple[ProbeAddress, ...] = ()
+    probe_addresses: tuple[WorkerAddress, ...] = ()
     """When given, it is not known why no step is committed: say what you wait for, and which of these do not answer."""
 
 
@@ -160,6 +160,8 @@ class PlanUpdate(ForWorker):
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
     """All workers', in one order: their messages are numbered by it."""
+    addresses: tuple[WorkerAddress, ...] = ()
+    """Where the workers listen with whom the receiver may have to speak."""
     assignment_version: int = 0
     """Of the records that steps take once the plan is in force: see `StepRecords`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from oobleck.planner import WorkerId
 
@@ -10,9 +10,9 @@ __all__ = [
     "NOTHING",
     "CommitRecord",
     "PartialStep",
-    "ProbeAddress",
     "SectionRecord",
     "Segment",
+    "WorkerAddress",
 ]
 
 
@@ -77,9 +77,11 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeAddress:
-    """Where a worker can be rung at: it listens there, and says nothing."""
+class WorkerAddress:
+    """Where a worker listens for its peers, for as long as its process lives."""
 
     worker_id: WorkerId
     host: str
     port: int
+    ticket: bytes = field(default=b"", repr=False)
+    """Random. Only those whom the master told it may speak there, and they believe nobody who does not know it."""

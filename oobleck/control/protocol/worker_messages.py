@@ -10,7 +10,7 @@ from oobleck.planner import WorkerId
 from .bases import FromWorker
 from .checkpoint_messages import CheckpointsFound, ReplicaDigests, RestoreFailed, StateNotSaved, StateSaved
 from .ends import Raised
-from .records import CommitRecord, ProbeAddress, SectionRecord
+from .records import CommitRecord, SectionRecord, WorkerAddress
 from .shard_messages import RecordsFailed, ScanAnswer
 
 __all__ = [
@@ -45,8 +45,8 @@ class WorkerReady(FromWorker):
     parameters: int
     """Number of the model's parameters, tied ones counted once."""
     torch_version: str
-    probe_address: ProbeAddress | None = None
-    """Where others can try whether they reach it."""
+    address: WorkerAddress | None = None
+    """Where its peers reach it."""
     saves: bool = False
     """Whether it has a place to save its state in, and to restore it from."""
     weights_digest: str = ""

@@ -6,7 +6,8 @@ from .agreements import PeerAgreements
 from .devices import choose_device, device_memory_bytes, synchronize, use_device
 from .groups import Group, GroupKey, GroupTable, Reduction, open_device
 from .inbox import Inbox
-from .reachability_probe import listen_for_probes, probe_all
+from .peer_links import PeerLinks
+from .reachability_probe import probe_all
 from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import HostCopy, Pending
 from .transfer import LayerState, exchange_layers, fill_state
@@ -20,6 +21,7 @@ __all__ = [
     "Inbox",
     "LayerState",
     "PeerAgreements",
+    "PeerLinks",
     "Pending",
     "Reduction",
     "RendezvousStore",
@@ -29,7 +31,6 @@ __all__ = [
     "device_memory_bytes",
     "exchange_layers",
     "fill_state",
-    "listen_for_probes",
     "open_device",
     "probe_all",
     "synchronize",

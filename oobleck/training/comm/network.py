@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from .reachability_probe import no_place_to_listen
+from .listening import no_place_to_listen
 
 __all__ = ["Network", "open_device"]
 

@@ -25,6 +25,9 @@ from oobleck.control.protocol import (
     Fence,
     FindCheckpoints,
     FinishStep,
+    GroupValue,
+    PartUp,
+    PeerMessage,
     PlanUpdate,
     Profiled,
     ProfileRequest,
@@ -36,21 +39,23 @@ from oobleck.control.protocol import (
     StepRecords,
     StoreKeys,
     StorePut,
+    TotalDown,
     WorkerBound,
     WorkerFailed,
     WorkerReady,
 )
-from oobleck.planner import profile_to_json
+from oobleck.planner import WorkerId, profile_to_json
 from oobleck.streams import shield_scripts
 from oobleck.training.assembly import assemble
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import (
     GroupTable,
+    PeerAgreements,
+    PeerLinks,
     RendezvousTable,
     Waiter,
     choose_device,
     device_memory_bytes,
-    listen_for_probes,
     probe_all,
     use_device,
 )
@@ -113,7 +118,8 @@ class _Worker:
         self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
         self._log = WorkerLog(__name__, setup.worker_id, lambda: self._commit_state.generation)
         self._log.info("begins as process %d", os.getpid())
-        self._doorbell = listen_for_probes(setup.worker_id, setup.address)
+        self._links = PeerLinks(setup.worker_id, setup.address, handle=self._hear, lost=self._note_lost)
+        self._agreements = PeerAgreements(setup.worker_id, self._waiter, self._links.send)
         self._computes_on = choose_device(job.device, setup.local_device)
         use_device(self._computes_on)
         if job.compile:
@@ -142,6 +148,7 @@ class _Worker:
             assembly,
             share,
             groups=GroupTable(setup.worker_id, setup.address, self._board, self._waiter, device=self._computes_on),
+            agreements=self._agreements,
             commit_state=self._commit_state,
             saving=self._saving,
             next_update=self._next_order,
@@ -162,7 +169,7 @@ class _Worker:
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
                 device_name=device_name(self._computes_on),
-                probe_address=self._doorbell,
+                address=self._links.address,
                 saves=self._saving is not None,
                 shards=self._shards,
             )
@@ -188,6 +195,8 @@ class _Worker:
                 self._link.send(self._answer(message))
             case PlanUpdate():
                 self._log.info("is given an order of generation %d", message.generation)
+                self._links.know(message.addresses)
+                self._links.keep_only([address.worker_id for address in message.addresses])
                 self._commit_state.give_update(message)
             case FinishStep():
                 self._log.info("is to stop after the step in flight")
@@ -216,6 +225,19 @@ class _Worker:
             case SetUpWorker():
                 raise AssertionError("a worker is set up once")
 
+    def _hear(self, sender: WorkerId, message: PeerMessage) -> None:
+        """Take what a peer says; runs on the thread of the links."""
+        match message:
+            case PartUp() | TotalDown():
+                self._agreements.hear(sender, message)
+            case GroupValue():
+                raise NotImplementedError(f"{sender} says {message}")
+
+    def _note_lost(self, worker_id: WorkerId) -> None:
+        """A link has ended that was wanted; runs on the thread of the links."""
+        self._log.info("has lost its link to %s", worker_id)
+        self._agreements.note_lost(worker_id)
+
     def _answer(self, fence: Fence) -> Status:
         """Raise the fence, and log what it says."""
         status = self._commit_state.answer(fence)
@@ -237,7 +259,7 @@ class _Worker:
         self._log.warning("nothing goes on; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
 
         def tell() -> None:
-            others = [bell for bell in fence.probe_addresses if bell.worker_id != self._worker_id]
+            others = [each for each in fence.probe_addresses if each.worker_id != self._worker_id]
             self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=probe_all(others)))
 
         threading.Thread(target=tell, daemon=True, name="explain").start()
