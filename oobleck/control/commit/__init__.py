@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .agreement import Agreements, Letter
 from .commit_state import CommitState, Interrupted, PeerLost
-from .commit_tree import Neighbours, commit_tree
+from .commit_tree import Neighbours, commit_tree, hops_up
 from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan
@@ -115,6 +115,7 @@ __all__ = [
     "commit_tree",
     "cut_off_nodes",
     "drive",
+    "hops_up",
     "judge",
     "microbatches_redone",
     "num_sections_of",

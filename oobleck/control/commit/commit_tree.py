@@ -26,7 +26,7 @@ from hashlib import blake2b
 
 from oobleck.planner import WorkerId
 
-__all__ = ["Neighbours", "commit_tree", "neighbours_in_tree"]
+__all__ = ["Neighbours", "commit_tree", "hops_up", "neighbours_in_tree"]
 
 _DIGIT_BITS = 2
 _HASH_BITS = 64
@@ -69,6 +69,15 @@ def commit_tree(members: Iterable[WorkerId]) -> Mapping[WorkerId, Neighbours]:
         for node, ids in devices.items()
         for worker_id in ids
     }
+
+
+def hops_up(members: Iterable[WorkerId]) -> int:
+    """Return the most hops from a worker to the root, which are half of what a commit takes; O(N log N)."""
+    tree = commit_tree(members)
+    hops, level = -1, [worker_id for worker_id, each in tree.items() if each.parent is None]
+    while level:
+        hops, level = hops + 1, [child for worker_id in level for child in tree[worker_id].children]
+    return hops
 
 
 def neighbours_in_tree(members: Iterable[WorkerId], worker_id: WorkerId) -> Neighbours:

@@ -40,10 +40,10 @@ from oobleck.control.commit.worker_effects import (
     Reduce,
     ReportFinished,
     Say,
+    SectionTotals,
     ShareLossScale,
     TakeSums,
     TakeTotals,
-    Totals,
     drive,
 )
 from oobleck.control.protocol import (
@@ -63,6 +63,7 @@ from oobleck.control.protocol import (
     Segment,
     Status,
     StepCommitted,
+    Tally,
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from oobleck.job import CheckpointSpec, JobSpec
@@ -223,7 +224,7 @@ class Driver:
             case Agree(step=step, committee=committee):
                 assert self.reduced == step
                 own = record(step, committee.generation)
-                counted = self.counted or tuple(sorted(set(range(MICROBATCHES)).difference(self._partial)))
+                counted = Tally.of(self.counted or set(range(MICROBATCHES)).difference(self._partial))
                 return Agreed(own, counted, stop=effect.stop, save=self.save)
             case Reduce(step=step):
                 self._check_work(effect)
@@ -277,7 +278,7 @@ class Driver:
                     return None
                 partial = self._partial
                 after = committed_after(self.update.plan, self.before, self.update.num_sections, number)
-                return Totals(0.25, tuple(sorted(set(after).difference(partial))))
+                return SectionTotals(0.25, Tally.of(set(after).difference(partial)))
             case AwaitSection():
                 if self.has_section_sums:
                     self.slow_totals = False
@@ -510,7 +511,7 @@ def test_a_program_that_failed_half_way_is_not_continued():
 @pytest.mark.parametrize("counted", [(0, *range(MICROBATCHES)), tuple(range(1, MICROBATCHES))])
 def test_a_microbatch_that_is_counted_twice_or_never_stops_the_worker(counted: tuple[int, ...]):
     driver = Driver(counted=counted)
-    with pytest.raises(AssertionError, match="step 1: microbatches counted"):
+    with pytest.raises(AssertionError, match=f"step 1: {len(counted)} microbatches were counted"):
         driver.follow(update(1))
     assert (driver.applied, driver.commit_state.applied) == (0, 0)
 
@@ -745,8 +746,8 @@ def test_a_section_that_sums_a_microbatch_twice_is_not_committed():
     assert isinstance(next(look), TakeSums)
     assert isinstance(look.send(True), PostTotals)
     assert isinstance(look.send(None), TakeTotals)
-    with pytest.raises(AssertionError, match="section 1 of step 1: microbatches counted"):
-        look.send(Totals(0.0, (0, 0, 1, 4, 5)))
+    with pytest.raises(AssertionError, match="section 1 of step 1: 5 microbatches were counted"):
+        look.send(SectionTotals(0.0, Tally.of((0, 0, 1, 4, 5))))
 
 
 def test_a_worker_that_missed_a_section_keeps_nothing():

@@ -18,8 +18,8 @@ def test_who_agrees_on_purpose_generation_and_members_has_the_same_group():
 
 def test_a_committee_is_all_of_a_plan_but_those_of_lost_nodes():
     layout = plan(("a", "b"), ("c", "d"))
-    assert Committee(layout, 2).key == GroupKey("reduce", 2, (A, B, C, D))
-    assert Committee(layout, 3, ("b",)).key == GroupKey("reduce", 3, (A, C, D))
+    assert Committee(layout, 2).members == (A, B, C, D)
+    assert Committee(layout, 3, ("b",)).members == (A, C, D)
 
 
 def test_layers_move_among_those_who_send_or_receive():
