@@ -90,6 +90,7 @@ class Shape:
     reductions: int = 1
     """How often gradients are reduced in a step."""
     eval_steps: int | None = None
+    scales_loss: bool = False
     schedule: ScheduleName = "1f1b"
     shards: tuple[int, ...] = ()
     """How many records each shard has; empty where the data is in no shards."""
@@ -114,6 +115,7 @@ class Shape:
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions,
             eval_steps=self.eval_steps,
+            dtype="float16" if self.scales_loss else "float32",
             schedule=self.schedule,
             data=DataSpec(
                 shards=tuple(f"shard{number}" for number in range(len(self.shards))),
@@ -209,6 +211,8 @@ class World:
         self._fabric = Fabric()
         self._letters: dict[tuple[WorkerId, WorkerId], deque[CommitMessage]] = {}
         """Between workers, by who sent them to whom."""
+        self._held: set[tuple[WorkerId, WorkerId]] = set()
+        """Whose letters are held up on their way."""
         self._pids = itertools.count(1)
         self.coordinator = Coordinator(
             self.job, shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0"
@@ -235,14 +239,15 @@ class World:
                     found.append(f"work {worker.worker_id}")
                 elif worker.wait.can_fail() and not worker.is_stuck:
                     found.append(f"fail {worker.worker_id}")
-        found += [f"carry {source}>{target}" for source, target in self._letters if self._hears(target)]
+        ways = [pair for pair in self._letters if pair not in self._held and self._hears(pair[1])]
+        found += [f"carry {source}>{target}" for source, target in ways]
         return [*found, "time"]
 
     def make(self, move: str) -> None:
         """Let a move happen, or a fault.
 
-        Faults are kill, lose, cut, crash, freeze, hang, thaw, stick, blip, join, drain, stop, master and spoil; shards
-        grow, and are complete.
+        Faults are kill, lose, cut, crash, freeze, hang, thaw, stick, blip, hold, join, drain, stop, master and spoil;
+        letters that are held up are released; shards grow, and are complete.
         """
         self.made.append(move)
         self.now_s += _MOVE_S
@@ -253,7 +258,11 @@ class World:
             case "fail" | "blip":
                 self._worker(subject).fail()
             case "carry":
-                self._deliver_letter(*subject.split(">"))
+                self._deliver_letter(_way(subject))
+            case "hold":
+                self._held.add(_way(subject))
+            case "release":
+                self._held.clear()
             case "up":
                 self._deliver_up(self.nodes[subject])
             case "down":
@@ -299,6 +308,11 @@ class World:
         """The network may fail under this worker, although nobody is gone."""
         worker = self._workers().get(worker_id)
         return worker is not None and not worker.is_stuck and worker.wait.touches_network and not worker.can_step
+
+    @property
+    def ways(self) -> list[str]:
+        """The ways on which a worker's part in a commit, or the total, goes to another."""
+        return [f"{source}>{target}" for source, target in self._letters]
 
     # --- faults ------------------------------------------------------------------------------------------------
 
@@ -353,12 +367,12 @@ class World:
         node = self.nodes[worker_id.node]
         return not node.is_frozen and not node.workers[worker_id.device].is_stuck
 
-    def _deliver_letter(self, source: str, target: str) -> None:
-        pair = _worker_id(source), _worker_id(target)
-        letters = self._letters[pair]
-        self._worker(target).hear(pair[0], letters.popleft())
+    def _deliver_letter(self, way: tuple[WorkerId, WorkerId]) -> None:
+        source, target = way
+        letters = self._letters[way]
+        self.nodes[target.node].workers[target.device].hear(source, letters.popleft())
         if not letters:
-            del self._letters[pair]
+            del self._letters[way]
 
     def _deliver_up(self, node: VirtualNode) -> None:
         said = node.up.popleft()
@@ -601,7 +615,8 @@ class World:
     def _check_claims(self, workers: dict[WorkerId, SteppedWorker]) -> None:
         """Hold workers to what they would answer."""
         newest = max((worker.commit_state.adopted for worker in workers.values()), default=0)
-        longest = max((version.step for worker in workers.values() for version in worker.layers.values()), default=0)
+        settled = [worker for worker in workers.values() if worker.is_settled]
+        longest = max((version.step for worker in settled for version in worker.layers.values()), default=0)
         for worker in workers.values():
             for layer, version in (worker.kept | worker.layers).items():
                 if worker.is_settled and version.step != worker.commit_state.applied:
@@ -687,3 +702,8 @@ class World:
 def _worker_id(name: str) -> WorkerId:
     node, _, device = name.partition(":")
     return WorkerId(node=node, device=int(device))
+
+
+def _way(name: str) -> tuple[WorkerId, WorkerId]:
+    source, _, target = name.partition(">")
+    return _worker_id(source), _worker_id(target)

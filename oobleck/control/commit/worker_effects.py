@@ -20,7 +20,9 @@ from oobleck.control.protocol import (
     RestoreFailed,
     SectionRecord,
     StepCommitted,
+    Subject,
     Tally,
+    Topic,
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 
@@ -153,6 +155,10 @@ class Agree:
     stop: bool
     """This worker wants training to end with the step."""
 
+    @property
+    def subject(self) -> Subject:
+        return Subject(Topic.STEP, self.step)
+
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
@@ -212,6 +218,10 @@ class Evaluate:
     """Where the devices that share the stage sum."""
     lane_key: GroupKey
     """What links the pipeline's stages meanwhile."""
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(Topic.EVALUATION, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +284,11 @@ class ShareLossScale:
     """None for a spare, which is not there to hear it."""
     is_current: bool
     """This worker holds the state from which training continues."""
+
+    @property
+    def subject(self) -> Subject:
+        """Once in a generation; newcomers have applied no step."""
+        return Subject(Topic.LOSS_SCALE, 0)
 
 
 @dataclass(frozen=True, slots=True)

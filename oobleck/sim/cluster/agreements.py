@@ -20,6 +20,7 @@ class VirtualAgreements:
     """One worker's part in agreements, and its waits for them."""
 
     def __init__(self, agreements: Agreements, commit_state: CommitState, fabric: Fabric, carry: Carry) -> None:
+        self._worker_id = commit_state.worker_id
         self._agreements = agreements
         self._commit_state = commit_state
         self._fabric = fabric
@@ -31,6 +32,7 @@ class VirtualAgreements:
 
     def bring(self, committee: Committee, subject: Subject, part: Totals) -> None:
         """Bring this worker's part."""
+        self._fabric.bring(committee, subject, self._worker_id)
         self._send(self._agreements.post(committee, subject, part))
 
     def is_here(self, committee: Committee, subject: Subject) -> bool:
@@ -51,6 +53,7 @@ class VirtualAgreements:
         """Take what all have brought."""
         total = self._agreements.take(committee, subject)
         assert total is not None
+        self._fabric.check_brought(committee, subject, self._worker_id)
         return total
 
     def total(self, committee: Committee, subject: Subject, part: Totals) -> Generator[Wait, None, Totals]:

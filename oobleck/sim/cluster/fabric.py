@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from oobleck.control.commit import GroupKey
+from oobleck.control.commit import Committee, GroupKey
+from oobleck.control.protocol import Subject
 from oobleck.planner import WorkerId
 
 __all__ = ["Contribution", "Fabric", "Violation", "Wait", "label"]
+
+_AGREEMENTS = 64
+"""As many are remembered, which is far more than are under way at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class Wait:
 
 
 class Fabric:
-    """Mail between the stages of pipelines and between holders of layers, and all-reduces.
+    """Mail between the stages of pipelines and between holders of layers, all-reduces, and who has agreed to what.
 
     Whatever a change concerns is notified through what it gave to `watch`.
     """
@@ -75,6 +79,8 @@ class Fabric:
         self._reductions: defaultdict[tuple[GroupKey, int], dict[WorkerId, Contribution]] = defaultdict(dict)
         self._totals: dict[GroupKey, tuple[int, tuple[int, ...]]] = {}
         """The newest (sequence, sum) of each group: all its members ask for the same."""
+        self._brought: dict[tuple[int, Subject], set[WorkerId]] = {}
+        """Who has brought a part to the latest agreements, of a generation each."""
         self._islands: dict[str, int] = {}
         """Nodes that are cut off from the others; those with the same number reach one another."""
         self._watchers: dict[WorkerId, Callable[[], None]] = {}
@@ -91,6 +97,7 @@ class Fabric:
         self._mail.clear()
         self._reductions.clear()
         self._totals.clear()
+        self._brought.clear()
 
     def separate(self, nodes: Iterable[str]) -> None:
         """From now on these nodes reach one another, and no others."""
@@ -159,6 +166,18 @@ class Fabric:
             numbers = tuple(sorted(chain.from_iterable(each.numbers for each in found.values())))
             self._totals[key] = sequence, numbers
         return self._totals[key][1]
+
+    def bring(self, committee: Committee, subject: Subject, worker_id: WorkerId) -> None:
+        """Note that a worker brings its part to an agreement: the messages are its own concern."""
+        self._brought.setdefault((committee.generation, subject), set()).add(worker_id)
+        if len(self._brought) > _AGREEMENTS:
+            del self._brought[next(iter(self._brought))]
+
+    def check_brought(self, committee: Committee, subject: Subject, worker_id: WorkerId) -> None:
+        """Hold a worker that takes a total to what that means. Raises Violation where somebody's part is not in it."""
+        brought = self._brought[committee.generation, subject]
+        if missing := sorted(set(committee.members) - brought):
+            raise Violation(f"{worker_id} agrees on {subject} in generation {committee.generation} without {missing}")
 
     def _note(self, key: GroupKey, concerned: Iterable[WorkerId]) -> None:
         self.newest = max(self.newest, key.generation)

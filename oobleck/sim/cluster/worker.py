@@ -72,9 +72,7 @@ from oobleck.control.protocol import (
     ScanRequest,
     StepRecords,
     StoreKeys,
-    Subject,
     Tally,
-    Topic,
     Totals,
     WorkerBound,
     WorkerMessage,
@@ -271,7 +269,10 @@ class VirtualWorker:
                 if isinstance(message, PeerFailed | RecordsFailed):
                     yield from pause("report")
                 self._say(message)
-            case Save() | SaveEnd() | PrepareToSave() | CompareReplicas() | ShareLossScale():
+            case ShareLossScale(committee=committee):
+                if committee is not None and self._job.dtype == "float16":
+                    yield from self._agreements.total(committee, effect.subject, Totals(()))
+            case Save() | SaveEnd() | PrepareToSave() | CompareReplicas():
                 pass  # nothing is saved on virtual nodes, and layers have no numbers
             case ReportResumed(generation=generation):
                 self._report_resumed(generation)
@@ -362,7 +363,7 @@ class VirtualWorker:
         yield from pause("about to commit")
         committee, step = effect.committee, effect.step
         part = Totals((float(effect.stop),), Tally.of(self._work.microbatches if self._tells else ()))
-        total = yield from self._agreements.total(committee, Subject(Topic.STEP, step), part)
+        total = yield from self._agreements.total(committee, effect.subject, part)
         yield from pause("agreed to commit")
         record = self._record(step, committee.generation)
         return Agreed(record, total.counted, stop=total.numbers[0] > 0, save=False)
@@ -399,8 +400,7 @@ class VirtualWorker:
         """All sum their losses, which takes no time here."""
         if any(version.partial for version in self.layers.values()):
             raise Violation(f"{self.worker_id} evaluates in the middle of step {effect.step + 1}")
-        subject = Subject(Topic.EVALUATION, effect.step)
-        yield from self._agreements.total(effect.committee, subject, Totals(()))
+        yield from self._agreements.total(effect.committee, effect.subject, Totals(()))
         self._step_ended_s = self._clock()
         return Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 

@@ -63,7 +63,6 @@ from oobleck.control.protocol import (
     Resumed,
     Subject,
     Tally,
-    Topic,
     Totals,
     WorkerReport,
 )
@@ -232,8 +231,7 @@ class Engine:
             case Exchange():
                 self._exchange(effect)
             case ShareLossScale(committee=committee, is_current=is_current):
-                subject = Subject(Topic.LOSS_SCALE, self._commit_state.applied)
-                sum_up = None if committee is None else partial(self._sum_over, committee, subject)
+                sum_up = None if committee is None else partial(self._sum_over, committee, effect.subject)
                 self._layer_store.agree_on_loss_scale(sum_up, is_current=is_current)
             case Adopt():
                 self._adopt(effect)
@@ -294,8 +292,8 @@ class Engine:
         """Add numbers up over all who commit together. Raises Interrupted or PeerLost."""
         return self._total(committee, subject, Totals(numbers)).numbers
 
-    def _sum_loss(self, committee: Committee, step: int, loss: float) -> float:
-        (total,) = self._sum_over(committee, Subject(Topic.EVALUATION, step), (loss,))
+    def _sum_loss(self, committee: Committee, subject: Subject, loss: float) -> float:
+        (total,) = self._sum_over(committee, subject, (loss,))
         return total
 
     def _total(self, committee: Committee, subject: Subject, part: Totals) -> Totals:
@@ -310,7 +308,7 @@ class Engine:
         squared_norm = self._reducers.squared_norm(effect.committee, self._step.reduced)
         saves = self._saving is not None and self._saving.is_wanted(effect.step)
         part = Totals((work.loss, squared_norm, float(effect.stop), float(saves)), Tally.of(work.counted))
-        total = self._total(effect.committee, Subject(Topic.STEP, effect.step), part)
+        total = self._total(effect.committee, effect.subject, part)
         loss, squared_norm, stops, saving = total.numbers
         grad_norm = squared_norm**0.5
         record = CommitRecord(
@@ -366,7 +364,7 @@ class Engine:
                 effect.step,
                 replace(pipeline_rank, group=self._groups.find(effect.lane_key)),
                 share=(located[0], len(committee.plan.pipelines)),
-                sum_up=partial(self._sum_loss, committee, effect.step),
+                sum_up=partial(self._sum_loss, committee, effect.subject),
             )
         self._step_timer.begin_step()
         return outcome
