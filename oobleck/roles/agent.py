@@ -35,8 +35,6 @@ from oobleck.control.protocol import (
     StateSaved,
     StopAgent,
     StoragePaths,
-    StoreKeys,
-    StorePut,
     WorkerBound,
     WorkerExited,
     WorkerFailed,
@@ -284,9 +282,6 @@ class Agent:
                 self._tell(device, message)
             case ForWorker():
                 self._tell(message.device, message)
-            case StoreKeys():
-                for device in sorted(self._workers):
-                    self._tell(device, message)
             case StopAgent(reason=reason):
                 self._stop_reason = reason
             case _:
@@ -382,10 +377,6 @@ class Agent:
             match message:
                 case WorkerFailed(end=error):
                     worker.error = error
-                case StorePut(key=key, value=value):
-                    for other in sorted(self._workers.keys() - {device}):
-                        self._tell(other, StoreKeys(keys=((key, value),)))
-                    self._resend_queue.add(message)
                 case Pace():
                     self._resend_queue.add_in_passing(message)
                 case StateSaved():

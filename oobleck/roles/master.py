@@ -15,13 +15,11 @@ from oobleck.control.events import (
     Disconnect,
     End,
     Event,
-    KeyGathering,
     KillRequested,
     LookUpProfile,
     MessageReceived,
     NodeFailed,
     NodeUp,
-    PassOn,
     ProfileFound,
     Record,
     Send,
@@ -88,8 +86,6 @@ class Master:
         self._observers: list[Callable[[JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
         self._outcome: End | None = None
-        self._keys = KeyGathering()
-        """Its times are trio's."""
 
     @property
     def now_s(self) -> float:
@@ -137,8 +133,7 @@ class Master:
         return self._outcome
 
     async def _next_commands(self) -> list[Command]:
-        at = self._clock.deadline(self._coordinator.next_deadline())
-        with trio.move_on_at(min(at, self._keys.due_s)):
+        with trio.move_on_at(self._clock.deadline(self._coordinator.next_deadline())):
             commands = self._feed(await self._inbox.receive())
             with suppress(trio.WouldBlock):  # heartbeats of many nodes come together: one wake-up serves them all
                 for _ in range(_EVENTS_AT_ONCE):
@@ -153,9 +148,6 @@ class Master:
         return self._coordinator.handle(self.now_s, event)
 
     def _carry_out(self, commands: list[Command], nursery: trio.Nursery) -> None:
-        keys = [command for command in commands if isinstance(command, PassOn)]
-        for send in self._keys.take_in(trio.current_time(), keys):
-            self._post(send)
         for command in commands:
             match command:
                 case Send():
@@ -163,8 +155,6 @@ class Master:
                 case SendAll():
                     for send in command.each():
                         self._post(send)
-                case PassOn():
-                    pass  # it goes with others
                 case Record(entry=entry):
                     self._journal.append(entry)
                     for observer in self._observers:

@@ -27,14 +27,12 @@ from oobleck.control.events.inputs import (
     MessageReceived,
     NodeFailed,
     NodeUp,
-    PassOn,
     ProfileFound,
     Record,
     Send,
     SendAll,
     StopRequested,
 )
-from oobleck.control.events.key_gathering import bundle_keys
 from oobleck.control.journal import ConnectionLost, JobEnded, JournalEntry, PlanAdopted, StepDone, Unreachable
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -52,8 +50,6 @@ from oobleck.control.protocol import (
     RecordRun,
     StartWorker,
     StopAgent,
-    StoreKeys,
-    StorePut,
     WorkerExited,
     WorkerReady,
     WorkerStarted,
@@ -394,9 +390,6 @@ class World:
             case KillWorker(device=device):
                 if device in node.workers:
                     self._crash(WorkerId(node=node.spec.name, device=device))
-            case StoreKeys():
-                for worker in node.workers.values():
-                    worker.take(message)
             case _:
                 if message.device in node.workers:
                     node.workers[message.device].take(message)
@@ -425,9 +418,6 @@ class World:
                     self._deliver(command)
                 case SendAll():
                     for send in command.each():
-                        self._deliver(send)
-                case PassOn():
-                    for send in bundle_keys([command]):
                         self._deliver(send)
                 case Connect(node=spec, attach=True):
                     self._attach(self.nodes[spec.name])
@@ -510,15 +500,12 @@ class World:
             parameters=1,
             torch_version="2.9",
             shards=self.job.data.shards,
+            address=node.workers[device].address,
         )
         self._say(worker_id, ready)
 
     def _say(self, worker_id: WorkerId, message: AgentMessage) -> None:
         node = self.nodes[worker_id.node]
-        if isinstance(message, StorePut):
-            for device, worker in node.workers.items():
-                if device != worker_id.device:
-                    worker.take(StoreKeys(keys=((message.key, message.value),)))
         if not (node.is_cut or node.is_dropped):
             node.up.append(message)
 

@@ -16,8 +16,6 @@ from oobleck.control.protocol import (
     MasterMessage,
     PeerFailed,
     SetUpWorker,
-    StoreKeys,
-    StorePut,
     WorkerBound,
     WorkerCommand,
     WorkerFailed,
@@ -33,8 +31,8 @@ def subclasses(base: type) -> set[type]:
     return {cls for cls in base.__subclasses__() if "__slots__" in vars(cls)}
 
 
-def test_whatever_a_worker_says_has_its_device_but_keys_which_are_for_all():
-    assert {cls for cls in get_args(WorkerReport) if not issubclass(cls, FromWorker)} == {StorePut}
+def test_whatever_a_worker_says_has_its_device():
+    assert all(issubclass(cls, FromWorker) for cls in get_args(WorkerReport))
     assert set(get_args(WorkerMessage)) - set(get_args(WorkerReport)) == {WorkerFailed}
 
 
@@ -46,7 +44,7 @@ def test_every_message_of_a_worker_reaches_the_master():
 def test_every_message_for_a_worker_is_relayed_to_it():
     assert subclasses(ForWorker) == set(get_args(WorkerCommand))
     assert set(get_args(WorkerCommand)) <= set(get_args(MasterMessage))
-    assert set(get_args(WorkerBound)) - set(get_args(WorkerCommand)) == {SetUpWorker, StoreKeys}
+    assert set(get_args(WorkerBound)) - set(get_args(WorkerCommand)) == {SetUpWorker}
 
 
 def member() -> Member:

@@ -29,8 +29,6 @@ from oobleck.control.protocol import (
     Status,
     StepCommitted,
     StopAgent,
-    StoreKeys,
-    StorePut,
     WorkerExited,
     WorkerFailed,
     WorkerStarted,
@@ -227,23 +225,6 @@ async def test_what_workers_say_reaches_the_master(autojump_clock: MockClock):
         worker.say(committed, status())
         assert await hear(link, StepCommitted) == committed
         assert await hear(link, Status) == status()
-
-
-async def test_rendezvous_keys_reach_the_other_workers_of_the_node_without_the_master(autojump_clock: MockClock):
-    async with running() as desk:
-        link = await desk.connect(devices=(0, 1))
-        await link.master.send([StartWorker(device=0), StartWorker(device=1)])
-        first, second = await desk.host.worker(0), await desk.host.worker(1)
-        for _ in range(2):
-            await hear(link, WorkerStarted)
-        put = StorePut(key="k", value=b"v", nodes=("n0", "n1"))
-        first.say(put)
-        assert await second.hears(StoreKeys) == StoreKeys(keys=(("k", b"v"),))
-        assert await hear(link, StorePut) == put
-        assert first.told == []
-        theirs = StoreKeys(keys=(("their", b"v"), ("too", b"w")))
-        await link.master.send([theirs])
-        assert await first.hears(StoreKeys) == theirs
 
 
 async def test_the_end_of_a_worker_is_told_with_its_last_words(autojump_clock: MockClock):

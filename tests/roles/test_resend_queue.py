@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from oobleck.control.protocol import Finished, Heartbeat, Pace, StorePut
+from oobleck.control.protocol import Finished, Heartbeat, Pace
 from oobleck.roles.resend_queue import ResendQueue
 
 
@@ -69,15 +69,6 @@ async def test_the_oldest_words_are_dropped_when_a_master_is_away_for_long():
     for number in range(5):
         resend_queue.add(word(number))
     assert resend_queue.take() == [word(2), word(3), word(4)]
-
-
-async def test_keys_of_a_rendezvous_are_repeated_too():
-    resend_queue = ResendQueue(limit=3)
-    put = StorePut(key="k", value=b"v", nodes=("n1",))
-    resend_queue.add(put)
-    resend_queue.take()
-    resend_queue.repeat_unheard()
-    assert resend_queue.take() == [put]
 
 
 PACE = Pace(device=0, compute_s=0.5, microbatches=4)

@@ -1,7 +1,7 @@
 """A member of groups in a process of its own, which forms them on request and can be frozen from outside.
 
-It speaks JSON lines: rendezvous keys both ways, `form` and `let_go` with a generation, and `count`, which
-it answers with what it has open.
+It speaks JSON lines: where it listens, and where others do (`know`), `form` and `let_go` with a generation, and
+`count`, which it answers with what it has open.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 import sys
 import threading
 
+from oobleck.control.protocol import WorkerAddress
 from oobleck.planner import WorkerId
-from oobleck.training.comm.groups import GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import RendezvousTable
-from oobleck.training.comm.waiter import Waiter
+from oobleck.training.comm.groups import GroupKey
+from tests.training.table import LinkedTable
 
 A, B, C = (WorkerId(node=node, device=0) for node in "abc")
 
@@ -30,22 +30,24 @@ def say(**words: object) -> None:
 
 
 def main() -> None:
-    board = RendezvousTable(lambda key, value, _nodes: say(key=key, value=value.hex()))
-    table = GroupTable(C, "127.0.0.1", board, Waiter())
+    table = LinkedTable(C)
 
     def form(generation: int) -> None:
-        table.form(keys_of(generation).values(), lambda: False)
+        table.groups.form(keys_of(generation).values(), lambda: False, generation=generation)
         say(formed=generation)
 
-    say(ready=True)
+    address = table.links.address
+    say(host=address.host, port=address.port, ticket=address.ticket.hex())
     for line in sys.stdin:
         match json.loads(line):
-            case {"key": str(key), "value": str(value)}:
-                board.put(key, bytes.fromhex(value))
+            case {"know": [str(node), int(device), str(host), int(port), str(ticket)]}:
+                worker_id = WorkerId(node=node, device=device)
+                known = WorkerAddress(worker_id=worker_id, host=host, port=port, ticket=bytes.fromhex(ticket))
+                table.links.know([known])
             case {"form": int(generation)}:
                 threading.Thread(target=form, args=(generation,)).start()
             case {"let_go": int(generation)}:
-                table.keep_only([], generation=generation + 1)
+                table.groups.keep_only([], generation=generation + 1)
             case {"count": _}:
                 say(descriptors=len(os.listdir("/proc/self/fd")), threads=len(os.listdir("/proc/self/task")))
 

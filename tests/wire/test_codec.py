@@ -20,18 +20,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.journal import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
+from oobleck.control.node_check import PairValue
 from oobleck.control.protocol import (
     AgentMessage,
     CommitRecord,
     Configure,
     ErrorKind,
+    GroupValue,
     Heartbeat,
+    LinkMessage,
     MasterMessage,
     PlanUpdate,
     Raised,
     Segment,
     Status,
-    StorePut,
     WorkerBound,
     WorkerExited,
     WorkerFailed,
@@ -53,7 +55,7 @@ from oobleck.wire import (
 from tests.examples import examples
 from tests.wire.strategies import values_of
 
-UNIONS = (AgentMessage, MasterMessage, WorkerMessage, WorkerBound)
+UNIONS = (AgentMessage, MasterMessage, WorkerMessage, WorkerBound, LinkMessage)
 MESSAGES = tuple(dict.fromkeys(cls for union in UNIONS for cls in get_args(union)))
 ENTRIES = get_args(JournalEntry)
 
@@ -156,7 +158,7 @@ def test_every_journal_entry_survives_its_line(cls, data):
     assert decode_json((cls,), line.decode()) == entry
 
 
-@pytest.mark.parametrize("cls", [JobSpec, NodeSpec, ExecutionPlan, StorePut])
+@pytest.mark.parametrize("cls", [JobSpec, NodeSpec, ExecutionPlan, GroupValue])
 @examples(30)
 @given(data=st.data())
 def test_values_survive_builtins_that_json_can_carry(cls, data):
@@ -328,7 +330,9 @@ RAW = st.recursive(
 
 
 @examples(300)
-@given(message=st.sampled_from([ORDER, CONFIGURE, STATUS, StorePut(key="k", value=b"v", nodes=("a",))]), data=st.data())
+@given(
+    message=st.sampled_from([ORDER, CONFIGURE, STATUS, GroupValue(generation=1, key="k", value=b"v")]), data=st.data()
+)
 def test_a_changed_message_is_rejected_or_read_as_it_says(message, data):
     raw = raw_of(message)
     paths = [path for path, _ in parts_of(raw) if path]
@@ -393,7 +397,6 @@ def test_damaged_frames_raise_nothing_but_peer_errors(message, position, removed
             msgpack.packb({"@type": "Heartbeat", "sequence": 1} | dict.fromkeys("abcdefgh", 0)),
             "there is no field 'e' and 3 more in Heartbeat$",
         ),
-        (msgpack.packb({"@type": "StorePut", "key": "k", "value": b"", "nodes": ["a", 5]}), r"^StorePut\.nodes\[1\]: "),
     ],
 )
 def test_errors_name_what_is_wrong(body, problem):
@@ -402,6 +405,8 @@ def test_errors_name_what_is_wrong(body, problem):
 
 
 def test_errors_name_the_place_within():
+    with pytest.raises(PeerError, match=r"^PairValue\.nodes\[1\]: "):
+        FrameDecoder(PairValue).feed(frame_of({"@type": "PairValue", "key": "k", "value": b"", "nodes": ["a", 5]}))
     raw = raw_of(ORDER)
     raw["plan"]["pipelines"][0]["template"]["stages"][0]["first_layer"] = 4
     with pytest.raises(
@@ -422,11 +427,11 @@ def test_values_that_a_class_refuses_are_the_peers_fault():
 
 
 def test_a_frame_of_the_greatest_length_is_accepted_and_one_byte_more_is_not():
-    message = StorePut(key="k", value=b"x" * 100, nodes=())
+    message = GroupValue(generation=1, key="k", value=b"x" * 100)
     length = len(encode_frame(message)) - 4
-    assert FrameDecoder(AgentMessage, max_frame_bytes=length).feed(encode_frame(message)) == [message]
+    assert FrameDecoder(GroupValue, max_frame_bytes=length).feed(encode_frame(message)) == [message]
     with pytest.raises(PeerError, match=f"a frame of {length} bytes; at most {length - 1} are accepted"):
-        FrameDecoder(AgentMessage, max_frame_bytes=length - 1).feed(encode_frame(message)[:4])
+        FrameDecoder(GroupValue, max_frame_bytes=length - 1).feed(encode_frame(message)[:4])
 
 
 def test_the_default_limit_rejects_a_frame_before_its_body_arrives():
@@ -519,11 +524,11 @@ def test_damaged_lines_raise_nothing_but_peer_errors(cls, data):
 
 @pytest.mark.parametrize("written", ["AAA", "?", "ü", 5, None, ["AA=="]])
 def test_bytes_within_builtins_must_be_base64(written):
-    raw = to_builtins(StorePut(key="k", value=b"\x00", nodes=()))
+    raw = to_builtins(GroupValue(generation=1, key="k", value=b"\x00"))
     assert isinstance(raw, dict)
-    assert from_builtins(StorePut, raw | {"value": {"@bytes": "AA=="}}).value == b"\x00"
+    assert from_builtins(GroupValue, raw | {"value": {"@bytes": "AA=="}}).value == b"\x00"
     with pytest.raises(PeerError, match=r"^value: expected ba?(se64|ytes)"):
-        from_builtins(StorePut, raw | {"value": {"@bytes": written}})
+        from_builtins(GroupValue, raw | {"value": {"@bytes": written}})
 
 
 def test_builtins_of_a_union_carry_their_name():

@@ -3,8 +3,8 @@
     python tools/bench/control_agents.py --nodes 256 --directory DIR --profile FILE --tag bench
 
 Each node is an `oobleck.roles.agent.Agent` that listens at `DIR/<node>.sock`, as an agent's process does. Its worker
-is the simulator's: it answers fences, forms groups through the master, commits steps with all others and tells its
-pace; only that it sleeps, in real time, in place of computing. What it puts up for its peers is as long as Gloo's.
+is the simulator's: it answers fences, forms groups with its peers, commits steps with all others and tells its pace;
+only that it sleeps, in real time, in place of computing.
 
 A line on the input is a command: `counts` is answered with what went to and fro, `lose NODE` takes a node's power away.
 """
@@ -21,7 +21,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -38,21 +37,14 @@ from oobleck.control.protocol import (
     AgentMessage,
     Hello,
     MasterMessage,
-    ProcessEnd,
-    SetUpWorker,
-    StorePut,
-    WorkerBound,
-    WorkerMessage,
 )
 from oobleck.planner import profile_from_json
 from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import MasterConnection
-from oobleck.sim.cluster import Delays, Gate, Tempo, VirtualTime, VirtualWorkerHost, WorkerProcess, World
+from oobleck.sim.cluster import Delays, Gate, Tempo, VirtualTime, VirtualWorkerHost, World
 from oobleck.wire import FrameDecoder
 
-_GLOO_BYTES, _GLOO_BYTES_EACH = 154, 8
-"""What a rank of torch 2.13's Gloo puts up for its peers: so much, and so much for each rank of its group."""
 _DELAYS = Delays(warm_up_s=0.5, set_up_worker_s=0.2, profile_s=0.2)
 """Of the start: what workers do by themselves costs the master nothing."""
 _MEMORY_BYTES = 1 << 40
@@ -102,39 +94,6 @@ class _CountingChannel(MessageChannel[AgentMessage, MasterMessage]):
         return message
 
 
-class _Worker:
-    """A virtual worker whose rendezvous keys are as long as Gloo's; implements `roles.ports.WorkerHandle`."""
-
-    def __init__(self, process: WorkerProcess) -> None:
-        self._process = process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def send(self, messages: Sequence[WorkerBound]) -> None:
-        await self._process.send(messages)
-
-    async def receive(self) -> WorkerMessage:
-        message = await self._process.receive()
-        if isinstance(message, StorePut):
-            return replace(message, value=bytes(_GLOO_BYTES + _GLOO_BYTES_EACH * len(message.nodes)))
-        return message
-
-    async def wait(self) -> ProcessEnd:
-        return await self._process.wait()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-class _Host(VirtualWorkerHost):
-    """Starts such workers."""
-
-    async def start(self, setup: SetUpWorker) -> _Worker:  # type: ignore[override]  # it does all that one does
-        return _Worker(await super().start(setup))
-
-
 class _Node:
     """One node: its socket, its agent, and its worker."""
 
@@ -145,7 +104,7 @@ class _Node:
         self._pids = pids
         self._counts = counts
         self._scope = trio.CancelScope()
-        self._host: _Host | None = None
+        self._host: VirtualWorkerHost | None = None
         self._pid = pids()
 
     async def run(self, tag: str) -> None:
@@ -157,7 +116,7 @@ class _Node:
             warm_s = time.monotonic() + self._world.delays.warm_up_s
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    self._host = _Host(
+                    self._host = VirtualWorkerHost(
                         self._world,
                         Gate(),
                         nursery,

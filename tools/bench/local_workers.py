@@ -1,7 +1,7 @@
 """Real worker processes without a cluster around them: this process plays their agents and their master.
 
-What a worker is told and tells is the same as in a run of `oobleck up`; the groups' keys go through its socket in the
-same way. Left out are SSH, the agents and the coordinator, none of which has a part in an undisturbed step.
+What a worker is told and tells is the same as in a run of `oobleck up`; its groups are formed in the same way.
+Left out are SSH, the agents and the coordinator, none of which has a part in an undisturbed step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from oobleck.control.protocol import (
     ProfileRequest,
     SetUpWorker,
     StepCommitted,
-    StoreKeys,
-    StorePut,
+    WorkerAddress,
     WorkerBound,
     WorkerFailed,
     WorkerMessage,
@@ -89,9 +88,12 @@ class LocalWorkers:
                 device_memory_bytes=job.device_memory_bytes or 4 << 30,
             )
             self._tell(worker_id, setup)
-        ready: set[WorkerId] = set()
-        while ready != set(worker_ids):
-            ready.update(worker_id for worker_id, message in self._hear() if isinstance(message, WorkerReady))
+        self._addresses: dict[WorkerId, WorkerAddress] = {}
+        while self._addresses.keys() != set(worker_ids):
+            for worker_id, message in self._hear():
+                if isinstance(message, WorkerReady):
+                    assert message.address is not None
+                    self._addresses[worker_id] = message.address
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -125,6 +127,7 @@ class LocalWorkers:
                 boundary=0,
                 num_sections=num_sections,
                 initial=True,
+                addresses=tuple(self._addresses.values()),
             )
             self._tell(worker_id, update)
         records: dict[int, CommitRecord] = {}
@@ -141,7 +144,7 @@ class LocalWorkers:
         return Trained(records=tuple(record for _, record in sorted(records.items())), finished=finished)
 
     def _hear(self) -> list[tuple[WorkerId, WorkerMessage]]:
-        """Wait for words of any worker; those for other workers are passed on."""
+        """Wait for words of any worker."""
         heard: list[tuple[WorkerId, WorkerMessage]] = []
         events = self._selector.select(_TIMEOUT_S)
         if not events:
@@ -154,10 +157,6 @@ class LocalWorkers:
             for message in decoder.feed(data):
                 if isinstance(message, WorkerFailed):
                     raise RuntimeError(message.end.traceback)  # noqa: TRY004
-                if isinstance(message, StorePut):
-                    for other in self._worker_ids:
-                        if other != worker_id and other.node in message.nodes:
-                            self._tell(other, StoreKeys(keys=((message.key, message.value),)))
                 heard.append((worker_id, message))
         return heard
 

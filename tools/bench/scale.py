@@ -71,7 +71,6 @@ _CONTROL: Columns = {
     "all, MB": lambda row: row["updates"]["bytes"] / _MEGA,
     "encode, cpu s": lambda row: row["updates"]["encode_s"] + row["fences"]["encode_s"],
     "answers, cpu s": lambda row: row["answers_decode_s"],
-    "keys, MB": lambda row: row["rendezvous_bytes"] / _MEGA,
     "journal, KB": lambda row: row["journal_bytes"] / _KILO,
     "master, cpu s": lambda row: row["master_s"],
 }

@@ -47,6 +47,7 @@ from oobleck.control.protocol import (
     StateSaved,
     Status,
     StepCommitted,
+    WorkerAddress,
     WorkerReady,
 )
 from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec
@@ -68,8 +69,6 @@ _STAGES = 8
 _MICROBATCHES_EACH = 8
 _APART_S = 1e-4
 """Between two nodes of a rack, as the master hears of them."""
-_KEY_BYTES, _KEY_BYTES_EACH = 154, 8
-"""What a rank of torch 2.13's Gloo puts up for its peers: so much, and so much for each rank of its group."""
 _PROFILE = estimate_profile(model_shape("gpt2-medium"), device_sheet("A40"), microbatch_size=2, sequence_length=1024)
 _STEP = 1
 
@@ -107,8 +106,6 @@ class Loss:
     """What it costs one worker to read its plan update."""
     journal_bytes: int
     """The journal's line about the plan."""
-    rendezvous_bytes: int
-    """Keys that the new groups have the master pass on."""
     memory_mib: float
 
     @property
@@ -118,7 +115,7 @@ class Loss:
 
     @property
     def sent_bytes(self) -> int:
-        return self.fences.bytes + self.updates.bytes + self.rendezvous_bytes
+        return self.fences.bytes + self.updates.bytes
 
 
 class ControlPlane:
@@ -200,7 +197,7 @@ class ControlPlane:
         self._coordinator.start(self.now_s)
         for spec in self._specs:
             self.handle(NodeUp(node=spec.name, address="10.0.0.1", hello=_hello(spec.name)))
-        commands = self.hear((node, _ready()) for node in self.nodes)
+        commands = self.hear((node, _ready(node)) for node in self.nodes)
         self.hear(
             (command.node, _nothing_found(command.message))
             for command in commands
@@ -253,7 +250,6 @@ def measure_loss(plane: ControlPlane, num_lost: int) -> Loss:
         updates=_sent(updates),
         update_decode_s=_timed(lambda: FrameDecoder[MasterMessage](MasterMessage).feed(frame))[0],
         journal_bytes=len(encode_json(entry)),
-        rendezvous_bytes=_rendezvous_bytes(plane.update),
         memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
 
@@ -296,7 +292,7 @@ def _hello(node: str) -> Hello:
     )
 
 
-def _ready() -> WorkerReady:
+def _ready(node: str) -> WorkerReady:
     return WorkerReady(
         device=0,
         pid=100,
@@ -306,6 +302,9 @@ def _ready() -> WorkerReady:
         parameters=1,
         torch_version="2",
         saves=True,
+        address=WorkerAddress(
+            worker_id=WorkerId(node=node, device=0), host="10.200.100.100", port=40_000, ticket=bytes(range(16))
+        ),
     )
 
 
@@ -367,22 +366,6 @@ def _sent(commands: Sequence[Send] | Sequence[SendAll]) -> Sent:
         largest_bytes=max(sizes, default=0),
         encode_s=encode_s * share,
     )
-
-
-def _rendezvous_bytes(update: PlanUpdate) -> int:
-    """What the groups of a plan update put up: each member a key, which is passed on to all others.
-
-    The groups are those of all owners of a layer, that of all workers, and those of pipelines that changed.
-    """
-    plan = update.plan
-    groups = {plan.worker_ids, *(plan.owners_of(layer) for layer in range(plan.num_layers))}
-    changed = [
-        pipeline.worker_ids
-        for pipeline, generation in zip(plan.pipelines, update.pipeline_generations, strict=True)
-        if generation == update.generation
-    ]
-    sizes = [len(members) for members in (*groups, *changed)]
-    return sum(size * (size - 1) * (_KEY_BYTES + _KEY_BYTES_EACH * size) for size in sizes)
 
 
 def _timed(function: Callable[[], T]) -> tuple[float, T]:

@@ -11,7 +11,6 @@ from oobleck.control.commit import HANG_FLOOR_S
 from oobleck.control.events import (
     BatchReceived,
     EndRun,
-    PassOn,
     Send,
     notice,
 )
@@ -57,7 +56,6 @@ from oobleck.control.protocol import (
     StateSaved,
     Status,
     StepCommitted,
-    StorePut,
     WorkerExited,
     WorkerReady,
     WorkerStarted,
@@ -141,8 +139,6 @@ class Reports:
             case Heartbeat(sequence=sequence):
                 if sequence is not None:
                     self._do((Send(node=node, message=message),), now_s)
-            case StorePut():
-                self._pass_on(node, message, now_s)
             case StepCommitted(record=record):
                 self._step_committed(record, now_s)
             case Evaluating() | EvaluationDone():
@@ -203,12 +199,6 @@ class Reports:
                 all_bytes=message.all_bytes,
             )
             self._routing.record(entry)
-
-    def _pass_on(self, origin: str, message: StorePut, now_s: float) -> None:
-        ready = self._parts.members.ready_names
-        nodes = tuple(node for node in message.nodes if node != origin and node in ready)
-        if nodes:
-            self._do((PassOn(nodes=nodes, key=message.key, value=message.value),), now_s)
 
     # --- workers become ready, and training begins -------------------------------------------------------------
 

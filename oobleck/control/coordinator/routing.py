@@ -18,7 +18,6 @@ from oobleck.control.events import (
     EndRun,
     ExpectSteps,
     LookUpProfile,
-    PassOn,
     Record,
     Repair,
     Send,
@@ -107,7 +106,7 @@ class Routing:
     def _carry_out(self, effect: Effect, now_s: float) -> None:
         parts = self._parts
         match effect:
-            case Record() | Send() | SendAll() | PassOn() | Connect() | Disconnect() | End():
+            case Record() | Send() | SendAll() | Connect() | Disconnect() | End():
                 self._commands.append(effect)
             case LookUpProfile() | StoreProfile():
                 self._commands.append(effect)

@@ -18,7 +18,6 @@ from .inputs import (
     NodeFailed,
     NodeLeftOut,
     NodeUp,
-    PassOn,
     ProfileFound,
     Record,
     Remark,
@@ -27,7 +26,6 @@ from .inputs import (
     StopRequested,
     StoreProfile,
 )
-from .key_gathering import KeyGathering
 
 __all__ = [
     "AddRequested",
@@ -41,14 +39,12 @@ __all__ = [
     "EndRun",
     "Event",
     "ExpectSteps",
-    "KeyGathering",
     "KillRequested",
     "LookUpProfile",
     "MessageReceived",
     "NodeFailed",
     "NodeLeftOut",
     "NodeUp",
-    "PassOn",
     "ProfileFound",
     "Record",
     "Remark",

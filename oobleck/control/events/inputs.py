@@ -178,15 +178,6 @@ class SendAll:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassOn:
-    """Send a rendezvous key to nodes, with others of the moment: see `bundle_keys`."""
-
-    nodes: tuple[str, ...]
-    key: str
-    value: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnect:
     """Have nothing more to do with a node: end whatever of ours still runs there."""
 
@@ -223,4 +214,4 @@ class End:
     reason: str
 
 
-Command = Connect | Send | SendAll | PassOn | Disconnect | Record | LookUpProfile | StoreProfile | End
+Command = Connect | Send | SendAll | Disconnect | Record | LookUpProfile | StoreProfile | End

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from .messages import MeasureAlone, MeasurePair, NodeFacts, PairDone, ProbeAnswer, ProbeFailed, ProbeRequest, SoloDone
+from .messages import (
+    MeasureAlone,
+    MeasurePair,
+    NodeFacts,
+    PairDone,
+    PairValue,
+    ProbeAnswer,
+    ProbeFailed,
+    ProbeRequest,
+    SoloDone,
+)
 from .report import CheckedNode, CheckReport, misfit, warnings_about
 from .rounds import CheckRound, Health, NodeCheck, NodeVerdict, PairResult, SoloResult
 
@@ -18,6 +28,7 @@ __all__ = [
     "NodeVerdict",
     "PairDone",
     "PairResult",
+    "PairValue",
     "ProbeAnswer",
     "ProbeFailed",
     "ProbeRequest",

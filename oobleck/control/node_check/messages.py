@@ -1,6 +1,6 @@
 """What a node check and its probes, one on each node, say to each other: frozen values, like the run's own messages.
 
-Rendezvous keys go through the checker (`StorePut`), so that no port is open for them.
+What the two of a pair exchange to connect goes through the checker (`PairValue`), which is all that both reach yet.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from oobleck.control.protocol import StorePut
-
 __all__ = [
     "MeasureAlone",
     "MeasurePair",
     "NodeFacts",
     "PairDone",
+    "PairValue",
     "ProbeAnswer",
     "ProbeFailed",
     "ProbeRequest",
@@ -39,7 +38,16 @@ class MeasurePair:
     timeout_s: float
 
 
-ProbeRequest = MeasureAlone | MeasurePair | StorePut
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairValue:
+    """What a node has others of its pair know; the checker passes it on."""
+
+    key: str
+    value: bytes
+    nodes: tuple[str, ...]
+
+
+ProbeRequest = MeasureAlone | MeasurePair | PairValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,4 +91,4 @@ class ProbeFailed:
     reason: str
 
 
-ProbeAnswer = NodeFacts | SoloDone | PairDone | ProbeFailed | StorePut
+ProbeAnswer = NodeFacts | SoloDone | PairDone | ProbeFailed | PairValue

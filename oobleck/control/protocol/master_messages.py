@@ -39,7 +39,6 @@ __all__ = [
     "SetUpWorker",
     "StartWorker",
     "StopAgent",
-    "StoreKeys",
     "WorkerBound",
     "WorkerCommand",
 ]
@@ -172,17 +171,6 @@ class FinishStep(ForWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreKeys:
-    """Rendezvous keys that workers elsewhere have put up, for all workers of a node.
-
-    Many in one message: where hundreds of workers form a group, each of them wants the keys of all others.
-    """
-
-    keys: tuple[tuple[str, bytes], ...]
-    """Names and values."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SetUpWorker:
     """The first frame a worker receives: everything it needs before its first plan."""
 
@@ -221,7 +209,6 @@ MasterMessage = (
     | StartWorker
     | KillWorker
     | StopAgent
-    | StoreKeys
     | CommitCheckpoint
     | PersistState
     | RemoveUnfinished
@@ -229,5 +216,5 @@ MasterMessage = (
 )
 """What the master says to an agent, what is for its workers included."""
 
-WorkerBound = SetUpWorker | StoreKeys | WorkerCommand
+WorkerBound = SetUpWorker | WorkerCommand
 """What an agent says to a worker."""

@@ -24,7 +24,6 @@ __all__ = [
     "Resumed",
     "Status",
     "StepCommitted",
-    "StorePut",
     "WorkerFailed",
     "WorkerMessage",
     "WorkerReady",
@@ -165,15 +164,6 @@ class PeerFailed(FromWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StorePut:
-    """A rendezvous key that a worker puts up; the master passes it on to the nodes that want it: see `StoreKeys`."""
-
-    key: str
-    value: bytes
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(FromWorker):
     """A worker has applied the last step, or the one it was to stop after."""
 
@@ -202,7 +192,6 @@ WorkerReport = (
     | Pace
     | LayersMoving
     | PeerFailed
-    | StorePut
     | Finished
     | StateSaved
     | StateNotSaved

@@ -26,12 +26,12 @@ from oobleck.control.node_check import (
     NodeVerdict,
     PairDone,
     PairResult,
+    PairValue,
     SoloDone,
     SoloResult,
     misfit,
     warnings_about,
 )
-from oobleck.control.protocol import StorePut
 from oobleck.job import NodeSpec
 from oobleck.runtime.ssh import SSHOptions
 
@@ -198,7 +198,7 @@ class _Cluster:
         self.exchanges.append((*pair, latency_s, seconds))
         return PairResult(nodes=pair, seconds=seconds)
 
-    async def _pass_on(self, sender: str, put: StorePut) -> None:
+    async def _pass_on(self, sender: str, put: PairValue) -> None:
         for node in put.nodes:
             if node != sender and node in self._probes:
                 await self._probes[node].ask(put)

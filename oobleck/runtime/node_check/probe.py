@@ -15,8 +15,7 @@ from typing import Final
 
 import trio
 
-from oobleck.control.node_check import NodeFacts, ProbeAnswer, ProbeFailed, ProbeRequest
-from oobleck.control.protocol import StorePut
+from oobleck.control.node_check import NodeFacts, PairValue, ProbeAnswer, ProbeFailed, ProbeRequest
 from oobleck.errors import NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
@@ -34,8 +33,8 @@ _NOT_FOUND: Final = 127
 class RemoteProbe:
     """`failure` says why it is of no use any more."""
 
-    def __init__(self, spec: NodeSpec, pass_on: Callable[[str, StorePut], Awaitable[None]]) -> None:
-        """`pass_on(node, put)` takes rendezvous keys of this node's to others."""
+    def __init__(self, spec: NodeSpec, pass_on: Callable[[str, PairValue], Awaitable[None]]) -> None:
+        """`pass_on(node, put)` takes what this node tells its pair to the other."""
         self.spec = spec
         self.facts: NodeFacts | None = None
         self.clock_offset_s: float | None = None
@@ -111,7 +110,7 @@ class RemoteProbe:
         try:
             while True:
                 message = await self._channel.receive()
-                if isinstance(message, StorePut):
+                if isinstance(message, PairValue):
                     await self._pass_on(self.spec.name, message)
                 elif isinstance(message, ProbeFailed):
                     self.failure = message.reason

@@ -6,14 +6,14 @@ and an all-reduce that all have posted may complete on some members and fail on 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from oobleck.control.commit import Committee, GroupKey
-from oobleck.control.protocol import Subject
+from oobleck.control.protocol import Subject, WorkerAddress
 from oobleck.planner import WorkerId
 
 __all__ = ["Contribution", "Fabric", "Violation", "Wait", "label"]
@@ -39,7 +39,7 @@ class Violation(AssertionError):
 
 @lru_cache(maxsize=4096)
 def label(key: GroupKey) -> str:
-    """A group's name with all its members, for people and for boards."""
+    """A group's name with all its members, for people."""
     return f"{key.generation}/{key.purpose}/{','.join(map(str, key.members))}"
 
 
@@ -84,6 +84,32 @@ class Fabric:
         self._islands: dict[str, int] = {}
         """Nodes that are cut off from the others; those with the same number reach one another."""
         self._watchers: dict[WorkerId, Callable[[], None]] = {}
+        self._met: defaultdict[GroupKey, set[WorkerAddress]] = defaultdict(set)
+        """Who has come to form a group, of those that are not formed by all yet."""
+        self._num_formed: Counter[GroupKey] = Counter()
+        self._num_addresses = 0
+
+    def address(self, worker_id: WorkerId) -> WorkerAddress:
+        """Where the process that begins now at a place listens; no other ever did."""
+        self._num_addresses += 1
+        return WorkerAddress(worker_id=worker_id, host=worker_id.node, port=self._num_addresses)
+
+    def meet(self, key: GroupKey, address: WorkerAddress) -> None:
+        """Tell the members of a group that one of them is there to form it."""
+        if address in self._met[key]:
+            raise Violation(f"{address.worker_id} forms {label(key)} twice")
+        self._met[key].add(address)
+        self._note(key, key.members)
+
+    def have_met(self, key: GroupKey, addresses: Iterable[WorkerAddress]) -> bool:
+        """Return whether all are there to form a group, and reach one another."""
+        return self._met[key].issuperset(addresses) and self.is_whole(key.members)
+
+    def note_formed(self, key: GroupKey) -> None:
+        """One more member has formed a group."""
+        self._num_formed[key] += 1
+        if self._num_formed[key] == len(key.members):
+            del self._num_formed[key], self._met[key]
 
     def watch(self, worker_id: WorkerId, announce: Callable[[], None]) -> None:
         """Have `announce` called whenever something changes that the worker of a place may wait for."""
@@ -96,6 +122,8 @@ class Fabric:
         self._newest_end = 0
         self._mail.clear()
         self._reductions.clear()
+        self._met.clear()
+        self._num_formed.clear()
         self._totals.clear()
         self._brought.clear()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 
 from oobleck.control.commit import CommitState, GroupKey
-from oobleck.control.protocol import StorePut
+from oobleck.control.protocol import WorkerAddress
 
 from .fabric import Contribution, Fabric, Violation, Wait, label
 from .moves import Moves
@@ -15,47 +15,43 @@ __all__ = ["GroupTable"]
 
 
 class GroupTable:
-    """The groups of one worker. Members find each other by what they put on a board that all read."""
+    """The groups of one worker. Its members find each other by the addresses that their plan updates have told."""
 
-    def __init__(
-        self, fabric: Fabric, commit_state: CommitState, *, put: Callable[[StorePut], None], form_group_s: float
-    ) -> None:
-        """`put` writes to the boards of others; forming takes `form_group_s` once all are there."""
+    def __init__(self, fabric: Fabric, commit_state: CommitState, *, form_group_s: float) -> None:
+        """Forming takes `form_group_s` once all are there."""
         self._worker_id = commit_state.worker_id
         self._fabric = fabric
         self._commit_state = commit_state
-        self._put = put
         self._form_group_s = form_group_s
-        self._board: set[str] = set()
         self._formed: set[GroupKey] = set()
         self._posted: Counter[GroupKey] = Counter()
+        self.address = fabric.address(self._worker_id)
+        self._addresses = {self._worker_id: self.address}
 
-    def read(self, key: str) -> None:
-        """Note what another worker has put on the board."""
-        self._board.add(key)
+    def know(self, addresses: Iterable[WorkerAddress]) -> None:
+        """Take in where peers listen."""
+        self._addresses.update((each.worker_id, each) for each in addresses if each.worker_id != self._worker_id)
 
     def form(self, keys: Sequence[GroupKey]) -> Moves:
         """Form those groups that are not yet."""
         missing = sorted({key for key in keys if len(key.members) > 1} - self._formed)
         if not missing:
             return
-        awaited: list[str] = []
+        if unknown := {member for key in missing for member in key.members} - self._addresses.keys():
+            raise Violation(f"{self._worker_id} is to form groups with {unknown}, and was not told where they listen")
+        awaited = {key: [self._addresses[member] for member in key.members] for key in missing}
         for key in missing:
-            name = f"{label(key)}/{self._worker_id}"
-            if name in self._board:
-                raise Violation(f"{self._worker_id} forms {label(key)} twice")
-            self._board.add(name)
-            nodes = tuple(sorted({worker_id.node for worker_id in key.members}))
-            self._put(StorePut(key=name, value=b"", nodes=nodes))
-            awaited += [f"{label(key)}/{member}" for member in key.members]
+            self._fabric.meet(key, self.address)
         yield Wait(
             f"the groups {', '.join(label(key) for key in missing)}",
-            lambda: self._board.issuperset(awaited) and all(self._fabric.is_whole(key.members) for key in missing),
+            lambda: all(self._fabric.have_met(key, addresses) for key, addresses in awaited.items()),
             self._commit_state.is_fenced,
             lambda: any(map(self._fabric.lacks_a_member, missing)),
             touches_network=True,
             takes_s=self._form_group_s,
         )
+        for key in missing:
+            self._fabric.note_formed(key)
         self._formed.update(missing)
 
     def keep(self, keys: Collection[GroupKey]) -> None:

@@ -71,9 +71,9 @@ from oobleck.control.protocol import (
     ScanAnswer,
     ScanRequest,
     StepRecords,
-    StoreKeys,
     Tally,
     Totals,
+    WorkerAddress,
     WorkerBound,
     WorkerMessage,
 )
@@ -133,7 +133,7 @@ class VirtualWorker:
         self._announce = announce
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(fabric, self.commit_state, put=say, form_group_s=tempo.form_group_s)
+        self._groups = GroupTable(fabric, self.commit_state, form_group_s=tempo.form_group_s)
         agreements = Agreements(worker_id, lock=nullcontext())
         self._agreements = VirtualAgreements(agreements, self.commit_state, fabric, carry)
         self._transfers = Transfers(fabric, self.commit_state, tempo=tempo, clock=clock)
@@ -172,14 +172,11 @@ class VirtualWorker:
         if self.is_stuck:
             return
         match message:
-            case StoreKeys(keys=keys):
-                for key, _ in keys:
-                    self._groups.read(key)
-                self._announce()
             case Fence():
                 self._programs.note_microbatches()
                 self._say(self.commit_state.answer(message))
             case PlanUpdate():
+                self._groups.know(message.addresses)
                 self.commit_state.give_update(message)
             case FinishStep():
                 self.commit_state.want_stop()
@@ -200,6 +197,11 @@ class VirtualWorker:
         if not self.is_stuck:
             self._agreements.hear(source, message)
             self._announce()
+
+    @property
+    def address(self) -> WorkerAddress:
+        """Where its peers reach it."""
+        return self._groups.address
 
     @property
     def layers(self) -> dict[int, Version]:

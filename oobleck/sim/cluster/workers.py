@@ -16,6 +16,7 @@ from oobleck.control.protocol import (
     Profiled,
     ProfileRequest,
     SetUpWorker,
+    WorkerAddress,
     WorkerBound,
     WorkerMessage,
     WorkerReady,
@@ -111,13 +112,13 @@ class WorkerProcess:
             )
             self._world.fabric.watch(self.worker_id, self._unpark)
             self._world.peers[self.worker_id] = self._expect
-            self._say.send_nowait(self._ready())
+            self._say.send_nowait(self._ready(worker.address))
             self._listen()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._profile)
                 await self._train(worker)
 
-    def _ready(self) -> WorkerReady:
+    def _ready(self, address: WorkerAddress) -> WorkerReady:
         profile = self._world.profile
         return WorkerReady(
             device=self.worker_id.device,
@@ -128,6 +129,7 @@ class WorkerProcess:
             parameters=sum(layer.param_bytes for layer in profile.layers) // 4,
             torch_version="virtual",
             shards=self._setup.job.data.shards,
+            address=address,
         )
 
     def _listen(self) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from oobleck.control.commit import GroupKey, Interrupted, PeerLost
+from oobleck.control.protocol import GroupValue
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
@@ -32,6 +33,7 @@ from oobleck.training.worker_log import WorkerLog
 from .devices import Carrier, carrier_of, device_identity, prepare_nccl
 from .inbox import Inbox
 from .network import Network, open_device
+from .peer_links import PeerLinks
 from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import Courier, HostCopy, Pending, Posting, StagedReceive
 from .sums import GlooSum, NcclSum, StagedSum, Sum
@@ -234,7 +236,7 @@ class GroupTable:
         self,
         worker_id: WorkerId,
         address: str,
-        board: RendezvousTable,
+        links: PeerLinks,
         waiter: Waiter,
         *,
         device: torch.device | None = None,
@@ -248,7 +250,8 @@ class GroupTable:
         self.device = device or torch.device("cpu")
         self._stages = stages
         self._worker_id = worker_id
-        self._board = board
+        self._links = links
+        self._told = RendezvousTable()
         self._log = WorkerLog(__name__, worker_id)
         self._address = address
         self._groups: dict[GroupKey, Group] = {}
@@ -263,8 +266,17 @@ class GroupTable:
         """Return a group that was formed; None for one of this worker alone."""
         return self._groups[key] if len(key.members) > 1 else None
 
-    def form(self, keys: Iterable[GroupKey], interrupted: Callable[[], bool]) -> None:
-        """Form those of the groups that are not there yet, all at once.
+    def take(self, value: GroupValue) -> None:
+        """Take in what a member of a group tells the others. Any thread may."""
+        self._told.put(value.key, value.value, generation=value.generation)
+
+    @property
+    def num_told(self) -> int:
+        """How much of what members have told is kept, for groups that are not formed yet."""
+        return len(self._told)
+
+    def form(self, keys: Iterable[GroupKey], interrupted: Callable[[], bool], *, generation: int) -> None:
+        """Form those of the groups that are not there yet, all at once, under the plan update of a generation.
 
         Each forming is a barrier among the group's members; in parallel no order of theirs can deadlock.
         Raises Interrupted, or PeerLost when a member does not come; ConfigError where this process may not open as
@@ -282,9 +294,9 @@ class GroupTable:
 
         def form_all() -> None:
             with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
-                formed.extend(pool.map(lambda key: self._form_one(key, networks[key]), missing))
+                formed.extend(pool.map(lambda key: self._form_one(key, networks[key], generation), missing))
             for group in formed:  # all in the order of the keys: NCCL's own barriers could deadlock otherwise
-                self._open_nccl(group, networks[group.key])
+                self._open_nccl(group, networks[group.key], generation)
 
         try:
             others = {worker_id for key in missing for worker_id in key.members} - {self._worker_id}
@@ -292,15 +304,15 @@ class GroupTable:
         except Interrupted:
             self._give_up(formed)
             raise
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, TimeoutError, PeerLost) as error:
             self._give_up(formed)
-            raise PeerLost(f"forming groups of generation {missing[0].generation}: {error}") from error
+            raise PeerLost(f"forming groups of generation {generation}: {error}") from error
         for group in formed:
             self._log.debug("has formed %s with %s", group.key.name, ", ".join(map(str, group.others)))
         for network in set(networks.values()):
             network.close_door()
         self._groups.update((group.key, group) for group in formed)
-        self._board.forget([group.key.name for group in formed])
+        self._told.forget([group.key.name for group in formed])
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
         """Let go of every other group, and of what is known of groups of older generations: none is formed any more."""
@@ -308,7 +320,8 @@ class GroupTable:
         for key in unwanted:
             self._log.debug("puts %s aside", key.name)
         self._give_up([self._groups.pop(key) for key in unwanted])
-        self._board.forget_before(generation)
+        self._told.forget_before(generation)
+        self._links.trim()
 
     def _give_up(self, groups: Iterable[Group]) -> None:
         """Close groups, and end the networks that are left without any."""
@@ -317,7 +330,7 @@ class GroupTable:
         used = {_network_key(key) for key in self._groups}
         for key in sorted(self._networks.keys() - used):
             self._networks.pop(key).end()
-        self._board.wake()
+        self._told.wake()
 
     def _network_of(self, key: GroupKey) -> Network:
         shared = _network_key(key)
@@ -325,8 +338,8 @@ class GroupTable:
             self._networks[shared] = Network(self._address)
         return self._networks[shared]
 
-    def _form_one(self, key: GroupKey, network: Network) -> Group:
-        store = self._store_of(key, network)
+    def _form_one(self, key: GroupKey, network: Network, generation: int) -> Group:
+        store = self._store_of(key, network, generation)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
         prefixed = PrefixStore(key.name, store)
@@ -338,11 +351,11 @@ class GroupTable:
             network.keep(group)
         return group
 
-    def _open_nccl(self, group: Group, network: Network) -> None:
+    def _open_nccl(self, group: Group, network: Network, generation: int) -> None:
         """Let NCCL carry a group's sums, where each member has a GPU of its own. A barrier among them."""
         if self.device.type != "cuda" or group.key.purpose not in _PURPOSES_THAT_SUM:
             return
-        store = self._store_of(group.key, network)
+        store = self._store_of(group.key, network, generation)
         prefixed = PrefixStore(f"{group.key.name}/nccl", store)
         prefixed.set(f"gpu/{group.rank}", device_identity(self.device) or "")
         told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(group.key.members))]
@@ -355,9 +368,15 @@ class GroupTable:
             nccl = kind(prefixed, group.rank, len(group.key.members), options)
             group.use_nccl(nccl, store, torch.zeros(1, device=self.device), _FORMING_TIMEOUT_S)
 
-    def _store_of(self, key: GroupKey, network: Network) -> RendezvousStore:
-        nodes = tuple(sorted({worker_id.node for worker_id in key.members}))
-        return RendezvousStore(self._board, nodes, _FORMING_TIMEOUT_S, lambda: network.is_over)
+    def _store_of(self, key: GroupKey, network: Network, generation: int) -> RendezvousStore:
+        def tell(name: str, value: bytes) -> None:
+            for worker_id in key.members:
+                if worker_id != self._worker_id:
+                    self._links.send(worker_id, GroupValue(generation=generation, key=name, value=value))
+
+        return RendezvousStore(
+            self._told, tell, _FORMING_TIMEOUT_S, generation=generation, is_over=lambda: network.is_over
+        )
 
 
 def _abort_nccl(held: list[Any]) -> None:

@@ -32,12 +32,12 @@ from oobleck.control.node_check import (
     MeasurePair,
     NodeFacts,
     PairDone,
+    PairValue,
     ProbeAnswer,
     ProbeFailed,
     ProbeRequest,
     SoloDone,
 )
-from oobleck.control.protocol import StorePut
 from oobleck.training.comm import RendezvousStore, RendezvousTable, open_device
 from oobleck.wire import FrameDecoder, encode_frame
 
@@ -76,9 +76,7 @@ class _Probe:
         self._directory = directory
         self._output = output
         self._writing = threading.Lock()
-        self._board = RendezvousTable(
-            lambda key, value, nodes: self.answer(StorePut(key=key, value=value, nodes=nodes))
-        )
+        self._told = RendezvousTable()
 
     def run(self) -> None:
         """Describe the node, then answer requests until the input ends."""
@@ -97,8 +95,8 @@ class _Probe:
 
     def _handle(self, request: ProbeRequest) -> None:
         match request:
-            case StorePut(key=key, value=value):
-                self._board.put(key, value)
+            case PairValue(key=key, value=value):
+                self._told.put(key, value, generation=0)
             case MeasureAlone():
                 self._in_background(self._measure_alone)
             case MeasurePair():
@@ -107,7 +105,7 @@ class _Probe:
                 assert_never(request)
 
     def _in_background(self, measure: Callable[[], ProbeAnswer]) -> None:
-        """Measure on a thread: rendezvous keys come meanwhile, and a peer that hangs is left to its thread."""
+        """Measure on a thread: what the other tells comes meanwhile, and a peer that hangs is left to its thread."""
 
         def run() -> None:
             try:
@@ -142,7 +140,11 @@ class _Probe:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._devices = [open_device(request.address)]
         options._timeout = timeout
-        store = RendezvousStore(self._board, request.nodes, request.timeout_s)
+
+        def tell(key: str, value: bytes) -> None:
+            self.answer(PairValue(key=key, value=value, nodes=request.nodes))
+
+        store = RendezvousStore(self._told, tell, request.timeout_s)
         rank = request.nodes.index(self._node)
         group: Any = ProcessGroupGloo(PrefixStore(request.key, store), rank, 2, options)
         return _gather_s(group, 1), _gather_s(group, _EXCHANGE_BYTES)

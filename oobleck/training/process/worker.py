@@ -37,8 +37,6 @@ from oobleck.control.protocol import (
     SetUpWorker,
     Status,
     StepRecords,
-    StoreKeys,
-    StorePut,
     TotalDown,
     WorkerBound,
     WorkerFailed,
@@ -52,7 +50,6 @@ from oobleck.training.comm import (
     GroupTable,
     PeerAgreements,
     PeerLinks,
-    RendezvousTable,
     Waiter,
     choose_device,
     device_memory_bytes,
@@ -126,7 +123,7 @@ class _Worker:
             require_compiler(self._computes_on)
         of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
         self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
-        self._board = RendezvousTable(lambda key, value, nodes: link.send(StorePut(key=key, value=value, nodes=nodes)))
+        self._groups = GroupTable(setup.worker_id, setup.address, self._links, self._waiter, device=self._computes_on)
         self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
@@ -147,7 +144,7 @@ class _Worker:
         self._engine = Engine(
             assembly,
             share,
-            groups=GroupTable(setup.worker_id, setup.address, self._board, self._waiter, device=self._computes_on),
+            groups=self._groups,
             agreements=self._agreements,
             commit_state=self._commit_state,
             saving=self._saving,
@@ -186,9 +183,6 @@ class _Worker:
     def _handle(self, message: WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""
         match message:
-            case StoreKeys(keys=keys):
-                self._log.debug("has %d rendezvous keys of others", len(keys))
-                self._board.put_all(keys)
             case Fence() if message.probe_addresses:
                 self._explain(message)
             case Fence():
@@ -231,7 +225,8 @@ class _Worker:
             case PartUp() | TotalDown():
                 self._agreements.hear(sender, message)
             case GroupValue():
-                raise NotImplementedError(f"{sender} says {message}")
+                self._log.debug("is told %s by %s", message.key, sender)
+                self._groups.take(message)
 
     def _note_lost(self, worker_id: WorkerId) -> None:
         """A link has ended that was wanted; runs on the thread of the links."""

@@ -220,7 +220,11 @@ class Engine:
             case FormGroups(keys=keys, committee=committee):
                 if committee is not None:
                     self._agreements.join(committee)
-                self._groups.form([*keys, *self._reducers.keys_of(committee)], self._commit_state.is_fenced)
+                self._groups.form(
+                    [*keys, *self._reducers.keys_of(committee)],
+                    self._commit_state.is_fenced,
+                    generation=self._commit_state.generation,
+                )
                 self._formed_s = time.monotonic()
             case KeepGroups(keys=keys, committee=committee, generation=generation):
                 self._groups.keep_only([*keys, *self._reducers.keys_of(committee)], generation=generation)

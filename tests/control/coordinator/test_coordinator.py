@@ -17,7 +17,6 @@ from oobleck.control.events.inputs import (
     DrainRequested,
     KillRequested,
     NodeFailed,
-    PassOn,
     ProfileFound,
     Record,
     Send,
@@ -69,7 +68,6 @@ from oobleck.control.protocol import (
     StartWorker,
     StepCommitted,
     StopAgent,
-    StorePut,
     Unseen,
     WorkerExited,
     WorkerStarted,
@@ -255,14 +253,6 @@ def test_heartbeats_that_ask_are_answered():
     bench = training()
     assert bench.messages(bench.say("n0", Heartbeat(sequence=None)), "n0") == []
     assert bench.messages(bench.say("n0", Heartbeat(sequence=5)), "n0") == [Heartbeat(sequence=5)]
-
-
-def test_rendezvous_keys_go_to_those_who_want_them():
-    bench = training()
-    put = StorePut(key="k", value=b"v", nodes=("n0", "n1", "nowhere"))
-    assert bench.say("n0", put) == [PassOn(nodes=("n1",), key="k", value=b"v")]
-    bench.fail("n1")
-    assert bench.say("n0", put) == []
 
 
 # --- losses --------------------------------------------------------------------------------------------------

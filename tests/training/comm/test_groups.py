@@ -25,12 +25,12 @@ import pytest
 import torch
 
 from oobleck.control.commit.commit_state import Interrupted, PeerLost
+from oobleck.control.protocol import GroupValue, WorkerAddress
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
-from oobleck.training.comm.groups import GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import RendezvousTable
-from oobleck.training.comm.waiter import Waiter
+from oobleck.training.comm.groups import GroupKey
 from tests.training.freezing_peer import A, B, C, keys_of
+from tests.training.table import LinkedTable, acquaint
 
 PATIENCE_S = 60.0
 NUM_TRIES = 60
@@ -40,28 +40,10 @@ def never() -> bool:
     return False
 
 
-class Member:
-    """One member of groups, in this process."""
-
-    def __init__(self, worker_id: WorkerId, publish: Callable[[str, bytes], None]) -> None:
-        self.worker_id = worker_id
-        self.waiter = Waiter()
-        self.board = RendezvousTable(lambda key, value, _nodes: publish(key, value))
-        self.table = GroupTable(worker_id, "127.0.0.1", self.board, self.waiter)
-
-
-def members(
-    worker_ids: Sequence[WorkerId], tell: Callable[[str, bytes], None] = lambda _key, _value: None
-) -> list[Member]:
-    """Members that tell each other, and somebody else, their keys."""
-    made: list[Member] = []
-
-    def publish(key: str, value: bytes) -> None:
-        for member in made:
-            member.board.put(key, value)
-        tell(key, value)
-
-    made += [Member(worker_id, publish) for worker_id in worker_ids]
+def members(worker_ids: Sequence[WorkerId], *others: WorkerAddress) -> list[LinkedTable]:
+    """Members in this process that know where all listen, and these others."""
+    made = [LinkedTable(worker_id) for worker_id in worker_ids]
+    acquaint(made, others)
     return made
 
 
@@ -98,8 +80,6 @@ class Peer:
     """The member c, in a process of its own."""
 
     def __init__(self) -> None:
-        self.boards: list[RendezvousTable] = []
-        """Where its keys go."""
         command = [sys.executable, "-m", "tests.training.freezing_peer"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
@@ -108,7 +88,10 @@ class Peer:
         self._told: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        assert self.hear() == {"ready": True}
+        ready = self.hear()
+        self.address = WorkerAddress(
+            worker_id=C, host=ready["host"], port=ready["port"], ticket=bytes.fromhex(ready["ticket"])
+        )
 
     def say(self, **words: object) -> None:
         assert self.process.stdin is not None
@@ -127,12 +110,7 @@ class Peer:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            words = json.loads(line)
-            if "key" in words:
-                for board in self.boards:
-                    board.put(words["key"], bytes.fromhex(words["value"]))
-            else:
-                self._told.put(words)
+            self._told.put(json.loads(line))
 
     def close(self) -> None:
         self.process.kill()
@@ -154,22 +132,26 @@ def peer() -> Iterator[Peer]:
 
 def test_nothing_is_left_of_groups_in_which_all_waits_for_a_frozen_peer(peer: Peer) -> None:
     """While it is frozen, and after it goes on: neither here nor there."""
-    one, two = members((A, B), lambda key, value: peer.say(key=key, value=value.hex()))
-    peer.boards += [one.board, two.board]
+    one, two = members((A, B), peer.address)
+    for address in (one.links.address, two.links.address):
+        peer.say(know=[*address.worker_id, address.host, address.port, address.ticket.hex()])
     here: list[tuple[int, int]] = []
     there: list[tuple[int, int]] = []
     for generation in range(1, 4):
         keys = keys_of(generation)
         peer.say(form=generation)
-        at_once(partial(one.table.form, keys.values(), never), partial(two.table.form, [keys["all"]], never))
+        at_once(
+            partial(one.groups.form, keys.values(), never, generation=generation),
+            partial(two.groups.form, [keys["all"]], never, generation=generation),
+        )
         assert peer.hear() == {"formed": generation}
         os.kill(peer.process.pid, signal.SIGSTOP)
         wait_in_vain(one, two, keys)
         for member in (one, two):
-            member.table.keep_only([], generation=generation + 1)
+            member.groups.keep_only([], generation=generation + 1)
         if generation > 1:  # some threads are made once
             here.append(settled(holdings, here[-1] if here else None))
-        assert (len(one.board), len(two.board)) == (0, 0)
+        assert (one.groups.num_told, two.groups.num_told) == (0, 0)
         os.kill(peer.process.pid, signal.SIGCONT)
         peer.say(let_go=generation)
         if generation > 1:
@@ -178,11 +160,11 @@ def test_nothing_is_left_of_groups_in_which_all_waits_for_a_frozen_peer(peer: Pe
     assert there[0] == there[1]
 
 
-def wait_in_vain(one: Member, two: Member, keys: dict[str, GroupKey]) -> None:
+def wait_in_vain(one: LinkedTable, two: LinkedTable, keys: dict[str, GroupKey]) -> None:
     """Sum with the frozen peer, send to it, and receive from it, on every kind of thread that does."""
-    pipeline_rank = one.table[keys["lane"]]
+    pipeline_rank = one.groups[keys["lane"]]
     is_over = threading.Event()
-    sums = [member.table[keys["all"]].all_reduce(torch.ones(9)) for member in (one, two) * 3]
+    sums = [member.groups[keys["all"]].all_reduce(torch.ones(9)) for member in (one, two) * 3]
     inbox = pipeline_rank.inbox(1)
     room = torch.empty(4)
     inbox.expect(1, lambda tag: (pipeline_rank.post_receive(room, 1, tag), room))
@@ -225,10 +207,10 @@ def overlapping_sums() -> list[list[float]]:
     three = members((A, B, C))
     keys = [GroupKey("reduce", 1, worker_ids) for worker_ids in ((A, B, C), (A, B), (A, C), (B, C))]
 
-    def sums(member: Member) -> list[float]:
+    def sums(member: LinkedTable) -> list[float]:
         own = {key: torch.full((3,), 2.0) for key in keys if member.worker_id in key.members}
-        member.table.form(own, never)
-        for each in [member.table[key].all_reduce(tensor) for key, tensor in own.items()]:
+        member.groups.form(own, never, generation=1)
+        for each in [member.groups[key].all_reduce(tensor) for key, tensor in own.items()]:
             each.wait(never)
         return [float(tensor[0]) for tensor in own.values()]
 
@@ -237,25 +219,25 @@ def overlapping_sums() -> list[list[float]]:
 
 def test_forming_that_is_given_up_ends_at_once_and_its_keys_are_not_kept() -> None:
     """The other member never comes."""
-    (alone,) = members((A,))
+    alone, _ = members((A, B))
     before = threading.active_count()
     is_over = threading.Event()
     forming = threading.Thread(target=_form_in_vain, args=(alone, is_over))
     forming.start()
-    assert until(lambda: len(alone.board) > 0)
+    assert until(lambda: alone.groups.num_told > 0)
     is_over.set()
     alone.waiter.announce()
     forming.join()
     assert until(lambda: threading.active_count() <= before)
-    alone.table.keep_only([], generation=2)
-    assert len(alone.board) == 0
-    alone.board.put("1/reduce/late/0", b"late")
-    assert len(alone.board) == 0
+    alone.groups.keep_only([], generation=2)
+    assert alone.groups.num_told == 0
+    alone.groups.take(GroupValue(generation=1, key="1/reduce/late/0", value=b"late"))
+    assert alone.groups.num_told == 0
 
 
-def _form_in_vain(member: Member, is_over: threading.Event) -> None:
+def _form_in_vain(member: LinkedTable, is_over: threading.Event) -> None:
     with pytest.raises(Interrupted):
-        member.table.form([GroupKey("reduce", 1, (A, B))], is_over.is_set)
+        member.groups.form([GroupKey("reduce", 1, (A, B))], is_over.is_set, generation=1)
 
 
 def test_forming_may_be_given_up_at_any_moment() -> None:
@@ -280,7 +262,7 @@ def give_up_often() -> None:
     three = members((A, B, C))
     chance = random.Random(0)
 
-    def form(member: Member, generation: int, gives_up_s: float) -> None:
+    def form(member: LinkedTable, generation: int, gives_up_s: float) -> None:
         keys = [GroupKey("reduce", generation, pair) for pair in ((A, B), (A, C), (B, C)) if member.worker_id in pair]
         is_over = threading.Event()
 
@@ -291,9 +273,9 @@ def give_up_often() -> None:
         timer = threading.Timer(gives_up_s, give_up)
         timer.start()
         with suppress(Interrupted, PeerLost):
-            member.table.form(keys, is_over.is_set)
+            member.groups.form(keys, is_over.is_set, generation=generation)
         timer.cancel()
-        member.table.keep_only([], generation=generation + 1)
+        member.groups.keep_only([], generation=generation + 1)
 
     for generation in range(1, NUM_TRIES + 1):
         at_once(*(partial(form, member, generation, chance.uniform(0.0, 0.01)) for member in three))
@@ -302,19 +284,19 @@ def give_up_often() -> None:
 
 def test_strangers_cannot_connect_to_groups_that_are_formed() -> None:
     """Each could hold a descriptor for ever; Gloo ends the process when there is none left."""
-    before = listening_ports()
     two = members((A, B))
+    before = listening_ports()
     first, second = (GroupKey("reduce", 1, (A, B)), GroupKey("evaluation", 1, (A, B)))
-    at_once(*(partial(member.table.form, [first], never) for member in two))
+    at_once(*(partial(member.groups.form, [first], never, generation=1) for member in two))
     ports = listening_ports() - before
     assert len(ports) == 2
     for port in ports:
         with pytest.raises(TimeoutError):
             socket.create_connection(("127.0.0.1", port), timeout=0.2)
-    at_once(*(partial(member.table.form, [second], never) for member in two))
+    at_once(*(partial(member.groups.form, [second], never, generation=1) for member in two))
     assert listening_ports() - before == ports, "the second found the way to the same listeners"
     for member in two:
-        member.table.keep_only([], generation=2)
+        member.groups.keep_only([], generation=2)
     assert until(lambda: listening_ports() <= before)
 
 
@@ -330,6 +312,6 @@ def test_too_few_descriptors_are_named_before_gloo_ends_the_process() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
     try:
         with pytest.raises(ConfigError, match=r"\d+ open files .*`ulimit -n`"):
-            alone.table.form([GroupKey("reduce", 1, (A, B))], never)
+            alone.groups.form([GroupKey("reduce", 1, (A, B))], never, generation=1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -11,11 +11,11 @@ import torch
 
 from oobleck.control.commit.commit_state import Interrupted
 from oobleck.planner import WorkerId
-from oobleck.training.comm.groups import Group, GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import RendezvousTable
+from oobleck.training.comm.groups import Group, GroupKey
 from oobleck.training.comm.staging import Courier, HostCopy, Posting
 from oobleck.training.comm.sums import StagedSum
 from oobleck.training.comm.waiter import Waiter
+from tests.training.table import LinkedTable, acquaint
 
 PLACES = tuple(WorkerId(node=node, device=0) for node in "ab")
 KEY = GroupKey("pipeline", 1, PLACES)
@@ -23,20 +23,14 @@ KEY = GroupKey("pipeline", 1, PLACES)
 
 def _groups(*, stages: tuple[bool, bool], waiters: type[Waiter] = Waiter) -> tuple[Group, ...]:
     """A group of two members, seen from both of them."""
-    boards: list[RendezvousTable] = []
-
-    def publish(key: str, value: bytes, _nodes: tuple[str, ...]) -> None:
-        for board in boards:
-            board.put(key, value)
-
-    boards += [RendezvousTable(publish) for _ in PLACES]
     tables = [
-        GroupTable(worker_id, "127.0.0.1", board, waiters(), stages=staged)
-        for worker_id, board, staged in zip(PLACES, boards, stages, strict=True)
+        LinkedTable(worker_id, waiter=waiters(), stages=staged)
+        for worker_id, staged in zip(PLACES, stages, strict=True)
     ]
+    acquaint(tables)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda table: table.form([KEY], lambda: False), tables))
-    return tuple(table[KEY] for table in tables)
+        list(pool.map(lambda table: table.groups.form([KEY], lambda: False, generation=1), tables))
+    return tuple(table.groups[KEY] for table in tables)
 
 
 def _both(work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:

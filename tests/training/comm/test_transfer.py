@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.groups import transfer_key
 from oobleck.planner import LayerTransfer, WorkerId
-from oobleck.training.comm.groups import GroupTable
-from oobleck.training.comm.rendezvous import RendezvousTable
 from oobleck.training.comm.transfer import LayerState, cut_into_chunks, exchange_layers
-from oobleck.training.comm.waiter import Waiter
+from tests.training.table import LinkedTable, acquaint
 
 A, B, C, D = (WorkerId(node=node, device=0) for node in "abcd")
 
@@ -65,22 +63,19 @@ def test_sources_take_turns() -> None:
 class Worker:
     """One of several workers in this process: its groups, and the layers that it holds."""
 
-    def __init__(
-        self, worker_id: WorkerId, layers: Mapping[int, LayerState], publish: Callable[[str, bytes], None]
-    ) -> None:
+    def __init__(self, worker_id: WorkerId, layers: Mapping[int, LayerState]) -> None:
         self.worker_id = worker_id
         self.layers = layers
         self.told: list[tuple[int, int]] = []
-        self.waiter = Waiter()
-        self.board = RendezvousTable(lambda key, value, _nodes: publish(key, value))
-        self.groups = GroupTable(worker_id, "127.0.0.1", self.board, self.waiter)
+        self.table = LinkedTable(worker_id)
+        self.groups = self.table.groups
 
     def exchange(
         self, transfers: tuple[LayerTransfer, ...], shapes: Mapping[int, LayerState], chunk_bytes: int
     ) -> dict[int, LayerState]:
         key = transfer_key(transfers, 1)
         assert key is not None
-        self.groups.form([key], lambda: False)
+        self.groups.form([key], lambda: False, generation=1)
         return exchange_layers(
             transfers,
             worker_id=self.worker_id,
@@ -98,13 +93,8 @@ class Worker:
 def exchange_among(
     held: Mapping[WorkerId, Mapping[int, LayerState]], transfers: tuple[LayerTransfer, ...], chunk_bytes: int
 ) -> tuple[dict[WorkerId, dict[int, LayerState]], list[Worker]]:
-    workers: list[Worker] = []
-
-    def publish(key: str, value: bytes) -> None:
-        for worker in workers:
-            worker.board.put(key, value)
-
-    workers += [Worker(worker_id, layers, publish) for worker_id, layers in held.items()]
+    workers = [Worker(worker_id, layers) for worker_id, layers in held.items()]
+    acquaint([worker.table for worker in workers])
     shapes = {layer: state for layers in held.values() for layer, state in layers.items()}
     with ThreadPoolExecutor(len(workers)) as pool:
         results = pool.map(lambda worker: worker.exchange(transfers, shapes, chunk_bytes), workers)

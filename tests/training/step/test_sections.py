@@ -21,12 +21,11 @@ from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecor
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.comm.agreements import PeerAgreements
-from oobleck.training.comm.groups import GroupKey, GroupTable
-from oobleck.training.comm.rendezvous import RendezvousTable
-from oobleck.training.comm.waiter import Waiter
+from oobleck.training.comm.groups import GroupKey
 from oobleck.training.step.reduction import Bucket, GradientReducer, PlanReducer
 from oobleck.training.step.sections import SectionSums
 from oobleck.training.step.step_work import StepWork
+from tests.training.table import LinkedTable, acquaint
 
 A, B, C = (WorkerId(node=node, device=0) for node in "abc")
 MICROBATCHES = 24
@@ -65,7 +64,6 @@ class Worker:
         self,
         worker_id: WorkerId,
         worker_ids: Sequence[WorkerId],
-        publish: Callable[[str, bytes], None],
         peers: dict[WorkerId, Worker],
         *,
         num_sections: int,
@@ -73,13 +71,12 @@ class Worker:
         reducer: type[GradientReducer] = GradientReducer,
     ) -> None:
         self.worker_id = worker_id
-        self.waiter = Waiter()
-        self.board = RendezvousTable(lambda key, value, _nodes: publish(key, value))
-        self.groups = GroupTable(worker_id, "127.0.0.1", self.board, self.waiter)
+        self.table = LinkedTable(worker_id)
+        self.groups = self.table.groups
         self.agreements = PeerAgreements(
-            worker_id, self.waiter, lambda target, message: peers[target].agreements.hear(worker_id, message)
+            worker_id, self.table.waiter, lambda target, message: peers[target].agreements.hear(worker_id, message)
         )
-        self.commit_state = CommitState(worker_id, self.waiter.announce, lock=threading.Lock())
+        self.commit_state = CommitState(worker_id, self.table.waiter.announce, lock=threading.Lock())
         self.plan = plan_of(worker_ids)
         self.whole = whole
         everyone = GroupKey("reduce", 1, tuple(worker_ids))
@@ -98,7 +95,7 @@ class Worker:
         self.sections = SectionSums(
             self.partial_commit,
             self.commit_state,
-            self.waiter,
+            self.table.waiter,
             self.agreements,
             carry_out=self._drive,
         )
@@ -121,7 +118,7 @@ class Worker:
         self.sections.adopt(PlanReducer(Committee(self.plan, 1), self.reducer), {})
 
     def form(self) -> None:
-        self.groups.form(self.keys, lambda: False)
+        self.groups.form(self.keys, lambda: False, generation=1)
 
     def compute(self, microbatch: int) -> None:
         """What a backward pass does: gradients, a loss, a count."""
@@ -192,16 +189,11 @@ class Severed(GradientReducer):
 
 
 def workers_of(worker_ids: Sequence[WorkerId], *, num_sections: int, whole: bool = False) -> list[Worker]:
-    workers: list[Worker] = []
-
-    def publish(key: str, value: bytes) -> None:
-        for worker in workers:
-            worker.board.put(key, value)
-
     peers: dict[WorkerId, Worker] = {}
     for worker_id in worker_ids:
-        peers[worker_id] = Worker(worker_id, worker_ids, publish, peers, num_sections=num_sections, whole=whole)
-    workers += peers.values()
+        peers[worker_id] = Worker(worker_id, worker_ids, peers, num_sections=num_sections, whole=whole)
+    workers = list(peers.values())
+    acquaint([worker.table for worker in workers])
     with ThreadPoolExecutor(len(workers)) as pool:
         list(pool.map(Worker.form, workers))
     return workers
@@ -292,7 +284,7 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
 
 
 def test_a_section_that_fails_is_told_at_once_and_the_program_goes_on() -> None:
-    first = Worker(A, (A,), lambda _key, _value: None, {}, num_sections=3, whole=True, reducer=Severed)
+    first = Worker(A, (A,), {}, num_sections=3, whole=True, reducer=Severed)
     first.form()
     first.compute(first.share[0])
     first.begin()

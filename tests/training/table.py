@@ -1,0 +1,32 @@
+"""Group tables of several workers in one process, which find each other by links over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oobleck.control.protocol import PeerMessage, WorkerAddress
+from oobleck.planner import WorkerId
+from oobleck.training.comm.groups import GroupTable
+from oobleck.training.comm.peer_links import PeerLinks
+from oobleck.training.comm.waiter import Waiter
+
+__all__ = ["LinkedTable", "acquaint"]
+
+
+class LinkedTable:
+    """A worker's groups and what forms them."""
+
+    def __init__(self, worker_id: WorkerId, *, waiter: Waiter | None = None, stages: bool = False) -> None:
+        self.worker_id = worker_id
+        self.waiter = waiter or Waiter()
+        self.links = PeerLinks(worker_id, "127.0.0.1", handle=self._hear)
+        self.groups = GroupTable(worker_id, "127.0.0.1", self.links, self.waiter, stages=stages)
+
+    def _hear(self, _sender: WorkerId, message: PeerMessage) -> None:
+        self.groups.take(message)
+
+
+def acquaint(tables: Sequence[LinkedTable], others: Sequence[WorkerAddress] = ()) -> None:
+    """Tell all of them where each listens, and these others."""
+    for table in tables:
+        table.links.know([*(each.links.address for each in tables), *others])
