@@ -28,6 +28,7 @@ END_TO_END_TIMEOUT_S = 900
 COMMIT = "tests/control/test_commit.py::test_faults_of_all_kinds_break_no_promise"
 KILLS = "tests/control/test_commit.py::test_killed_nodes_break_no_promise"
 F_LOSSES = "tests/control/test_commit.py::test_losing_f_nodes_never_ends_a_run"
+IN_COMMITS = "tests/control/test_commit.py::test_workers_that_die_in_the_middle_of_a_commit_break_no_promise"
 RESTARTS = "tests/control/test_commit.py::test_workers_that_end_and_come_back_break_no_promise"
 FORGOTTEN = (
     "tests/control/coordinator/test_coordinator.py"
@@ -55,6 +56,13 @@ class Mutation:
 
 
 FOLLOWER = "oobleck/control/commit/follower.py"
+AGREEMENT = "oobleck/control/commit/agreement.py"
+ALL_HAVE_TOLD = (
+    "        if known.neighbours is None or known.own is None or known.missing:\n"
+    "            return ()\n"
+    "        part = known.own\n"
+    "        for child in known.neighbours.children:"
+)
 
 MUTATIONS = (
     Mutation(
@@ -83,18 +91,62 @@ MUTATIONS = (
     ),
     Mutation(
         name="commit_without_agreement",
-        what="a step is committed without the all-reduce over all workers",
+        what="a step is committed without the parts of all workers",
         file="oobleck/sim/cluster/step.py",
         old=(
-            "        said = yield from self._groups.sum(key, sequence, step, takes_s=self._committing_s)\n"
-            "        yield from"
+            "        total = yield from"
+            " self._agreements.total(committee, effect.subject, part, takes_s=self._committing_s)\n"
         ),
         new=(
-            "        partial = self._programs.partial_commit.microbatches\n"
-            "        said = tuple(each for each in range(self._job.num_microbatches) if each not in partial)\n"
-            "        yield from"
+            "        partial = Tally.of(self._programs.partial_commit.microbatches)\n"
+            "        total = Totals(part.numbers, Tally.of(range(self._job.num_microbatches)) - partial)\n"
         ),
         caught_by=KILLS,
+    ),
+    Mutation(
+        name="up_before_a_child",
+        what="a worker sends its part up before those of all its children are here",
+        file=AGREEMENT,
+        old=ALL_HAVE_TOLD,
+        new=(
+            "        if known.neighbours is None or known.own is None:\n"
+            "            return ()\n"
+            "        part = known.own\n"
+            "        for child in sorted(known.parts):"
+        ),
+        caught_by=IN_COMMITS,
+    ),
+    Mutation(
+        name="down_before_all",
+        what="the root sends a total down before the parts of all its children are here",
+        file=AGREEMENT,
+        old=ALL_HAVE_TOLD,
+        new=(
+            "        if known.neighbours is None or known.own is None or (known.missing and known.neighbours.parent):\n"
+            "            return ()\n"
+            "        part = known.own\n"
+            "        for child in sorted(known.parts):"
+        ),
+        caught_by=IN_COMMITS,
+    ),
+    Mutation(
+        name="own_part_suffices",
+        what="a worker applies a step once it has sent its own part",
+        file=AGREEMENT,
+        old="            known.neighbours, known.own = neighbours, part\n",
+        new="            known.neighbours, known.own, known.total = neighbours, part, part\n",
+        caught_by=IN_COMMITS,
+    ),
+    Mutation(
+        name="stale_parts",
+        what="a part or a total of an older generation is taken for one of the newest",
+        file=AGREEMENT,
+        old="            if message.generation < self._generation:\n                return ()\n",
+        new=(
+            "            from dataclasses import replace\n"
+            "            message = replace(message, generation=max(message.generation, self._generation))\n"
+        ),
+        caught_by=IN_COMMITS,
     ),
     Mutation(
         name="unfenced_section",

@@ -38,6 +38,7 @@ from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     AgentStopped,
+    CommitMessage,
     CommitRecord,
     Configure,
     Fence,
@@ -85,6 +86,7 @@ class Shape:
     reductions: int = 1
     """How often gradients are reduced in a step."""
     eval_steps: int | None = None
+    scales_loss: bool = False
     schedule: ScheduleName = "1f1b"
     shards: tuple[int, ...] = ()
     """How many records each shard has; empty where the data is in no shards."""
@@ -109,6 +111,7 @@ class Shape:
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions,
             eval_steps=self.eval_steps,
+            dtype="float16" if self.scales_loss else "float32",
             schedule=self.schedule,
             data=DataSpec(
                 shards=tuple(f"shard{number}" for number in range(len(self.shards))),
@@ -202,6 +205,10 @@ class World:
         self.shards.is_complete = not shape.follow
         self.nodes: dict[str, VirtualNode] = {}
         self._fabric = Fabric()
+        self._letters: dict[tuple[WorkerId, WorkerId], deque[CommitMessage]] = {}
+        """Between workers, by who sent them to whom."""
+        self._held: set[tuple[WorkerId, WorkerId]] = set()
+        """Whose letters are held up on their way."""
         self._pids = itertools.count(1)
         self.coordinator = Coordinator(
             self.job, shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0"
@@ -228,13 +235,15 @@ class World:
                     found.append(f"work {worker.worker_id}")
                 elif worker.wait.can_fail() and not worker.is_stuck:
                     found.append(f"fail {worker.worker_id}")
+        ways = [pair for pair in self._letters if pair not in self._held and self._hears(pair[1])]
+        found += [f"carry {source}>{target}" for source, target in ways]
         return [*found, "time"]
 
     def make(self, move: str) -> None:
         """Let a move happen, or a fault.
 
-        Faults are kill, lose, cut, crash, freeze, hang, thaw, stick, blip, join, drain, stop, master and spoil; shards
-        grow, and are complete.
+        Faults are kill, lose, cut, crash, freeze, hang, thaw, stick, blip, hold, join, drain, stop, master and spoil;
+        letters that are held up are released; shards grow, and are complete.
         """
         self.made.append(move)
         self.now_s += _MOVE_S
@@ -244,6 +253,12 @@ class World:
                 self._worker(subject).step()
             case "fail" | "blip":
                 self._worker(subject).fail()
+            case "carry":
+                self._deliver_letter(_way(subject))
+            case "hold":
+                self._held.add(_way(subject))
+            case "release":
+                self._held.clear()
             case "up":
                 self._deliver_up(self.nodes[subject])
             case "down":
@@ -290,6 +305,11 @@ class World:
         worker = self._workers().get(worker_id)
         return worker is not None and not worker.is_stuck and worker.wait.touches_network and not worker.can_step
 
+    @property
+    def ways(self) -> list[str]:
+        """The ways on which a worker's part in a commit, or the total, goes to another."""
+        return [f"{source}>{target}" for source, target in self._letters]
+
     # --- faults ------------------------------------------------------------------------------------------------
 
     def _kill(self, node: VirtualNode) -> None:
@@ -307,7 +327,7 @@ class World:
     def _crash(self, worker_id: WorkerId) -> None:
         node = self.nodes[worker_id.node]
         del node.workers[worker_id.device]
-        self._fabric.end(worker_id, max(self._updates))
+        self._end_worker(worker_id)
         node.up.append(WorkerExited(device=worker_id.device, pid=node.pids[worker_id.device], end=Killed(signal=9)))
 
     def _replace_master(self) -> None:
@@ -326,9 +346,29 @@ class World:
 
     def _end_workers(self, node: VirtualNode) -> None:
         for worker_id in node.worker_ids:
-            self._fabric.end(worker_id, max(self._updates))
+            self._end_worker(worker_id)
+
+    def _end_worker(self, worker_id: WorkerId) -> None:
+        """What was for it is lost; what it sent still arrives, or never does."""
+        self._fabric.end(worker_id, max(self._updates))
+        self._letters = {pair: letters for pair, letters in self._letters.items() if pair[1] != worker_id}
 
     # --- moves -------------------------------------------------------------------------------------------------
+
+    def _carry(self, source: WorkerId, target: WorkerId, message: CommitMessage) -> None:
+        if target in self.nodes[target.node].worker_ids and not self.nodes[target.node].is_dead:
+            self._letters.setdefault((source, target), deque()).append(message)
+
+    def _hears(self, worker_id: WorkerId) -> bool:
+        node = self.nodes[worker_id.node]
+        return not node.is_frozen and not node.workers[worker_id.device].is_stuck
+
+    def _deliver_letter(self, way: tuple[WorkerId, WorkerId]) -> None:
+        source, target = way
+        letters = self._letters[way]
+        self.nodes[target.node].workers[target.device].hear(source, letters.popleft())
+        if not letters:
+            del self._letters[way]
 
     def _deliver_up(self, node: VirtualNode) -> None:
         said = node.up.popleft()
@@ -445,6 +485,7 @@ class World:
             self.job,
             self._fabric,
             lambda message: self._say(worker_id, message),
+            lambda target, message: self._carry(worker_id, target, message),
             self.shape.profile,
             self.shards,
         )
@@ -471,8 +512,8 @@ class World:
     # --- looking -----------------------------------------------------------------------------------------------
 
     def _worker(self, name: str) -> SteppedWorker:
-        node, _, device = name.partition(":")
-        return self.nodes[node].workers[int(device)]
+        worker_id = _worker_id(name)
+        return self.nodes[worker_id.node].workers[worker_id.device]
 
     def _workers(self) -> dict[WorkerId, SteppedWorker]:
         """The workers that count: neither dead nor given up."""
@@ -561,7 +602,8 @@ class World:
     def _check_claims(self, workers: dict[WorkerId, SteppedWorker]) -> None:
         """Hold workers to what they would answer."""
         newest = max((worker.commit_state.adopted for worker in workers.values()), default=0)
-        longest = max((version.step for worker in workers.values() for version in worker.layers.values()), default=0)
+        settled = [worker for worker in workers.values() if worker.is_settled]
+        longest = max((version.step for worker in settled for version in worker.layers.values()), default=0)
         for worker in workers.values():
             for layer, version in (worker.kept | worker.layers).items():
                 if worker.is_settled and version.step != worker.commit_state.applied:
@@ -642,3 +684,13 @@ class World:
     @property
     def num_lost(self) -> int:
         return sum(not node.is_counted for node in self.nodes.values())
+
+
+def _worker_id(name: str) -> WorkerId:
+    node, _, device = name.partition(":")
+    return WorkerId(node=node, device=int(device))
+
+
+def _way(name: str) -> tuple[WorkerId, WorkerId]:
+    source, _, target = name.partition(">")
+    return _worker_id(source), _worker_id(target)

@@ -14,6 +14,7 @@ from oobleck.control.protocol import WorkerMessage
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, WorkerId
 from oobleck.schedule import Instruction, Op, compile_schedule
+from oobleck.sim.cluster.agreements import Carry
 from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.cluster.moves import Moves
 from oobleck.sim.cluster.ports import WorkerPorts
@@ -98,8 +99,9 @@ class SteppedWorker(VirtualWorker):
         job: JobSpec,
         fabric: Fabric,
         say: Callable[[WorkerMessage], None],
+        carry: Carry,
         profile: Profile,
         shards: VirtualShards,
     ) -> None:
-        ports = WorkerPorts(fabric=fabric, tempo=Tempo(profile), clock=lambda: 0.0, say=say)
+        ports = WorkerPorts(fabric=fabric, carry=carry, tempo=Tempo(profile), clock=lambda: 0.0, say=say)
         super().__init__(worker_id, job, ports, shards=shards)

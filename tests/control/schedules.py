@@ -37,6 +37,8 @@ class Fault:
     """Index of the node or worker, modulo their number."""
     last_words: int = 0
     """How many of a killed node's undelivered messages still arrive."""
+    in_commit: bool = False
+    """Those moves are counted from when a worker tells another of its part in a commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ def play(scenario: Scenario) -> World:
     choose = uniform(rng) if rng.random() < 0.3 else by_priority(rng, rng.choice((0.01, 0.05, 0.2)))
     try:
         for fault in scenario.faults:
+            if fault.in_commit:
+                _run(world, choose, _LIMIT, is_timely=scenario.is_timely, until=lambda: bool(world.ways))
             _run(world, choose, fault.after, is_timely=scenario.is_timely)
             if world.ended is None:
                 strike(world, fault)
@@ -122,10 +126,12 @@ def replay(shape: Shape, moves: tuple[str, ...] | list[str]) -> World:
     return world
 
 
-def _run(world: World, choose: Choose, limit: int, *, is_timely: bool) -> None:
+def _run(
+    world: World, choose: Choose, limit: int, *, is_timely: bool, until: Callable[[], bool] = lambda: False
+) -> None:
     for _ in range(limit):
         moves = world.moves()
-        if not moves:
+        if not moves or until():
             break
         if is_timely and len(moves) > 1:
             moves.remove("time")
@@ -137,6 +143,7 @@ def finish(world: World) -> None:
         if node.is_frozen and not node.is_hung and world.ended is None:
             world.make(f"thaw {name}")
     if world.ended is None:
+        world.make("release")
         world.make("complete")
     choose, idle = in_turn(), 0
     for _ in range(_LIMIT):
@@ -165,8 +172,11 @@ def _name(world: World, fault: Fault) -> str | None:
     counted = [name for name, node in world.nodes.items() if node.is_counted]
     worker_ids = [worker_id for name in counted for worker_id in world.nodes[name].worker_ids]
     match fault.kind:
-        case "stop" | "join" | "master":
+        case "stop" | "join" | "master" | "release":
             return fault.kind
+        case "hold":
+            ways = world.ways
+            return f"hold {ways[fault.target % len(ways)]}" if ways else None
         case "grow" if not world.shape.follow:
             return None  # its end may have been told already
         case "grow" | "spoil":
@@ -203,4 +213,4 @@ def _is_possible_fault(world: World, move: str) -> bool:
         case "thaw":
             return subject in world.nodes and world.nodes[subject].is_frozen
         case _:
-            return kind in ("stop", "join", "master")
+            return kind in ("stop", "join", "master", "hold", "release")

@@ -25,6 +25,7 @@ SHAPES = (
     Shape(num_nodes=5, layers_per_device=2, schedule="zero-bubble"),
     Shape(num_nodes=5, layers_per_device=2, schedule="gpipe"),
     Shape(num_nodes=4, num_pipelines=2, eval_steps=2),
+    Shape(num_nodes=5, layers_per_device=2, scales_loss=True),  # newcomers are told the loss scale
 )
 IN_SECTIONS = (
     Shape(reductions=2),
@@ -55,6 +56,27 @@ def scenarios(
     )
 
 
+def scenarios_in_commits() -> st.SearchStrategy[Scenario]:
+    """Faults between a worker's part and the total's arrival at the last; messages that arrive a generation late."""
+    during = st.builds(
+        Fault,
+        after=st.integers(0, 40),
+        kind=st.sampled_from(("hold", "hold", "kill", "crash", "cut", "blip")),
+        target=st.integers(0, 9),
+        in_commit=st.just(True),
+    )
+    later = st.builds(
+        Fault, after=st.integers(0, 80), kind=st.sampled_from(("release", "kill", "crash")), target=st.integers(0, 9)
+    )
+    return st.builds(
+        Scenario,
+        shape=st.sampled_from((*SHAPES, *IN_SECTIONS)),
+        faults=st.lists(st.one_of(during, later), min_size=1, max_size=5).map(tuple),
+        seed=st.integers(0, 2**32),
+        calm=st.sampled_from((50, 300)),
+    )
+
+
 def test_an_undisturbed_run_commits_every_step_in_turn():
     for shape in (*SHAPES, *IN_SECTIONS):
         world = play(Scenario(shape, faults=(), seed=0, calm=0))
@@ -65,6 +87,12 @@ def test_an_undisturbed_run_commits_every_step_in_turn():
 @examples(80)
 @given(scenario=scenarios(("kill",)))
 def test_killed_nodes_break_no_promise(scenario: Scenario):
+    play(scenario)
+
+
+@examples(80)
+@given(scenario=scenarios_in_commits())
+def test_workers_that_die_in_the_middle_of_a_commit_break_no_promise(scenario: Scenario):
     play(scenario)
 
 

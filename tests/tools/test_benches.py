@@ -36,6 +36,7 @@ PARTS = {
 SMOKES: dict[str, tuple[str, ...]] = {
     "checkpoint.py": ("flash ", "torch.save", "pause against dcp.async_save"),
     "cluster_mode.py": ("recoveries, goodput",),
+    "commit.py": ("| 2 | 2 | ", "| 5 | "),
     "control_plane.py": ("| none | steps", "| none | loss", "| embedded | steps", "| embedded | loss"),
     "fit_costs.py": ("| encode_byte_s | ", "64: "),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oobleck.control.protocol import PeerMessage, WorkerAddress
+from oobleck.control.protocol import GroupValue, PeerMessage, WorkerAddress
 from oobleck.planner import WorkerId
 from oobleck.training.comm.groups import GroupTable
 from oobleck.training.comm.peer_links import PeerLinks
@@ -23,6 +23,7 @@ class LinkedTable:
         self.groups = GroupTable(worker_id, "127.0.0.1", self.links, self.waiter, stages=stages)
 
     def _hear(self, _sender: WorkerId, message: PeerMessage) -> None:
+        assert isinstance(message, GroupValue)
         self.groups.take(message)
 
 

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from oobleck.control.protocol import PeerMessage
+from oobleck.control.protocol import GroupValue, PeerMessage
 from oobleck.planner import WorkerId
 from oobleck.training.comm import GroupKey, GroupTable, PeerLinks, Waiter
 
@@ -47,6 +47,7 @@ class _Rank:
         self.groups = GroupTable(worker_id, "127.0.0.1", self.links, Waiter())
 
     def _hear(self, _sender: WorkerId, message: PeerMessage) -> None:
+        assert isinstance(message, GroupValue)
         self.groups.take(message)
 
     def form(self, key: GroupKey) -> None:
@@ -54,7 +55,7 @@ class _Rank:
 
     def sum(self, key: GroupKey) -> None:
         for _ in range(_NUM_SUMS):
-            self.groups.sum(key, torch.ones(_SUM_ELEMENTS), _never)
+            self.groups[key].all_reduce(torch.ones(_SUM_ELEMENTS)).wait(_never)
 
     def close(self) -> None:
         self.groups.keep_only([], generation=2)

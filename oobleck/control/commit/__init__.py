@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .agreement import Agreements, Letter
 from .commit_state import CommitState, Interrupted, PeerLost
+from .commit_tree import Neighbours, commit_tree, hops_up
 from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan, regrouped
@@ -44,10 +46,10 @@ from .worker_effects import (
     SaveEnd,
     Say,
     SectionEffect,
+    SectionTotals,
     ShareLossScale,
     TakeSums,
     TakeTotals,
-    Totals,
     WorkerEffect,
     WorkerEffects,
     drive,
@@ -61,6 +63,7 @@ __all__ = [
     "Adopt",
     "Agree",
     "Agreed",
+    "Agreements",
     "Apply",
     "AwaitPlanUpdate",
     "AwaitRecords",
@@ -83,6 +86,8 @@ __all__ = [
     "GroupKey",
     "Interrupted",
     "KeepGroups",
+    "Letter",
+    "Neighbours",
     "PartialCommit",
     "PeerLost",
     "PlaceInPlan",
@@ -99,17 +104,19 @@ __all__ = [
     "SaveEnd",
     "Say",
     "SectionEffect",
+    "SectionTotals",
     "ShareLossScale",
     "TakeSums",
     "TakeTotals",
-    "Totals",
     "Verdict",
     "WorkerEffect",
     "WorkerEffects",
     "broken_pipelines",
+    "commit_tree",
     "cut_off_nodes",
     "distinct",
     "drive",
+    "hops_up",
     "judge",
     "microbatches_redone",
     "num_sections_of",

@@ -29,6 +29,7 @@ from oobleck.control.protocol import (
     RecordsOver,
     RestoreFailed,
     StepCommitted,
+    Tally,
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from oobleck.job import JobSpec
@@ -100,7 +101,7 @@ class Follower:
         self._commit_state = commit_state
         self._records = records
         self._evaluates = evaluates
-        self._whole = tuple(range(job.num_microbatches))
+        self._whole = Tally.of(range(job.num_microbatches))
         self.partial_commit = PartialCommit(commit_state)
         self._seat: PlaceInPlan | None = None
         """In the plan in force; None for a spare."""
@@ -234,11 +235,11 @@ class Follower:
             yield CompareReplicas(agreed.record)
         return agreed.stop
 
-    def _check(self, step: int, counted: tuple[int, ...]) -> None:
+    def _check(self, step: int, counted: Tally) -> None:
         """Check that each microbatch of a step counts once. Raises AssertionError: a wrong sum is never applied."""
-        partial = self.partial_commit.microbatches
-        found = tuple(sorted((*partial, *counted))) if partial else counted
-        assert found == self._whole, f"step {step}: microbatches counted {counted} beside {partial}"
+        partial = Tally.of(self.partial_commit.microbatches)
+        what = f"step {step}: {counted.count} microbatches were counted, beside {partial.count}"
+        assert counted + partial == self._whole, f"{what}; they are not all {self._whole.count}, each once"
 
     def _apply(self, record: CommitRecord) -> WorkerEffects:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
@@ -298,7 +299,7 @@ class Follower:
                     yield from self._execute(Compute(step, segment.microbatches))
                     self._segments_done.add(segment.segment)
         committee = self._committee_of(update, in_force.plan, update.lost)
-        yield FormGroups((committee.key,), committee)
+        yield FormGroups((), committee)
         yield from self._end_step(committee)
 
     def _adopt(self, update: PlanUpdate) -> WorkerEffects:
@@ -310,7 +311,7 @@ class Follower:
             moving = None
         keys: tuple[GroupKey, ...] = () if moving is None else (moving,)
         if seat is not None and committee is not None:
-            keys += (seat.lane_key, seat.stage_key, committee.key)
+            keys += (seat.lane_key, seat.stage_key)
         layers = range(0) if seat is None else seat.layers
         yield FormGroups(keys, committee)
         if update.restore is not None:

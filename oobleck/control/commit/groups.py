@@ -23,7 +23,7 @@ Members = tuple[WorkerId, ...]
 class GroupKey:
     """What the members of a group agree on without talking."""
 
-    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "commit", "transfer"]
+    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer"]
     generation: int
     """The one whose plan update had it formed; a group may outlive that."""
     members: tuple[WorkerId, ...]
@@ -53,14 +53,14 @@ class Committee:
     """The groups in which gradients were summed under the plan before, by their members."""
     regrouped: frozenset[WorkerId] = field(default=frozenset(), compare=False, repr=False)
     """Workers whose groups are all formed again, as the plan update says."""
-    key: GroupKey = field(init=False)
-    """The group of all of them, in which they commit."""
+    members: Members = field(init=False)
+    """Sorted."""
     keys: dict[Members, GroupKey] = field(init=False, default_factory=dict, compare=False, repr=False)
     """Those that were asked for, by their members: what is kept for the committee after this one."""
 
     def __post_init__(self) -> None:
         members = tuple(worker_id for worker_id in self.plan.worker_ids if worker_id.node not in self.lost)
-        object.__setattr__(self, "key", GroupKey("commit", self.generation, members))
+        object.__setattr__(self, "members", members)
 
     def key_of(self, members: Members) -> GroupKey:
         """The group in which some of them sum gradients: the one that is there already, where none is `regrouped`.

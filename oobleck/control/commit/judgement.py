@@ -1,7 +1,7 @@
 """What the survivors' answers to a fence mean for the step in flight. Pure functions; no state.
 
-The rule of the commit (see `commit_state`): a worker applies step k only after an all-reduce in which all
-took part, each with its gradients of k fully reduced. Hence, once all survivors have answered:
+The rule of the commit (see `commit_state`): a worker applies step k only after an agreement (`agreement`)
+in which all took part, each with its gradients of k fully reduced. Hence, once all survivors have answered:
 
     applied k, all          -> k is committed
     applied k, some         -> k is committed; the others hold its reduced gradients, and catch up
@@ -13,7 +13,7 @@ took no part in what was committed since, as its lack of reduced gradients shows
 
 Rejected: a commit in two phases, with the master as the one who decides. It costs every step a round trip to the
 master, and stops all workers when the master is gone. Here no step waits for the master: the answers to a fence are
-enough to find out what was decided without it, since the all-reduce itself is the vote.
+enough to find out what was decided without it, since the agreement itself is the vote.
 
 Until the first step under a plan is committed, or the first section of one is committed, workers keep what they sent
 away for it. A worker that has still to do that keeps those layers at the version before, so they do not count.

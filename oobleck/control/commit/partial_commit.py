@@ -12,10 +12,9 @@ alone: its methods are generators of effects, and a driver has them carried out 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from oobleck.control.protocol import NOTHING, PartialStep, PeerFailed, PlanUpdate, SectionRecord
+from oobleck.control.protocol import NOTHING, PartialStep, PeerFailed, PlanUpdate, SectionRecord, Tally
 
 from .commit_state import CommitState, Interrupted, PeerLost
 from .sections import committed_after, num_sections_of
@@ -26,9 +25,9 @@ from .worker_effects import (
     PostSection,
     PostTotals,
     Say,
+    SectionTotals,
     TakeSums,
     TakeTotals,
-    Totals,
     WorkerEffects,
 )
 
@@ -175,7 +174,7 @@ class PartialCommit:
         totals = yield TakeTotals(section.number)
         if totals is None:
             return
-        assert isinstance(totals, Totals)
+        assert isinstance(totals, SectionTotals)
         self._check(section, totals.counted)
         assert self._update is not None
         record = SectionRecord(
@@ -187,11 +186,11 @@ class PartialCommit:
         self._commit_state.commit_section(record)
         yield from self._fold(record)
 
-    def _check(self, section: Section, counted: Collection[int]) -> None:
+    def _check(self, section: Section, counted: Tally) -> None:
         """Hold a section to what it should sum. Raises AssertionError: a wrong sum is never committed."""
-        fresh = sorted(set(self._microbatches_after(section.number)).difference(self.microbatches))
-        what = f"section {section.number} of step {section.step}"
-        assert list(counted) == fresh, f"{what}: microbatches counted {counted}, not {fresh}"
+        fresh = set(self._microbatches_after(section.number)).difference(self.microbatches)
+        what = f"section {section.number} of step {section.step}: {counted.count} microbatches were counted"
+        assert counted == Tally.of(fresh), f"{what}; they are not the {len(fresh)} of the section, each once"
 
     def _fold(self, record: SectionRecord) -> WorkerEffects:
         """Put a section's sums to those that are committed. Nothing can interrupt this."""

@@ -20,6 +20,9 @@ from oobleck.control.protocol import (
     RestoreFailed,
     SectionRecord,
     StepCommitted,
+    Subject,
+    Tally,
+    Topic,
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 
@@ -58,10 +61,10 @@ __all__ = [
     "SaveEnd",
     "Say",
     "SectionEffect",
+    "SectionTotals",
     "ShareLossScale",
     "TakeSums",
     "TakeTotals",
-    "Totals",
     "WorkerEffect",
     "WorkerEffects",
     "drive",
@@ -145,21 +148,25 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """Take part in the all-reduce that commits a step. The outcome is `Agreed`. May be interrupted, or fail."""
+    """Take part in the agreement that commits a step. The outcome is `Agreed`. May be interrupted, or fail."""
 
     step: int
     committee: Committee
     stop: bool
     """This worker wants training to end with the step."""
 
+    @property
+    def subject(self) -> Subject:
+        return Subject(Topic.STEP, self.step)
+
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all learn from a commit's all-reduce; equal everywhere."""
+    """What all learn from a commit; equal everywhere."""
 
     record: CommitRecord
-    counted: tuple[int, ...]
-    """The microbatches that went into the sum, as often as they did, sorted; those that were committed left out."""
+    counted: Tally
+    """The microbatches that went into the sum, as often as they did; those that were committed left out."""
     stop: bool
     save: bool
 
@@ -212,6 +219,10 @@ class Evaluate:
     lane_key: GroupKey
     """What links the pipeline's stages meanwhile."""
 
+    @property
+    def subject(self) -> Subject:
+        return Subject(Topic.EVALUATION, self.step)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -227,7 +238,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class FormGroups:
-    """Form the groups that are not there yet: these, and those in which a committee sums.
+    """Form the groups that are not there yet: these, and those in which a committee sums. Link it for its commits.
 
     May be interrupted, or fail.
     """
@@ -274,6 +285,11 @@ class ShareLossScale:
     is_current: bool
     """This worker holds the state from which training continues."""
 
+    @property
+    def subject(self) -> Subject:
+        """Once in a generation; newcomers have applied no step."""
+        return Subject(Topic.LOSS_SCALE, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
@@ -307,25 +323,25 @@ class TakeSums:
 
 @dataclass(frozen=True, slots=True)
 class PostTotals:
-    """Post this worker's part in the all-reduce that commits the section. Fails with a peer; never waits."""
+    """Bring this worker's part to the agreement that commits the section. Fails with a peer; never waits."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeTotals:
-    """Take what all brought to that, if it is here: the outcome is `Totals`, or None. Like TakeSums, it never waits."""
+    """Take what all brought to that, if it is here: the outcome is a `SectionTotals`, or None. Never waits either."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """What all learn from the all-reduce that commits a section."""
+class SectionTotals:
+    """What all learn from the agreement that commits a section."""
 
     loss: float
-    counted: tuple[int, ...]
-    """The microbatches that are in the section, as often as they are, sorted."""
+    counted: Tally
+    """The microbatches that are in the section, as often as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +391,7 @@ WorkerEffect = (
     | Adopt
     | SectionEffect
 )
-EffectOutcome = PlanUpdate | Agreed | Evaluation | Totals | bool | None
+EffectOutcome = PlanUpdate | Agreed | Evaluation | SectionTotals | bool | None
 WorkerEffects = Generator[WorkerEffect, EffectOutcome, None]
 
 

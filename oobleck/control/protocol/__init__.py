@@ -30,6 +30,7 @@ from .checkpoint_messages import (
     StateSaved,
     StoragePaths,
 )
+from .commit_messages import CommitMessage, PartUp, Subject, Tally, Topic, TotalDown, Totals
 from .data_position import DataPosition, LeftShard, OpenShard, digest_of_shards, visit_at
 from .ends import ErrorKind, Exited, Killed, NotStarted, ProcessEnd, Raised, ServerEnd, Unseen, WorkerEnd
 from .manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of, what_is_wrong
@@ -87,6 +88,7 @@ __all__ = [
     "CheckpointCommitted",
     "CheckpointsFound",
     "CommitCheckpoint",
+    "CommitMessage",
     "CommitRecord",
     "Configure",
     "DataPosition",
@@ -122,6 +124,7 @@ __all__ = [
     "NotStarted",
     "OpenShard",
     "Pace",
+    "PartUp",
     "PartialStep",
     "PeerFailed",
     "PeerMessage",
@@ -158,6 +161,11 @@ __all__ = [
     "StepRecords",
     "StopAgent",
     "StoragePaths",
+    "Subject",
+    "Tally",
+    "Topic",
+    "TotalDown",
+    "Totals",
     "Unseen",
     "WorkerAddress",
     "WorkerBound",

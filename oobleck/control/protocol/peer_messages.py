@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from oobleck.planner import WorkerId
 
+from .commit_messages import CommitMessage
+
 __all__ = ["GroupValue", "LinkChallenge", "LinkEnd", "LinkHello", "LinkMessage", "LinkProof", "PeerMessage"]
 
 
@@ -22,7 +24,7 @@ class GroupValue:
     value: bytes
 
 
-PeerMessage = GroupValue
+PeerMessage = GroupValue | CommitMessage
 """What a worker says to another once their link is there."""
 
 

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from oobleck.control.commit import GroupKey
-from oobleck.control.protocol import WorkerAddress
+from oobleck.control.commit import Committee, GroupKey
+from oobleck.control.protocol import Subject, WorkerAddress
 from oobleck.planner import WorkerId
 
 __all__ = ["Contribution", "Fabric", "Violation", "Wait", "label"]
+
+_AGREEMENTS = 64
+"""As many are remembered, which is far more than are under way at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Wait:
 
 
 class Fabric:
-    """Mail between the stages of pipelines and between holders of layers, and all-reduces.
+    """Mail between the stages of pipelines and between holders of layers, all-reduces, and who has agreed to what.
 
     Whatever a change concerns is notified through what it gave to `watch`.
     """
@@ -76,6 +79,8 @@ class Fabric:
         self._reductions: defaultdict[tuple[GroupKey, int], dict[WorkerId, Contribution]] = defaultdict(dict)
         self._totals: dict[GroupKey, tuple[int, tuple[int, ...]]] = {}
         """The newest (sequence, sum) of each group: all its members ask for the same."""
+        self._brought: dict[tuple[int, Subject], set[WorkerId]] = {}
+        """Who has brought a part to the latest agreements, of a generation each."""
         self._islands: dict[str, int] = {}
         """Nodes that are cut off from the others; those with the same number reach one another."""
         self._watchers: dict[WorkerId, Callable[[], None]] = {}
@@ -120,6 +125,7 @@ class Fabric:
         self._met.clear()
         self._num_formed.clear()
         self._totals.clear()
+        self._brought.clear()
 
     def separate(self, nodes: Iterable[str]) -> None:
         """From now on these nodes reach one another, and no others."""
@@ -138,7 +144,11 @@ class Fabric:
     def lacks_a_member(self, key: GroupKey) -> bool:
         if self._newest_end < key.generation:
             return False
-        return any(self._ended.get(member, 0) >= key.generation for member in key.members)
+        return any(self.is_gone(member, key.generation) for member in key.members)
+
+    def is_gone(self, worker_id: WorkerId, generation: int) -> bool:
+        """Return whether the worker of a place has ended that took part in a generation."""
+        return self._ended.get(worker_id, 0) >= generation
 
     def end(self, worker_id: WorkerId, generation: int) -> None:
         """The worker of a place is no more; one that comes after it is in groups of newer generations."""
@@ -184,6 +194,18 @@ class Fabric:
             numbers = tuple(sorted(chain.from_iterable(each.numbers for each in found.values())))
             self._totals[key] = sequence, numbers
         return self._totals[key][1]
+
+    def bring(self, committee: Committee, subject: Subject, worker_id: WorkerId) -> None:
+        """Note that a worker brings its part to an agreement: the messages are its own concern."""
+        self._brought.setdefault((committee.generation, subject), set()).add(worker_id)
+        if len(self._brought) > _AGREEMENTS:
+            del self._brought[next(iter(self._brought))]
+
+    def check_brought(self, committee: Committee, subject: Subject, worker_id: WorkerId) -> None:
+        """Hold a worker that takes a total to what that means. Raises Violation where somebody's part is not in it."""
+        brought = self._brought[committee.generation, subject]
+        if missing := sorted(set(committee.members) - brought):
+            raise Violation(f"{worker_id} agrees on {subject} in generation {committee.generation} without {missing}")
 
     def _note(self, key: GroupKey, concerned: Iterable[WorkerId]) -> None:
         self.newest = max(self.newest, key.generation)

@@ -1,18 +1,25 @@
-"""The groups that a virtual worker has formed, and the all-reduces in them: the twin of `training.comm.groups`."""
+"""The groups that a virtual worker has formed, and the all-reduces in them: the twin of `training.comm.groups`.
+
+Whose gradients are summed with whose, without parameters, as in `training.step.reduction`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Sequence
 
-from oobleck.control.commit import CommitState, GroupKey
+from oobleck.control.commit import CommitState, Committee, GroupKey
 from oobleck.control.protocol import WorkerAddress
+from oobleck.planner import WorkerId
 
 from .fabric import Contribution, Fabric, Violation, Wait, label
 from .moves import Moves
 from .tempo import Tempo
 
-__all__ = ["GroupTable"]
+__all__ = ["Bucket", "GroupTable", "buckets_of"]
+
+Bucket = tuple[GroupKey, tuple[int, ...]]
+"""A group, and the layers whose gradients it sums."""
 
 
 class GroupTable:
@@ -81,3 +88,17 @@ class GroupTable:
             takes_s=takes_s,
         )
         return self._fabric.total(key, sequence, step)
+
+
+def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
+    """The layers of one worker by their owners in a committee, in an order that all owners share."""
+    located = committee.plan.locate(worker_id)
+    assert located is not None
+    pipeline, stage = located
+    by_owners: dict[tuple[WorkerId, ...], list[int]] = {}
+    for layer in committee.plan.pipelines[pipeline].stages[stage].layers:
+        living = tuple(
+            worker_id for worker_id in committee.plan.owners_of(layer) if worker_id.node not in committee.lost
+        )
+        by_owners.setdefault(living, []).append(layer)
+    return tuple((committee.key_of(members), tuple(layers)) for members, layers in sorted(by_owners.items()))

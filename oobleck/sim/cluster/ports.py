@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import WorkerMessage
 
+from .agreements import Carry
 from .fabric import Fabric
 from .tempo import Tempo
 
@@ -22,6 +23,8 @@ class WorkerPorts:
     """The network, the time, and those who hear of it."""
 
     fabric: Fabric
+    carry: Carry
+    """Takes messages to other workers, which `hear` them."""
     tempo: Tempo
     clock: Callable[[], float]
     """Seconds."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from oobleck.control.commit import CommitState, GroupKey, Totals
-from oobleck.control.protocol import SectionRecord
+from oobleck.control.commit import CommitState, Committee, GroupKey, SectionTotals
+from oobleck.control.protocol import SectionRecord, Subject, Tally, Topic, Totals
 
-from .buckets import Bucket
+from .agreements import VirtualAgreements
 from .fabric import Contribution, Fabric, Violation, Wait
-from .groups import GroupTable
+from .groups import Bucket, GroupTable
 from .layers import HeldLayers
-from .moves import Moves
+from .moves import Moves, pause
 
 __all__ = ["SectionSums"]
 
@@ -29,27 +29,39 @@ class _Posted:
     """Groups, their layers, and the sequence numbers of their all-reduces."""
     summed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By layer, once all sums are here: the microbatches in them."""
-    totals: int | None = None
-    """The sequence number of the all-reduce over all workers, once that is posted."""
+    agrees: bool = False
+    """This worker's part in the agreement on it is brought."""
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(Topic.SECTION, self.step, self.number)
 
 
 class SectionSums:
-    """The all-reduces of the section on its way, if there is one."""
+    """The sums of the section on its way, if there is one, and the agreement on it."""
 
-    def __init__(self, commit_state: CommitState, fabric: Fabric, groups: GroupTable, layers: HeldLayers) -> None:
+    def __init__(
+        self,
+        commit_state: CommitState,
+        fabric: Fabric,
+        groups: GroupTable,
+        agreements: VirtualAgreements,
+        layers: HeldLayers,
+    ) -> None:
         """`layers` get the sums of what is committed."""
         self._commit_state = commit_state
         self._fabric = fabric
         self._groups = groups
+        self._agreements = agreements
         self._layers = layers
         self._buckets: tuple[Bucket, ...] = ()
-        self._everyone: GroupKey | None = None
+        self._committee: Committee | None = None
         self._tells = False
         self._posted: _Posted | None = None
 
-    def adopt(self, buckets: tuple[Bucket, ...], everyone: GroupKey | None, *, tells: bool) -> None:
+    def adopt(self, buckets: tuple[Bucket, ...], committee: Committee, *, tells: bool) -> None:
         """A plan comes into force; `tells` if this worker's stage knows of losses."""
-        self._buckets, self._everyone, self._tells = buckets, everyone, tells
+        self._buckets, self._committee, self._tells = buckets, committee, tells
 
     def post(self, number: int, step: int, mine: tuple[int, ...]) -> None:
         """Post the gradients of a section's microbatches."""
@@ -70,23 +82,23 @@ class SectionSums:
         return True
 
     def post_totals(self) -> Moves:
-        """Take part in the all-reduce over all workers. Raises PeerLost."""
+        """Bring this worker's part to the agreement. Raises PeerLost."""
         posted = self._section
-        yield self._pause("about to commit", [self._commit_key])
-        mine = posted.mine if self._tells else ()
-        posted.totals = self._groups.post(self._commit_key, Contribution(posted.step, mine))
+        yield from pause("about to commit")
+        mine = Tally.of(posted.mine if self._tells else ())
+        self._agreements.bring(self._everyone, posted.subject, Totals((float(mine.count),), mine))
+        posted.agrees = True
 
-    def take_totals(self) -> Generator[Wait, None, Totals | None]:
+    def take_totals(self) -> Generator[Wait, None, SectionTotals | None]:
         """Take what all brought to it, if it is here. Raises PeerLost."""
-        posted, key = self._section, self._commit_key
-        assert posted.totals is not None
-        if not self._fabric.is_complete(key, posted.totals):
+        posted, everyone = self._section, self._everyone
+        if not self._agreements.is_here(everyone, posted.subject):
             return None
-        yield self._pause("agreed to commit", [key])
-        agreed = self._fabric.total(key, posted.totals, posted.step)
-        if any(summed != agreed for summed in posted.summed.values()):
+        yield from pause("agreed to commit")
+        agreed = self._agreements.take(everyone, posted.subject)
+        if any(Tally.of(summed) != agreed.counted for summed in posted.summed.values()):
             raise Violation(f"section {posted.number} of step {posted.step} sums {posted.summed}, not {agreed}")
-        return Totals(loss=len(agreed), counted=agreed)
+        return SectionTotals(agreed.numbers[0], agreed.counted)
 
     def fold(self, record: SectionRecord) -> None:
         """Put the sums to those that are committed."""
@@ -104,9 +116,9 @@ class SectionSums:
     def arrival(self) -> Wait:
         """The wait for what the section needs next."""
         posted = self._section
-        awaited = (
-            [(key, at) for key, _, at in posted.sums] if posted.totals is None else [(self._commit_key, posted.totals)]
-        )
+        if posted.agrees:
+            return self._agreements.arrival(self._everyone, posted.subject)
+        awaited = [(key, at) for key, _, at in posted.sums]
         return Wait(
             f"section {posted.number} of step {posted.step}",
             lambda: all(self._fabric.is_complete(key, at) for key, at in awaited),
@@ -121,9 +133,9 @@ class SectionSums:
         return self._posted
 
     @property
-    def _commit_key(self) -> GroupKey:
-        assert self._everyone is not None
-        return self._everyone
+    def _everyone(self) -> Committee:
+        assert self._committee is not None
+        return self._committee
 
     def _pause(self, what: str, keys: Sequence[GroupKey]) -> Wait:
         """A point where the training thread may be preempted, or finds that the network has failed it."""

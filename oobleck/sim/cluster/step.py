@@ -29,13 +29,13 @@ from oobleck.control.commit import (
     TakeSums,
     TakeTotals,
 )
-from oobleck.control.protocol import CommitRecord, RecordRun
+from oobleck.control.protocol import CommitRecord, RecordRun, Tally, Totals
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan
 
-from .buckets import Bucket, buckets_of
+from .agreements import VirtualAgreements
 from .fabric import Contribution, Violation, Wait
-from .groups import GroupTable
+from .groups import Bucket, GroupTable, buckets_of
 from .layers import HeldLayers
 from .moves import Moves, pause
 from .ports import WorkerPorts
@@ -46,9 +46,6 @@ from .sections import SectionSums
 __all__ = ["StepDriver", "StepEffect"]
 
 StepEffect = BeginStep | Compute | Reduce | Agree | Apply | ForgetStep | Evaluate | SectionEffect
-
-_STOP = -1
-"""What a commit's contribution contains, beside microbatches, of a worker that is to stop."""
 
 
 class StepDriver:
@@ -61,6 +58,7 @@ class StepDriver:
         commit_state: CommitState,
         *,
         groups: GroupTable,
+        agreements: VirtualAgreements,
         layers: HeldLayers,
         records: Records,
         programs: Programs,
@@ -75,10 +73,11 @@ class StepDriver:
         self._ports = ports
         self._commit_state = commit_state
         self._groups = groups
+        self._agreements = agreements
         self._layers = layers
         self._records = records
         self._programs = programs
-        self._sections = SectionSums(commit_state, ports.fabric, groups, layers)
+        self._sections = SectionSums(commit_state, ports.fabric, groups, agreements, layers)
         self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
         """The groups in which the gradients of its layers are summed, those of the newest committee."""
         self._work: Work | None = None
@@ -94,7 +93,7 @@ class StepDriver:
         self._reduce_s = self._ports.tempo.reduce_s(plan)
         self._committing_s = self._ports.tempo.committing_s(plan)
         if committee is not None:
-            self._sections.adopt(self._buckets_of(committee), committee.key, tells=self._tells)
+            self._sections.adopt(self._buckets_of(committee), committee, tells=self._tells)
 
     def groups_of(self, committee: Committee) -> list[GroupKey]:
         """The groups in which the gradients of its layers are summed."""
@@ -163,13 +162,12 @@ class StepDriver:
     def _agree(self, effect: Agree) -> Generator[Wait, None, Agreed]:
         assert self._work is not None
         yield from pause("about to commit")
-        key, step = effect.committee.key, effect.step
-        mine = tuple(self._work.microbatches) if self._tells else ()
-        sequence = self._groups.post(key, Contribution(step, (*((_STOP,) if effect.stop else ()), *mine)))
-        said = yield from self._groups.sum(key, sequence, step, takes_s=self._committing_s)
+        committee, step = effect.committee, effect.step
+        part = Totals((float(effect.stop),), Tally.of(self._work.microbatches if self._tells else ()))
+        total = yield from self._agreements.total(committee, effect.subject, part, takes_s=self._committing_s)
         yield from pause("agreed to commit")
-        num_stops = said.count(_STOP)
-        return Agreed(self._record(step, key.generation), said[num_stops:], stop=num_stops > 0, save=False)
+        record = self._record(step, committee.generation)
+        return Agreed(record, total.counted, stop=total.numbers[0] > 0, save=False)
 
     @property
     def _tells(self) -> bool:
@@ -203,9 +201,7 @@ class StepDriver:
         """All sum their losses, which takes no time here."""
         if any(version.partial for version in self._layers.held.values()):
             raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
-        key = effect.committee.key
-        sequence = self._groups.post(key, Contribution(effect.step, ()))
-        yield from self._groups.sum(key, sequence, effect.step)
+        yield from self._agreements.total(effect.committee, effect.subject, Totals(()))
         self._step_ended_s = self._ports.clock()
         return Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import PlanUpdate
 from oobleck.control.speed import microbatch_s
-from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile
+from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile, WorkerId
 from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
 from oobleck.sim.costs import Costs, StepTimes, costs_on
 
@@ -121,6 +121,13 @@ class Tempo:
         """Bytes that a transfer moves: parameters and optimizer state."""
         layer = self._profile.layers[item.layer]
         return (layer.param_bytes + layer.optimizer_bytes) // item.num_parts
+
+    def latency_s(self, source: WorkerId, target: WorkerId) -> float:
+        """Seconds that a short message takes from one worker to another; costs have it in `committing_s`."""
+        if self._costs is not None:
+            return 0.0
+        network = self._profile.network
+        return network.intra_node_latency_s if source.node == target.node else network.inter_node_latency_s
 
     def transfer_s(self, item: LayerTransfer) -> float:
         """Seconds of a transfer; those to one worker come one after the other."""

@@ -14,6 +14,7 @@ from oobleck.control.commit import (
     FAILURES,
     Adopt,
     Agree,
+    Agreements,
     Apply,
     AwaitPlanUpdate,
     AwaitRecords,
@@ -52,6 +53,7 @@ from oobleck.control.commit import (
     WorkerEffects,
 )
 from oobleck.control.protocol import (
+    CommitMessage,
     Fence,
     Finished,
     FinishStep,
@@ -64,12 +66,14 @@ from oobleck.control.protocol import (
     ScanAnswer,
     ScanRequest,
     StepRecords,
+    Totals,
     WorkerAddress,
     WorkerBound,
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
+from .agreements import VirtualAgreements
 from .fabric import Violation, Wait
 from .groups import GroupTable
 from .layers import HeldLayers, Version
@@ -99,6 +103,7 @@ class VirtualWorker:
         self.is_stuck = False
         """The process is stopped: neither of its threads does anything, and its connections do not show it."""
         self._ports = ports
+        self._job = job
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
         self._groups = GroupTable(ports.fabric, self.commit_state, tempo=ports.tempo)
@@ -109,6 +114,8 @@ class VirtualWorker:
             records=self._records if self._records.are_needed else None,
             evaluates=True,
         )
+        agreements = Agreements(worker_id, lock=nullcontext())
+        self._agreements = VirtualAgreements(agreements, self.commit_state, ports.fabric, ports.carry)
         self._programs = self.programs(
             ports.fabric,
             self.commit_state,
@@ -122,6 +129,7 @@ class VirtualWorker:
             ports,
             self.commit_state,
             groups=self._groups,
+            agreements=self._agreements,
             layers=self._layers,
             records=self._records,
             programs=self._programs,
@@ -159,6 +167,12 @@ class VirtualWorker:
                 self._ports.announce()
             case _:
                 raise Violation(f"{self.worker_id} received {message}")
+
+    def hear(self, source: WorkerId, message: CommitMessage) -> None:
+        """Handle one message of another worker; like `take`, whatever the training thread does."""
+        if not self.is_stuck:
+            self._agreements.hear(source, message)
+            self._ports.announce()
 
     @property
     def address(self) -> WorkerAddress:
@@ -229,7 +243,10 @@ class VirtualWorker:
                 if isinstance(message, PeerFailed | RecordsFailed):
                     yield from pause("report")
                 self._ports.say(message)
-            case Save() | SaveEnd() | PrepareToSave() | CompareReplicas() | ShareLossScale():
+            case ShareLossScale(committee=committee):
+                if committee is not None and self._job.dtype == "float16":
+                    yield from self._agreements.total(committee, effect.subject, Totals(()))
+            case Save() | SaveEnd() | PrepareToSave() | CompareReplicas():
                 pass  # nothing is saved on virtual nodes, and layers have no numbers
             case ReportResumed(generation=generation):
                 self._report_resumed(generation)

@@ -9,6 +9,7 @@ from pathlib import Path
 import trio
 
 from oobleck.control.protocol import (
+    CommitMessage,
     ForkServerEnded,
     Killed,
     ProcessEnd,
@@ -21,7 +22,7 @@ from oobleck.control.protocol import (
     WorkerReady,
 )
 from oobleck.job import JobSpec
-from oobleck.planner import profile_to_json
+from oobleck.planner import WorkerId, profile_to_json
 
 from .ports import WorkerPorts
 from .worker import VirtualWorker
@@ -50,6 +51,8 @@ class WorkerProcess:
         self._alarm_s = 0.0
         self._untold: list[WorkerBound] = []
         """What waits in the socket of a process that is frozen, or not set up yet."""
+        self._letters: list[tuple[float, WorkerId, CommitMessage]] = []
+        """Of other workers, on their way: when each arrives, and whose it is."""
         self._profiling = trio.Event()
         self._say, self._said = trio.open_memory_channel[WorkerMessage](math.inf)
 
@@ -81,6 +84,7 @@ class WorkerProcess:
         self._say.close()
         if self._worker is not None:
             self._world.fabric.end(self.worker_id, self._world.fabric.newest)
+            del self._world.peers[self.worker_id]
 
     # --- the world's hold on it ------------------------------------------------------------------------------
 
@@ -99,6 +103,7 @@ class WorkerProcess:
             await self._work(self._world.delays.set_up_worker_s)
             ports = WorkerPorts(
                 fabric=self._world.fabric,
+                carry=self._carry,
                 tempo=self._world.tempo,
                 clock=self._clock,
                 say=self._say.send_nowait,
@@ -106,6 +111,7 @@ class WorkerProcess:
             )
             worker = self._worker = VirtualWorker(self.worker_id, self._setup.job, ports)
             self._world.fabric.watch(self.worker_id, self._unpark)
+            self._world.peers[self.worker_id] = self._expect
             self._say.send_nowait(self._ready(worker.address))
             self._listen()
             async with trio.open_nursery() as nursery:
@@ -138,6 +144,26 @@ class WorkerProcess:
                 case _:
                     self._worker.take(message)
 
+    def _carry(self, target: WorkerId, message: CommitMessage) -> None:
+        """Send another worker a message. What is meant for one that has ended is lost."""
+        if target in self._world.peers:
+            self._world.peers[target](self.worker_id, message)
+
+    def _expect(self, source: WorkerId, message: CommitMessage) -> None:
+        arrives_s = self._world.time.now_s + self._world.tempo.latency_s(source, self.worker_id)
+        self._letters.append((arrives_s, source, message))
+        self._world.time.call_at(arrives_s, self._unpark)
+
+    def _hear(self, worker: VirtualWorker) -> None:
+        """Take what has arrived from other workers. What a partition holds up arrives when it ends."""
+        letters, self._letters = self._letters, []
+        for letter in letters:
+            arrives_s, source, message = letter
+            if arrives_s <= self._world.time.now_s and self._world.fabric.is_whole((source, self.worker_id)):
+                worker.hear(source, message)
+            else:
+                self._letters.append(letter)
+
     async def _profile(self) -> None:
         await self._profiling.wait()
         await self._work(self._world.delays.profile_s)
@@ -169,6 +195,7 @@ class WorkerProcess:
         wait, due_s = worker.wait, math.inf
         while True:
             due_s += await self._frozen()
+            self._hear(worker)
             is_ready = wait.ready()
             if is_ready and due_s == math.inf:
                 due_s = self._world.time.now_s + wait.takes_s

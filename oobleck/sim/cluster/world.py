@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
 import trio
 
-from oobleck.planner import Profile
+from oobleck.control.protocol import CommitMessage
+from oobleck.planner import Profile, WorkerId
 from oobleck.sim.costs import Costs
 
 from .determinism import VirtualTime
@@ -28,6 +30,8 @@ class World:
     """Chooses what no rule decides."""
     fabric: Fabric = field(default_factory=Fabric)
     time: VirtualTime = field(default_factory=VirtualTime)
+    peers: dict[WorkerId, Callable[[WorkerId, CommitMessage], None]] = field(default_factory=dict)
+    """How messages of other workers, whose ids come with them, reach the one in each place."""
 
     @classmethod
     def make(cls, profile: Profile, delays: Delays, seed: int, costs: Costs | None = None) -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .agreements import PeerAgreements
 from .devices import choose_device, device_memory_bytes, synchronize, use_device
 from .groups import Group, GroupKey, GroupTable, Reduction, open_device
 from .inbox import Inbox
@@ -19,6 +20,7 @@ __all__ = [
     "HostCopy",
     "Inbox",
     "LayerState",
+    "PeerAgreements",
     "PeerLinks",
     "Pending",
     "Reduction",

@@ -52,7 +52,6 @@ _NETWORK_DESCRIPTORS = 5
 """What a network has of its own."""
 _NCCL_POLL_S = 1e-3
 _PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
-_PURPOSES_IN_RINGS = ("reduce", "commit")
 _RING_TAG = (1 << 31) - 1
 """Of the messages with which neighbours in a ring connect."""
 
@@ -271,11 +270,6 @@ class GroupTable:
         """Return a group that was formed; None for one of this worker alone."""
         return self._groups[key] if len(key.members) > 1 else None
 
-    def sum(self, key: GroupKey, tensor: torch.Tensor, interrupted: Callable[[], bool]) -> None:
-        """Add a tensor up over a group's members, in place. Raises Interrupted or PeerLost."""
-        if (group := self.find(key)) is not None:
-            group.all_reduce(tensor).wait(interrupted)
-
     def take(self, value: GroupValue) -> None:
         """Take in what a member of a group tells the others. Any thread may."""
         self._told.put(value.key, value.value, generation=value.generation)
@@ -396,7 +390,7 @@ def _abort_nccl(held: list[Any]) -> None:
 
 
 def _is_ring(key: GroupKey) -> bool:
-    return key.purpose in _PURPOSES_IN_RINGS
+    return key.purpose == "reduce"
 
 
 def _connect(process_group: Any, ranks: Sequence[int]) -> None:

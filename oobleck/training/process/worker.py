@@ -25,6 +25,8 @@ from oobleck.control.protocol import (
     Fence,
     FindCheckpoints,
     FinishStep,
+    GroupValue,
+    PartUp,
     PeerMessage,
     PlanUpdate,
     Profiled,
@@ -35,6 +37,7 @@ from oobleck.control.protocol import (
     SetUpWorker,
     Status,
     StepRecords,
+    TotalDown,
     WorkerBound,
     WorkerFailed,
     WorkerReady,
@@ -45,6 +48,7 @@ from oobleck.training.assembly import assemble
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import (
     GroupTable,
+    PeerAgreements,
     PeerLinks,
     Waiter,
     choose_device,
@@ -111,7 +115,8 @@ class _Worker:
         self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
         self._log = WorkerLog(__name__, setup.worker_id, lambda: self._commit_state.generation)
         self._log.info("begins as process %d", os.getpid())
-        self._links = PeerLinks(setup.worker_id, setup.address, handle=self._hear)
+        self._links = PeerLinks(setup.worker_id, setup.address, handle=self._hear, lost=self._note_lost)
+        self._agreements = PeerAgreements(setup.worker_id, self._waiter, self._links.send)
         self._computes_on = choose_device(job.device, setup.local_device)
         use_device(self._computes_on)
         if job.compile:
@@ -140,6 +145,7 @@ class _Worker:
             assembly,
             share,
             groups=self._groups,
+            agreements=self._agreements,
             commit_state=self._commit_state,
             saving=self._saving,
             next_update=self._next_order,
@@ -217,8 +223,17 @@ class _Worker:
 
     def _hear(self, sender: WorkerId, message: PeerMessage) -> None:
         """Take what a peer says; runs on the thread of the links."""
-        self._log.debug("is told %s by %s", message.key, sender)
-        self._groups.take(message)
+        match message:
+            case PartUp() | TotalDown():
+                self._agreements.hear(sender, message)
+            case GroupValue():
+                self._log.debug("is told %s by %s", message.key, sender)
+                self._groups.take(message)
+
+    def _note_lost(self, worker_id: WorkerId) -> None:
+        """A link has ended that was wanted; runs on the thread of the links."""
+        self._log.info("has lost its link to %s", worker_id)
+        self._agreements.note_lost(worker_id)
 
     def _answer(self, fence: Fence) -> Status:
         """Raise the fence, and log what it says."""

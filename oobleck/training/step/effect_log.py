@@ -171,7 +171,7 @@ def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
         case Reduce(step=step, committee=committee):
             return f"reduces step {step} in generation {committee.generation}"
         case Agree(step=step, committee=committee):
-            return f"agrees on step {step} with {len(committee.key.members)} workers"
+            return f"agrees on step {step} with {len(committee.members)} workers"
         case Apply(record=record):
             return f"commits and applies step {record.step}: loss {record.loss:.4f}"
         case CompareReplicas(record=record):

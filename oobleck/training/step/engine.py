@@ -13,8 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn, assert_never
 
-import torch
-
 from oobleck.control.commit import (
     Adopt,
     Agree,
@@ -63,15 +61,17 @@ from oobleck.control.protocol import (
     PlanUpdate,
     ReplicaDigests,
     Resumed,
+    Subject,
+    Tally,
+    Totals,
     WorkerReport,
 )
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
-from oobleck.training.comm import GroupTable
+from oobleck.training.comm import GroupTable, PeerAgreements
 from oobleck.training.model import Precision, Share, StageModel, install
 from oobleck.training.worker_log import WorkerLog
 
-from .commit_vector import commit_vector, read_commit
 from .effect_log import logged, update_text
 from .evaluation import Evaluator
 from .layer_store import LayerStore
@@ -94,6 +94,7 @@ class Engine:
         share: Share,
         *,
         groups: GroupTable,
+        agreements: PeerAgreements,
         commit_state: CommitState,
         saving: LayerSaver | None,
         next_update: Callable[[], PlanUpdate],
@@ -109,6 +110,7 @@ class Engine:
         self._log = WorkerLog(__name__, worker_id, lambda: commit_state.generation)
         self._share = share
         self._groups = groups
+        self._agreements = agreements
         self._commit_state = commit_state
         self._saving = saving
         self._next_update = next_update
@@ -132,7 +134,7 @@ class Engine:
                 job,
                 assembly.validation,
                 self._model,
-                groups,
+                groups.waiter,
                 interrupted=commit_state.is_fenced,
                 on_progress=self._say_evaluating,
             )
@@ -144,8 +146,8 @@ class Engine:
         self._sections = SectionSums(
             self._follower.partial_commit,
             commit_state,
-            groups,
-            num_microbatches=job.num_microbatches,
+            groups.waiter,
+            agreements,
             carry_out=self._drive,
         )
         self._step_timer = StepTimer(worker_id.device)
@@ -216,6 +218,8 @@ class Engine:
                 self._log.info("follows a plan: %s", update_text(update))
                 return update
             case FormGroups(keys=keys, committee=committee):
+                if committee is not None:
+                    self._agreements.join(committee)
                 self._groups.form(
                     [*keys, *self._reducers.keys_of(committee)],
                     self._commit_state.is_fenced,
@@ -231,7 +235,7 @@ class Engine:
             case Exchange():
                 self._exchange(effect)
             case ShareLossScale(committee=committee, is_current=is_current):
-                sum_up = None if committee is None else partial(self._sum_over, committee)
+                sum_up = None if committee is None else partial(self._sum_over, committee, effect.subject)
                 self._layer_store.agree_on_loss_scale(sum_up, is_current=is_current)
             case Adopt():
                 self._adopt(effect)
@@ -288,40 +292,43 @@ class Engine:
         assert self._reducers.in_force is not None
         self._step.execute(self._pipeline_rank, program, self._reducers.in_force.reducer)
 
-    def _sum_over(self, committee: Committee, vector: torch.Tensor) -> None:
-        """Sum a vector over all who commit together, in place. Raises Interrupted or PeerLost."""
-        self._groups.sum(committee.key, vector, self._commit_state.is_fenced)
+    def _sum_over(self, committee: Committee, subject: Subject, numbers: tuple[float, ...]) -> tuple[float, ...]:
+        """Sum numbers over all who commit together. Raises Interrupted or PeerLost."""
+        return self._total(committee, subject, Totals(numbers)).numbers
+
+    def _sum_loss(self, committee: Committee, subject: Subject, loss: float) -> float:
+        (total,) = self._sum_over(committee, subject, (loss,))
+        return total
+
+    def _total(self, committee: Committee, subject: Subject, part: Totals) -> Totals:
+        return self._agreements.total(committee, subject, part, self._commit_state.is_fenced)
 
     def _agree(self, effect: Agree) -> Agreed:
-        """Take part in the commit's all-reduce. Once it returns, all workers have reduced all their gradients.
+        """Commit with all others. Once it returns, all workers have reduced all their gradients.
 
         Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
         """
-        work = self._step.work
-        vector = commit_vector(
-            loss=work.loss,
-            squared_grad_norm=self._reducers.squared_norm(effect.committee, self._step.reduced),
-            stop=effect.stop,
-            save=self._saving is not None and self._saving.is_wanted(effect.step),
-            counts=work.counts,
-            num_microbatches=self._job.num_microbatches,
-        )
-        self._sum_over(effect.committee, vector)
-        outcome, scale = read_commit(vector), self._layer_store.scale
+        work, scale = self._step.work, self._layer_store.scale
+        squared_norm = self._reducers.squared_norm(effect.committee, self._step.reduced)
+        saves = self._saving is not None and self._saving.is_wanted(effect.step)
+        part = Totals((work.loss, squared_norm, float(effect.stop), float(saves)), Tally.of(work.counted))
+        total = self._total(effect.committee, effect.subject, part)
+        loss, squared_norm, stops, saving = total.numbers
+        grad_norm = squared_norm**0.5
         record = CommitRecord(
             step=effect.step,
             generation=effect.committee.generation,
-            loss=self._follower.partial_commit.loss + outcome.loss,
-            grad_norm=outcome.grad_norm / scale,
+            loss=self._follower.partial_commit.loss + loss,
+            grad_norm=grad_norm / scale,
             loss_scale=scale,
-            is_skipped=self._precision.scales_loss and not math.isfinite(outcome.grad_norm),
+            is_skipped=self._precision.scales_loss and not math.isfinite(grad_norm),
             learning_rate=self._optimizer.learning_rate(effect.step),
             num_samples=self._step.batch.num_samples,
             samples_repeated=0,
             samples_missing=0,
             duration_s=self._step_timer.step_s,
         )
-        return Agreed(record, outcome.counted, stop=outcome.stop, save=outcome.save)
+        return Agreed(record, total.counted, stop=stops > 0, save=saving > 0)
 
     def _apply(self, record: CommitRecord) -> None:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
@@ -361,7 +368,7 @@ class Engine:
                 effect.step,
                 replace(pipeline_rank, group=self._groups.find(effect.lane_key)),
                 share=(located[0], len(committee.plan.pipelines)),
-                everyone=committee.key,
+                sum_up=partial(self._sum_loss, committee, effect.subject),
             )
         self._step_timer.begin_step()
         return outcome

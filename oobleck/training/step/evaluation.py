@@ -17,7 +17,7 @@ import torch
 from oobleck.control.commit import Evaluation, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
-from oobleck.training.comm import GroupKey, GroupTable, Pending
+from oobleck.training.comm import Pending, Waiter
 from oobleck.training.data import Dataset
 from oobleck.training.model import MicrobatchKey, StageModel
 
@@ -31,6 +31,7 @@ _SENDS_AHEAD = 2
 
 
 _Send = tuple[Pending, torch.Tensor]
+SumUp = Callable[[float], float]
 
 
 class Evaluator:
@@ -41,7 +42,7 @@ class Evaluator:
         job: JobSpec,
         dataset: Dataset,
         model: StageModel,
-        groups: GroupTable,
+        waiter: Waiter,
         *,
         interrupted: Callable[[], bool],
         on_progress: Callable[[int], None],
@@ -52,8 +53,7 @@ class Evaluator:
         self._job = job
         self._dataset = dataset
         self._model = model
-        self._groups = groups
-        self._waiter = groups.waiter
+        self._waiter = waiter
         self._interrupted = interrupted
         self._on_progress = on_progress
         num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
@@ -64,27 +64,24 @@ class Evaluator:
                 "data.validation_split, or raise max_eval_samples"
             )
 
-    def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], everyone: GroupKey) -> Evaluation:
+    def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], sum_up: SumUp) -> Evaluation:
         """Evaluate the model of a step, together with all others in the plan.
 
-        `share` is this pipeline's number and how many there are, `everyone` the group of all workers. Raises
+        `share` is this pipeline's number and how many there are; `sum_up` adds a number up over all workers. Raises
         Interrupted or PeerLost; only the evaluation is lost by that, and its messages may be stuck in the groups.
         """
         began_s = time.monotonic()
         sends: deque[_Send] = deque()  # until all have what they need: one that is let go holds up those after it
-        total = self._sum_losses(step, pipeline_rank, share, sends)
-        self._groups.sum(everyone, total, self._interrupted)
+        loss = sum_up(self._sum_losses(step, pipeline_rank, share, sends))
         return Evaluation(
-            loss=float(total),
+            loss=loss,
             num_samples=self._num_microbatches * self._job.microbatch_size,
             duration_s=time.monotonic() - began_s,
         )
 
-    def _sum_losses(
-        self, step: int, pipeline_rank: PipelineRank, share: tuple[int, int], sends: deque[_Send]
-    ) -> torch.Tensor:
+    def _sum_losses(self, step: int, pipeline_rank: PipelineRank, share: tuple[int, int], sends: deque[_Send]) -> float:
         """Take this pipeline's share of the microbatches forward; zero but for the last stage."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = 0.0
         told_s = -_PROGRESS_INTERVAL_S
         with self._model.evaluating(), torch.no_grad():
             for microbatch in range(share[0], self._num_microbatches, share[1]):

@@ -166,7 +166,7 @@ class Execution:
             self._put_off.finish(microbatch)
         self._commit_state.note_microbatch()
         if self._pipeline_rank.is_first and self._pipeline_rank.reports:
-            self._work.counts[microbatch] = self._work.counts.get(microbatch, 0) + 1
+            self._work.counted.append(microbatch)
 
     def _send_backward(self, microbatch: int) -> None:
         gradient = self._inputs.pop(microbatch).grad

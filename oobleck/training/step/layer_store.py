@@ -162,10 +162,12 @@ class LayerStore:
         )
         return sum(tensor.nbytes for state in self._received.values() for tensor in state)
 
-    def agree_on_loss_scale(self, sum_up: Callable[[torch.Tensor], None] | None, *, is_current: bool) -> None:
+    def agree_on_loss_scale(
+        self, sum_up: Callable[[tuple[float, ...]], tuple[float, ...]] | None, *, is_current: bool
+    ) -> None:
         """Tell newcomers the loss scale that the others have come to. Raises what `sum_up` raises.
 
-        `sum_up` sums a vector over all who train, in place; None for a spare, which takes no part.
+        `sum_up` sums numbers over all who train; None for a spare, which takes no part.
         `is_current` if this worker holds the state from which training continues.
         """
         if not self._precision.scales_loss:
@@ -175,9 +177,7 @@ class LayerStore:
             return
         known = self.loss_scale if is_current else None
         numbers = (0.0, 0.0, 0.0, 0.0) if known is None else (*known.as_numbers(), 1.0)
-        vector = torch.tensor(numbers, dtype=torch.float64)
-        sum_up(vector)
-        *sums, count = vector.tolist()
+        *sums, count = sum_up(numbers)
         self.loss_scale = (
             LossScale.from_numbers(*(total / count for total in sums))
             if count

@@ -7,7 +7,7 @@ when a section is begun, taken or given up; this module says how, and waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import assert_never
 
 import torch
@@ -22,15 +22,15 @@ from oobleck.control.commit import (
     PostSection,
     PostTotals,
     SectionEffect,
+    SectionTotals,
     TakeSums,
     TakeTotals,
-    Totals,
     WorkerEffects,
 )
+from oobleck.control.protocol import Subject, Tally, Topic, Totals
 from oobleck.planner import WorkerId
-from oobleck.training.comm import GroupTable, HostCopy, Reduction
+from oobleck.training.comm import HostCopy, PeerAgreements, Waiter
 
-from .commit_vector import counted_in, tally
 from .reduction import PlanReducer
 from .step_work import StepWork
 
@@ -47,12 +47,11 @@ class _Posted:
     """This worker's gradients, set aside."""
     losses: list[torch.Tensor]
     loss: HostCopy | None
-    counts: dict[int, int]
+    counted: list[int]
     sums: dict[str, torch.Tensor] | None = None
     """Once they are all here."""
-    agreement: Reduction | None = None
-    vector: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """The section's loss, and how often each microbatch of the step is in it."""
+    subject: Subject | None = None
+    """Once this worker has brought its part to the agreement on it."""
 
 
 class SectionSums:
@@ -62,16 +61,16 @@ class SectionSums:
         self,
         partial_commit: PartialCommit,
         commit_state: CommitState,
-        groups: GroupTable,
+        waiter: Waiter,
+        agreements: PeerAgreements,
         *,
-        num_microbatches: int,
         carry_out: Callable[[WorkerEffects], None],
     ) -> None:
         """`carry_out` carries out what `partial_commit` asks for; its sections come back to the method of that name."""
         self._partial_commit = partial_commit
         self._commit_state = commit_state
-        self._groups = groups
-        self._num_microbatches = num_microbatches
+        self._waiter = waiter
+        self._agreements = agreements
         self._carry_out = carry_out
         self._in_force: PlanReducer | None = None
         self._work: StepWork | None = None
@@ -116,7 +115,7 @@ class SectionSums:
         """
         waits_for = tuple(waits_for)
         while self._partial_commit.is_busy and not ready():
-            self._groups.waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
+            self._waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
             self.look()
 
     # --- effects -------------------------------------------------------------------------------------------
@@ -128,16 +127,14 @@ class SectionSums:
                 self._post()
             case TakeSums():
                 return self._take_sums()
-            case PostTotals():
-                self._post_totals()
+            case PostTotals(number=number):
+                self._post_totals(number)
             case TakeTotals():
                 return self._take_totals()
             case Fold():
                 self._fold()
             case AwaitSection():
-                self._groups.waiter.wait(
-                    self._can_move, self._commit_state.is_fenced, self._awaited(), poll_s=self._poll_s
-                )
+                self._waiter.wait(self._can_move, self._commit_state.is_fenced, self._awaited(), poll_s=self._poll_s)
             case GiveBack():
                 self._give_back()
             case _:
@@ -152,9 +149,9 @@ class SectionSums:
             if parameter.grad is not None:
                 own[name], parameter.grad = parameter.grad.detach(), None
         losses, work.losses = work.losses, []
-        counts, work.counts = work.counts, {}
+        counted, work.counted = work.counted, []
         loss = HostCopy(torch.stack(losses)) if losses else None
-        self._posted = _Posted(work=work, own=own, losses=losses, loss=loss, counts=counts)
+        self._posted = _Posted(work=work, own=own, losses=losses, loss=loss, counted=counted)
         reducer.begin(own)
 
     def _take_sums(self) -> bool:
@@ -164,21 +161,20 @@ class SectionSums:
         self._section.sums = reducer.finish(self._commit_state.is_fenced)
         return True
 
-    def _post_totals(self) -> None:
-        section, everyone = self._section, self._plan.committee.key
-        loss = 0.0 if section.loss is None else sum(section.loss.wait().tolist())
-        section.vector = tally([loss], section.counts, self._num_microbatches)
-        if (group := self._groups.find(everyone)) is not None:
-            section.agreement = group.all_reduce(section.vector)
-
-    def _take_totals(self) -> Totals | None:
+    def _post_totals(self, number: int) -> None:
         section = self._section
-        if section.agreement is not None:
-            if not section.agreement.is_done():
-                return None
-            section.agreement.wait(self._commit_state.is_fenced)
-        loss, *counts = section.vector.tolist()
-        return Totals(loss, counted_in(counts))
+        loss = 0.0 if section.loss is None else sum(section.loss.wait().tolist())
+        section.subject = Subject(Topic.SECTION, section.work.step, number)
+        part = Totals((loss,), Tally.of(section.counted))
+        self._agreements.bring(self._plan.committee, section.subject, part)
+
+    def _take_totals(self) -> SectionTotals | None:
+        subject, committee = self._section.subject, self._plan.committee
+        assert subject is not None
+        if not self._agreements.is_done(committee, subject):
+            return None
+        total = self._agreements.wait(committee, subject, self._commit_state.is_fenced)
+        return SectionTotals(total.numbers[0], total.counted)
 
     def _fold(self) -> None:
         sums = self._section.sums
@@ -197,9 +193,7 @@ class SectionSums:
         work, self._posted = section.work, None
         reducer.abandon()
         work.losses = [*section.losses, *work.losses]
-        work.counts = {
-            key: section.counts.get(key, 0) + work.counts.get(key, 0) for key in section.counts | work.counts
-        }
+        work.counted = [*section.counted, *work.counted]
         for name, gradient in section.own.items():
             parameter = reducer.parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -220,13 +214,13 @@ class SectionSums:
         section = self._section
         if section.sums is None:
             return self._plan.reducer.is_done()
-        return section.agreement is None or section.agreement.is_done()
+        return section.subject is None or self._agreements.is_done(self._plan.committee, section.subject)
 
     def _awaited(self) -> tuple[WorkerId, ...]:
         section = self._section
         if section.sums is None:
             return self._plan.reducer.awaited
-        return () if section.agreement is None else section.agreement.others
+        return self._agreements.others(self._plan.committee)
 
     @property
     def _poll_s(self) -> float | None:

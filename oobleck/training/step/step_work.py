@@ -101,8 +101,8 @@ class StepWork:
     step: int
     losses: list[torch.Tensor] = field(default_factory=list)
     """Its microbatches' losses, on the device, where it is the one to report them; on last stages only."""
-    counts: dict[int, int] = field(default_factory=dict)
-    """How often each microbatch went through, noted by first stages, where it ends."""
+    counted: list[int] = field(default_factory=list)
+    """Each microbatch as often as it went through, noted by first stages, where it ends."""
     sends: list[tuple[Pending, torch.Tensor]] = field(default_factory=list)
     """Posted sends and what they read from."""
 

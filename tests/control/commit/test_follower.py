@@ -38,10 +38,10 @@ from oobleck.control.commit.worker_effects import (
     Reduce,
     ReportFinished,
     Say,
+    SectionTotals,
     ShareLossScale,
     TakeSums,
     TakeTotals,
-    Totals,
     WorkerEffect,
     WorkerEffects,
     drive,
@@ -63,6 +63,7 @@ from oobleck.control.protocol import (
     Segment,
     Status,
     StepCommitted,
+    Tally,
 )
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from oobleck.job import CheckpointSpec, JobSpec
@@ -223,7 +224,7 @@ class Driver:
             case Agree(step=step, committee=committee):
                 assert self.reduced == step
                 own = record(step, committee.generation)
-                counted = self.counted or tuple(sorted(set(range(MICROBATCHES)).difference(self._partial)))
+                counted = Tally.of(self.counted or set(range(MICROBATCHES)).difference(self._partial))
                 return Agreed(own, counted, stop=effect.stop, save=self.save)
             case Reduce(step=step):
                 self._check_work(effect)
@@ -277,7 +278,7 @@ class Driver:
                     return None
                 partial = self._partial
                 after = committed_after(self.update.plan, self.before, self.update.num_sections, number)
-                return Totals(0.25, tuple(sorted(set(after).difference(partial))))
+                return SectionTotals(0.25, Tally.of(set(after).difference(partial)))
             case AwaitSection():
                 if self.has_section_sums:
                     self.slow_totals = False
@@ -746,7 +747,7 @@ def test_a_section_that_sums_a_microbatch_twice_is_not_committed():
     assert isinstance(look.send(True), PostTotals)
     assert isinstance(look.send(None), TakeTotals)
     with pytest.raises(AssertionError, match=r"^section 1 of step 1: "):
-        look.send(Totals(0.0, (0, 0, 1, 4, 5)))
+        look.send(SectionTotals(0.0, Tally.of((0, 0, 1, 4, 5))))
 
 
 def test_a_worker_that_missed_a_section_keeps_nothing():

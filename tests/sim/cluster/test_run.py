@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from oobleck.control.commit import hops_up
 from oobleck.control.journal import (
     Action,
     ForkServerDown,
@@ -86,10 +87,11 @@ def test_steps_take_what_the_timeline_of_the_schedule_says(schedule: ScheduleNam
     (plan,) = entries(played, PlanAdopted)
     kind = None if schedule == "auto" else ScheduleKind(schedule)
     assert set(plan.schedules) == {ScheduleKind.ZERO_BUBBLE if kind is None else kind}
+    commit_s = 2 * hops_up(plan.plan.worker_ids) * setting.profile.network.inter_node_latency_s
     expected_s = forecast(setting.profile, plan.plan, kind=kind).step_s
     _, *later = [entry.record.duration_s for entry in entries(played, StepDone)]
     assert len(later) > 50
-    assert later == pytest.approx([expected_s] * len(later), rel=1e-9)
+    assert later == pytest.approx([expected_s + commit_s / 2] * len(later), rel=1e-9, abs=commit_s / 2)
 
 
 def test_a_lost_node_costs_no_step():

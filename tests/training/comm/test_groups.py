@@ -286,7 +286,7 @@ def test_sums_go_round_rings_in_which_each_has_two_neighbours() -> None:
     """However many they are, and after others have been put aside; nobody can connect to them any more by then."""
     seven = members([WorkerId(node=f"n{index}", device=0) for index in range(7)])
     worker_ids = tuple(member.worker_id for member in seven)
-    kept, dropped = GroupKey("reduce", 1, worker_ids), GroupKey("commit", 1, worker_ids)
+    kept, dropped = GroupKey("reduce", 1, worker_ids), GroupKey("reduce", 2, worker_ids)
     before = listening_ports()
     at_once(*(partial(member.groups.form, [kept, dropped], never, generation=1) for member in seven))
     ports = listening_ports() - before
@@ -297,7 +297,7 @@ def test_sums_go_round_rings_in_which_each_has_two_neighbours() -> None:
 
         def add_up(member: LinkedTable, size: int) -> float:
             tensor = torch.arange(size, dtype=torch.float64)
-            member.groups.sum(kept, tensor, never)
+            member.groups[kept].all_reduce(tensor).wait(never)
             return float(tensor.sum())
 
         for size in (1, 3, 1000, 100_003):

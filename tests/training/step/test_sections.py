@@ -20,6 +20,7 @@ from oobleck.control.commit.worker_effects import EffectOutcome, Fold, Say, Work
 from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecord
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
+from oobleck.training.comm.agreements import PeerAgreements
 from oobleck.training.comm.groups import GroupKey
 from oobleck.training.step.reduction import Bucket, GradientReducer, PlanReducer
 from oobleck.training.step.sections import SectionSums
@@ -63,6 +64,7 @@ class Worker:
         self,
         worker_id: WorkerId,
         worker_ids: Sequence[WorkerId],
+        peers: dict[WorkerId, Worker],
         *,
         num_sections: int,
         whole: bool = False,
@@ -71,6 +73,9 @@ class Worker:
         self.worker_id = worker_id
         self.table = LinkedTable(worker_id)
         self.groups = self.table.groups
+        self.agreements = PeerAgreements(
+            worker_id, self.table.waiter, lambda target, message: peers[target].agreements.hear(worker_id, message)
+        )
         self.commit_state = CommitState(worker_id, self.table.waiter.announce, lock=threading.Lock())
         self.plan = plan_of(worker_ids)
         self.whole = whole
@@ -82,7 +87,7 @@ class Worker:
             name: nn.Parameter(torch.zeros(SHAPES[name], dtype=torch.float64)) for name in ("last", *owners)
         }
         self.buckets = tuple(Bucket(key=owners[name], parameters=(name,)) for name in self.parameters)
-        self.keys = {Committee(self.plan, 1).key, everyone, *owners.values()}
+        self.keys = {everyone, *owners.values()}
         self.reducer = reducer(self.buckets, self.parameters, self.groups)
         self.num_partial = 0
         self.failed: list[PeerFailed] = []
@@ -90,8 +95,8 @@ class Worker:
         self.sections = SectionSums(
             self.partial_commit,
             self.commit_state,
-            self.groups,
-            num_microbatches=MICROBATCHES,
+            self.table.waiter,
+            self.agreements,
             carry_out=self._drive,
         )
         self.share = shares_of(self.plan)[worker_ids.index(worker_id)]
@@ -121,7 +126,7 @@ class Worker:
             gradient = gradient_of(name, microbatch, whole=self.whole)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.work.losses.append(torch.tensor(float(microbatch), dtype=torch.float64))
-        self.work.counts[microbatch] = 1
+        self.work.counted.append(microbatch)
 
     def run_step(self, randomness: random.Random) -> dict[str, torch.Tensor]:
         """A program with sections, at a pace of its own; returns the sums of the whole step."""
@@ -184,7 +189,10 @@ class Severed(GradientReducer):
 
 
 def workers_of(worker_ids: Sequence[WorkerId], *, num_sections: int, whole: bool = False) -> list[Worker]:
-    workers = [Worker(worker_id, worker_ids, num_sections=num_sections, whole=whole) for worker_id in worker_ids]
+    peers: dict[WorkerId, Worker] = {}
+    for worker_id in worker_ids:
+        peers[worker_id] = Worker(worker_id, worker_ids, peers, num_sections=num_sections, whole=whole)
+    workers = list(peers.values())
     acquaint([worker.table for worker in workers])
     with ThreadPoolExecutor(len(workers)) as pool:
         list(pool.map(Worker.form, workers))
@@ -223,7 +231,7 @@ def test_sections_and_the_rest_sum_to_what_one_reduction_sums(
         partial = [microbatch for each in workers for microbatch in each.share[: each.stops[-2]]]
         assert worker.partial_commit.microbatches == tuple(sorted(partial))
         assert worker.partial_commit.loss == sum(partial)
-        assert sorted(worker.work.counts) == sorted(worker.share[worker.stops[-2] :])
+        assert sorted(worker.work.counted) == sorted(worker.share[worker.stops[-2] :])
 
 
 def test_fractions_agree_within_rounding_and_all_owners_to_the_last_bit() -> None:
@@ -244,7 +252,7 @@ def test_the_next_step_begins_with_nothing_committed() -> None:
     for worker in workers:
         worker.end_step()
         assert (worker.sections.sums, worker.partial_commit.microbatches, worker.partial_commit.loss) == ({}, (), 0.0)
-        worker.work.losses, worker.work.counts = [], {}
+        worker.work.losses, worker.work.counted = [], []
         for parameter in worker.parameters.values():
             parameter.grad = None
     for worker, sums in zip(workers, run_all(workers, 1), strict=True):
@@ -258,7 +266,7 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
         first.compute(microbatch)
     first.begin()
     assert all(parameter.grad is None for parameter in first.parameters.values()), "nothing is copied"
-    assert first.work.counts == {}
+    assert first.work.counted == []
     for microbatch in first.share[half:]:
         first.compute(microbatch)
     first.look()  # the other has not begun, and never will
@@ -266,7 +274,7 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
     first.give_back()
     assert first.partial_commit.section is None
     assert first.partial_commit.microbatches == ()
-    assert first.work.counts == dict.fromkeys(first.share, 1)
+    assert sorted(first.work.counted) == sorted(first.share)
     assert first.work.loss == sum(first.share)
     for name, parameter in first.parameters.items():
         expected = torch.stack([gradient_of(name, each, whole=True) for each in first.share]).sum(0)
@@ -276,7 +284,7 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
 
 
 def test_a_section_that_fails_is_told_at_once_and_the_program_goes_on() -> None:
-    first = Worker(A, (A,), num_sections=3, whole=True, reducer=Severed)
+    first = Worker(A, (A,), {}, num_sections=3, whole=True, reducer=Severed)
     first.form()
     first.compute(first.share[0])
     first.begin()
@@ -285,12 +293,12 @@ def test_a_section_that_fails_is_told_at_once_and_the_program_goes_on() -> None:
     assert failed.generation == 1
     first.compute(first.share[1])
     first.begin()
-    assert first.work.counts == {first.share[1]: 1}
+    assert first.work.counted == [first.share[1]]
     assert len(first.failed) == 1
     with pytest.raises(PeerLost):
         first.settle()
     first.give_back()
-    assert sorted(first.work.counts) == sorted(first.share[:2])
+    assert sorted(first.work.counted) == sorted(first.share[:2])
 
 
 def test_nothing_is_committed_after_a_fence_and_the_program_goes_on() -> None:
@@ -301,7 +309,7 @@ def test_nothing_is_committed_after_a_fence_and_the_program_goes_on() -> None:
     first.commit_state.answer(Fence(device=0, generation=2, lost=()))
     first.begin()
     assert first.partial_commit.section is None
-    assert first.work.counts == {first.share[0]: 1}
+    assert first.work.counted == [first.share[0]]
     other.begin()
     status = other.commit_state.answer(Fence(device=0, generation=2, lost=()))
     assert (status.partial, status.section_reduced) == (None, None)
@@ -310,7 +318,7 @@ def test_nothing_is_committed_after_a_fence_and_the_program_goes_on() -> None:
     with pytest.raises(Interrupted):
         other.settle()
     other.give_back()
-    assert other.work.counts == {other.share[0]: 1}
+    assert other.work.counted == [other.share[0]]
     first.answer_what_was_posted()
 
 
@@ -375,7 +383,7 @@ def test_a_microbatch_that_is_counted_twice_is_not_committed() -> None:
     for worker in (first, other):
         for microbatch in worker.share[: worker.stops[0]]:
             worker.compute(microbatch)
-    other.work.counts[first.share[0]] = 1
+    other.work.counted.append(first.share[0])
     for worker in (first, other):
         worker.begin()
     with ThreadPoolExecutor(2) as pool:

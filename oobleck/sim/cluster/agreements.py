@@ -1,0 +1,75 @@
+"""What all of a committee agree on, over virtual links: carries out what `control.commit.agreement` wants sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+from oobleck.control.commit import Agreements, CommitState, Committee, Letter
+from oobleck.control.protocol import CommitMessage, Subject, Totals
+from oobleck.planner import WorkerId
+
+from .fabric import Fabric, Wait
+
+__all__ = ["Carry", "VirtualAgreements"]
+
+Carry = Callable[[WorkerId, CommitMessage], None]
+"""Takes a message to another worker, if it lives and can be reached."""
+
+
+class VirtualAgreements:
+    """One worker's part in agreements, and its waits for them."""
+
+    def __init__(self, agreements: Agreements, commit_state: CommitState, fabric: Fabric, carry: Carry) -> None:
+        self._worker_id = commit_state.worker_id
+        self._agreements = agreements
+        self._commit_state = commit_state
+        self._fabric = fabric
+        self._carry = carry
+
+    def hear(self, source: WorkerId, message: CommitMessage) -> None:
+        """Take another worker's message, and pass on what follows from it."""
+        self._send(self._agreements.receive(source, message))
+
+    def bring(self, committee: Committee, subject: Subject, part: Totals) -> None:
+        """Bring this worker's part."""
+        self._fabric.bring(committee, subject, self._worker_id)
+        self._send(self._agreements.post(committee, subject, part))
+
+    def is_here(self, committee: Committee, subject: Subject) -> bool:
+        """Return whether all parts are here, added up."""
+        return self._agreements.is_here(committee, subject)
+
+    def arrival(self, committee: Committee, subject: Subject, *, takes_s: float = 0.0) -> Wait:
+        """The wait for what all have brought, which takes so long once it is here."""
+        return Wait(
+            f"all who agree on {subject.topic} {subject.step} of generation {committee.generation}",
+            lambda: self.is_here(committee, subject),
+            self._commit_state.is_fenced,
+            lambda: self._lacks_one(committee, subject),
+            touches_network=len(committee.members) > 1,
+            takes_s=takes_s,
+        )
+
+    def take(self, committee: Committee, subject: Subject) -> Totals:
+        """Take what all have brought."""
+        total = self._agreements.take(committee, subject)
+        assert total is not None
+        self._fabric.check_brought(committee, subject, self._worker_id)
+        return total
+
+    def total(
+        self, committee: Committee, subject: Subject, part: Totals, *, takes_s: float = 0.0
+    ) -> Generator[Wait, None, Totals]:
+        """Bring a part, and wait for what all have brought."""
+        self.bring(committee, subject, part)
+        yield self.arrival(committee, subject, takes_s=takes_s)
+        return self.take(committee, subject)
+
+    def _lacks_one(self, committee: Committee, subject: Subject) -> bool:
+        """Return whether one is gone that has to send something next."""
+        awaited = self._agreements.awaited(committee, subject)
+        return any(self._fabric.is_gone(worker_id, committee.generation) for worker_id in awaited)
+
+    def _send(self, letters: tuple[Letter, ...]) -> None:
+        for letter in letters:
+            self._carry(letter.target, letter.message)
