@@ -18,6 +18,7 @@ from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.cluster.moves import Moves
 from oobleck.sim.cluster.ports import WorkerPorts
 from oobleck.sim.cluster.program import Programs, Work
+from oobleck.sim.cluster.saver import Saver
 from oobleck.sim.cluster.shards import VirtualShards
 from oobleck.sim.cluster.tempo import Tempo
 from oobleck.sim.cluster.worker import VirtualWorker
@@ -100,6 +101,10 @@ class SteppedWorker(VirtualWorker):
         say: Callable[[WorkerMessage], None],
         profile: Profile,
         shards: VirtualShards,
+        *,
+        run: str | None = None,
     ) -> None:
-        ports = WorkerPorts(fabric=fabric, tempo=Tempo(profile), clock=lambda: 0.0, say=say)
+        """`run` is the digest of one whose states are saved."""
+        saver = None if run is None else Saver(worker_id, run=run, num_layers=len(profile.layers), say=say)
+        ports = WorkerPorts(fabric=fabric, tempo=Tempo(profile), clock=lambda: 0.0, say=say, saver=saver)
         super().__init__(worker_id, job, ports, shards=shards)

@@ -35,6 +35,12 @@ IN_SECTIONS = (
 )
 
 
+SAVING = (
+    Shape(save_steps=1, max_steps=6),
+    Shape(num_nodes=5, layers_per_device=2, save_steps=2, max_steps=6),
+    Shape(num_nodes=2, devices=2, save_steps=1),
+    Shape(num_nodes=3, num_pipelines=3, save_steps=2),
+)
 ALL_KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
 
 
@@ -83,6 +89,12 @@ def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
 @examples(120)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=IN_SECTIONS))
 def test_sections_of_a_step_break_no_promise(scenario: Scenario):
+    play(scenario)
+
+
+@examples(150)
+@given(scenario=scenarios(KINDS, max_faults=4, shapes=SAVING))
+def test_no_run_waits_for_a_save_that_nobody_makes(scenario: Scenario):
     play(scenario)
 
 

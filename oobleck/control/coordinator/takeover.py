@@ -73,7 +73,11 @@ def _restore_checkpoints(parts: Parts, routing: Routing, replayed: ReplayedRun, 
     saving.begin([layer.name for layer in replayed.profile.layers])
     routing.carry_out(saving.know(replayed.saved), now_s)
     boundary = parts.progress.last_step
-    routing.carry_out(saving.plan_adopted(plan, now_s, boundary=boundary, redundant=True), now_s)
+    generation = replayed.generations.newest
+    adopted = saving.plan_adopted(plan, now_s, generation=generation, boundary=boundary, redundant=True)
+    routing.carry_out(adopted, now_s)
+    if not replayed.is_settled:
+        saving.take_over(generation)
     if origin is not None:
         saving.begin_from(origin)
     for known in replayed.saved:

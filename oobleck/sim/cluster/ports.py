@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from oobleck.control.protocol import WorkerMessage
 
 from .fabric import Fabric
+from .saver import Saver
 from .tempo import Tempo
 
 __all__ = ["WorkerPorts"]
@@ -29,3 +30,5 @@ class WorkerPorts:
     """Report to the agent."""
     announce: Callable[[], None] = _ignore
     """Called when a message changes what a wait may look for."""
+    saver: Saver | None = None
+    """What saves its state; None where nothing is saved."""
