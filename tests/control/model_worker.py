@@ -18,10 +18,11 @@ from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.cluster.moves import Moves
 from oobleck.sim.cluster.ports import WorkerPorts
 from oobleck.sim.cluster.program import Programs, Work
-from oobleck.sim.cluster.saver import Saver
 from oobleck.sim.cluster.shards import VirtualShards
 from oobleck.sim.cluster.tempo import Tempo
 from oobleck.sim.cluster.worker import VirtualWorker
+
+from .model_saver import Saver
 
 __all__ = ["SteppedWorker"]
 

@@ -1,4 +1,4 @@
-"""The saves of a virtual worker: its share of a state is whole in memory at once, and has no numbers."""
+"""The saves of the model's workers: a share of a state is whole in memory at once, and has no numbers."""
 
 from __future__ import annotations
 
