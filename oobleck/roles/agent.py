@@ -230,7 +230,8 @@ class Agent:
 
     async def _speak(self, connection: MasterConnection) -> None:
         """Say what there is to say at once, and a heartbeat every so often."""
-        self._resend_queue.repeat_unheard(also=() if self._persister is None else self._persister.reports)
+        reported = () if self._persister is None else self._persister.reports
+        self._resend_queue.repeat_unheard(also=reported)
         beats_s = trio.current_time()
         while True:
             with trio.move_on_at(beats_s):

@@ -395,6 +395,16 @@ def test_a_node_whose_worker_is_started_again_writes_its_manifest_all_the_same()
     assert [saved.step for saved in bench.journal(CheckpointSaved)] == [5]
 
 
+def test_a_save_is_given_up_whose_first_share_is_heard_of_after_a_loss() -> None:
+    bench = training()
+    bench.commit("n0", 5)
+    bench.say("n1", WorkerExited(device=0, pid=PID, end=Killed(signal=9)))
+    first = SavedState(name=checkpoint_name(RUN, step=5, generation=1), step=5, generation=1, saved_at="2026-02-01")
+    commands = bench.say("n0", StateSaved(device=0, state=first, layers=(0, 1), size_bytes=10, pause_s=0.25))
+    assert RemoveUnfinished(names=(first.name,)) in bench.messages(commands, "n0")
+    assert [failed.step for failed in bench.journal(SaveFailed)] == [5]
+
+
 def test_the_last_step_is_saved_again_where_a_worker_was_lost_before_it_had_saved() -> None:
     bench = training(CheckpointSpec(save_steps=5), shape=replace(SHAPE, max_steps=1))
     bench.commit("n0", 1)
