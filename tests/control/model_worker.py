@@ -23,6 +23,8 @@ from oobleck.sim.cluster.shards import VirtualShards
 from oobleck.sim.cluster.tempo import Tempo
 from oobleck.sim.cluster.worker import VirtualWorker
 
+from .model_saver import Saver
+
 __all__ = ["SteppedWorker"]
 
 
@@ -102,6 +104,11 @@ class SteppedWorker(VirtualWorker):
         carry: Carry,
         profile: Profile,
         shards: VirtualShards,
+        *,
+        run: str | None = None,
     ) -> None:
-        ports = WorkerPorts(fabric=fabric, carry=carry, tempo=Tempo(profile), clock=lambda: 0.0, say=say)
+        """`run` is the digest of one whose states are saved."""
+        saver = None if run is None else Saver(worker_id, run=run, num_layers=len(profile.layers), say=say)
+        tempo = Tempo(profile)
+        ports = WorkerPorts(fabric=fabric, carry=carry, tempo=tempo, clock=lambda: 0.0, say=say, saver=saver)
         super().__init__(worker_id, job, ports, shards=shards)

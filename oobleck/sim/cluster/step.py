@@ -162,12 +162,13 @@ class StepDriver:
     def _agree(self, effect: Agree) -> Generator[Wait, None, Agreed]:
         assert self._work is not None
         yield from pause("about to commit")
-        committee, step = effect.committee, effect.step
-        part = Totals((float(effect.stop),), Tally.of(self._work.microbatches if self._tells else ()))
+        committee, step, saver = effect.committee, effect.step, self._ports.saver
+        wishes = (float(effect.stop), float(saver is not None and saver.is_wanted(step)))
+        part = Totals(wishes, Tally.of(self._work.microbatches if self._tells else ()))
         total = yield from self._agreements.total(committee, effect.subject, part, takes_s=self._committing_s)
         yield from pause("agreed to commit")
-        record = self._record(step, committee.generation)
-        return Agreed(record, total.counted, stop=total.numbers[0] > 0, save=False)
+        stops, saves = total.numbers
+        return Agreed(self._record(step, committee.generation), total.counted, stop=stops > 0, save=saves > 0)
 
     @property
     def _tells(self) -> bool:
