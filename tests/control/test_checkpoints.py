@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 from oobleck.control.coordinator.coordinator import Phase
-from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import ProfileFound, StopRequested
 from oobleck.control.journal import (
     Action,
@@ -46,6 +45,7 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import CheckpointSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import Bench, ready
+from tests.control.journals import replay_run
 from tests.control.model import Shape
 
 SHAPE = Shape(num_nodes=2, num_pipelines=2, max_steps=100)

@@ -10,13 +10,14 @@ from oobleck.control.journal import Evaluated, StepDone
 from oobleck.control.protocol import CommitRecord, EvaluationDone
 from oobleck.job import JobSpec
 
-__all__ = ["HANG_FLOOR_S", "Progress"]
+__all__ = ["HANG_FLOOR_S", "STEPS_TIMED", "Progress"]
 
 HANG_FLOOR_S = 10.0
 _HANG_FACTOR = 10
 """It is a hang when no step is committed for this many times as long as the slowest of the latest took, or the plan
 has a step take."""
-_STEPS_TIMED = 20
+STEPS_TIMED = 20
+"""By the newest steps it is known how long one takes."""
 
 
 class Progress:
@@ -24,7 +25,7 @@ class Progress:
 
     def __init__(self, job: JobSpec) -> None:
         self._job = job
-        self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
+        self._step_times_s: deque[float] = deque(maxlen=STEPS_TIMED)
         self._predicted_s = 0.0
         self._evaluated_step = 0
         self.last_record: CommitRecord | None = None

@@ -262,7 +262,8 @@ class Routing:
         is_quick = parts.progress.last_step > 0 and candidate is None
         parts.progress.foresee(decision.predicted_step_s)
         parts.progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s, now_s)
-        self.record(plan_adopted(self._job, choice, update, now_s))
+        oldest = parts.reconfiguration.generations.oldest
+        self.record(plan_adopted(self._job, choice, update, now_s, oldest=oldest))
         if not decision.redundant:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"

@@ -22,7 +22,7 @@ from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
 from .run_entries import JobEnded
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["TimeAccount", "TimeSplit"]
+__all__ = ["TimeAccount", "TimeImage", "TimeSplit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,23 @@ class _Interval:
     degraded_share: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeImage:
+    """All that a `TimeAccount` knows."""
+
+    settled: TimeSplit
+    open: tuple[_Interval, ...]
+    mark_s: float
+    newest_step: int
+    has_begun: bool
+    idle: bool
+    ended: bool
+    recovering: tuple[tuple[int, float], ...]
+    stall_due_s: float
+    plan_changed: bool
+    degraded_share: float
+
+
 class TimeAccount:
     """Adds up a run's time from its journal, entry by entry, in O(1) each.
 
@@ -94,6 +111,34 @@ class TimeAccount:
         self._stall_due_s = 0.0  # known stall in the time after the mark
         self._plan_changed = False
         self._degraded_share = 0.0
+
+    @classmethod
+    def of_image(cls, image: TimeImage) -> TimeAccount:
+        """Continue from what another one has come to."""
+        account = cls()
+        account._settled, account._open = image.settled, list(image.open)
+        account._mark_s, account._newest_step = image.mark_s, image.newest_step
+        account._has_begun, account._idle, account._ended = image.has_begun, image.idle, image.ended
+        account._recovering = dict(image.recovering)
+        account._stall_due_s, account._plan_changed = image.stall_due_s, image.plan_changed
+        account._degraded_share = image.degraded_share
+        return account
+
+    def image(self) -> TimeImage:
+        """Return all that it knows, for `of_image`."""
+        return TimeImage(
+            settled=self._settled,
+            open=tuple(self._open),
+            mark_s=self._mark_s,
+            newest_step=self._newest_step,
+            has_begun=self._has_begun,
+            idle=self._idle,
+            ended=self._ended,
+            recovering=tuple(self._recovering.items()),
+            stall_due_s=self._stall_due_s,
+            plan_changed=self._plan_changed,
+            degraded_share=self._degraded_share,
+        )
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account; entries that take no time change nothing."""

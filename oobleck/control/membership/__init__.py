@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .leases import Leases, are_most, patience_s
-from .membership import Member, Membership, MemberState
+from .membership import Member, MemberImage, Membership, MemberState
 from .message_checks import check_device, is_of_training, is_of_worker_that_ends
 from .node_retry import QUARANTINE_LOSSES, NodeRetry
 from .startup_failures import StartupFailures
@@ -12,6 +12,7 @@ __all__ = [
     "QUARANTINE_LOSSES",
     "Leases",
     "Member",
+    "MemberImage",
     "MemberState",
     "Membership",
     "NodeRetry",

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.coordinator.coordinator import Coordinator, Phase
-from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import (
     AddRequested,
     Command,
@@ -80,6 +79,7 @@ from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import PID, Bench, hello, living, ready, sends
 from tests.control.commit.test_judgement import record
+from tests.control.journals import replay_run
 from tests.control.model import Shape
 
 PAIRS = Shape(layers_per_device=2)

@@ -1,0 +1,99 @@
+"""What a run's journal comes to, read in seconds however long the run is: its image, and the entries after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from oobleck.control.replay import BooksImage, RunBooks
+from oobleck.errors import ConfigError, OobleckError
+from oobleck.runtime.files import read_entries, read_image, write_image
+
+__all__ = ["advance_image", "keep_image", "read_books", "read_past"]
+
+_log = logging.getLogger("oobleck.up")
+
+_PERIOD_S = 10.0
+_LEAST_BYTES = 4 << 20
+"""An image is made when the journal has grown by so much: 15,000 steps, which take less than a second to read."""
+_TIMES_AS_LONG = 8
+"""And by so many times the image's own size: of what a run writes, images are a small part."""
+
+
+def read_past(path: Path) -> tuple[RunBooks, int]:
+    """Read what a master before has left, and make its image; empty books where nothing can be continued from."""
+    if not path.exists():
+        return RunBooks(), 0
+    try:
+        books, place, grown = read_books(path)
+    except ConfigError as error:
+        _log.warning("nothing can be taken over: %s", error)  # it may be of another version
+        return RunBooks(), 0
+    if grown >= _LEAST_BYTES:
+        try:
+            _write(path, books, place)
+        except OSError as error:
+            _log.warning("no image of %s is made: %s", path, error)
+    return books, place
+
+
+def read_books(path: Path) -> tuple[RunBooks, int, int]:
+    """Read a journal: its image, and the entries after it; return the place up to which it was read, and their bytes.
+
+    Raises ConfigError.
+    """
+    known = read_image(path, BooksImage)
+    books, start = RunBooks(), 0
+    if known is not None:
+        try:
+            books, start = RunBooks.of_image(known[0]), known[1]
+        except OobleckError as error:
+            _log.warning("the image of %s is not used: %s; the whole journal is read", path, error)
+    place = start
+    for end, entry in read_entries(path, start=start, base=books.newest):
+        books.apply(entry)
+        place = end
+    return books, place, place - start
+
+
+def advance_image(path: Path) -> tuple[int, int]:
+    """Make a journal's image anew; return the place that it stands for, and its size. Raises OSError and ConfigError.
+
+    It is read from the file, and not from what the master holds: what a later master reads is what counts.
+    """
+    books, place, _ = read_books(path)
+    return place, _write(path, books, place)
+
+
+def _write(path: Path, books: RunBooks, place: int) -> int:
+    image = books.image()
+    return 0 if image is None else write_image(path, image, place)
+
+
+async def keep_image(
+    path: Path,
+    size_bytes: Callable[[], int],
+    *,
+    place: int,
+    period_s: float = _PERIOD_S,
+    least_bytes: int = _LEAST_BYTES,
+) -> None:
+    """Make the image of a journal that grows anew now and then, for ever.
+
+    `size_bytes` is the journal's, and `place` what it has an image of. Without one a later master reads more of the
+    journal, so nothing that fails here ends the run.
+    """
+    due = place + least_bytes
+    while True:
+        await trio.sleep(period_s)
+        if size_bytes() < due:
+            continue
+        try:
+            place, size = await trio.to_thread.run_sync(advance_image, path, abandon_on_cancel=True)
+            due = place + max(least_bytes, _TIMES_AS_LONG * size)
+        except (OSError, OobleckError, LookupError) as error:
+            _log.warning("no image of %s is made: %s", path, error)
+            due = size_bytes() + least_bytes
