@@ -23,6 +23,7 @@ from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import JournalGap, Summary, prometheus_text, sentence
+from oobleck.control.membership import saying_farewell_s
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.errors import CorruptCheckpoint, OobleckError, UsageError
 from oobleck.exit_codes import ExitCode
@@ -278,7 +279,7 @@ def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
 
 async def _give_memory_back(cluster: Launcher, nodes: Sequence[NodeSpec]) -> None:
     """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
-    with trio.move_on_after(_FORGET_S):
+    with trio.move_on_after(saying_farewell_s(_FORGET_S, len(nodes))):
         async with trio.open_nursery() as forgetting:
             for spec in nodes:
                 forgetting.start_soon(cluster.forget, spec)
