@@ -1,18 +1,23 @@
-"""What a run's journal comes to, read in seconds however long the run is: its image, and the entries after it."""
+"""What a master before this one has left: agents, and a journal, which is read in seconds however long its run is.
+
+A journal is read from its image on (`runtime/files/journal_image.py`), which is made again as the journal grows.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trio
 
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.errors import ConfigError, OobleckError
+from oobleck.job import NodeSpec
+from oobleck.roles.ports import Launcher
 from oobleck.runtime.files import read_entries, read_image, write_image
 
-__all__ = ["advance_image", "keep_image", "read_books", "read_past"]
+__all__ = ["advance_image", "is_any_alive", "keep_image", "read_books", "read_past"]
 
 _log = logging.getLogger("oobleck.up")
 
@@ -21,6 +26,8 @@ _LEAST_BYTES = 4 << 20
 """An image is made when the journal has grown by so much: 15,000 steps, which take less than a second to read."""
 _TIMES_AS_LONG = 8
 """And by so many times the image's own size: of what a run writes, images are a small part."""
+_FIRST_ASKED = 8
+"""Nodes; four times as many after them, and so on."""
 
 
 def read_past(path: Path) -> tuple[RunBooks, int]:
@@ -97,3 +104,27 @@ async def keep_image(
         except (OSError, OobleckError, LookupError) as error:
             _log.warning("no image of %s is made: %s", path, error)
             due = size_bytes() + least_bytes
+
+
+async def is_any_alive(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
+    """Ask a few nodes, and more only while none answers: of thousands that live, the first few say so at once."""
+    first, number = 0, _FIRST_ASKED
+    while asked := nodes[first : first + number]:
+        if await _lives_one(cluster, asked):
+            return True
+        first, number = first + number, 4 * number
+    return False
+
+
+async def _lives_one(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
+    async with trio.open_nursery() as asking:
+        living: list[NodeSpec] = []
+
+        async def ask(spec: NodeSpec) -> None:
+            if await cluster.is_alive(spec):
+                living.append(spec)
+                asking.cancel_scope.cancel()
+
+        for spec in nodes:
+            asking.start_soon(ask, spec)
+    return bool(living)

@@ -46,7 +46,7 @@ from oobleck.user_path import expand_user
 
 from .hostfile_watch import watch_hostfile
 from .log_output import background_logging
-from .past import keep_image, read_past
+from .past import is_any_alive, keep_image, read_past
 from .run_dir_watch import watch_run_directory
 from .session import Session
 from .start_check import choose_nodes
@@ -315,7 +315,7 @@ async def _find_past(
     replayed = past.books.finish()
     if replayed is not None:
         replayed.relocate({spec.name: spec for spec in known})
-        if await _is_any_alive(cluster, replayed.nodes):
+        if await is_any_alive(cluster, replayed.nodes):
             if replayed.gap is not None:
                 set_aside(directory.journal)
                 text = f"the run continues without its master, and cannot be taken over: {sentence(replayed.gap)}"
@@ -329,19 +329,6 @@ async def _find_past(
             return replace(past, replayed=replayed)
     set_aside(directory.journal)
     return _Past()
-
-
-async def _is_any_alive(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
-    living: list[NodeSpec] = []
-
-    async def ask(spec: NodeSpec) -> None:
-        if await cluster.is_alive(spec):
-            living.append(spec)
-
-    async with trio.open_nursery() as asking:
-        for spec in nodes:
-            asking.start_soon(ask, spec)
-    return bool(living)
 
 
 def _make_master(

@@ -11,9 +11,10 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.cli.run.past import advance_image, keep_image, read_books, read_past
+from oobleck.cli.run.past import advance_image, is_any_alive, keep_image, read_books, read_past
 from oobleck.control.journal import Action, JournalEntry, Notice, PlanAdopted
 from oobleck.control.replay import BooksImage
+from oobleck.job import NodeSpec
 from oobleck.runtime.files import JournalWriter, read_image, read_journal, set_aside, write_image
 from tests.control.journals import adopted, books_of, committed, job_started, plan, run_with_a_loss
 from tests.examples import examples
@@ -197,3 +198,34 @@ async def test_a_journal_whose_image_cannot_be_made_ends_nothing(path: Path, cap
         nursery.start_soon(partial(keep_image, path, lambda: 10**9, place=0, period_s=0.01, least_bytes=1000))
         await until(lambda: "no image of" in caplog.text)
         nursery.cancel_scope.cancel()
+
+
+class Living:
+    """Nodes of which some have an agent; a look at the others takes as long as a connection that is not answered."""
+
+    def __init__(self, *nodes: str) -> None:
+        self._nodes = nodes
+        self.asked: list[str] = []
+
+    async def is_alive(self, node: NodeSpec) -> bool:
+        self.asked.append(node.name)
+        if node.name not in self._nodes:
+            await trio.sleep(10.0)
+        return node.name in self._nodes
+
+
+SPECS = tuple(NodeSpec(name=f"n{index}", host="h") for index in range(1000))
+
+
+async def test_of_thousands_that_live_a_few_are_asked(autojump_clock):
+    launcher = Living(*(f"n{index}" for index in range(3, 1000)))
+    assert await is_any_alive(launcher, SPECS)
+    assert len(launcher.asked) == 8
+    assert trio.current_time() < 1.0
+
+
+async def test_one_that_lives_is_found_wherever_it_is(autojump_clock):
+    assert await is_any_alive(Living("n999"), SPECS)
+    assert trio.current_time() < 60.0
+    assert not await is_any_alive(Living(), SPECS)
+    assert not await is_any_alive(Living(), ())
