@@ -17,14 +17,14 @@ from oobleck.job import NodeSpec
 from oobleck.roles.ports import Launcher
 from oobleck.runtime.files import read_entries, read_image, write_image
 
-__all__ = ["advance_image", "is_any_alive", "keep_image", "read_books", "read_past"]
+__all__ = ["LEAST_BYTES", "TIMES_AS_LONG", "advance_image", "is_any_alive", "keep_image", "read_books", "read_past"]
 
 _log = logging.getLogger("oobleck.up")
 
 _PERIOD_S = 10.0
-_LEAST_BYTES = 4 << 20
+LEAST_BYTES = 4 << 20
 """An image is made when the journal has grown by so much: 15,000 steps, which take less than a second to read."""
-_TIMES_AS_LONG = 8
+TIMES_AS_LONG = 8
 """And by so many times the image's own size: of what a run writes, images are a small part."""
 _FIRST_ASKED = 8
 """Nodes; four times as many after them, and so on."""
@@ -39,7 +39,7 @@ def read_past(path: Path) -> tuple[RunBooks, int]:
     except ConfigError as error:
         _log.warning("nothing can be taken over: %s", error)  # it may be of another version
         return RunBooks(), 0
-    if grown >= _LEAST_BYTES:
+    if grown >= LEAST_BYTES:
         try:
             _write(path, books, place)
         except OSError as error:
@@ -86,7 +86,7 @@ async def keep_image(
     *,
     place: int,
     period_s: float = _PERIOD_S,
-    least_bytes: int = _LEAST_BYTES,
+    least_bytes: int = LEAST_BYTES,
 ) -> None:
     """Make the image of a journal that grows anew now and then, for ever.
 
@@ -100,7 +100,7 @@ async def keep_image(
             continue
         try:
             place, size = await trio.to_thread.run_sync(advance_image, path, abandon_on_cancel=True)
-            due = place + max(least_bytes, _TIMES_AS_LONG * size)
+            due = place + max(least_bytes, TIMES_AS_LONG * size)
         except (OSError, OobleckError, LookupError) as error:
             _log.warning("no image of %s is made: %s", path, error)
             due = size_bytes() + least_bytes
