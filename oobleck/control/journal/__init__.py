@@ -6,7 +6,7 @@ from .diagnosis import Diagnosis, diagnose
 from .entries import JournalEntry
 from .failures import Failure, Remedy, failure_of_end, failure_of_loss, remedy_of
 from .goodput import TimeSplit
-from .history import History, history_of
+from .history import History, HistoryAccount
 from .incident_sentences import (
     advice,
     evidence_detail,
@@ -84,6 +84,7 @@ __all__ = [
     "ForkServerDown",
     "HangExplained",
     "History",
+    "HistoryAccount",
     "Incident",
     "JobEnded",
     "JobStarted",
@@ -161,7 +162,6 @@ __all__ = [
     "failure_of_loss",
     "failure_text",
     "given_up_text",
-    "history_of",
     "level_of",
     "loss_text",
     "prometheus_text",
