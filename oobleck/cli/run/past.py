@@ -24,7 +24,7 @@ _log = logging.getLogger("oobleck.up")
 _PERIOD_S = 10.0
 LEAST_BYTES = 4 << 20
 """An image is made when the journal has grown by so much: 15,000 steps, which take less than a second to read."""
-TIMES_AS_LONG = 8
+TIMES_AS_LONG = 4
 """And by so many times the image's own size: of what a run writes, images are a small part."""
 _FIRST_ASKED = 8
 """Nodes; four times as many after them, and so on."""

@@ -15,7 +15,7 @@ dashboard, the summary and the simulator all ask it. It knows nothing but journa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from .entries import JournalEntry
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
@@ -56,14 +56,37 @@ class TimeSplit:
     def downtime_s(self) -> dict[str, float]:
         """Seconds of every state but the useful one, by its name."""
         return {
-            part.name.removesuffix("_s"): getattr(self, part.name) for part in fields(self) if part.name != "useful_s"
+            "starting": self.starting_s,
+            "redone": self.redone_s,
+            "reconfiguring": self.reconfiguring_s,
+            "degraded": self.degraded_s,
+            "idle": self.idle_s,
+            "checkpoint": self.checkpoint_s,
+            "stopping": self.stopping_s,
         }
 
-    def plus(self, **seconds: float) -> TimeSplit:
-        """The split with these seconds added to the states named."""
-        parts = {part.name: getattr(self, part.name) + seconds.pop(part.name, 0.0) for part in fields(self)}
-        assert not seconds, f"no such state: {sorted(seconds)}"
-        return TimeSplit(**parts)
+    def plus(
+        self,
+        *,
+        starting_s: float = 0.0,
+        useful_s: float = 0.0,
+        redone_s: float = 0.0,
+        reconfiguring_s: float = 0.0,
+        degraded_s: float = 0.0,
+        idle_s: float = 0.0,
+        stopping_s: float = 0.0,
+    ) -> TimeSplit:
+        """The split with these seconds added. Each part by its name: a journal of months has millions of steps."""
+        return TimeSplit(
+            starting_s=self.starting_s + starting_s,
+            useful_s=self.useful_s + useful_s,
+            redone_s=self.redone_s + redone_s,
+            reconfiguring_s=self.reconfiguring_s + reconfiguring_s,
+            degraded_s=self.degraded_s + degraded_s,
+            idle_s=self.idle_s + idle_s,
+            checkpoint_s=self.checkpoint_s,
+            stopping_s=self.stopping_s + stopping_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +225,8 @@ class TimeAccount:
             # A plan that follows no loss (a node joined): what the step itself does not explain is the change.
             self._stall_due_s = length_s - worked_s
         stall_s = min(self._stall_due_s, length_s)
-        self._settled = self._settled.plus(reconfiguring_s=stall_s)
+        if stall_s:
+            self._settled = self._settled.plus(reconfiguring_s=stall_s)
         self._open.append(
             _Interval(
                 length_s=length_s - stall_s,

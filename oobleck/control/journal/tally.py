@@ -33,7 +33,8 @@ class _Alike:
 
     def is_followed_by(self, other: _Alike) -> bool:
         """Whether `other` are the next steps, and alike."""
-        return other.first == self.last + 1 and other == replace(self, first=other.first, last=other.last)
+        ours = (self.last + 1, self.samples, self.repeated, self.missing, self.tokens)
+        return ours == (other.first, other.samples, other.repeated, other.missing, other.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class StepTally:
         )
         self._cut(new.first)
         if self._alike and self._alike[-1].is_followed_by(new):
-            self._alike[-1] = replace(self._alike[-1], last=new.last)
+            self._alike[-1] = replace(new, first=self._alike[-1].first)
         else:
             self._alike.append(new)
         self.last_s = entry.t_s
