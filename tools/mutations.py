@@ -37,6 +37,7 @@ ANSWERS = "tests/control/commit/test_follower.py::test_an_answer_stays_true_wher
 CLAIMS = "tests/control/commit/test_follower.py::test_who_has_not_applied_a_step_that_others_have_catches_up_first"
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
+SAVES = "tests/control/test_commit.py::test_no_run_waits_for_a_save_that_nobody_makes"
 UNHEARD = "tests/sim/test_promises.py::test_what_a_killed_master_had_not_heard_is_told_to_the_next"
 
 
@@ -214,9 +215,25 @@ MUTATIONS = (
         name="unheard_words",
         what="an agent does not repeat to a new master what the previous one may not have received",
         file="oobleck/roles/agent.py",
-        old="        self._resend_queue.repeat_unheard()\n",
+        old="        self._resend_queue.repeat_unheard(also=reported)\n",
         new="",
         caught_by=UNHEARD,
+    ),
+    Mutation(
+        name="endless_save",
+        what="a save is waited for although a worker missed the step after which all saved",
+        file="oobleck/control/checkpoints/saving.py",
+        old="            self._broken.missed(update.catch_up.generation)\n",
+        new="            pass\n",
+        caught_by=SAVES,
+    ),
+    Mutation(
+        name="save_of_a_loss",
+        what="a save is waited for although a worker was lost before any share of it was reported",
+        file="oobleck/control/checkpoints/saving.py",
+        old="            if self._broken.has(state.generation, state.step):\n",
+        new="            if False:\n",
+        caught_by="tests/control/test_checkpoints.py::test_a_save_is_given_up_whose_first_share_is_heard_of_after_a_loss",
     ),
     Mutation(
         name="endless_lease",

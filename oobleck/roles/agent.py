@@ -230,7 +230,8 @@ class Agent:
 
     async def _speak(self, connection: MasterConnection) -> None:
         """Say what there is to say at once, and a heartbeat every so often."""
-        self._resend_queue.repeat_unheard()
+        reported = () if self._persister is None else self._persister.reports
+        self._resend_queue.repeat_unheard(also=reported)
         beats_s = trio.current_time()
         while True:
             with trio.move_on_at(beats_s):
@@ -392,10 +393,12 @@ class Agent:
                     self._resend_queue.add(message)
                 case Pace():
                     self._resend_queue.add_in_passing(message)
-                case StateSaved():
+                case StateSaved() | StateNotSaved():
                     self._resend_queue.add(message)
-                    if self._persister is not None:
+                    if self._persister is not None and isinstance(message, StateSaved):
                         self._persister.take(message)
+                    elif self._persister is not None:
+                        self._persister.note(message)
                 case _:
                     self._resend_queue.add(message)
 

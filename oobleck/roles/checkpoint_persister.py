@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import assert_never
 
 import trio
@@ -29,6 +30,10 @@ __all__ = ["CheckpointPersister"]
 
 _TASKS_BUFFERED = 100
 
+_SAVES_KEPT = 2
+"""Of so many saves an agent still knows what was reported."""
+
+_Report = StateSaved | StateNotSaved | LayersPersisted
 _Task = StateSaved | PersistState | CommitCheckpoint | RemoveUnfinished
 
 
@@ -40,6 +45,8 @@ class CheckpointPersister:
         self._say = say
         self._post, self._tasks = trio.open_memory_channel[_Task](_TASKS_BUFFERED)
         self._num_pending = 0
+        self._reports: dict[str, list[_Report]] = {}
+        """By save: the newest last."""
         self._settled = trio.lowlevel.ParkingLot()
 
     async def run(self) -> None:
@@ -60,6 +67,18 @@ class CheckpointPersister:
             self._num_pending -= 1
             self._settled.unpark_all()
 
+    @property
+    def reports(self) -> tuple[_Report, ...]:
+        """What was reported of the last saves: a new master knows nothing of what the one before has heard."""
+        return tuple(chain.from_iterable(self._reports.values()))
+
+    def note(self, report: _Report) -> None:
+        """Remember a report."""
+        name = report.state.name if isinstance(report, StateSaved) else report.name
+        self._reports.setdefault(name, []).append(report)
+        for old in list(self._reports)[:-_SAVES_KEPT]:
+            del self._reports[old]
+
     async def settle(self) -> None:
         """Wait until all that was handed over is done with: leaving earlier would keep its memory in use."""
         while self._num_pending:
@@ -67,6 +86,16 @@ class CheckpointPersister:
 
     def take(self, task: _Task) -> None:
         """Have a saved state written, a checkpoint committed, or a save that was given up removed from the disk."""
+        match task:
+            case StateSaved():
+                self.note(task)
+            case PersistState(name=name):
+                self._reports.setdefault(name, [])
+            case RemoveUnfinished(names=names):
+                for name in names:
+                    self._reports.pop(name, None)
+            case CommitCheckpoint():
+                pass
         try:
             self._post.send_nowait(task)
             self._num_pending += 1
@@ -85,7 +114,7 @@ class CheckpointPersister:
             self._fail(saved, _said(error))
             return
         duration_s = trio.current_time() - began_s
-        self._say(LayersPersisted(device=saved.device, name=saved.state.name, shards=shards, duration_s=duration_s))
+        self._report(LayersPersisted(device=saved.device, name=saved.state.name, shards=shards, duration_s=duration_s))
 
     async def _persist_all(self, task: PersistState) -> None:
         began_s = trio.current_time()
@@ -95,7 +124,7 @@ class CheckpointPersister:
             self._fail(task, _said(error))
             return
         duration_s = trio.current_time() - began_s
-        self._say(LayersPersisted(device=0, name=task.name, shards=shards, duration_s=duration_s))
+        self._report(LayersPersisted(device=0, name=task.name, shards=shards, duration_s=duration_s))
 
     async def _commit(self, task: CommitCheckpoint) -> None:
         try:
@@ -109,9 +138,14 @@ class CheckpointPersister:
         device = task.device if isinstance(task, StateSaved) else 0
         match task:
             case StateSaved(state=what) | CommitCheckpoint(manifest=what) | (PersistState() as what):
-                self._say(StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
+                self._report(StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
             case RemoveUnfinished():
                 pass
+
+    def _report(self, report: LayersPersisted | StateNotSaved) -> None:
+        if report.name in self._reports:  # else it was given up meanwhile
+            self.note(report)
+        self._say(report)
 
 
 def _said(error: OSError | CorruptCheckpoint) -> str:

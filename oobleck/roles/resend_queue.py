@@ -9,6 +9,7 @@ waits for the next message to go along with: a tunnel's packets cost the master 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import trio
 
@@ -59,9 +60,13 @@ class ResendQueue:
             while self._unheard.popleft() != Heartbeat(sequence=sequence):
                 pass
 
-    def repeat_unheard(self) -> None:
-        """Have everything said that no master has surely heard; heartbeats were for the one before."""
-        waiting = [message for message in (*self._unheard, *self._unsaid) if not isinstance(message, Heartbeat | Pace)]
+    def repeat_unheard(self, also: Iterable[AgentMessage] = ()) -> None:
+        """Have everything said that no master has surely heard; heartbeats were for the one before.
+
+        What is to be said `also` comes first, unless it is among the rest.
+        """
+        unheard = [message for message in (*self._unheard, *self._unsaid) if not isinstance(message, Heartbeat | Pace)]
+        waiting = [*(message for message in also if message not in unheard), *unheard]
         self._unheard.clear()
         self._unsaid.clear()
         self._unsaid.extend(waiting)

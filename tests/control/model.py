@@ -39,16 +39,22 @@ from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     AgentStopped,
+    CheckpointsFound,
+    CommitCheckpoint,
     CommitRecord,
     Configure,
     Fence,
+    FindCheckpoints,
     Heartbeat,
     Hello,
     Killed,
     KillWorker,
+    PersistState,
     PlanUpdate,
     RecordRun,
+    RemoveUnfinished,
     StartWorker,
+    StateSaved,
     StopAgent,
     StoreKeys,
     StorePut,
@@ -56,17 +62,21 @@ from oobleck.control.protocol import (
     WorkerReady,
     WorkerStarted,
 )
-from oobleck.job import ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName
+from oobleck.exit_codes import ExitCode
+from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, WorkerId, profile_to_json
 from oobleck.sim.cluster.fabric import Fabric, Violation
 from oobleck.sim.cluster.layers import Version
 from oobleck.sim.cluster.shards import VirtualShards
 from tests.control.journals import replay_run
 
+from .model_disk import VirtualDisk
 from .model_worker import SteppedWorker
 
 __all__ = ["Shape", "World"]
 
+_LAST_WAIT_S = 60.0
+"""How long a run may wait before its end while nothing happens."""
 _MOVE_S = 0.0001
 """How long a move takes, by the coordinator's clock."""
 
@@ -95,6 +105,8 @@ class Shape:
     follow: bool = False
     epochs: int = 1
     at_once: int | None = None
+    save_steps: int | None = None
+    """Save after every so many steps; None where nothing is ever saved."""
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
@@ -120,6 +132,7 @@ class Shape:
                 epochs=self.epochs,
                 shards_at_once=self.at_once,
             ),
+            checkpoint=CheckpointSpec(save_steps=self.save_steps),
         )
 
     @property
@@ -161,8 +174,11 @@ class VirtualNode:
     workers: dict[int, SteppedWorker] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
     """By device."""
+    disk: VirtualDisk = field(default_factory=VirtualDisk)
     up: deque[AgentMessage | NodeUp | NodeFailed] = field(default_factory=deque)
     down: deque[object] = field(default_factory=deque)
+    run: str = ""
+    """The digest of the run, which names of checkpoints have."""
     is_dead: bool = False
     is_frozen: bool = False
     is_hung: bool = False
@@ -190,6 +206,8 @@ class World:
         self.job = shape.job
         self.now_s = 0.0
         self._beaten_s = 0.0
+        self._idle_s = 0.0
+        """For how long nothing has happened, or could have."""
         self.ended: End | None = None
         self.journal: list[JournalEntry] = []
         self.made: list[str] = []
@@ -198,6 +216,8 @@ class World:
         self._done: list[CommitRecord] = []
         """The committed steps since what was last gone back to, and those before it."""
         self._restored_generation = 0
+        self._back: set[SteppedWorker] = set()
+        """Those that hold layers of the past that counts."""
         self._versions: dict[int, Version] = {}
         """By step, as the living had it last: one that only the dead have applied is applied again."""
         self.taken: dict[int, tuple[RecordRun, ...]] = {}
@@ -227,6 +247,8 @@ class World:
                 continue
             if node.down:
                 found.append(f"down {name}")
+            if node.disk.tasks:
+                found.append(f"write {name}")
             for worker in node.workers.values():
                 if worker.can_step:
                     found.append(f"work {worker.worker_id}")
@@ -243,6 +265,7 @@ class World:
         self.made.append(move)
         self.now_s += _MOVE_S
         kind, _, subject = move.partition(" ")
+        self._idle_s = self._idle_s if kind == "time" else 0.0
         match kind:
             case "work":
                 self._worker(subject).step()
@@ -252,6 +275,8 @@ class World:
                 self._deliver_up(self.nodes[subject])
             case "down":
                 self._deliver_down(self.nodes[subject])
+            case "write":
+                self._write(self.nodes[subject])
             case "time":
                 self._pass_time()
             case "kill":
@@ -343,8 +368,17 @@ class World:
     def _deliver_down(self, node: VirtualNode) -> None:
         message = node.down.popleft()
         match message:
-            case Configure() | Heartbeat():
+            case Configure(run=run):
+                node.run = run
+            case Heartbeat():
                 pass
+            case PersistState() | CommitCheckpoint() | RemoveUnfinished():
+                node.disk.take(message)
+            case FindCheckpoints(device=device, request=request):
+                self._say(
+                    WorkerId(node=node.spec.name, device=device),
+                    CheckpointsFound(device=device, request=request, found=(), problems=(), unfinished=()),
+                )
             case StartWorker(device=device):
                 self._start_worker(node, device)
             case StopAgent(reason=reason):
@@ -361,13 +395,20 @@ class World:
                 if message.device in node.workers:
                     node.workers[message.device].take(message)
 
+    def _write(self, node: VirtualNode) -> None:
+        said = node.disk.work()
+        if said is not None and not (node.is_cut or node.is_dropped):
+            node.up.append(said)
+
     def _pass_time(self) -> None:
         """Go to the coordinator's next deadline, or where healthy nodes say their next heartbeats before."""
+        began_s, is_idle = self.now_s, self.moves() == ["time"]
         interval_s = self.job.control.heartbeat_interval_s
         if self.now_s >= self._beaten_s + interval_s:
             self._beat()
         self.now_s = max(self.now_s, min(self._beaten_s + interval_s, self.coordinator.next_deadline()))
         self._carry_out(self.coordinator.handle_deadline(self.now_s))
+        self._idle_s = self._idle_s + self.now_s - began_s if is_idle else 0.0
 
     def _beat(self) -> None:
         self._beaten_s = self.now_s
@@ -431,7 +472,9 @@ class World:
         if node.is_dead or node.is_cut:
             node.up.append(NodeFailed(node=node.spec.name, loss=Unreachable(problem="it does not answer")))
         else:
-            node.up.appendleft(self._node_up(node))
+            node.up.extendleft(
+                reversed([self._node_up(node), *itertools.chain.from_iterable(node.disk.reports.values())])
+            )
 
     def _node_up(self, node: VirtualNode) -> NodeUp:
         hello = Hello(
@@ -457,6 +500,7 @@ class World:
             lambda message: self._say(worker_id, message),
             self.shape.profile,
             self.shards,
+            run=None if self.shape.save_steps is None else node.run,
         )
         node.pids[device] = pid = next(self._pids)
         self._say(worker_id, WorkerStarted(device=device, pid=pid))
@@ -469,6 +513,7 @@ class World:
             parameters=1,
             torch_version="2.9",
             shards=self.job.data.shards,
+            saves=self.shape.save_steps is not None,
         )
         self._say(worker_id, ready)
 
@@ -478,6 +523,8 @@ class World:
             for device, worker in node.workers.items():
                 if device != worker_id.device:
                     worker.take(StoreKeys(keys=((message.key, message.value),)))
+        if isinstance(message, StateSaved):
+            node.disk.take(message)
         if not (node.is_cut or node.is_dropped):
             node.up.append(message)
 
@@ -532,6 +579,7 @@ class World:
         self._versions = {old: version for old, version in self._versions.items() if old <= step}
         self.taken = {old: runs for old, runs in self.taken.items() if old <= step}
         self._restored_generation = generation
+        self._back.clear()
 
     def _check_message(self, message: object) -> None:
         if not isinstance(message, PlanUpdate):
@@ -566,10 +614,14 @@ class World:
             self._check_claims(workers)
 
     def _has_gone_back(self, worker: SteppedWorker) -> bool:
-        """Whether what a worker holds is of the past that counts; not yet while it adopts the plan that goes back."""
+        """Whether what a worker holds is of the past that counts; not yet while it adopts the plan that goes back.
+
+        That may be a later one: the first plan that it gets to adopt since.
+        """
         adopted = worker.commit_state.adopted
-        is_on_its_way = adopted == self._restored_generation > 0 and worker.wait.what == "adopting"
-        return adopted >= self._restored_generation and not is_on_its_way
+        if adopted >= self._restored_generation and worker.wait.what != "adopting":
+            self._back.add(worker)
+        return worker in self._back
 
     def _check_claims(self, workers: dict[WorkerId, SteppedWorker]) -> None:
         """Hold workers to what they would answer."""
@@ -617,11 +669,24 @@ class World:
                     f"step {record.step} is journaled as of generation {record.generation}, but applied in that of "
                     f"{version.generation}"
                 )
+        self._check_saves()
         if self.shape.shards:
             was_read = "all data is read" in self.ended.reason
             self._check_data(steps, is_read=was_read or ("all data" in self.ended.reason and "stop" not in self.made))
         if "no living node holds" in self.ended.reason and len(self._current_copies()) == self.shape.num_layers:
             raise Violation(f"all layers live, yet: {self.ended.reason}")
+
+    def _check_saves(self) -> None:
+        """Hold the end of a run to what is saved: disks work here, and nobody waits for a save that is given up."""
+        assert self.ended is not None
+        if self.ended.exit_code == ExitCode.FAILED:
+            return
+        counted = [node for node in self.nodes.values() if node.is_counted]
+        is_slow = any(node.disk.tasks or node.up or len(node.down) > 1 for node in counted)  # one message ends each
+        if self.ended.exit_code == ExitCode.NOT_SAVED and not is_slow:
+            raise Violation(f"all disks work, yet: {self.ended.reason}")
+        if self._idle_s > _LAST_WAIT_S:
+            raise Violation(f"the run ends {self._idle_s:.0f} s after anything has happened")
 
     def _check_data(self, steps: list[int], *, is_read: bool) -> None:
         """Hold committed steps to their records: each once an epoch, and where the run says so, all."""

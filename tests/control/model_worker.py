@@ -22,6 +22,8 @@ from oobleck.sim.cluster.shards import VirtualShards
 from oobleck.sim.cluster.tempo import Tempo
 from oobleck.sim.cluster.worker import VirtualWorker
 
+from .model_saver import Saver
+
 __all__ = ["SteppedWorker"]
 
 
@@ -100,6 +102,10 @@ class SteppedWorker(VirtualWorker):
         say: Callable[[WorkerMessage], None],
         profile: Profile,
         shards: VirtualShards,
+        *,
+        run: str | None = None,
     ) -> None:
-        ports = WorkerPorts(fabric=fabric, tempo=Tempo(profile), clock=lambda: 0.0, say=say)
+        """`run` is the digest of one whose states are saved."""
+        saver = None if run is None else Saver(worker_id, run=run, num_layers=len(profile.layers), say=say)
+        ports = WorkerPorts(fabric=fabric, tempo=Tempo(profile), clock=lambda: 0.0, say=say, saver=saver)
         super().__init__(worker_id, job, ports, shards=shards)

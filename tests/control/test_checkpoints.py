@@ -28,6 +28,7 @@ from oobleck.control.protocol import (
     FindCheckpoints,
     Finished,
     FoundState,
+    Killed,
     LayersPersisted,
     PersistState,
     RemoveUnfinished,
@@ -38,13 +39,15 @@ from oobleck.control.protocol import (
     Shard,
     StateNotSaved,
     StateSaved,
+    WorkerExited,
     checkpoint_name,
     run_digest,
 )
 from oobleck.exit_codes import ExitCode
 from oobleck.job import CheckpointSpec
 from oobleck.planner import WorkerId, profile_to_json
-from tests.control.bench import Bench, ready
+from tests.control.bench import PID, Bench, ready
+from tests.control.commit.test_judgement import record
 from tests.control.journals import replay_run
 from tests.control.model import Shape
 
@@ -88,8 +91,10 @@ def tell(bench: Bench, *found: FoundState, nodes: tuple[str, ...] = ("n0", "n1")
         bench.say(node, CheckpointsFound(device=0, request=request, found=found, **(defaults | fields)))
 
 
-def training(spec: CheckpointSpec | None = None, *found: FoundState, resume: str = "auto") -> Bench:
-    bench = started(spec, resume=resume)
+def training(
+    spec: CheckpointSpec | None = None, *found: FoundState, resume: str = "auto", shape: Shape = SHAPE
+) -> Bench:
+    bench = started(spec, resume=resume, shape=shape)
     tell(bench, *found)
     return bench
 
@@ -374,6 +379,54 @@ def test_a_node_that_is_lost_with_its_layers_written_is_not_waited_for() -> None
     assert bench.journal(CheckpointSaved) == []
     bench.fail("n1")
     assert [saved.step for saved in bench.journal(CheckpointSaved)] == [5]
+
+
+def test_a_node_whose_worker_is_started_again_writes_its_manifest_all_the_same() -> None:
+    bench = training()
+    name = save(bench, 5, until="in memory")
+    bench.say("n0", WorkerExited(device=0, pid=PID, end=Killed(signal=9)))
+    for node, layers in {"n0": (0, 1), "n1": (2, 3)}.items():
+        shards = tuple(Shard(layer=layer, file=f"layer-{layer}", size_bytes=7, sha256="") for layer in layers)
+        bench.say(node, LayersPersisted(device=0, name=name, shards=shards, duration_s=1.0))
+    assert [commit.manifest.name for commit in commits(bench, "n0")] == [name]
+    bench.say("n1", CheckpointCommitted(name=name))
+    assert bench.journal(CheckpointSaved) == []
+    bench.say("n0", CheckpointCommitted(name=name))
+    assert [saved.step for saved in bench.journal(CheckpointSaved)] == [5]
+
+
+def test_a_save_is_given_up_whose_first_share_is_heard_of_after_a_loss() -> None:
+    bench = training()
+    bench.commit("n0", 5)
+    bench.say("n1", WorkerExited(device=0, pid=PID, end=Killed(signal=9)))
+    first = SavedState(name=checkpoint_name(RUN, step=5, generation=1), step=5, generation=1, saved_at="2026-02-01")
+    commands = bench.say("n0", StateSaved(device=0, state=first, layers=(0, 1), size_bytes=10, pause_s=0.25))
+    assert RemoveUnfinished(names=(first.name,)) in bench.messages(commands, "n0")
+    assert [failed.step for failed in bench.journal(SaveFailed)] == [5]
+
+
+def test_the_last_step_is_saved_again_where_a_worker_was_lost_before_it_had_saved() -> None:
+    bench = training(CheckpointSpec(save_steps=5), shape=replace(SHAPE, max_steps=1))
+    bench.commit("n0", 1)
+    first = SavedState(name=checkpoint_name(RUN, step=1, generation=1), step=1, generation=1, saved_at="2026-02-01")
+    bench.say("n0", StateSaved(device=0, state=first, layers=(0, 1), size_bytes=10, pause_s=0.25))
+    for node in ("n0", "n1"):
+        bench.say(node, Finished(device=0, applied=1))
+    bench.fail("n1")
+    assert bench.ended is None
+    bench.answer("n0", applied=1, adopted=1, layers=LAYERS, last_record=record(1))
+    bench.wait(0.02)
+    assert bench.updates[-1].saves
+    assert bench.ended is None
+    again = replace(first, name=checkpoint_name(RUN, step=1, generation=2), generation=2)
+    bench.say("n0", Finished(device=0, applied=1))
+    bench.say("n0", StateSaved(device=0, state=again, layers=LAYERS, size_bytes=10, pause_s=0.25))
+    shards = tuple(Shard(layer=layer, file=f"layer-{layer}", size_bytes=7, sha256="") for layer in LAYERS)
+    bench.say("n0", LayersPersisted(device=0, name=again.name, shards=shards, duration_s=1.0))
+    assert bench.ended is None
+    bench.say("n0", CheckpointCommitted(name=again.name))
+    assert bench.ended is not None
+    assert bench.ended.exit_code == ExitCode.DONE
 
 
 def test_a_full_disk_is_told_loudly_and_tried_again_later() -> None:

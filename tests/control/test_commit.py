@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.control.model import Shape
@@ -35,6 +35,12 @@ IN_SECTIONS = (
 )
 
 
+SAVING = (
+    Shape(save_steps=1, max_steps=6),
+    Shape(num_nodes=5, layers_per_device=2, save_steps=2, max_steps=6),
+    Shape(num_nodes=2, devices=2, save_steps=1),
+    Shape(num_nodes=3, num_pipelines=3, save_steps=2),
+)
 ALL_KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
 
 
@@ -83,6 +89,43 @@ def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
 @examples(120)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=IN_SECTIONS))
 def test_sections_of_a_step_break_no_promise(scenario: Scenario):
+    play(scenario)
+
+
+MISSED = Scenario(Shape(max_steps=6, save_steps=1), (Fault(after=116, kind="blip", target=0),), seed=0, calm=0)
+"""A worker misses the commit after which all save, and catches up."""
+LEFT = Scenario(
+    Shape(num_nodes=2, devices=2, save_steps=1),
+    (Fault(140, "drain", 5, 2), Fault(707, "stick", 6), Fault(13, "kill", 8, 2)),
+    seed=148480111,
+    calm=50,
+    is_timely=True,
+)
+"""A node is drained before it has saved the step that it helped to finish."""
+FENCED = Scenario(
+    Shape(max_steps=6, save_steps=1),
+    (Fault(90, "cut", 7), Fault(152, "stop", 0, 3), Fault(121, "drain", 3, 1), Fault(560, "stick", 4)),
+    seed=684917699,
+    calm=50,
+)
+"""Another plan comes before all have saved the state that the one before was to begin with."""
+TAKEN_OVER = Scenario(
+    Shape(num_nodes=3, num_pipelines=3, save_steps=2),
+    (Fault(20, "blip", 2, 1), Fault(2, "freeze", 9, 1), Fault(88, "cut", 6, 1), Fault(15, "master", 1)),
+    seed=1262814027,
+    calm=50,
+    is_timely=True,
+)
+"""A master knows nothing of a loss that the one before was about to plan for."""
+
+
+@example(scenario=MISSED)
+@example(scenario=LEFT)
+@example(scenario=FENCED)
+@example(scenario=TAKEN_OVER)
+@examples(80)
+@given(scenario=scenarios(KINDS, max_faults=4, shapes=SAVING))
+def test_no_run_waits_for_a_save_that_nobody_makes(scenario: Scenario):
     play(scenario)
 
 

@@ -110,7 +110,12 @@ class Up:
 
     def finish(self, *, timeout_s: float = RUN_TIMEOUT_S) -> Outcome:
         """Wait for the end."""
-        rest, _ = self.process.communicate(timeout=timeout_s)
+        try:
+            rest, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            rest, _ = self.process.communicate()
+            raise AssertionError(f"it has not ended within {timeout_s:g} s:\n{''.join([*self.output, rest])}") from None
         self.output.append(rest)
         summary = json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
         return Outcome(self.process.returncode, "".join(self.output), summary)
@@ -144,15 +149,24 @@ class Runner:
         with self._started([*within, *command, "--summary", str(summary), *options]) as process:
             try:
                 yield Up(process, summary)
-            finally:
+            except BaseException:
+                self._clear(process)  # one failure is enough: the next test is not to find what this one has left
+                raise
+            else:
                 if process.poll() is None:
-                    process.kill()
-                    process.wait()
-                    for left in self.processes():  # the next run is not to take over what goes on without its master
-                        send_signal(left.pid, signal.SIGKILL)
-                    shutil.rmtree(self.memory, ignore_errors=True)
+                    self._clear(process)
                 elif process.returncode in (ExitCode.FAILED, ExitCode.RESUMABLE, ExitCode.CONFIG):
                     shutil.rmtree(self.memory, ignore_errors=True)  # kept by lost nodes for a next run, on purpose
+
+    def _clear(self, process: subprocess.Popen[str]) -> None:
+        """Remove all of a run: the next one is not to take over what goes on without its master."""
+        process.kill()
+        process.wait()
+        for left in self.processes():
+            send_signal(left.pid, signal.SIGKILL)
+        shutil.rmtree(self.memory, ignore_errors=True)
+        for node in self.agent_directory("any").parent.glob("*/"):
+            shutil.rmtree(node, ignore_errors=True)
 
     @contextmanager
     def background(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:

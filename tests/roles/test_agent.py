@@ -25,7 +25,10 @@ from oobleck.control.protocol import (
     Leaving,
     PlanUpdate,
     Raised,
+    SavedState,
     StartWorker,
+    StateNotSaved,
+    StateSaved,
     Status,
     StepCommitted,
     StopAgent,
@@ -37,6 +40,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
+from oobleck.roles.ports import CheckpointStore
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.processes.checkpoint_store import NodeCheckpoints
 from oobleck.schedule import ScheduleKind
@@ -48,7 +52,8 @@ from tests.roles.virtual import CONTROL, GREETING, AgentLink, VirtualHost, confi
 class Desk:
     """An agent under test, the masters' ends of its links, and how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: CheckpointStore | None = None) -> None:
+        self._checkpoints = checkpoints
         self.host = VirtualHost()
         self.ended: str | None = None
         self.ended_s = 0.0
@@ -58,7 +63,7 @@ class Desk:
         async def accept():
             return (await self._links.receive()).agent
 
-        self.ended = await make_agent(accept, self.host).run()
+        self.ended = await make_agent(accept, self.host, checkpoints=self._checkpoints).run()
         self.ended_s = trio.current_time()
 
     async def connect(self, *, configured: bool = True, devices: tuple[int, ...] = (0,)) -> AgentLink:
@@ -73,8 +78,8 @@ class Desk:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Desk]:
-    desk = Desk()
+async def running(*, checkpoints: CheckpointStore | None = None) -> AsyncIterator[Desk]:
+    desk = Desk(checkpoints)
     with trio.fail_after(3600):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(desk.run)
@@ -338,6 +343,26 @@ async def test_training_goes_on_without_a_master_and_the_next_one_hears_what_was
         again = await desk.connect(configured=False)
         assert await hear(again, StepCommitted) == committed
         assert not worker.is_killed
+
+
+async def test_what_was_reported_of_the_last_save_is_said_to_every_master(autojump_clock: MockClock, tmp_path: Path):
+    """A new master knows nothing of what the one before has heard, and nobody else would tell it."""
+    state = SavedState(name="step-1", step=1, generation=1, saved_at="2026-02-01T00:00:00")
+    saved = StateSaved(device=0, state=state, layers=(0,), size_bytes=1, pause_s=0.0)
+    store = NodeCheckpoints(AgentDir(tmp_path.name, "n0"), default_directory=tmp_path)
+    async with running(checkpoints=store) as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        worker = await desk.host.worker()
+        worker.say(saved)
+        lost = await hear(link, StateNotSaved)  # nothing is in memory here
+        beat = await hear(link, Heartbeat, where=lambda beat: beat.sequence is not None)
+        await link.master.send([beat])
+        await trio.sleep(0.1)
+        link.cut()
+        again = await desk.connect(configured=False)
+        assert await hear(again, StateSaved) == saved
+        assert await hear(again, StateNotSaved) == lost
 
 
 async def test_an_orphan_ends_its_workers_and_itself(autojump_clock: MockClock):

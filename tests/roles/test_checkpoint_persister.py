@@ -60,6 +60,30 @@ async def test_what_was_handed_over_is_written_before_anybody_leaves(autojump_cl
         nursery.cancel_scope.cancel()
 
 
+def saved(name: str) -> StateSaved:
+    state = SavedState(name=name, step=1, generation=1, saved_at="2026-02-01T00:00:00")
+    return StateSaved(device=0, state=state, layers=(0,), size_bytes=1, pause_s=0.0)
+
+
+async def test_what_was_reported_of_the_last_saves_is_known_until_they_are_given_up(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    said: list[AgentMessage] = []
+    keeping = CheckpointPersister(SlowDisk(), said.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keeping.run)
+        for name in ("step-1", "step-2", "step-3"):
+            keeping.take(saved(name))
+        await keeping.settle()
+        written = [message for message in said if isinstance(message, LayersPersisted)]
+        assert keeping.reports == (saved("step-2"), written[1], saved("step-3"), written[2])
+        keeping.take(saved("step-4"))
+        keeping.take(RemoveUnfinished(names=("step-4",)))  # while it is being written
+        await keeping.settle()
+        assert keeping.reports == (saved("step-3"), written[2])
+        nursery.cancel_scope.cancel()
+
+
 async def test_what_a_run_before_has_left_fails_by_its_name(autojump_clock: trio.testing.MockClock) -> None:
     said: list[AgentMessage] = []
     keeping = CheckpointPersister(SlowDisk(), said.append)

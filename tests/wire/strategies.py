@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from oobleck.bounds import Bounds, bounds_of
 from oobleck.control.protocol import Shard
+from oobleck.errors import ConfigError
 from oobleck.job import (
     CheckpointSpec,
     ControlSpec,
@@ -26,6 +27,7 @@ from oobleck.job import (
     ModelSpec,
     OptimizerSpec,
     ScalingSpec,
+    check_model_numbers,
 )
 from oobleck.planner import Pipeline, PipelineTemplate, StageTemplate, WorkerId
 
@@ -144,8 +146,19 @@ def _model_specs() -> st.SearchStrategy[ModelSpec]:
         ModelSpec,
         type=WHOLE,
         path=st.none() | WHOLE,
-        config=st.dictionaries(WHOLE, st.integers(-(2**40), 2**40) | WHOLE | st.floats(-1e9, 1e9), max_size=3),
+        config=st.dictionaries(WHOLE, st.integers(-(2**40), 2**40) | WHOLE | st.floats(-1e9, 1e9), max_size=3).filter(
+            _can_be_a_model
+        ),
     )
+
+
+def _can_be_a_model(config: Mapping[str, object]) -> bool:
+    """Hypothesis tries the strings that it finds in the code as well, and so the names of numbers with bounds."""
+    try:
+        check_model_numbers(config)
+    except ConfigError:
+        return False
+    return True
 
 
 def _control_specs() -> st.SearchStrategy[ControlSpec]:

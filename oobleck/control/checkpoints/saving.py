@@ -25,6 +25,7 @@ from oobleck.control.protocol import (
     LayersPersisted,
     Manifest,
     PersistState,
+    PlanUpdate,
     RemoveUnfinished,
     SaveState,
     Shard,
@@ -35,6 +36,7 @@ from oobleck.control.protocol import (
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
+from .broken_saves import BrokenSaves
 from .candidate import Candidate, KnownCheckpoint
 from .save_policy import SavePolicy
 
@@ -44,6 +46,8 @@ _RETRY_S = 30.0
 """After a save that failed, at least."""
 _PATIENCE_S = 1800.0
 """A save that is not complete by then never will be."""
+_COPY_PATIENCE_S = 120.0
+"""One that is not whole in memory by then never will be: a master that took over may not know of a lost share."""
 _LOSSES_KEPT = 64
 
 
@@ -64,8 +68,10 @@ class _Save:
     pause_s: float = 0.0
     copy_s: float = 0.0
     is_committing: bool = False
+    asked: set[str] = field(default_factory=set)
+    """The nodes that were told to write the manifest, and may still do so."""
     committed: set[str] = field(default_factory=set)
-    """The nodes whose disk has the manifest."""
+    """The nodes whose disk has it."""
 
     def is_in_memory(self, num_layers: int, *, num_parts: int) -> bool:
         parts = {(layer, worker_id.device % num_parts) for worker_id, layers in self.savers.items() for layer in layers}
@@ -73,6 +79,12 @@ class _Save:
 
     def is_written(self, num_layers: int, *, num_parts: int) -> bool:
         return len(self.shards) == num_layers * num_parts
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether all that wrote layers, and are still there, have the manifest: each may have a disk of its own."""
+        writers = {worker_id.node for worker_id in self.savers}
+        return bool(self.committed) and writers & self.asked <= self.committed
 
     def unwritten(self, worker_id: WorkerId, *, num_parts: int) -> tuple[int, ...]:
         part = worker_id.device % num_parts
@@ -98,7 +110,12 @@ class Saving:
         self._policy = SavePolicy(spec=job.checkpoint)
         self._layer_names: tuple[str, ...] = ()
         self._plan: ExecutionPlan | None = None
+        self._generation = 0
+        """In which that was ordered."""
+        self._saves_first = False
+        """Whether its workers save the state with which they begin."""
         self._last_step = 0
+        self._broken = BrokenSaves()
         self._losses: dict[int, float] = {}
         self._wanted: int | None = None
         """The step after which all were to save."""
@@ -179,11 +196,38 @@ class Saving:
         self.complete = sorted(known.values(), key=lambda known: (known.saved_at, known.step))
         return self._remove(name for name in unfinished if name not in self._saves)
 
-    def plan_adopted(self, plan: ExecutionPlan, now_s: float, *, boundary: int, redundant: bool) -> tuple[Send, ...]:
-        """Tell the workers of a new plan what is wanted; without redundancy that is a save, at once."""
-        self._plan = plan
+    def order_made(self, update: PlanUpdate, now_s: float) -> tuple[Record | Send, ...]:
+        """Note an order: who missed a commit, or the order before, has not saved, and such a save is never whole."""
+        if update.catch_up is not None:
+            self._broken.missed(update.catch_up.generation)
+        if self._saves_first:
+            self._broken.missed(self._generation)
+        return self._give_up_broken("another plan came before all had saved", now_s)
+
+    def begins_with_save(self, update: PlanUpdate) -> bool:
+        """Whether the state with which an order begins has to be saved by those who follow it: no step comes after."""
+        is_last = update.boundary >= self._job.max_steps and update.finish is None and update.restore is None
+        return is_last and self.is_enabled and self._saved_step < update.boundary
+
+    def plan_adopted(
+        self,
+        plan: ExecutionPlan,
+        now_s: float,
+        *,
+        generation: int,
+        boundary: int,
+        redundant: bool,
+        saves: bool = False,
+    ) -> tuple[Send, ...]:
+        """Tell the workers of a new plan what is wanted; without redundancy that is a save, at once.
+
+        `saves`: they were ordered to save the state with which they begin.
+        """
+        self._plan, self._generation, self._saves_first = plan, generation, saves
+        self._broken.plan_adopted(plan.nodes, generation=generation, boundary=boundary)
         self._last_step = boundary
-        self._tried_step = min(self._tried_step, boundary)
+        is_kept = self._saved_step >= boundary or any(save.step == boundary for save in self._saves.values())
+        self._tried_step = min(self._tried_step, boundary if is_kept else boundary - 1)
         self._saved_step = min(self._saved_step, boundary)
         self._memory_step = min(self._memory_step, boundary)
         if self._in_memory[0] > boundary:
@@ -231,9 +275,13 @@ class Saving:
         nodes = sorted({worker_id.node for worker_id in save.savers})
         return tuple(Send(node=node, message=PersistState(name=name, step=step)) for node in nodes)
 
+    def take_over(self, generation: int) -> None:
+        """A master before may have heard of a loss up to this generation, and of shares that nobody has any more."""
+        self._broken.missed(generation)
+
     def note_on_disk(self, step: int) -> None:
         """A master before has heard that there is a checkpoint of this step."""
-        self._saved_step = max(self._saved_step, min(step, self._last_step))
+        self.note_saved(min(step, self._last_step))
 
     def restored(self) -> None:
         """Count a failure that needed a checkpoint."""
@@ -241,19 +289,36 @@ class Saving:
 
     def worker_lost(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
         """A worker is gone, its agent is not: what is whole in memory will be written all the same."""
-        num_layers, num_parts = len(self._layer_names), self._num_parts
-        broken = [each for each in self._saves.values() if not each.is_in_memory(num_layers, num_parts=num_parts)]
-        why = f"the worker of {node} was lost before all layers were in memory"
-        return tuple(effect for save in broken for effect in self._give_up(save.name, why, now_s, soon=True))
+        self._broken.worker_gone(node)
+        return self._give_up_broken(f"the worker of {node} was lost before all layers were in memory", now_s)
 
     def node_lost(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
         """A node is gone, with all that it had not written."""
-        effects = list(self.worker_lost(node, now_s))
+        return self.worker_lost(node, now_s) + self._agent_gone(node, f"{node} was lost", now_s)
+
+    def node_left(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
+        """A node has left as it was asked to, and may have left something unwritten."""
+        self._broken.worker_gone(node)
+        effects = self._give_up_broken(f"{node} left before all layers were in memory", now_s)
+        return effects + self._agent_gone(node, f"{node} left", now_s)
+
+    def _give_up_broken(self, why: str, now_s: float) -> tuple[Record | Send, ...]:
+        saves = [save for save in self._saves.values() if self._broken.has(save.generation, save.step)]
+        broken = [save for save in saves if not self._is_whole(save)]
+        return tuple(effect for save in broken for effect in self._give_up(save.name, why, now_s, soon=True))
+
+    def _is_whole(self, save: _Save) -> bool:
+        return save.is_in_memory(len(self._layer_names), num_parts=self._num_parts)
+
+    def _agent_gone(self, node: str, why: str, now_s: float) -> tuple[Record | Send, ...]:
+        effects: list[Record | Send] = []
         for save in list(self._saves.values()):
+            save.asked.discard(node)
             here = [worker_id for worker_id in save.savers if worker_id.node == node]
             if any(save.unwritten(worker_id, num_parts=self._num_parts) for worker_id in here):
-                why = f"{node} was lost before it had written its layers"
-                effects += self._give_up(save.name, why, now_s, soon=True)
+                effects += self._give_up(save.name, f"{why} before it had written its layers", now_s, soon=True)
+            elif save.is_committing and not save.asked | save.committed:
+                effects += self._give_up(save.name, f"{why} before it had written its manifest", now_s, soon=True)
             else:
                 effects += self._complete_when_committed(save, now_s)
         return tuple(effects)
@@ -262,15 +327,18 @@ class Saving:
         """Have a save made when one is due; give up what takes for ever."""
         effects: list[Record | Send] = []
         for save in list(self._saves.values()):
-            if now_s >= save.began_s + _PATIENCE_S:
-                effects += self._give_up(save.name, f"it was not complete within {_PATIENCE_S:g} s", now_s)
+            patience_s = self._patience_s(save)
+            if now_s >= save.began_s + patience_s:
+                effects += self._give_up(save.name, f"it was not complete within {patience_s:g} s", now_s)
         if not self._saves and self._wanted is None and now_s >= self.due_s and self._plan is not None:
             effects += self.save_now()
-        elif self._saves:
-            self.due_s = min(save.began_s for save in self._saves.values()) + _PATIENCE_S
         else:
-            self.due_s = math.inf
+            self._be_patient()
         return tuple(effects)
+
+    def _be_patient(self) -> None:
+        """Wait for the saves under way, if there are any, and for nothing else."""
+        self.due_s = min((save.began_s + self._patience_s(save) for save in self._saves.values()), default=math.inf)
 
     def save_now(self) -> tuple[Send, ...]:
         """Have the state saved after the next step."""
@@ -282,7 +350,7 @@ class Saving:
 
     # --- what workers and agents say -------------------------------------------------------------------------
 
-    def saved(self, worker_id: WorkerId, message: StateSaved, now_s: float) -> tuple[Send, ...]:
+    def saved(self, worker_id: WorkerId, message: StateSaved, now_s: float) -> tuple[Record | Send, ...]:
         """A share is whole in memory; its agent is writing it."""
         state = message.state
         self._note_in_memory(worker_id, message)
@@ -293,7 +361,10 @@ class Saving:
             save = _Save(state.name, state.step, state.generation, now_s)
             self._saves[state.name] = save
             self._tried_step = max(self._tried_step, state.step)
-            self.due_s = save.began_s + _PATIENCE_S
+            self._be_patient()
+            if self._broken.has(state.generation, state.step):
+                why = "a worker was lost before all layers were in memory"
+                return self._give_up(state.name, why, now_s, soon=True)
         if self._wanted is not None and state.step >= self._wanted:
             self._wanted = None
         save.savers[worker_id] = message.layers
@@ -316,21 +387,20 @@ class Saving:
     def committed(self, node: str, message: CheckpointCommitted, now_s: float) -> tuple[Record | Send, ...]:
         """A node has the manifest. The checkpoint is complete once all that wrote layers have: each may have a disk."""
         save = self._saves.get(message.name)
-        if save is None:
-            return ()
+        if save is None or not save.is_committing:
+            return ()  # what it told a master before this one
         save.committed.add(node)
         return self._complete_when_committed(save, now_s)
 
     def _complete_when_committed(self, save: _Save, now_s: float) -> tuple[Record | Send, ...]:
-        ready = {member.spec.name for member in self._members.ready}
-        if not save.committed or not {worker_id.node for worker_id in save.savers} & ready <= save.committed:
+        if not save.is_committed:
             return ()
         del self._saves[save.name]
         self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
         self.know([self._known(save)])
         self._forget_old()
         self._saved_step, self._failure = max(self._saved_step, save.step), ""
-        self.due_s = math.inf
+        self._be_patient()
         entry = CheckpointSaved(
             t_s=now_s,
             name=save.name,
@@ -370,11 +440,13 @@ class Saving:
 
     def _remove(self, unfinished: Iterable[str]) -> tuple[Send, ...]:
         """Have agents remove what is on disk of saves that will never be complete."""
-        names = tuple(sorted(unfinished))
-        return self._to_all(RemoveUnfinished(names=names)) if names else ()
+        message = RemoveUnfinished(names=tuple(sorted(unfinished)))
+        return tuple(Send(node=node, message=message) for node in self._agents) if message.names else ()
 
-    def _to_all(self, message: RemoveUnfinished | CommitCheckpoint) -> tuple[Send, ...]:
-        return tuple(Send(node=member.spec.name, message=message) for member in self._members.ready)
+    @property
+    def _agents(self) -> tuple[str, ...]:
+        """The nodes whose agents can be asked for something: they do so without workers, too."""
+        return tuple(member.spec.name for member in self._members.living if not member.is_dismissed)
 
     def _orders(self, step: int) -> tuple[Send, ...]:
         """Have the plan's workers save after a step."""
@@ -404,10 +476,10 @@ class Saving:
         newest_step = self.complete[-1].step if self.complete else None
         entry = SaveFailed(t_s=now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
         told: tuple[Record | Send, ...] = (*self._remove([name]), Record(entry=entry))
+        self._be_patient()
         if soon:
             self._wanted = self._last_step + 1
             return told
-        self.due_s = math.inf
         return (*told, *self._arm(now_s, not_before_s=now_s + _RETRY_S))
 
     def _commit_when_written(self, save: _Save) -> tuple[Send, ...]:
@@ -415,9 +487,14 @@ class Saving:
         if save.is_committing or not is_written or not save.savers:
             return ()
         save.is_committing = True
+        save.asked.update(self._agents)
         complete = [*self.complete, self._known(save)]
         remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit] if not known.is_final]
-        return self._to_all(CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove)))
+        message = CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove))
+        return tuple(Send(node=node, message=message) for node in self._agents)
+
+    def _patience_s(self, save: _Save) -> float:
+        return _PATIENCE_S if self._is_whole(save) else _COPY_PATIENCE_S
 
     def _known(self, save: _Save) -> KnownCheckpoint:
         return KnownCheckpoint(

@@ -104,6 +104,8 @@ class Follower:
         self._seat: PlaceInPlan | None = None
         """In the plan in force; None for a spare."""
         self._committee: Committee | None = None
+        self._saves_first = False
+        """The state with which the plan begins is to be saved."""
         self._resumed: int | None = None
         """The generation whose resumption is still to be told."""
         self._step: int | None = None
@@ -148,6 +150,8 @@ class Follower:
         if seat is None or committee is None:
             return False
         stop = False
+        if self._saves_first:
+            yield Save(self._commit_state.applied, committee.generation, committee)
         if not self.partial_commit.before:  # else in the middle of a step, before which it was done
             yield from self._evaluate(seat, committee)
         while not stop and (yield from self._has_next(committee)):
@@ -227,7 +231,7 @@ class Follower:
         self._commit_state.begin_apply(agreed.record)
         yield from self._apply(agreed.record)
         if agreed.save or agreed.stop or step == self._job.max_steps:
-            yield Save(agreed.record, committee)
+            yield Save(step, agreed.record.generation, committee)
         elif not committee.lost:
             yield PrepareToSave(committee)
         if self._job.checkpoint.compare_steps and step % self._job.checkpoint.compare_steps == 0:
@@ -324,6 +328,7 @@ class Follower:
         yield Adopt(update, seat, committee, layers, keep)
         self.partial_commit.adopt(update, is_spare=seat is None)
         self._seat, self._committee = seat, committee
+        self._saves_first = update.saves
         self._resumed = update.generation
         yield KeepGroups(keys, committee, update.generation)
 

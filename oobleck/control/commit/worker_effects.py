@@ -175,7 +175,9 @@ class Apply:
 class Save:
     """Save this worker's share of the state after a step, among all whose nodes are not lost."""
 
-    record: CommitRecord
+    step: int
+    generation: int
+    """In which it is saved: it tells saves of one step apart."""
     committee: Committee
 
 

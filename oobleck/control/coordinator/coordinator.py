@@ -251,7 +251,8 @@ class Coordinator:
         if self.phase is Phase.TRAINING:
             save = parts.saving.is_behind
             self._do(parts.sharding.go_on(generations.current, now_s, save=save), now_s)
-        self._do(parts.shutdown.follow_up(generations, now_s), now_s)
+        is_training = self.phase is Phase.TRAINING
+        self._do(parts.shutdown.follow_up(generations, now_s, is_training=is_training), now_s)
 
     # --- the end -----------------------------------------------------------------------------------------------
 

@@ -162,7 +162,10 @@ class Routing:
                 parts.restoring.forget()
                 parts.progress.expect_none()
                 self.carry_out(parts.reconfiguration.begin(effect, now_s), now_s)
-            case NodeGone() | NodeDrained() | WorkersWanted() | CheckpointWanted():
+            case NodeDrained(node=node):
+                self.carry_out(parts.saving.node_left(node, now_s), now_s)
+                self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
+            case NodeGone() | WorkersWanted() | CheckpointWanted():
                 self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
             case Decide(deciding=deciding):
                 for record in parts.reconfiguration.committed_records(deciding):
@@ -252,7 +255,9 @@ class Routing:
         update = parts.reconfiguration.update(choice, parts.replanning.planner)
         position = None if candidate is None else candidate.position
         placed = parts.sharding.follow(update, now_s, position=position, goes_back=choice.goes_back)
-        update = replace(update, assignment_version=parts.sharding.assignment_version)
+        self.carry_out(parts.saving.order_made(update, now_s), now_s)
+        saves = parts.saving.begins_with_save(update)
+        update = replace(update, assignment_version=parts.sharding.assignment_version, saves=saves)
         worker_ids = parts.members.ready_worker_ids
         self.carry_out((*placed, SendAll(worker_ids=worker_ids, message=update)), now_s)
         training = (worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)
@@ -271,8 +276,11 @@ class Routing:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
             self.carry_out((notice(now_s, "warning", text),), now_s)
-        saves = parts.saving.plan_adopted(decision.plan, now_s, boundary=update.boundary, redundant=decision.redundant)
-        self.carry_out(saves, now_s)
+        plan, redundant, generation, boundary = decision.plan, decision.redundant, update.generation, update.boundary
+        wanted = parts.saving.plan_adopted(
+            plan, now_s, generation=generation, boundary=boundary, redundant=redundant, saves=saves
+        )
+        self.carry_out(wanted, now_s)
         parts.replanning.plan_adopted(decision, now_s)
         if candidate is not None:
             self.carry_out(parts.saving.keep(candidate, now_s), now_s)

@@ -101,11 +101,15 @@ class Shutdown:
             return EndRun(exit_code=ExitCode.DONE, reason=f"stopped; {steps}")
         return EndRun(exit_code=self._stop.exit_code, reason=f"{self._stop.reason}; {steps}")
 
-    def follow_up(self, generations: Generations, now_s: float) -> tuple[EndRun | Send, ...]:
-        """Ask every new plan's workers to finish once a stop is wanted; end the run once nothing is waited for."""
+    def follow_up(self, generations: Generations, now_s: float, *, is_training: bool) -> tuple[EndRun | Send, ...]:
+        """Ask every new plan's workers to finish once a stop is wanted; end the run once nothing is waited for.
+
+        Unless `is_training`, a new plan is on its way, under which what is not on disk is saved again.
+        """
         if self._progress.last_step < self._over_step:  # its state was lost before it was saved
             self._over, self._over_step, self.due_s = None, 0, math.inf
-        if self._over is not None and (self._is_settled or now_s >= self.due_s) and self._is_heard_out(now_s):
+        is_settled = self._is_settled and (is_training or self._saving.lacking is None)
+        if self._over is not None and (is_settled or now_s >= self.due_s) and self._is_heard_out(now_s):
             return (self._settled(self._over),)
         if self._stop is None or self._asked_to_finish == generations.newest:
             return ()

@@ -40,6 +40,7 @@ def take_over(
     for member in parts.members.living:
         routing.carry_out((Connect(node=member.spec, attach=True),), now_s)
     if not replayed.is_settled:
+        parts.saving.take_over(replayed.generations.newest)
         routing.carry_out((BeginRecovery(cause=PlanCause.MASTER_LOST),), now_s)
     for spec in replayed.interrupted:
         routing.carry_out(parts.lifecycle.add(spec, now_s), now_s)
@@ -75,7 +76,9 @@ def _restore_checkpoints(parts: Parts, routing: Routing, replayed: ReplayedRun, 
     saving.begin([layer.name for layer in replayed.profile.layers])
     routing.carry_out(saving.know(replayed.saved), now_s)
     boundary = parts.progress.last_step
-    routing.carry_out(saving.plan_adopted(plan, now_s, boundary=boundary, redundant=True), now_s)
+    generation = replayed.generations.newest
+    adopted = saving.plan_adopted(plan, now_s, generation=generation, boundary=boundary, redundant=True)
+    routing.carry_out(adopted, now_s)
     if origin is not None:
         saving.begin_from(origin)
     for known in replayed.saved:

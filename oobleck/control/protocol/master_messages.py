@@ -156,6 +156,8 @@ class PlanUpdate(ForWorker):
     """Into how many sections a step is cut under this plan."""
     initial: bool = False
     """The job's first plan: layers take their initial values."""
+    saves: bool = False
+    """The state with which the plan begins is saved: nothing is left to train, and a save of it was broken off."""
     restore: Restore | None = None
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from oobleck.control.commit import Save, SaveEnd
 from oobleck.control.protocol import WorkerMessage
 
 from .fabric import Fabric
 from .tempo import Tempo
 
-__all__ = ["WorkerPorts"]
+__all__ = ["Saver", "WorkerPorts"]
 
 
 def _ignore() -> None:
     pass
+
+
+class Saver(Protocol):
+    """What saves a worker's share of the state."""
+
+    def want(self, step: int) -> None:
+        """Have the state saved after the first step that is not before this one."""
+
+    def is_wanted(self, step: int) -> bool:
+        """Whether this worker wants it saved after `step`."""
+
+    def save(self, effect: Save | SaveEnd) -> None:
+        """Save this worker's share, if it has one, and report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +44,5 @@ class WorkerPorts:
     """Report to the agent."""
     announce: Callable[[], None] = _ignore
     """Called when a message changes what a wait may look for."""
+    saver: Saver | None = None
+    """None where nothing is saved."""

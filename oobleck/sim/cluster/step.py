@@ -47,8 +47,8 @@ __all__ = ["StepDriver", "StepEffect"]
 
 StepEffect = BeginStep | Compute | Reduce | Agree | Apply | ForgetStep | Evaluate | SectionEffect
 
-_STOP = -1
-"""What a commit's contribution contains, beside microbatches, of a worker that is to stop."""
+_STOP, _SAVE = -2, -1
+"""What a commit's contribution contains, before microbatches, of a worker that is to stop, or to save."""
 
 
 class StepDriver:
@@ -165,11 +165,13 @@ class StepDriver:
         yield from pause("about to commit")
         key, step = effect.committee.key, effect.step
         mine = tuple(self._work.microbatches) if self._tells else ()
-        sequence = self._groups.post(key, Contribution(step, (*((_STOP,) if effect.stop else ()), *mine)))
+        saver = self._ports.saver
+        wishes = (*((_STOP,) * effect.stop), *((_SAVE,) * (saver is not None and saver.is_wanted(step))))
+        sequence = self._groups.post(key, Contribution(step, (*wishes, *mine)))
         said = yield from self._groups.sum(key, sequence, step, takes_s=self._committing_s)
         yield from pause("agreed to commit")
-        num_stops = said.count(_STOP)
-        return Agreed(self._record(step, key.generation), said[num_stops:], stop=num_stops > 0, save=False)
+        counted = tuple(number for number in said if number >= 0)
+        return Agreed(self._record(step, key.generation), counted, stop=_STOP in said, save=_SAVE in said)
 
     @property
     def _tells(self) -> bool:

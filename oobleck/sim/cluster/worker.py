@@ -61,6 +61,7 @@ from oobleck.control.protocol import (
     RecordsFailed,
     RecordsOver,
     Resumed,
+    SaveState,
     ScanAnswer,
     ScanRequest,
     StepRecords,
@@ -151,6 +152,8 @@ class VirtualWorker:
                 self.commit_state.give_update(message)
             case FinishStep():
                 self.commit_state.want_stop()
+            case SaveState(step=step) if self._ports.saver is not None:
+                self._ports.saver.want(step)
             case ScanRequest(request=request, wants=wants):
                 found = self._records.survey(wants)
                 self._ports.say(ScanAnswer(device=self.worker_id.device, request=request, found=found))
@@ -227,8 +230,11 @@ class VirtualWorker:
                 if isinstance(message, PeerFailed | RecordsFailed):
                     yield from pause("report")
                 self._ports.say(message)
-            case Save() | SaveEnd() | PrepareToSave() | CompareReplicas() | ShareLossScale():
-                pass  # nothing is saved on virtual nodes, and layers have no numbers
+            case Save() | SaveEnd():
+                if self._ports.saver is not None:
+                    self._ports.saver.save(effect)
+            case PrepareToSave() | CompareReplicas() | ShareLossScale():
+                pass  # layers have no numbers
             case ReportResumed(generation=generation):
                 self._report_resumed(generation)
             case ReportFinished():
@@ -251,7 +257,7 @@ class VirtualWorker:
             case Adopt():
                 yield from self._adopt(effect)
             case ReadCheckpoint():
-                raise Violation(f"{self.worker_id} has nothing to restore from: nothing is saved on virtual nodes")
+                raise Violation(f"{self.worker_id} has nothing to restore from: layers have no numbers")
             case _:
                 assert_never(effect)
         return None

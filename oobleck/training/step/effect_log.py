@@ -176,8 +176,8 @@ def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
             return f"commits and applies step {record.step}: loss {record.loss:.4f}"
         case CompareReplicas(record=record):
             return f"takes digests of its layers after step {record.step}"
-        case Save(record=record):
-            return f"begins to save its share of step {record.step}"
+        case Save(step=step):
+            return f"begins to save its share of step {step}"
         case SaveEnd(over=over):
             return f"saves its share of step {over.step}, the last of the data"
         case PostSection(step=step, number=number):

@@ -333,9 +333,9 @@ class Engine:
         match effect:
             case PrepareToSave():
                 saving.prepare(plan, tensors_of)
-            case Save(record=record, committee=committee):
+            case Save(step=step, generation=generation, committee=committee):
                 position = None if self._records is None else self._records.position
-                saving.save(plan, committee.lost, record.step, record.generation, tensors_of, position=position)
+                saving.save(plan, committee.lost, step, generation, tensors_of, position=position)
             case SaveEnd(over=over):
                 saving.save(plan, (), over.step, over.generation, tensors_of, position=over.position)
                 saving.settle()
