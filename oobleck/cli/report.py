@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from oobleck.control.journal import diagnose, history_of, summarize
+from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepDone
 from oobleck.errors import UsageError
 from oobleck.runtime.files import find_journal, read_journal
 from oobleck.ui.pictures import report_html
@@ -33,8 +33,15 @@ def report(
     the plan of each generation.
     """
     journal = find_journal(base_dir_of(base_dir), run)
-    entries = tuple(read_journal(journal))
-    page = report_html(history_of(entries), summarize(entries), diagnose(entries))
+    history, account, diagnosis = HistoryAccount(), RunAccount(), Diagnosis()
+    loss: tuple[float, ...] = ()  # of the newest step: the page shows no other
+    for entry in read_journal(journal):  # once, for it may be gigabytes
+        history.apply(entry)
+        account.apply(entry)
+        diagnosis.apply(entry)
+        if isinstance(entry, StepDone):
+            loss = (entry.record.loss,)
+    page = report_html(history.history(), account.summary(loss), diagnosis.incidents)
     target = output if output is not None else journal.with_name("report.html")
     try:
         target.write_text(page, encoding="utf-8")

@@ -36,6 +36,7 @@ from oobleck.control.journal import (
     Unfit,
     Unreachable,
 )
+from oobleck.control.membership import saying_farewell_s
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable, PeerError
 from oobleck.job import JobSpec, NodeSpec
@@ -53,7 +54,7 @@ _MESSAGES_BUFFERED = 10_000
 _AGAIN_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """The waits before each try to find the way to an agent again; the last one before all that follow."""
 _FAREWELL_S = 5.0
-"""How long agents may take to end their workers once they are asked to stop."""
+"""How long a few agents may take to end their workers once they are asked to stop."""
 
 
 class Master:
@@ -126,7 +127,8 @@ class Master:
                 self._carry_out(await self._next_commands(), nursery)
             await self._say_farewell()
             nursery.cancel_scope.cancel()
-        with trio.CancelScope(shield=True), trio.move_on_after(_FAREWELL_S):
+        farewell_s = saying_farewell_s(_FAREWELL_S, len(self._nodes))
+        with trio.CancelScope(shield=True), trio.move_on_after(farewell_s):
             async with trio.open_nursery() as nursery:
                 for spec in self._nodes.values():
                     nursery.start_soon(self._cluster.clean, spec)
@@ -179,7 +181,7 @@ class Master:
 
     async def _say_farewell(self) -> None:
         """Let agents end by themselves; those that do not in time are ended by `Cluster.clean`."""
-        with trio.move_on_after(_FAREWELL_S):
+        with trio.move_on_after(saying_farewell_s(_FAREWELL_S, len(self._nodes))):
             for tunnel in self._tunnels.values():
                 await tunnel.closed.wait()
 

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 import trio
 
 from oobleck import __version__
+from oobleck.control.membership import attaching_s, starting_s
 from oobleck.control.node_check import Health
 from oobleck.control.protocol import AgentMessage, MasterMessage
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
@@ -117,6 +118,7 @@ class SSHCluster:
         One that a killed master has left is taken up with by `attach`, or AgentGone is raised; else it is ended before,
         for it would continue with the work of the run before.
         """
+        num_nodes = len(self._index)  # all may be reached at once, by this one process
         async with self._tending[node.name]:
             connection = await self._connection(node)
             try:
@@ -124,10 +126,11 @@ class SSHCluster:
                     command = f"({answer_command(self._run_id, node.name)}) || exit {_NO_AGENT}"
                 else:
                     async with self._turns:
-                        await connection.run(end_command(self._run_id, node.name), timeout_s=_COMMAND_TIMEOUT_S)
+                        timeout_s = attaching_s(_COMMAND_TIMEOUT_S, num_nodes)
+                        await connection.run(end_command(self._run_id, node.name), timeout_s=timeout_s)
                     await self._check_if_returning(node)
                     command = self._agent_command(node)
-                completed = await connection.run(command, timeout_s=_START_TIMEOUT_S)
+                completed = await connection.run(command, timeout_s=starting_s(_START_TIMEOUT_S, num_nodes))
                 socket = self._understand(node, completed)
                 return _Tunnel(connection, await connection.open_unix(socket))
             except trio.BrokenResourceError as error:

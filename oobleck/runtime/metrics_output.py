@@ -42,9 +42,12 @@ _BOARD_KEYS = ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_
 class MetricsOutput:
     """Writes a sample for each committed step; what a full disk does not take is written when it does again."""
 
-    def __init__(self, path: Path, *, tensorboard: bool | None = None) -> None:
-        """Lines are added at the end of `path`. `tensorboard`: None looks whether it is installed."""
-        self.metrics = Metrics()
+    def __init__(self, path: Path, *, past: Metrics | None = None, tensorboard: bool | None = None) -> None:
+        """Lines are added at the end of `path`. `tensorboard`: None looks whether it is installed.
+
+        `past` has taken in what a master before this one has written down already.
+        """
+        self.metrics = Metrics() if past is None else past
         self._path = path
         self._lines: LineFile | None = None
         self._has_board = find_spec("tensorboard") is not None if tensorboard is None else tensorboard
@@ -55,10 +58,6 @@ class MetricsOutput:
             self._lines = LineFile(path, max_bytes=_KEPT_BYTES)
         except OSError as error:
             _log.warning("metrics %s: %s; the run continues without them", path, error.strerror)
-
-    def skip(self, entry: JournalEntry) -> None:
-        """Take in an entry that a master before this one has written down already."""
-        self.metrics.apply(entry)
 
     def apply(self, entry: JournalEntry) -> None:
         """Take in the next entry, and write a sample if a step was committed."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from oobleck.control.coordinator import ReplayedRun
 from oobleck.control.journal import (
     Action,
     ConnectionLost,
@@ -21,6 +22,7 @@ from oobleck.control.journal import (
     WorkerUp,
 )
 from oobleck.control.protocol import CommitRecord
+from oobleck.control.replay import RunBooks
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
 
@@ -144,3 +146,16 @@ def run_with_a_loss(
             yield recovered(now_s, 2, victim, began_s=now_s - 0.7, action=Action.REINSTANTIATE)
     if ends:
         yield JobEnded(t_s=now_s + 0.5, exit_code=0, reason="all steps committed")
+
+
+def books_of(entries: Iterable[JournalEntry]) -> RunBooks:
+    """What a journal comes to."""
+    books = RunBooks()
+    for entry in entries:
+        books.apply(entry)
+    return books
+
+
+def replay_run(entries: Iterable[JournalEntry]) -> ReplayedRun | None:
+    """What another master finds of a run; None where it has ended, or never came to train."""
+    return books_of(entries).finish()

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from oobleck import __version__
 from oobleck.control.commit.sections import committed_after
 from oobleck.control.coordinator.coordinator import Coordinator, Phase
-from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import (
     AddRequested,
     Command,
@@ -66,6 +65,7 @@ from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile
 from oobleck.sim.cluster.fabric import Fabric, Violation
 from oobleck.sim.cluster.layers import Version
 from oobleck.sim.cluster.shards import VirtualShards
+from tests.control.journals import replay_run
 
 from .model_disk import VirtualDisk
 from .model_worker import SteppedWorker

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 from oobleck.control.coordinator.coordinator import Phase
-from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import ProfileFound, StopRequested
 from oobleck.control.journal import (
     Action,
@@ -49,6 +48,7 @@ from oobleck.job import CheckpointSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import PID, Bench, ready
 from tests.control.commit.test_judgement import record
+from tests.control.journals import replay_run
 from tests.control.model import Shape
 
 SHAPE = Shape(num_nodes=2, num_pipelines=2, max_steps=100)

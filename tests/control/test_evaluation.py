@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.commit.progress import Progress
-from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.journal import Evaluated, NodeLost, PlanAdopted, PlanCause, RecoveryStarted
 from oobleck.control.protocol import Evaluating, EvaluationDone, PlanUpdate
 from tests.control.bench import Bench, record
+from tests.control.journals import replay_run
 from tests.control.model import Shape
 
 NODES = ("n0", "n1", "n2")

@@ -320,7 +320,7 @@ def test_a_run_that_has_read_all_is_told_from_one_that_has_not():
 
 def test_the_line_for_people_tells_what_is_read_and_waited_for():
     view = DataView()
-    assert view.at(0, has_ended=False) is None
+    assert view.text(has_ended=False) is None
     bench = Bench(follow=True)
     bench.begin()
     survey = bench.survey(bench.go_on())
@@ -329,10 +329,12 @@ def test_the_line_for_people_tells_what_is_read_and_waited_for():
     for entry in bench.entries:
         if isinstance(entry, ShardsKnown | DataPlaced | RecordsDealt):
             view.apply(entry)
-    assert view.at(0, has_ended=False) == "0 records; 0 shards of 2 read to the end"
-    assert view.at(1, has_ended=False) == "4 records; 0 shards of 2 read to the end"
+    assert view.text(has_ended=False) == "0 records; 0 shards of 2 read to the end"
+    view.commit(1)
+    assert view.text(has_ended=False) == "4 records; 0 shards of 2 read to the end"
     view.apply(ShardQuarantined(t_s=0.0, shard="x.bin", position=1, problem="broken"))
-    said = view.at(2, has_ended=False)
+    view.commit(2)
+    said = view.text(has_ended=False)
     assert said is not None
     assert said.startswith("8 records; ")
     assert "1 in quarantine: x.bin" in said

@@ -93,6 +93,7 @@ def test_a_worker_that_ends_by_itself_is_started_again_in_place(start: Callable[
     assert 'oobleck/training/step/engine.py", line' in logs, "where each thread was"
 
 
+@pytest.mark.slow
 def test_a_node_whose_worker_ends_again_and_again_is_given_up(start: Callable[..., Any], runner: Runner) -> None:
     with start() as run:
         for _ in range(3):

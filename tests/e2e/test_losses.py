@@ -126,6 +126,7 @@ def test_a_llama_survives_a_kill_by_another_job_file_alone(runner: Runner) -> No
     assert gap_after_a_kill(runner, "--job", str(runner.job_file(LLAMA)), kill=f"node2@{KILL_STEP}") < LLAMA_TOLERANCE
 
 
+@pytest.mark.slow
 def test_float32_agrees_within_its_own_tolerance(runner: Runner) -> None:
     options = ("--job", str(runner.job_file()), "--dtype", "float32")
     assert gap_after_a_kill(runner, *options, kill=f"node1@{KILL_STEP}") < 1e-4

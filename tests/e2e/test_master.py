@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from oobleck.cli.inputs.job_file import load_job
+from oobleck.cli.run.past import advance_image
 
 from .elastic import TOLERANCE
 from .harness import Runner, incidents, oobleck, started_at, worker_pids
@@ -59,11 +60,15 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
 
 
 def test_a_node_that_dies_with_the_master_is_met_by_the_next_one(runner: Runner) -> None:
+    """By one that has read an image of the journal, and little more."""
     with runner.up(*options(runner)) as first:
         first.wait_for_step(8)
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
         runner.signal("node3")
+        path = runner.base_dir / "e2e" / "journal.jsonl"
+        advance_image(path)  # as is done every few megabytes
+        assert runner.base_dir.joinpath("e2e", ".journal.jsonl.image").exists()
         with runner.up(*options(runner)) as second:
             outcome = second.finish()
     assert outcome.exit_code == 0, outcome.output

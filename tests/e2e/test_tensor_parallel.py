@@ -73,6 +73,7 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
     assert set(devices) == {2}
 
 
+@pytest.mark.slow
 def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
     runner: Runner, path: Path, tmp_path: Path, reference: tuple[Reference, list[float]]
 ) -> None:

@@ -16,6 +16,7 @@ import trio
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 
+from oobleck.control.journal import Metrics
 from oobleck.errors import UsageError
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, parse_metrics_address, serve_metrics
 from oobleck.runtime.tensorboard_file import TensorBoardFile
@@ -29,9 +30,10 @@ def test_each_committed_step_is_a_line_and_a_new_master_goes_on_below(tmp_path):
     for entry in entries[:20]:
         first.apply(entry)
     first.close()
-    second = MetricsOutput(tmp_path / "metrics.jsonl", tensorboard=False)
+    past = Metrics()
     for entry in entries[:20]:
-        second.skip(entry)
+        past.apply(entry)
+    second = MetricsOutput(tmp_path / "metrics.jsonl", past=past, tensorboard=False)
     for entry in entries[20:]:
         second.apply(entry)
     second.close()

@@ -37,8 +37,9 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "checkpoint.py": ("flash ", "torch.save", "pause against dcp.async_save"),
     "cluster_mode.py": ("recoveries, goodput",),
     "commit.py": ("| 2 | 2 | ", "| 5 | "),
-    "control_plane.py": ("| none | steps", "| none | loss", "| embedded | steps", "| embedded | loss"),
+    "control_plane.py": ("| none | steps", "| none | takeover", "| embedded | loss", "| embedded | takeover"),
     "fit_costs.py": ("| encode_byte_s | ", "64: "),
+    "journal.py": ("160 nodes, a step every 60 s", "| 0.5 | 719 | 7 |", "| 1 | 1,439 | 15 |"),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
     "recovery.py": ("| killed worker | 1 |",),
     "scale.py": (

@@ -19,9 +19,10 @@ import trio
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
 from oobleck.cli.inputs import read_job
+from oobleck.cli.run.past import read_past
 from oobleck.control.coordinator import Coordinator
-from oobleck.control.journal import RunView
 from oobleck.control.protocol import AgentMessage, MasterMessage
+from oobleck.control.replay import RunBooks
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
@@ -62,11 +63,15 @@ async def _run(arguments: argparse.Namespace) -> None:
     job = read_job(arguments.job, None, (), [], num_nodes=arguments.nodes)
     directory = RunDirectory(base_dir=arguments.base_dir, tag=job.tag)
     directory.create()
+    books, _ = read_past(directory.journal) if arguments.resume == "auto" else (RunBooks(), 0)
+    replayed = books.finish()
+    elapsed_s = 0.0 if replayed is None else replayed.last_s
     coordinator = Coordinator(
         job,
         tuple(NodeSpec(name=f"node{index}", host=f"node{index}") for index in range(arguments.nodes)),
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         python_version=platform.python_version(),
+        replayed=replayed,
     )
     with JournalWriter(directory.journal) as journal:
         master = Master(
@@ -75,9 +80,9 @@ async def _run(arguments: argparse.Namespace) -> None:
             cluster=_Sockets(arguments.sockets),
             journal=journal,
             profiles=ProfileFiles(directory.profile),
-            clock=RunClock(),
+            clock=RunClock(elapsed_s=elapsed_s),
         )
-        view, metrics = RunView(), MetricsOutput(directory.metrics)
+        view, metrics = books.view, MetricsOutput(directory.metrics, past=books.metrics)
         master.observe(view.apply)
         master.observe(metrics.apply)
         master.listen(view.heard)
@@ -90,6 +95,7 @@ def main() -> None:
     parser.add_argument("--sockets", type=Path, required=True)
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--base-dir", type=Path, required=True)
+    parser.add_argument("--resume", choices=("auto", "never"), default="never", help="auto: take a run over")
     trio.run(_run, parser.parse_args())
 
 

@@ -10,7 +10,8 @@ on as usual: `heartbeats` where no step ends, `steps` where one is committed eve
 the last stage of each pipeline tell, and every worker its pace.
 
 Then a node loses its power. `decided` is from the moment it is missed until the orders go out, `done` until all train
-again; processor seconds are the master's, from the loss on. The tables are Markdown.
+again; processor seconds are the master's, from the loss on. And the master is killed, and another one takes over:
+`done` is from its start until it speaks to all agents again. The tables are Markdown.
 """
 
 from __future__ import annotations
@@ -82,11 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 tunnels=tunnels,
                 has_dashboard=asked.dashboard,
             )
-            measured, started, lost = _measure(cluster, seconds=asked.seconds, loses=work == "steps")
+            measured, happened = _measure(cluster, seconds=asked.seconds, changes=work == "steps")
             usual.append(_usual_row(tunnels, work, measured, asked.agents))
-            changes.append(_change_row(tunnels, "start", started))
-            if lost is not None:
-                changes.append(_change_row(tunnels, "loss", lost))
+            changes += (_change_row(tunnels, what, change) for what, change in happened.items())
     print(f"{asked.agents} agents, a heartbeat every {asked.interval:g} s, a step every {asked.step:g} s\n")
     print("| tunnels | what happens | of a processor | an agent's share | memory, MiB | heard /s | said /s |")
     print("|---|---|---|---|---|---|---|", *usual, sep="\n")
@@ -121,8 +120,8 @@ def _change_row(tunnels: str, what: str, change: Change) -> str:
     return f"| {tunnels} | {what} | {columns} | {change.heard} | {change.said} |"
 
 
-def _measure(cluster: Cluster, *, seconds: float, loses: bool) -> tuple[Usual, Change, Change | None]:
-    """Run a job, look at it for so long, and have it lose a node."""
+def _measure(cluster: Cluster, *, seconds: float, changes: bool) -> tuple[Usual, dict[str, Change]]:
+    """Run a job, look at it for so long, and have it lose a node and then its master."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="obcp")))
         agents = stack.enter_context(serve_agents(cluster, directory))
@@ -133,7 +132,20 @@ def _measure(cluster: Cluster, *, seconds: float, loses: bool) -> tuple[Usual, C
         started = _change(master, agents, began_s=began_s, before=Counter(), before_s=0.0)
         time.sleep(min(seconds, _SETTLE_S))
         usual = _look(master, agents, seconds)
-        return usual, started, _lose(master, agents, cluster.agents) if loses else None
+        if not changes:
+            return usual, {"start": started}
+        lost = _lose(master, agents, cluster.agents)
+        agents.leave_notes(cluster, directory)
+        master.kill()
+        before, began_s = agents.counts(), time.monotonic()
+        heir = stack.enter_context(run_master(cluster, directory, reach, takes_over=True))
+        num_agents = cluster.agents - 1
+        heir.wait_for("takeover", lambda: (agents.counts() - before)["said Hello"] >= num_agents)
+        taken = _change(heir, agents, began_s=began_s, before=before, before_s=0.0)
+        given_up = len(heir.entries("NodeLost"))
+        if given_up > 1:
+            raise RuntimeError(f"a takeover lost {given_up - 1} nodes")
+        return usual, {"start": started, "loss": lost, "takeover": taken}
 
 
 def _look(master: Master, agents: Agents, seconds: float) -> Usual:

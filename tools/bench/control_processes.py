@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oobleck import __version__
+from oobleck.control.journal import PlanAdopted
+from oobleck.errors import ConfigError
 from oobleck.planner import (
     Planner,
     PlannerSettings,
@@ -25,6 +27,7 @@ from oobleck.planner import (
     model_shape,
     profile_to_json,
 )
+from oobleck.runtime.files import ProcessId, RunDirectory, read_journal
 from tools.bench.control_servers import Reach, serve_embedded, serve_openssh
 
 __all__ = ["Agents", "Cluster", "Master", "run_master", "serve_agents", "serve_ssh"]
@@ -83,6 +86,16 @@ class Agents:
     def lose(self, node: str) -> None:
         self._command(f"lose {node}")
 
+    def leave_notes(self, cluster: Cluster, directory: Path) -> None:
+        """Write down on each node what its agent would have, for a master that looks for it."""
+        run_id = RunDirectory(base_dir=directory / "base", tag=_TAG).run_id
+        for index in range(cluster.agents):
+            noted = directory / f"oobleck-{os.getuid()}" / run_id / f"node{index}"
+            noted.mkdir(parents=True, exist_ok=True)
+            (noted / "agent.pid").write_text(str(ProcessId.of(self._process.pid)))
+            answer = {"socket": str(directory / f"node{index}.sock"), "version": __version__}
+            (noted / "agent.json").write_text(json.dumps(answer))
+
     def _command(self, text: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{text}\n")
@@ -117,9 +130,15 @@ class Master:
     @property
     def num_training(self) -> int:
         """Nodes of the newest plan."""
-        plans = [entry["plan"] for entry in self.entries("PlanAdopted")]
-        pipelines = plans[-1]["pipelines"] if plans and isinstance(plans[-1], dict) else []
-        return sum(len(pipeline["nodes"]) for pipeline in pipelines)
+        with suppress(ConfigError):  # it has no journal yet
+            plans = [entry.plan for entry in read_journal(self._journal) if isinstance(entry, PlanAdopted)]
+            return len(plans[-1].nodes) if plans else 0
+        return 0
+
+    def kill(self) -> None:
+        """End it as a machine's power does."""
+        self._process.kill()
+        self._process.wait()
 
     def entries(self, kind: str) -> list[dict[str, object]]:
         """The entries of a kind that its journal has so far."""
@@ -178,7 +197,8 @@ def serve_ssh(cluster: Cluster, directory: Path) -> Iterator[Reach | None]:
 
 
 @contextmanager
-def run_master(cluster: Cluster, directory: Path, reach: Reach | None) -> Iterator[Master]:
+def run_master(cluster: Cluster, directory: Path, reach: Reach | None, *, takes_over: bool = False) -> Iterator[Master]:
+    """Run a master; one that takes over finds the agents of another that was killed."""
     job = directory / "job.yaml"
     job.write_text(
         _JOB.format(
@@ -191,7 +211,7 @@ def run_master(cluster: Cluster, directory: Path, reach: Reach | None) -> Iterat
     )
     base_dir = directory / "base"
     command = _plain_command(cluster, directory) if reach is None else _up_command(cluster, directory, reach)
-    command += ["--job", str(job), "--base-dir", str(base_dir)]
+    command += ["--job", str(job), "--base-dir", str(base_dir), "--resume", "auto" if takes_over else "never"]
     with _terminal(cluster) as output, (directory / "errors").open("wb") as errors:
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "50"}
         environment.pop("SSH_AUTH_SOCK", None)  # keys of one's own would be tried as well
@@ -222,7 +242,7 @@ def _up_command(cluster: Cluster, directory: Path, reach: Reach) -> list[str]:
     stand_in.chmod(0o700)
     return [
         *(sys.executable, "-m", "oobleck", "up", str(reach.hostfile), "--ssh-config", str(reach.config)),
-        *("--python", str(stand_in), "--no-check", "--resume", "never"),
+        *("--python", str(stand_in), "--no-check"),
         *([] if cluster.has_dashboard else ["--plain"]),
     ]
 

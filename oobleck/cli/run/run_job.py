@@ -10,7 +10,7 @@ import platform
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,19 +20,12 @@ from rich.console import Console
 
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
-from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text, replay_run
+from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
-from oobleck.control.journal import (
-    FinishedRun,
-    JournalEntry,
-    JournalGap,
-    Summary,
-    prometheus_text,
-    read_finished,
-    sentence,
-    summarize,
-)
-from oobleck.errors import ConfigError, CorruptCheckpoint, OobleckError, UsageError
+from oobleck.control.journal import JournalGap, Summary, prometheus_text, sentence
+from oobleck.control.membership import saying_farewell_s
+from oobleck.control.replay import FinishedRun, RunBooks
+from oobleck.errors import CorruptCheckpoint, OobleckError, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
@@ -41,7 +34,7 @@ from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
-from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, aside_of, put_back, read_journal, set_aside
+from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, aside_of, put_back, read_losses, set_aside
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
 from oobleck.runtime.node_check import check_nodes
 from oobleck.runtime.processes import CallbackProcess, PatientClock
@@ -53,6 +46,7 @@ from oobleck.user_path import expand_user
 
 from .hostfile_watch import watch_hostfile
 from .log_output import background_logging
+from .past import is_any_alive, keep_image, read_past
 from .run_dir_watch import watch_run_directory
 from .session import Session
 from .start_check import choose_nodes
@@ -105,16 +99,18 @@ def run_job(run: Run) -> int:
     if run.plain or not console_on(output).is_terminal:
         say(output, f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
     with directory.lock():
-        if (finished := _finished(run, directory)) is not None:
+        books, place = read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
+        if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
-            summary = summarize(read_journal(directory.journal))
+            summary = books.account.summary(read_losses(directory.journal))
             return ExitCode.DONE if _hand_out(run, summary, stdout) else ExitCode.FAILED
         files = (directory.journal, directory.metrics)
         before = {path: aside_of(path) for path in files}
         with background_logging():
             clock = PatientClock()
             try:
-                end, summary = trio.run(_run, run, directory, output, clock, clock=clock)
+                past = _Past(books=books, place=place)
+                end, summary = trio.run(_run, run, directory, output, clock, past, clock=clock)
             except BaseException as error:
                 _tell_of_crash(run, error)
                 raise
@@ -122,7 +118,7 @@ def run_job(run: Run) -> int:
             say(output, f"oobleck up: {end.reason}")
             for path in files:  # nothing was done: the run before stays the newest
                 put_back(path, before[path])
-            summary = summarize(_read_past(directory.journal))
+            summary = read_past(directory.journal)[0].account.summary(read_losses(directory.journal))
     if summary.generations:  # else nothing was trained, and there is nothing to show
         console_on(output).print(summary_table(summary))
     is_written = _hand_out(run, summary, stdout)
@@ -153,12 +149,12 @@ def _tell_of_crash(run: Run, error: BaseException) -> None:
         )
 
 
-def _finished(run: Run, directory: RunDirectory) -> FinishedRun | None:
+def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun | None:
     """The run before, where it has done all that is asked for and its model can be seen to be whole from here.
 
     Where checkpoints lie on other machines, it is for their workers to see.
     """
-    found = read_finished(_read_past(directory.journal)) if run.resume == "auto" else None
+    found = books.finished
     if found is None or not found.is_all_of(run.job):
         return None
     told = run.job.checkpoint.directory
@@ -183,7 +179,9 @@ def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
     return True
 
 
-async def _run(run: Run, directory: RunDirectory, output: Output, clock: PatientClock) -> tuple[End, Summary]:
+async def _run(
+    run: Run, directory: RunDirectory, output: Output, clock: PatientClock, past: _Past
+) -> tuple[End, Summary]:
     async with open_ssh_loop(), _nodes(run, directory) as (known, options), trio.open_nursery() as nursery:
         cluster = SSHCluster(
             run.job.tag,
@@ -193,7 +191,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
             paths=_remote_paths(run, directory),
             checks_returning=run.check and not run.num_local,
         )
-        past = await _find_past(run, directory, cluster, known)
+        past = await _find_past(run, directory, cluster, known, past)
         is_check_due = run.check and not run.num_local and past.replayed is None
         chosen, remarks = await _check(run, directory, options, output) if is_check_due else (known, ())
 
@@ -203,7 +201,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
         with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             session = Session(
-                master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.entries
+                master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.books
             )
             await nursery.start(serve_control, directory.control_socket, session.answer)
             nursery.start_soon(session.watch_signals)
@@ -212,7 +210,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
             if past.remark is not None:
                 session.remark("warning", past.remark)
             metrics = _start_metrics(directory, master, past)
-            past = replace(past, entries=())  # a year of them is gigabytes, and all have taken them in
+            nursery.start_soon(partial(keep_image, directory.journal, lambda: journal.size_bytes, place=past.place))
             nursery.start_soon(
                 partial(
                     watch_run_directory,
@@ -243,7 +241,7 @@ async def _run(run: Run, directory: RunDirectory, output: Output, clock: Patient
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
                     await cluster.aclose()
         nursery.cancel_scope.cancel()
-    return _with_journal(end, journal), session.account.summary()
+    return _with_journal(end, journal), session.account.summary(read_losses(directory.journal))
 
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
@@ -270,9 +268,7 @@ async def _check(
 def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> MetricsOutput:
     if past.replayed is None:
         set_aside(directory.metrics)
-    output = MetricsOutput(directory.metrics)
-    for entry in past.entries:
-        output.skip(entry)
+    output = MetricsOutput(directory.metrics, past=past.books.metrics)
     master.observe(output.apply)
     return output
 
@@ -283,7 +279,7 @@ def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
 
 async def _give_memory_back(cluster: Launcher, nodes: Sequence[NodeSpec]) -> None:
     """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
-    with trio.move_on_after(_FORGET_S):
+    with trio.move_on_after(saying_farewell_s(_FORGET_S, len(nodes))):
         async with trio.open_nursery() as forgetting:
             for spec in nodes:
                 forgetting.start_soon(cluster.forget, spec)
@@ -293,7 +289,9 @@ async def _give_memory_back(cluster: Launcher, nodes: Sequence[NodeSpec]) -> Non
 class _Past:
     """What a master before this one has left: its journal, and, where agents live, a run that is still active."""
 
-    entries: tuple[JournalEntry, ...] = ()
+    books: RunBooks = field(default_factory=RunBooks)
+    place: int = 0
+    """The bytes of the journal that the books are of."""
     replayed: ReplayedRun | None = None
     remark: str | None = None
     """What is to be said of it."""
@@ -307,16 +305,17 @@ class _Past:
         return max(self.replayed.last_s, (datetime.now(UTC) - began).total_seconds())
 
 
-async def _find_past(run: Run, directory: RunDirectory, cluster: Launcher, known: Sequence[NodeSpec]) -> _Past:
+async def _find_past(
+    run: Run, directory: RunDirectory, cluster: Launcher, known: Sequence[NodeSpec], past: _Past
+) -> _Past:
     """Look for a run that continues without its master; the journal of any other is set aside.
 
     Raises UsageError for one that trains another job.
     """
-    entries = _read_past(directory.journal) if run.resume == "auto" else ()
-    replayed = replay_run(entries)
+    replayed = past.books.finish()
     if replayed is not None:
         replayed.relocate({spec.name: spec for spec in known})
-        if await _is_any_alive(cluster, replayed.nodes):
+        if await is_any_alive(cluster, replayed.nodes):
             if replayed.gap is not None:
                 set_aside(directory.journal)
                 text = f"the run continues without its master, and cannot be taken over: {sentence(replayed.gap)}"
@@ -327,30 +326,9 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: Launcher, known
                     f"the run {run.job.tag} continues without its master, and its job differs from this one in "
                     f"{changed}; give the same job to take it over, or --resume never to end it and start from scratch"
                 )
-            return _Past(entries=entries, replayed=replayed)
+            return replace(past, replayed=replayed)
     set_aside(directory.journal)
     return _Past()
-
-
-def _read_past(path: Path) -> tuple[JournalEntry, ...]:
-    try:
-        return tuple(read_journal(path)) if path.exists() else ()
-    except ConfigError as error:
-        _log.warning("nothing can be taken over: %s", error)  # it may be of another version
-        return ()
-
-
-async def _is_any_alive(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
-    living: list[NodeSpec] = []
-
-    async def ask(spec: NodeSpec) -> None:
-        if await cluster.is_alive(spec):
-            living.append(spec)
-
-    async with trio.open_nursery() as asking:
-        for spec in nodes:
-            asking.start_soon(ask, spec)
-    return bool(living)
 
 
 def _make_master(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import trio
 
 from oobleck.cli.inputs import parse_hostfile
 from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
-from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, RunAccount, RunView, StepDone
+from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone
+from oobleck.control.replay import RunBooks
 from oobleck.errors import NodeUnreachable, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
@@ -49,24 +50,22 @@ class Session:
         kills: Sequence[tuple[str, int]],
         num_local: int,
         known: Sequence[NodeSpec],
-        past: Iterable[JournalEntry],
+        past: RunBooks,
     ) -> None:
-        """`known` are nodes that need not be in the run; `past` is the journal of a master before this one."""
-        self.account = RunAccount()
-        self.view = RunView()
+        """`known` are nodes that need not be in the run; `past` is what the journal of a master before comes to."""
+        self.account = past.account
+        self.view = past.view
         self._known = tuple(known)
         self._is_local = num_local > 0
         self._master = master
         self._cluster = cluster
         self._nursery = nursery
-        self._due = list(kills)
-        self._gone: set[str] = set()
+        self._due = [kill for kill in kills if kill[1] > past.furthest_step]  # the others are done
+        self._gone = set(past.gone_nodes)
         self._terminal: Output | None = None
         self._formatter = LineFormatter()
-        for entry in past:
-            self._note(entry)
-            self._take_due(entry)  # those kills are done
-            self._formatter.apply(entry)  # and nobody reads it again
+        if past.started is not None:
+            self._formatter.apply(past.started)  # nobody reads it again
         master.observe(self._note)
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)

@@ -11,7 +11,7 @@ from .groups import Committee, GroupKey, PlaceInPlan, regrouped
 from .hangs import cut_off_nodes, stuck_workers
 from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered
 from .partial_commit import PartialCommit
-from .progress import HANG_FLOOR_S, Progress
+from .progress import HANG_FLOOR_S, STEPS_TIMED, Progress
 from .replica_check import ReplicaCheck
 from .sections import PARTIAL_COMMIT_COPIES, num_sections_of, sections_wanted, shares_of
 from .worker_effects import (
@@ -60,6 +60,7 @@ __all__ = [
     "HANG_FLOOR_S",
     "NO_SECTION",
     "PARTIAL_COMMIT_COPIES",
+    "STEPS_TIMED",
     "Adopt",
     "Agree",
     "Agreed",

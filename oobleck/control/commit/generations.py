@@ -51,6 +51,7 @@ class Generations:
     def restore(self, entry: PlanAdopted) -> None:
         """Note a plan that the journal of a master before knows to be ordered."""
         self.current = entry.generation
+        self.forget_before(entry.oldest)
         self._ordered[entry.generation] = _Ordered(
             entry.plan, entry.pipeline_generations, entry.boundary, entry.partial, entry.num_sections
         )
@@ -64,6 +65,11 @@ class Generations:
         """No living worker has an older plan in force any more."""
         kept = {number: ordered for number, ordered in self._ordered.items() if number >= generation}
         self._ordered = kept or self._ordered
+
+    @property
+    def oldest(self) -> int:
+        """The oldest generation whose plan a living worker may have in force."""
+        return min(self._ordered)
 
     @property
     def newest(self) -> int:

@@ -10,13 +10,15 @@ from oobleck.control.journal import Evaluated, StepDone
 from oobleck.control.protocol import CommitRecord, EvaluationDone
 from oobleck.job import JobSpec
 
-__all__ = ["HANG_FLOOR_S", "Progress"]
+__all__ = ["HANG_FLOOR_S", "STEPS_TIMED", "Progress"]
 
 HANG_FLOOR_S = 10.0
 _HANG_FACTOR = 10
 """It is a hang when no step is committed for this many times as long as the slowest of the latest took, or the plan
 has a step take."""
-_STEPS_TIMED = 20
+_ADOPTIONS_TIMED = 5
+STEPS_TIMED = 20
+"""By the newest steps it is known how long one takes."""
 
 
 class Progress:
@@ -24,8 +26,11 @@ class Progress:
 
     def __init__(self, job: JobSpec) -> None:
         self._job = job
-        self._step_times_s: deque[float] = deque(maxlen=_STEPS_TIMED)
+        self._step_times_s: deque[float] = deque(maxlen=STEPS_TIMED)
         self._predicted_s = 0.0
+        self._adoptions_s: deque[float] = deque(maxlen=_ADOPTIONS_TIMED)
+        self._ordered: tuple[int, float] | None = None
+        """(generation, when it was ordered) of a plan without a step."""
         self._evaluated_step = 0
         self.last_record: CommitRecord | None = None
         """Of the newest step that is known to be committed, since the checkpoint that was gone back to, if one was."""
@@ -48,6 +53,9 @@ class Progress:
         if record.step <= self.last_step or record.generation < self._base_generation:
             return ()
         self.restore(record)
+        if self._ordered is not None and record.generation >= self._ordered[0]:
+            self._adoptions_s.append(now_s - self._ordered[1])
+            self._ordered = None
         tokens = record.num_samples * self._job.data.sequence_length
         return (Record(entry=StepDone(t_s=now_s, record=record, tokens=tokens)),)
 
@@ -92,6 +100,15 @@ class Progress:
     def foresee(self, step_s: float) -> None:
         """Steps take so long from here on, by the newest plan."""
         self._predicted_s = step_s
+
+    @property
+    def adoptions_s(self) -> tuple[float, ...]:
+        """How long the latest plans have taken, from their orders to their first step."""
+        return tuple(self._adoptions_s)
+
+    def plan_ordered(self, generation: int, now_s: float) -> None:
+        """The next step is committed under this plan."""
+        self._ordered = (generation, now_s)
 
     def expect(self, least_s: float, now_s: float) -> None:
         """Take it for a hang when no step is committed in so many seconds, or many times the usual time.

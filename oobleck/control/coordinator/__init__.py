@@ -5,17 +5,18 @@ from __future__ import annotations
 from .coordinator import Coordinator, Phase
 from .planning import fixed_schedule, planner_for, schedules_for
 from .profile_key import profile_key
-from .replayed_run import ReplayedRun, replay_run
+from .replayed_run import Replay, ReplayedRun, ReplayImage
 from .resuming import finished_text
 
 __all__ = [
     "Coordinator",
     "Phase",
+    "Replay",
+    "ReplayImage",
     "ReplayedRun",
     "finished_text",
     "fixed_schedule",
     "planner_for",
     "profile_key",
-    "replay_run",
     "schedules_for",
 ]

@@ -30,8 +30,8 @@ def plan_ordered(recovery: Recovery, choice: Choice, update: PlanUpdate, members
     )
 
 
-def plan_adopted(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float) -> PlanAdopted:
-    """Return what the journal says of a plan."""
+def plan_adopted(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float, *, oldest: int) -> PlanAdopted:
+    """Return what the journal says of a plan; workers may have plans in force that are as old as `oldest`."""
     decision = choice.decision
     return PlanAdopted(
         t_s=now_s,
@@ -52,6 +52,7 @@ def plan_adopted(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float)
         restored=None if update.restore is None else update.restore.name,
         restored_step=update.boundary if choice.goes_back else None,
         segments=update.segments,
+        oldest=oldest,
     )
 
 

@@ -1,22 +1,23 @@
 """What the journal of a master that died says of its run: enough for another master to take over.
 
 Training continues without a master. The one that takes over knows the plans and the members from the journal, and
-learns from the agents what happened since.
+learns from the agents what happened since. Only what it needs is kept, so that a run of a year takes no more room than
+one of an hour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from oobleck.control.checkpoints import KnownCheckpoint
-from oobleck.control.commit import Generations
-from oobleck.control.data import ShardRemains
+from oobleck.control.commit import STEPS_TIMED, Generations
+from oobleck.control.data import ShardRemains, ShardsImage
 from oobleck.control.journal import (
     CheckpointSaved,
     DataPlaced,
     Evaluated,
-    JobEnded,
     JobStarted,
     JournalEntry,
     JournalGap,
@@ -38,12 +39,12 @@ from oobleck.control.journal import (
     WorkerDown,
     WorkerUp,
 )
-from oobleck.control.membership import Membership, MemberState
+from oobleck.control.membership import MemberImage, Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Profile, WorkerId, profile_from_json
 
-__all__ = ["ReplayedRun", "replay_run"]
+__all__ = ["Replay", "ReplayImage", "ReplayedRun"]
 
 
 @dataclass(slots=True)
@@ -54,8 +55,10 @@ class ReplayedRun:
     members: Membership
     generations: Generations
     profile_json: str = ""
-    records: list[CommitRecord] = field(default_factory=list)
-    """Of all committed steps that are known."""
+    plans: list[PlanAdopted] = field(default_factory=list)
+    """All that the generations are restored from, and those that are named here."""
+    records: deque[CommitRecord] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
+    """Of the newest committed steps that are known."""
     predicted_step_s: float = 0.0
     """Of the newest plan."""
     slow: dict[str, float] = field(default_factory=dict)
@@ -106,21 +109,94 @@ class ReplayedRun:
         return self.generations.current == newest and any(record.generation == newest for record in self.records)
 
 
-def replay_run(entries: Iterable[JournalEntry]) -> ReplayedRun | None:
-    """Put together what is left of a run; None when it has ended, or never came to train. O(entries)."""
-    replayed: ReplayedRun | None = None
-    for entry in entries:
-        if isinstance(entry, JobStarted):
-            replayed = ReplayedRun(entry, Membership(entry.nodes), Generations(max_steps=entry.job.max_steps))
-        elif isinstance(entry, JobEnded) or replayed is None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayImage:
+    """All that a `Replay` knows, but for the run's first entry and its profile."""
+
+    members: tuple[MemberImage, ...]
+    generation: int
+    plans: tuple[PlanAdopted, ...]
+    records: tuple[CommitRecord, ...]
+    predicted_step_s: float
+    slow: tuple[tuple[str, float], ...]
+    evaluated_step: int
+    furthest_step: int
+    began: int | None
+    """A generation, as the next one is."""
+    restored: int | None
+    origin: str | None
+    saved: tuple[KnownCheckpoint, ...]
+    target: int | None
+    shards: ShardsImage
+    last_s: float
+    gap: JournalGap | None
+
+
+class Replay:
+    """Follows the entries of a run's journal, the first of which starts it: O(1) each, but for plans."""
+
+    def __init__(self, started: JobStarted) -> None:
+        self._run = ReplayedRun(started, Membership(started.nodes), Generations(max_steps=started.job.max_steps))
+        self._run.last_s = started.t_s
+
+    @classmethod
+    def of_image(cls, image: ReplayImage, started: JobStarted, profile_json: str) -> Replay:
+        """Continue from what another one has come to."""
+        replay = cls(started)
+        run = replay._run
+        run.members, run.profile_json = Membership.of_image(image.members), profile_json
+        run.plans.extend(image.plans)
+        for plan in image.plans:
+            run.generations.restore(plan)
+        run.generations.current = image.generation
+        run.records.extend(image.records)
+        run.predicted_step_s, run.slow = image.predicted_step_s, dict(image.slow)
+        run.evaluated_step, run.furthest_step = image.evaluated_step, image.furthest_step
+        of = {plan.generation: plan for plan in image.plans}
+        run.began = None if image.began is None else of[image.began]
+        run.restored = None if image.restored is None else of[image.restored]
+        run.origin, run.saved, run.target = image.origin, list(image.saved), image.target
+        run.shards = ShardRemains.of_image(image.shards)
+        run.last_s, run.gap = image.last_s, image.gap
+        return replay
+
+    def image(self) -> ReplayImage:
+        """Return all that it knows, for `of_image`."""
+        run = self._run
+        return ReplayImage(
+            members=run.members.image(),
+            generation=run.generations.current,
+            plans=tuple(run.plans),
+            records=tuple(run.records),
+            predicted_step_s=run.predicted_step_s,
+            slow=tuple(run.slow.items()),
+            evaluated_step=run.evaluated_step,
+            furthest_step=run.furthest_step,
+            began=None if run.began is None else run.began.generation,
+            restored=None if run.restored is None else run.restored.generation,
+            origin=run.origin,
+            saved=tuple(run.saved),
+            target=run.target,
+            shards=run.shards.image(),
+            last_s=run.last_s,
+            gap=run.gap,
+        )
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take the next entry in."""
+        _apply(self._run, entry)
+        self._run.last_s = entry.t_s
+
+    @property
+    def profile_json(self) -> str:
+        return self._run.profile_json
+
+    def finish(self) -> ReplayedRun | None:
+        """Return the run as its journal has left it; None where it never came to train. No entry follows."""
+        if not self._run.profile_json or not self._run.generations.plans:
             return None
-        else:
-            _apply(replayed, entry)
-        replayed.last_s = entry.t_s
-    if replayed is None or not replayed.profile_json or not replayed.generations.plans:
-        return None
-    _interrupt_joining(replayed)
-    return replayed
+        _interrupt_joining(self._run)
+        return self._run
 
 
 def _interrupt_joining(replayed: ReplayedRun) -> None:
@@ -141,19 +217,13 @@ def _apply(replayed: ReplayedRun, entry: JournalEntry) -> None:
         case ProfileKnown(profile_json=profile_json):
             replayed.profile_json = profile_json
         case PlanAdopted():
-            replayed.generations.restore(entry)
-            replayed.predicted_step_s = entry.predicted_step_s
-            replayed.began = replayed.began or entry
-            if entry.restored_step is not None:
-                replayed.restored = entry
-                replayed.origin = replayed.origin or entry.restored
-                replayed.records.clear()
-                replayed.evaluated_step = min(replayed.evaluated_step, entry.restored_step)
+            _restore_plan(replayed, entry)
         case CheckpointSaved():
             is_final = entry.step >= replayed.job.max_steps
             replayed.saved.append(
                 KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
             )
+            del replayed.saved[: -replayed.job.checkpoint.save_total_limit]  # the others are removed by then
         case PaceChanged(node=node, factor=factor) if factor > 1:
             replayed.slow[node] = factor
         case PaceChanged(node=node):
@@ -185,6 +255,25 @@ def _apply(replayed: ReplayedRun, entry: JournalEntry) -> None:
                 replayed.slow.pop(entry.node, None)
         case _:
             pass
+
+
+def _restore_plan(replayed: ReplayedRun, entry: PlanAdopted) -> None:
+    replayed.generations.restore(entry)
+    replayed.predicted_step_s = entry.predicted_step_s
+    replayed.began = replayed.began or entry
+    if entry.restored_step is not None:
+        replayed.restored = entry
+        replayed.origin = replayed.origin or entry.restored
+        replayed.records.clear()
+        replayed.evaluated_step = min(replayed.evaluated_step, entry.restored_step)
+    plans = [*replayed.plans, entry]
+    finishing = [plan for plan in plans if plan.finish is not None]
+    others = [plan for plan in plans if plan.finish is None]
+    # What is dealt of a step has a number that no later part may have.
+    latest = max(finishing, key=lambda plan: max([part.segment for part in plan.segments], default=-1), default=None)
+    needed = (replayed.began, replayed.restored, latest, *finishing[-1:], *others[-1:])
+    generations = {*replayed.generations.plans, *(plan.generation for plan in needed if plan is not None)}
+    replayed.plans = [plan for plan in plans if plan.generation in generations]
 
 
 def _move(replayed: ReplayedRun, entry: NodeConnected | WorkerUp | WorkerDown | NodeLost | NodeLeft) -> None:

@@ -132,6 +132,7 @@ class Reports:
                 self._do(recovery.status(worker_ids, message, now_s), now_s)
             case Resumed():
                 self._do(recovery.give(WorkersResumed(worker_ids=tuple(worker_ids), message=message), now_s), now_s)
+                self._parts.progress.give_time(now_s)  # who reports that it computes hangs in nothing
             case Pace():
                 if not recovery.is_fencing:
                     plan = recovery.generations.plan
@@ -158,7 +159,8 @@ class Reports:
                     finished, plans = WorkerId(node=node, device=message.device), parts.reconfiguration.generations
                     self._do(parts.shutdown.worker_finished(finished, plans, now_s), now_s)
             case PeerFailed(generation=generation):
-                self._do(parts.reconfiguration.give(FailureSuspected(generation=generation), now_s), now_s)
+                suspected = FailureSuspected(generation=generation, num_workers=len(parts.members.ready_worker_ids))
+                self._do(parts.reconfiguration.give(suspected, now_s), now_s)
             case StateSaved() | StateNotSaved() | LayersPersisted() | CheckpointCommitted():
                 self._saved(node, message, now_s)
             case CheckpointsFound():

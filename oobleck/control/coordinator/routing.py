@@ -26,6 +26,7 @@ from oobleck.control.events import (
     notice,
 )
 from oobleck.control.journal import Action, JournalEntry, PlanCause
+from oobleck.control.membership import adopting_s, starting_s
 from oobleck.control.protocol import StartWorker
 from oobleck.errors import PlanningError
 from oobleck.exit_codes import ExitCode
@@ -68,9 +69,6 @@ from .requests import (
 )
 
 __all__ = ["Routing", "RunOver"]
-
-_ADOPTION_S = 30.0
-"""How long a plan may take at least, from its orders to the first step, before it is a hang."""
 
 
 class RunOver(Exception):
@@ -270,8 +268,14 @@ class Routing:
         self.carry_out(parts.sharding.tell(training), now_s)
         is_quick = parts.progress.last_step > 0 and candidate is None
         parts.progress.foresee(decision.predicted_step_s)
-        parts.progress.expect(_ADOPTION_S if is_quick else self._job.control.start_timeout_s, now_s)
-        self.record(plan_adopted(self._job, choice, update, now_s))
+        if is_quick:
+            limit_s = adopting_s(len(worker_ids), parts.progress.adoptions_s)
+        else:
+            limit_s = starting_s(self._job.control.start_timeout_s, len(worker_ids))
+        parts.progress.expect(limit_s, now_s)
+        parts.progress.plan_ordered(update.generation, now_s)
+        oldest = parts.reconfiguration.generations.oldest
+        self.record(plan_adopted(self._job, choice, update, now_s, oldest=oldest))
         if not decision.redundant:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"

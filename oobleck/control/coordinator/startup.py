@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from oobleck.control.events import EndRun, Record
 from oobleck.control.journal import Loss, ProfileKnown
-from oobleck.control.membership import Membership, StartupFailures
+from oobleck.control.membership import Membership, StartupFailures, starting_s
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import profile_to_json
@@ -51,7 +51,11 @@ class Startup:
 
     def expect_all(self, now_s: float) -> None:
         """Give all nodes the time that the job has for its start."""
-        self.deadline_s = now_s + self._job.control.start_timeout_s
+        self.deadline_s = now_s + self._limit_s
+
+    @property
+    def _limit_s(self) -> float:
+        return starting_s(self._job.control.start_timeout_s, len(self._nodes))
 
     def node_failed(self, node: str, loss: Loss, now_s: float) -> None:
         """A node cannot start; others may be about to say the same."""
@@ -64,7 +68,7 @@ class Startup:
             return ()
         if self._failures:
             return (EndRun(exit_code=self._failures.exit_code, reason=str(self._failures)),)
-        limit_s, missing = self._job.control.start_timeout_s, self._preparation.waiting_for()
+        limit_s, missing = self._limit_s, self._preparation.waiting_for()
         return (EndRun(reason=f"not ready within {limit_s:g} s: {missing}{self._silence(now_s)}"),)
 
     def _silence(self, now_s: float) -> str:

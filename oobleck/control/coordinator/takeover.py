@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from oobleck.control.events import Connect, Record
 from oobleck.control.journal import MasterResumed, PlanCause
+from oobleck.control.membership import attaching_s, starting_s
 from oobleck.job import JobSpec, NodeSpec
 
 from .going_back import Lineage
@@ -33,8 +34,9 @@ def take_over(
     routing.carry_out(parts.reconfiguration.restore(replayed.generations, _lineage(replayed), now_s), now_s)
     _restore_checkpoints(parts, routing, replayed, now_s)
     parts.sharding.restore(replayed.shards)
-    parts.progress.expect(job.control.start_timeout_s, now_s)
-    parts.members.expect_words(now_s + job.control.connect_timeout_s)
+    num_nodes = len(parts.members.living)
+    parts.progress.expect(starting_s(job.control.start_timeout_s, num_nodes), now_s)
+    parts.members.expect_words(now_s + attaching_s(job.control.connect_timeout_s, num_nodes))
     for member in parts.members.living:
         routing.carry_out((Connect(node=member.spec, attach=True),), now_s)
     if not replayed.is_settled:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .sharding import Sharding, ShardRemains
+from .sharding import Sharding, ShardRemains, ShardsImage
 
-__all__ = ["ShardRemains", "Sharding"]
+__all__ = ["ShardRemains", "Sharding", "ShardsImage"]

@@ -35,7 +35,7 @@ from oobleck.planner import WorkerId
 
 from .record_assigner import MAX_LEFT, MAX_OPEN, RecordAssigner
 
-__all__ = ["ShardRemains", "Sharding"]
+__all__ = ["ShardRemains", "Sharding", "ShardsImage"]
 
 STEPS_AHEAD = 32
 """Steps whose records are sent before they are begun: so many steps workers can run without a master."""
@@ -52,6 +52,16 @@ DataEffects = tuple[Command | EndRun | ExpectSteps, ...]
 """What is to be done, in this order."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardsImage:
+    """All that `ShardRemains` know."""
+
+    names: tuple[str, ...]
+    placed: DataPlaced | None
+    dealt: tuple[StepRecords, ...]
+    barred: tuple[ShardQuarantined, ...]
+
+
 @dataclass(slots=True)
 class ShardRemains:
     """What a journal says of the shards."""
@@ -61,6 +71,15 @@ class ShardRemains:
     dealt: list[StepRecords] = field(default_factory=list)
     """Of the newest edition."""
     barred: list[ShardQuarantined] = field(default_factory=list)
+
+    @classmethod
+    def of_image(cls, image: ShardsImage) -> ShardRemains:
+        """Continue from what a journal has said."""
+        return cls(names=image.names, placed=image.placed, dealt=list(image.dealt), barred=list(image.barred))
+
+    def image(self) -> ShardsImage:
+        """Return all that is known, for `of_image`."""
+        return ShardsImage(names=self.names, placed=self.placed, dealt=tuple(self.dealt), barred=tuple(self.barred))
 
     def note(self, entry: ShardsKnown | DataPlaced | RecordsDealt | ShardQuarantined) -> None:
         """Take the next entry in."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from .diagnosis import Diagnosis, diagnose
 from .entries import JournalEntry
 from .failures import Failure, Remedy, failure_of_end, failure_of_loss, remedy_of
-from .finished import FinishedRun, read_finished
 from .goodput import TimeSplit
-from .history import History, history_of
+from .history import History, HistoryAccount
 from .incident_sentences import (
     advice,
     evidence_detail,
@@ -34,7 +33,7 @@ from .losses import (
     Unreachable,
     WorkerEnded,
 )
-from .metrics import Metrics, MetricSample, prometheus_text
+from .metrics import Metrics, MetricSample, MetricsImage, prometheus_text
 from .node_entries import (
     ForkServerDown,
     NodeAdded,
@@ -48,6 +47,7 @@ from .node_entries import (
     WorkerUp,
 )
 from .plan_entries import Action, HangExplained, LayersArriving, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
+from .plan_lines import JournalLine, PlanLine, PlanPacker, PlanUnpacker
 from .run_entries import (
     JobEnded,
     JobStarted,
@@ -62,10 +62,12 @@ from .sentences import end_text, error_text, given_up_text, loss_text, sentence,
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
-from .summary import NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
-from .view import RunView, level_of
+from .summary import AccountImage, NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
+from .tally import LossTally
+from .view import RunView, ViewImage, level_of
 
 __all__ = [
+    "AccountImage",
     "Action",
     "AgentLeft",
     "AgentLost",
@@ -79,22 +81,25 @@ __all__ = [
     "Evidence",
     "Failure",
     "Finding",
-    "FinishedRun",
     "ForkServerDown",
     "HangExplained",
     "History",
+    "HistoryAccount",
     "Incident",
     "JobEnded",
     "JobStarted",
     "JournalEntry",
     "JournalGap",
+    "JournalLine",
     "LayersArriving",
     "Loss",
     "LossCause",
+    "LossTally",
     "MasterResumed",
     "Measure",
     "MetricSample",
     "Metrics",
+    "MetricsImage",
     "Misfit",
     "NoWorkerStarts",
     "NodeAdded",
@@ -111,6 +116,9 @@ __all__ = [
     "PipelineView",
     "PlanAdopted",
     "PlanCause",
+    "PlanLine",
+    "PlanPacker",
+    "PlanUnpacker",
     "ProfileKnown",
     "ProtocolBroken",
     "RecordsDealt",
@@ -138,6 +146,7 @@ __all__ = [
     "TimeSplit",
     "Unfit",
     "Unreachable",
+    "ViewImage",
     "WorkState",
     "WorkerDown",
     "WorkerEnded",
@@ -153,11 +162,9 @@ __all__ = [
     "failure_of_loss",
     "failure_text",
     "given_up_text",
-    "history_of",
     "level_of",
     "loss_text",
     "prometheus_text",
-    "read_finished",
     "remedy_of",
     "remedy_text",
     "response_text",

@@ -15,14 +15,14 @@ dashboard, the summary and the simulator all ask it. It knows nothing but journa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from .entries import JournalEntry
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
 from .run_entries import JobEnded
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["TimeAccount", "TimeSplit"]
+__all__ = ["TimeAccount", "TimeImage", "TimeSplit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,37 @@ class TimeSplit:
     def downtime_s(self) -> dict[str, float]:
         """Seconds of every state but the useful one, by its name."""
         return {
-            part.name.removesuffix("_s"): getattr(self, part.name) for part in fields(self) if part.name != "useful_s"
+            "starting": self.starting_s,
+            "redone": self.redone_s,
+            "reconfiguring": self.reconfiguring_s,
+            "degraded": self.degraded_s,
+            "idle": self.idle_s,
+            "checkpoint": self.checkpoint_s,
+            "stopping": self.stopping_s,
         }
 
-    def plus(self, **seconds: float) -> TimeSplit:
-        """The split with these seconds added to the states named."""
-        parts = {part.name: getattr(self, part.name) + seconds.pop(part.name, 0.0) for part in fields(self)}
-        assert not seconds, f"no such state: {sorted(seconds)}"
-        return TimeSplit(**parts)
+    def plus(
+        self,
+        *,
+        starting_s: float = 0.0,
+        useful_s: float = 0.0,
+        redone_s: float = 0.0,
+        reconfiguring_s: float = 0.0,
+        degraded_s: float = 0.0,
+        idle_s: float = 0.0,
+        stopping_s: float = 0.0,
+    ) -> TimeSplit:
+        """The split with these seconds added. Each part by its name: a journal of months has millions of steps."""
+        return TimeSplit(
+            starting_s=self.starting_s + starting_s,
+            useful_s=self.useful_s + useful_s,
+            redone_s=self.redone_s + redone_s,
+            reconfiguring_s=self.reconfiguring_s + reconfiguring_s,
+            degraded_s=self.degraded_s + degraded_s,
+            idle_s=self.idle_s + idle_s,
+            checkpoint_s=self.checkpoint_s,
+            stopping_s=self.stopping_s + stopping_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +95,23 @@ class _Interval:
 
     length_s: float
     redone: bool
+    degraded_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeImage:
+    """All that a `TimeAccount` knows."""
+
+    settled: TimeSplit
+    open: tuple[_Interval, ...]
+    mark_s: float
+    newest_step: int
+    has_begun: bool
+    idle: bool
+    ended: bool
+    recovering: tuple[tuple[int, float], ...]
+    stall_due_s: float
+    plan_changed: bool
     degraded_share: float
 
 
@@ -94,6 +134,34 @@ class TimeAccount:
         self._stall_due_s = 0.0  # known stall in the time after the mark
         self._plan_changed = False
         self._degraded_share = 0.0
+
+    @classmethod
+    def of_image(cls, image: TimeImage) -> TimeAccount:
+        """Continue from what another one has come to."""
+        account = cls()
+        account._settled, account._open = image.settled, list(image.open)
+        account._mark_s, account._newest_step = image.mark_s, image.newest_step
+        account._has_begun, account._idle, account._ended = image.has_begun, image.idle, image.ended
+        account._recovering = dict(image.recovering)
+        account._stall_due_s, account._plan_changed = image.stall_due_s, image.plan_changed
+        account._degraded_share = image.degraded_share
+        return account
+
+    def image(self) -> TimeImage:
+        """Return all that it knows, for `of_image`."""
+        return TimeImage(
+            settled=self._settled,
+            open=tuple(self._open),
+            mark_s=self._mark_s,
+            newest_step=self._newest_step,
+            has_begun=self._has_begun,
+            idle=self._idle,
+            ended=self._ended,
+            recovering=tuple(self._recovering.items()),
+            stall_due_s=self._stall_due_s,
+            plan_changed=self._plan_changed,
+            degraded_share=self._degraded_share,
+        )
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account; entries that take no time change nothing."""
@@ -157,7 +225,8 @@ class TimeAccount:
             # A plan that follows no loss (a node joined): what the step itself does not explain is the change.
             self._stall_due_s = length_s - worked_s
         stall_s = min(self._stall_due_s, length_s)
-        self._settled = self._settled.plus(reconfiguring_s=stall_s)
+        if stall_s:
+            self._settled = self._settled.plus(reconfiguring_s=stall_s)
         self._open.append(
             _Interval(
                 length_s=length_s - stall_s,

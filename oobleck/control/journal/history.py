@@ -7,6 +7,7 @@ of minutes. Pure.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,12 @@ from .plan_entries import PlanAdopted
 from .run_entries import JobStarted
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["History", "history_of", "mean_rates", "thinned"]
+__all__ = ["History", "HistoryAccount", "history_of", "mean_rates", "thinned"]
 
+MAX_PLANS = 50
 MAX_POINTS = 400
+_KEPT_POINTS = 8 * MAX_POINTS
+"""While a journal is read: means of means are drawn at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,40 +39,101 @@ class History:
     losses: tuple[tuple[float, float], ...]
     """(step, loss), of losses that are numbers; a step that was committed again counts as it was committed last."""
     plans: tuple[PlanAdopted, ...]
+    """The newest; of thousands nobody looks at all."""
+    num_plans: int
+    """All that there were."""
 
 
 def history_of(entries: Iterable[JournalEntry], *, now_s: float | None = None) -> History:
     """Collect a run's history: O(entries). `now_s` is the age of an active run; None ends it at its last entry."""
-    account = TimeAccount()
-    started: JobStarted | None = None
-    rates: list[tuple[float, float, float]] = []
-    losses: dict[int, float] = {}
-    plans: list[PlanAdopted] = []
-    elapsed_s = 0.0
+    account = HistoryAccount()
     for entry in entries:
         account.apply(entry)
-        elapsed_s = max(elapsed_s, entry.t_s)
+    return account.history(now_s)
+
+
+class HistoryAccount:
+    """Collects a run's history as its journal is read; of steps and plans no more is kept than is drawn."""
+
+    def __init__(self) -> None:
+        self._time = TimeAccount()
+        self._started: JobStarted | None = None
+        self._rates: list[tuple[float, float, float]] = []
+        self._losses = _Thinning()
+        self._plans: deque[PlanAdopted] = deque(maxlen=MAX_PLANS)
+        self._num_nodes: list[tuple[float, int]] = []
+        self._elapsed_s = 0.0
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take the next entry in; O(1) amortised."""
+        self._time.apply(entry)
+        self._elapsed_s = max(self._elapsed_s, entry.t_s)
         match entry:
             case JobStarted():
-                started = entry
+                self._started = entry
             case PlanAdopted():
-                plans.append(entry)
+                self._plans.append(entry)
+                self._num_nodes.append((entry.t_s, len(entry.plan.nodes)))
             case StepDone() | StepsDone():
-                _add_rate(rates, entry)
+                _add_rate(self._rates, entry)
+                if len(self._rates) > 2 * _KEPT_POINTS:
+                    self._rates = list(mean_rates(self._rates, self._rates[-1][1], most=_KEPT_POINTS))
                 if isinstance(entry, StepDone) and math.isfinite(entry.record.loss):
-                    losses[entry.record.step] = entry.record.loss
+                    self._losses.add(entry.record.step, entry.record.loss)
             case _:
                 pass
-    elapsed_s = max(elapsed_s, now_s or 0.0)
-    return History(
-        started=started,
-        elapsed_s=elapsed_s,
-        split=account.at(elapsed_s),
-        rates=mean_rates(rates, elapsed_s),
-        num_nodes=tuple((plan.t_s, len(plan.plan.nodes)) for plan in plans),
-        losses=thinned([(float(step), loss) for step, loss in sorted(losses.items())]),
-        plans=tuple(plans),
-    )
+
+    def history(self, now_s: float | None = None) -> History:
+        """The history so far, of an active run up to `now_s`."""
+        elapsed_s = max(self._elapsed_s, now_s or 0.0)
+        return History(
+            started=self._started,
+            elapsed_s=elapsed_s,
+            split=self._time.at(elapsed_s),
+            rates=mean_rates(self._rates, elapsed_s),
+            num_nodes=tuple(self._num_nodes),
+            losses=thinned(self._losses.points),
+            plans=tuple(self._plans),
+            num_plans=len(self._num_nodes),
+        )
+
+
+class _Thinning:
+    """Points in order, of which neighbours become their mean where there are too many; the first stays as it is."""
+
+    def __init__(self) -> None:
+        self._means: list[tuple[float, float]] = []
+        """Of `_size` points each."""
+        self._size = 1
+        self._newest: list[tuple[float, float]] = []
+        """Fewer than that."""
+        self._first: tuple[float, float] | None = None
+
+    def add(self, x: float, y: float) -> None:
+        """Add a point; those at it and after it are forgotten. O(1) amortised."""
+        for points in (self._newest, self._means):
+            while points and points[-1][0] >= x:
+                points.pop()
+        if self._first is None or x <= self._first[0]:
+            self._first = (float(x), y)
+            return
+        self._newest.append((float(x), y))
+        if len(self._newest) == self._size:
+            self._means.append(_mean(self._newest))
+            self._newest.clear()
+        if len(self._means) > 2 * _KEPT_POINTS:
+            pairs = zip(self._means[::2], self._means[1::2], strict=False)
+            rest = self._means[len(self._means) // 2 * 2 :]
+            self._means, self._size = [_mean(pair) for pair in pairs], 2 * self._size
+            self._newest = [*rest, *self._newest]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return [*([] if self._first is None else [self._first]), *self._means, *self._newest]
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return math.fsum(x for x, _ in points) / len(points), math.fsum(y for _, y in points) / len(points)
 
 
 def _add_rate(rates: list[tuple[float, float, float]], entry: StepDone | StepsDone) -> None:

@@ -16,12 +16,12 @@ from oobleck.planner import profile_from_json
 from oobleck.planner.profiles import KNOWN_DEVICES, DeviceSheet, Profile
 
 from .entries import JournalEntry
-from .goodput import TimeAccount
+from .goodput import TimeAccount, TimeImage
 from .plan_entries import PlanAdopted, RecoveryDone
 from .run_entries import JobStarted, ProfileKnown
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["MetricSample", "Metrics", "prometheus_text"]
+__all__ = ["MetricSample", "Metrics", "MetricsImage", "prometheus_text"]
 
 _FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward pass: a multiplication and an addition, three times. Attention is left out."""
@@ -62,6 +62,18 @@ class MetricSample:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsImage:
+    """All that `Metrics` know, but for their job, their profile and the newest plan."""
+
+    account: TimeImage
+    record: CommitRecord | None
+    step_tokens: int
+    tokens: int
+    recoveries: int
+    steps_lost: int
+
+
 class Metrics:
     """Mutable: follows a journal, O(1) an entry but for plans and profiles."""
 
@@ -74,6 +86,28 @@ class Metrics:
         self._recoveries = self._steps_lost = 0
         self._dtype = "float32"
         self._profile: Profile | None = None
+
+    @classmethod
+    def of_image(cls, image: MetricsImage, *known: JobStarted | ProfileKnown | PlanAdopted) -> Metrics:
+        """Continue from what others have come to; `known` are the entries that say the rest."""
+        metrics = cls()
+        for entry in known:
+            metrics.apply(entry)
+        metrics._account = TimeAccount.of_image(image.account)
+        metrics._record, metrics._step_tokens, metrics._tokens = image.record, image.step_tokens, image.tokens
+        metrics._recoveries, metrics._steps_lost = image.recoveries, image.steps_lost
+        return metrics
+
+    def image(self) -> MetricsImage:
+        """Return all that they know, for `of_image`."""
+        return MetricsImage(
+            account=self._account.image(),
+            record=self._record,
+            step_tokens=self._step_tokens,
+            tokens=self._tokens,
+            recoveries=self._recoveries,
+            steps_lost=self._steps_lost,
+        )
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account."""

@@ -18,13 +18,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from .entries import JournalEntry
-from .goodput import TimeAccount, TimeSplit
+from .goodput import TimeAccount, TimeImage, TimeSplit
 from .losses import Unfit
 from .node_entries import NodeConnected, NodeLeft, NodeLost
 from .plan_entries import PlanAdopted
 from .run_entries import JobEnded
 
-__all__ = ["NodeAccount", "NodeHours"]
+__all__ = ["NodeAccount", "NodeHours", "NodesImage"]
 
 _HOUR_S = 3600.0
 
@@ -53,6 +53,18 @@ class _Stretch:
     at_work: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesImage:
+    """All that a `NodeAccount` knows, but for the nodes of the newest plan."""
+
+    time: TimeImage
+    there: tuple[str, ...]
+    unfit: tuple[str, ...]
+    stretches: tuple[_Stretch, ...]
+    shared: TimeSplit
+    seconds: NodeHours
+
+
 class NodeAccount:
     """Adds up the nodes' time from the journal, entry by entry: O(1) each, and O(nodes) for a plan.
 
@@ -71,6 +83,28 @@ class NodeAccount:
         self._shared = TimeSplit()
         """The time of the run that is shared out."""
         self._seconds = NodeHours()
+
+    @classmethod
+    def of_image(cls, image: NodesImage, newest: PlanAdopted | None) -> NodeAccount:
+        """Continue from what another one has come to; `newest` is the newest plan."""
+        account = cls()
+        account.time = TimeAccount.of_image(image.time)
+        account._there, account._unfit = set(image.there), set(image.unfit)
+        account._planned = None if newest is None else frozenset(newest.plan.nodes)
+        account._stretches = deque(image.stretches)
+        account._shared, account._seconds = image.shared, image.seconds
+        return account
+
+    def image(self) -> NodesImage:
+        """Return all that it knows, for `of_image`."""
+        return NodesImage(
+            time=self.time.image(),
+            there=tuple(sorted(self._there)),
+            unfit=tuple(sorted(self._unfit)),
+            stretches=tuple(self._stretches),
+            shared=self._shared,
+            seconds=self._seconds,
+        )
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account."""

@@ -106,6 +106,8 @@ class PlanAdopted:
     """Its step; 0 where the model's initial values are gone back to; None where nothing is."""
     segments: tuple[Segment, ...] = ()
     """What broken pipelines leave of it, given to the whole ones."""
+    oldest: int = 0
+    """The oldest generation whose plan a worker may still have in force."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

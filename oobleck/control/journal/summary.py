@@ -12,15 +12,16 @@ from oobleck.json_table import to_json
 from oobleck.planner import ExecutionPlan
 
 from .entries import JournalEntry
-from .node_hours import NodeAccount, NodeHours
+from .node_hours import NodeAccount, NodeHours, NodesImage
 from .plan_entries import PlanAdopted, RecoveryDone
 from .run_entries import JobEnded, JobStarted, JournalGap
 from .sentences import sentence
 from .state_entries import CheckpointSaved, SaveFailed
 from .step_entries import Evaluated, StepDone, StepsDone
-from .tally import StepTally
+from .tally import LossTally, StepTally, TallyImage
 
 __all__ = [
+    "AccountImage",
     "EvaluationSummary",
     "NodeSummary",
     "PipelineSummary",
@@ -173,15 +174,33 @@ class Summary:
 
 
 def summarize(entries: Iterable[JournalEntry]) -> Summary:
-    """Sum up a journal, whole or cut off: O(entries · log(entries))."""
-    account = RunAccount()
+    """Sum up a journal, whole or cut off: O(entries)."""
+    account, losses = RunAccount(), LossTally()
     for entry in entries:
         account.apply(entry)
-    return account.summary()
+        if isinstance(entry, StepDone | StepsDone):
+            losses.add(entry)
+    return account.summary(losses.losses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountImage:
+    """All that a `RunAccount` knows, but for its job and the newest plan."""
+
+    nodes: NodesImage
+    end: JobEnded | None
+    tally: TallyImage
+    recoveries: tuple[RecoverySummary, ...]
+    evaluations: tuple[tuple[int, float], ...]
+    steps_lost: int
+    saves_failed: int
+    saved_step: int | None
+    gap: JournalGap | None
+    elapsed_s: float
 
 
 class RunAccount:
-    """A journal's summary as it grows. Entries need not be kept: of a step some eighty bytes are."""
+    """A journal's summary as it grows, all but the losses. No entry is kept, and nothing of a step alone."""
 
     def __init__(self) -> None:
         self._nodes = NodeAccount()
@@ -196,6 +215,33 @@ class RunAccount:
         self._saved_step: int | None = None
         self._gap: JournalGap | None = None
         self._elapsed_s = 0.0
+
+    @classmethod
+    def of_image(cls, image: AccountImage, started: JobStarted | None, newest: PlanAdopted | None) -> RunAccount:
+        """Continue from what another one has come to; `newest` is the newest plan."""
+        account = cls()
+        account._nodes = NodeAccount.of_image(image.nodes, newest)
+        account._job, account._end, account._plan = started, image.end, newest
+        account._tally = StepTally.of_image(image.tally)
+        account._recoveries, account._evaluations = list(image.recoveries), dict(image.evaluations)
+        account._steps_lost, account._saves_failed = image.steps_lost, image.saves_failed
+        account._saved_step, account._gap, account._elapsed_s = image.saved_step, image.gap, image.elapsed_s
+        return account
+
+    def image(self) -> AccountImage:
+        """Return all that it knows, for `of_image`."""
+        return AccountImage(
+            nodes=self._nodes.image(),
+            end=self._end,
+            tally=self._tally.image(),
+            recoveries=tuple(self._recoveries),
+            evaluations=tuple(self._evaluations.items()),
+            steps_lost=self._steps_lost,
+            saves_failed=self._saves_failed,
+            saved_step=self._saved_step,
+            gap=self._gap,
+            elapsed_s=self._elapsed_s,
+        )
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry in; O(1) amortised."""
@@ -231,8 +277,8 @@ class RunAccount:
             self._saved_step = restored
             self._evaluations = {step: loss for step, loss in self._evaluations.items() if step <= restored}
 
-    def summary(self) -> Summary:
-        """What the run has come to; O(entries · log(entries))."""
+    def summary(self, losses: tuple[float, ...] = ()) -> Summary:
+        """What the run has come to, with the losses of its committed steps."""
         job, end, plan, gap, tally = self._job, self._end, self._plan, self._gap, self._tally
         split = self._nodes.time.at(self._elapsed_s)
         batch = job.job.global_batch_size if job else 0
@@ -249,7 +295,7 @@ class RunAccount:
             steps_lost=max(self._steps_lost, tally.num_committed_again),
             samples_repeated=tally.samples_repeated,
             samples_missing=tally.samples_missing + batch * tally.num_missing,
-            losses=tally.losses,
+            losses=losses,
             tokens_per_s=tally.tokens / training_s if training_s > 0 else None,
             step_time_s=StepTime(median=step_time_s[0], p95=step_time_s[1]) if step_time_s else None,
             goodput=split.goodput,

@@ -1,44 +1,89 @@
-"""The committed steps of a run, counted: a step that was committed again counts once, and what it redid is stated."""
+"""The committed steps of a run, counted: a step that was committed again counts once, and what it redid is stated.
+
+Runs have millions of steps, and no step is kept: those that follow each other and are alike are one run of steps, and
+seconds are counted by their first digits.
+"""
 
 from __future__ import annotations
 
 from array import array
-from itertools import compress
+from collections import Counter
+from dataclasses import dataclass, replace
 from math import ceil
 
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["StepTally"]
+__all__ = ["LossTally", "StepTally", "TallyImage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alike:
+    """Steps `first` to `last`: all have committed the same."""
+
+    first: int
+    last: int
+    samples: int
+    repeated: int
+    missing: int
+    tokens: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.last - self.first + 1
+
+    def is_followed_by(self, other: _Alike) -> bool:
+        """Whether `other` are the next steps, and alike."""
+        ours = (self.last + 1, self.samples, self.repeated, self.missing, self.tokens)
+        return ours == (other.first, other.samples, other.repeated, other.missing, other.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TallyImage:
+    """All that a `StepTally` knows."""
+
+    alike: tuple[_Alike, ...]
+    first_step: int
+    num_committed_again: int
+    last_s: float | None
+    durations: tuple[tuple[float, int], ...]
 
 
 class StepTally:
-    """Counts the commits of a journal. When a step comes again, those from it on were lost.
-
-    Runs have millions of steps, so no entry is kept: each is a number in every one of these columns.
-    """
+    """Counts the commits of a journal. When a step comes again, those from it on were lost."""
 
     def __init__(self) -> None:
-        self._first = array("q")
-        """Each entry is about steps `first` to `last`, which are alike."""
-        self._last = array("q")
-        self._samples = array("q")
-        self._repeated = array("q")
-        self._missing = array("q")
-        self._tokens = array("q")
-        self._at_s = array("d")
-        self._loss = array("d")
-        self._is_single = array("b")
-        """Whether its step has an entry of its own."""
+        self._alike: list[_Alike] = []
+        """In order."""
         self._first_step = 1
         self.num_committed_again = 0
         """Steps that were committed, lost, and had to be run again."""
-        self._duration_s = array("d")
-        """Of all entries, those of lost steps too; each stands for `num_alike` steps."""
-        self._num_alike = array("q")
+        self.last_s: float | None = None
+        """When the newest commit was."""
+        self._durations: Counter[float] = Counter()
+        """How many steps took so many seconds, to four digits; lost steps are among them."""
+
+    @classmethod
+    def of_image(cls, image: TallyImage) -> StepTally:
+        """Continue from what another one has come to."""
+        tally = cls()
+        tally._alike, tally._first_step = list(image.alike), image.first_step
+        tally.num_committed_again, tally.last_s = image.num_committed_again, image.last_s
+        tally._durations = Counter(dict(image.durations))
+        return tally
+
+    def image(self) -> TallyImage:
+        """Return all that it knows, for `of_image`."""
+        return TallyImage(
+            alike=tuple(self._alike),
+            first_step=self._first_step,
+            num_committed_again=self.num_committed_again,
+            last_s=self.last_s,
+            durations=tuple(self._durations.items()),
+        )
 
     def begin_after(self, step: int) -> None:
         """The run continues from a checkpoint of this step, which another run has saved."""
-        if not self._last:
+        if not self._alike:
             self._first_step = step + 1
 
     @property
@@ -48,82 +93,97 @@ class StepTally:
 
     def add(self, entry: StepDone | StepsDone) -> None:
         """Take a commit in; O(1) amortised."""
-        record, is_single = entry.record, isinstance(entry, StepDone)
-        last = record.step
-        first = last if isinstance(entry, StepDone) else entry.first_step
-        self._cut(first)
-        self._first.append(first)
-        self._last.append(last)
-        self._samples.append(record.num_samples)
-        self._repeated.append(record.samples_repeated)
-        self._missing.append(record.samples_missing)
-        self._tokens.append(entry.tokens if isinstance(entry, StepDone) else entry.tokens_per_step)
-        self._at_s.append(entry.t_s)
-        self._loss.append(record.loss)
-        self._is_single.append(is_single)
-        self._duration_s.append(record.duration_s)
-        self._num_alike.append(last - first + 1)
+        record = entry.record
+        new = _Alike(
+            first=record.step if isinstance(entry, StepDone) else entry.first_step,
+            last=record.step,
+            samples=record.num_samples,
+            repeated=record.samples_repeated,
+            missing=record.samples_missing,
+            tokens=entry.tokens if isinstance(entry, StepDone) else entry.tokens_per_step,
+        )
+        self._cut(new.first)
+        if self._alike and self._alike[-1].is_followed_by(new):
+            self._alike[-1] = replace(new, first=self._alike[-1].first)
+        else:
+            self._alike.append(new)
+        self.last_s = entry.t_s
+        self._durations[float(f"{record.duration_s:.3e}")] += new.num_steps
 
     def _cut(self, first: int) -> None:
         """Forget what was committed from a step on."""
-        while self._last and self._last[-1] >= first:
-            self.num_committed_again += self._last[-1] - max(first, self._first[-1]) + 1
-            if self._first[-1] < first:
-                self._last[-1] = first - 1
-                return
-            for column in (self._first, self._last, self._samples, self._repeated, self._missing, self._tokens):
-                column.pop()
-            for numbers in (self._at_s, self._loss):
-                numbers.pop()
-            self._is_single.pop()
+        while self._alike and self._alike[-1].last >= first:
+            newest = self._alike.pop()
+            self.num_committed_again += newest.last - max(first, newest.first) + 1
+            if newest.first < first:
+                self._alike.append(replace(newest, last=first - 1))
 
     @property
     def num_steps(self) -> int:
-        return sum(self._last) - sum(self._first) + len(self._last)
+        return sum(each.num_steps for each in self._alike)
 
     @property
     def num_missing(self) -> int:
         """Steps that were never committed although a later one was; those of a run before this one do not count."""
-        return (self._last[-1] - self._first_step + 1 if self._last else 0) - self.num_steps
+        return (self._alike[-1].last - self._first_step + 1 if self._alike else 0) - self.num_steps
 
     @property
     def num_samples(self) -> int:
-        return self._total(self._samples)
+        return sum(each.samples * each.num_steps for each in self._alike)
 
     @property
     def samples_repeated(self) -> int:
-        return self._total(self._repeated)
+        return sum(each.repeated * each.num_steps for each in self._alike)
 
     @property
     def samples_missing(self) -> int:
-        return self._total(self._missing)
+        return sum(each.missing * each.num_steps for each in self._alike)
 
     @property
     def tokens(self) -> int:
-        return self._total(self._tokens)
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """One a step where every step has an entry of its own; simulated steps have none."""
-        return tuple(compress(self._loss, self._is_single))
-
-    @property
-    def last_s(self) -> float | None:
-        """When the newest step was committed."""
-        return self._at_s[-1] if self._at_s else None
+        return sum(each.tokens * each.num_steps for each in self._alike)
 
     def step_time_s(self) -> tuple[float, float] | None:
-        """Median and 95th percentile of a step's seconds (nearest rank); None without steps."""
-        ordered = sorted(zip(self._duration_s, self._num_alike, strict=True))
-        total = sum(count for _, count in ordered)
+        """Median and 95th percentile of a step's seconds (nearest rank), to four digits; None without steps."""
+        ordered = sorted(self._durations.items())
+        total = self._durations.total()
         if not total:
             return None
         low, high = _at_rank(ordered, (total + 1) // 2), _at_rank(ordered, total // 2 + 1)
         return (low + high) / 2, _at_rank(ordered, ceil(0.95 * total))
 
-    def _total(self, each: array[int]) -> int:
-        """The sum over all steps of what each of an entry's has."""
-        return sum(value * (last - first + 1) for value, first, last in zip(each, self._first, self._last, strict=True))
+
+class LossTally:
+    """The losses of the committed steps, one a step where every step has an entry of its own: 16 bytes each.
+
+    Simulated steps have none.
+    """
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._losses = array("d")
+
+    def add(self, entry: StepDone | StepsDone) -> None:
+        """Take a commit in; O(1) amortised."""
+        if isinstance(entry, StepDone):
+            self.add_loss(entry.record.step, entry.record.loss)
+        else:
+            self._cut(entry.first_step)
+
+    def add_loss(self, step: int, loss: float) -> None:
+        """Take a step's loss in; what was committed from that step on is forgotten."""
+        self._cut(step)
+        self._steps.append(step)
+        self._losses.append(loss)
+
+    def _cut(self, first: int) -> None:
+        while self._steps and self._steps[-1] >= first:
+            self._steps.pop()
+            self._losses.pop()
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        return tuple(self._losses)
 
 
 def _at_rank(ordered: list[tuple[float, int]], rank: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 from typing import assert_never
 
@@ -15,9 +16,9 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
-from .data_view import DataView
+from .data_view import DataImage, DataView
 from .entries import JournalEntry
-from .goodput import TimeAccount
+from .goodput import TimeAccount, TimeImage
 from .node_entries import (
     ForkServerDown,
     NodeAdded,
@@ -37,13 +38,31 @@ from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot,
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
 
-__all__ = ["RunView", "level_of"]
+__all__ = ["RunView", "ViewImage", "level_of"]
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
 _RESUMABLE = frozenset({ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
 
 StageKey = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewImage:
+    """All that a `RunView` knows from entries, but for its job and the newest plan."""
+
+    account: TimeImage
+    scaling: str
+    step: int
+    loss: float | None
+    recent: tuple[tuple[float, int], ...]
+    nodes: tuple[tuple[str, NodeState], ...]
+    changing: tuple[StageKey, ...]
+    recovering: tuple[int, ...]
+    num_recoveries: int
+    events: tuple[EventLine, ...]
+    ended: JobEnded | None
+    data: DataImage
 
 
 class RunView:
@@ -70,6 +89,41 @@ class RunView:
         self._events: deque[EventLine] = deque(maxlen=_RECENT_EVENTS)
         self._ended: JobEnded | None = None
         self._data = DataView()
+
+    @classmethod
+    def of_image(cls, image: ViewImage, started: JobStarted | None, newest: PlanAdopted | None) -> RunView:
+        """Continue from what another one has come to; `newest` is the newest plan."""
+        view = cls()
+        view._account = TimeAccount.of_image(image.account)
+        view._job = None if started is None else started.job
+        if newest is not None:
+            view._plan, view._generation, view._redundant = newest.plan, newest.generation, newest.redundant
+        view._scaling, view._step, view._loss = image.scaling, image.step, image.loss
+        view._recent.extend(image.recent)
+        view._nodes = dict(image.nodes)
+        view._changing, view._recovering = frozenset(image.changing), set(image.recovering)
+        view._num_recoveries = image.num_recoveries
+        view._events.extend(image.events)
+        view._ended = image.ended
+        view._data = DataView.of_image(image.data)
+        return view
+
+    def image(self) -> ViewImage:
+        """Return all that it knows from entries, for `of_image`."""
+        return ViewImage(
+            account=self._account.image(),
+            scaling=self._scaling,
+            step=self._step,
+            loss=self._loss,
+            recent=tuple(self._recent),
+            nodes=tuple(self._nodes.items()),
+            changing=tuple(sorted(self._changing)),
+            recovering=tuple(sorted(self._recovering)),
+            num_recoveries=self._num_recoveries,
+            events=tuple(self._events),
+            ended=self._ended,
+            data=self._data.image(),
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -166,7 +220,7 @@ class RunView:
             nodes=tuple(self._node_view(name, elapsed_s) for name in self._nodes),
             events=tuple(self._events),
             exit_code=self._ended.exit_code if self._ended else None,
-            data=self._data.at(self._step, has_ended=self._ended is not None),
+            data=self._data.text(has_ended=self._ended is not None),
         )
 
     def _state(self) -> RunState:
@@ -200,6 +254,7 @@ class RunView:
         record = entry.record
         self._step = record.step
         self._loss = record.loss
+        self._data.commit(record.step)
         if record.duration_s > 0:
             self._recent.append((record.duration_s, entry.tokens))
         if record.generation == self._generation:

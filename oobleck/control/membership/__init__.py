@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from .leases import Leases, are_most, patience_s
-from .membership import Member, Membership, MemberState
+from .membership import Member, MemberImage, Membership, MemberState
 from .message_checks import check_device, is_of_training, is_of_worker_that_ends
 from .node_retry import QUARANTINE_LOSSES, NodeRetry
 from .startup_failures import StartupFailures
+from .time_limits import adopting_s, attaching_s, reading_s, saying_farewell_s, starting_s
 
 __all__ = [
     "QUARANTINE_LOSSES",
     "Leases",
     "Member",
+    "MemberImage",
     "MemberState",
     "Membership",
     "NodeRetry",
     "StartupFailures",
+    "adopting_s",
     "are_most",
+    "attaching_s",
     "check_device",
     "is_of_training",
     "is_of_worker_that_ends",
     "patience_s",
+    "reading_s",
+    "saying_farewell_s",
+    "starting_s",
 ]

@@ -19,11 +19,12 @@ from collections.abc import Iterable, Sequence
 from oobleck.job import ControlSpec
 
 from .membership import Membership
+from .time_limits import reading_s
 
 __all__ = ["Leases", "are_most", "patience_s"]
 
 _LOOK_S = 0.1
-"""What was said before the lease lapsed, and waits unread, is read within this time."""
+"""What was said before the lease lapsed, and waits unread, is read within this time; of many nodes, in more."""
 _MOST_SILENT_S = 120.0
 """For how long most nodes may be silent while others are not. The network is tried again after twice the time each
 time: what was cut for a minute may be heard of only after two."""
@@ -140,7 +141,7 @@ class Leases:
         heard_s, _ = self._looks.get(node, (-math.inf, 0.0))
         if heard_s == last_s:
             return True
-        self._looks[node] = (last_s, now_s + _LOOK_S)
+        self._looks[node] = (last_s, now_s + reading_s(_LOOK_S, len(self._members.living_names)))
         return False
 
     def _trust_again(self, now_s: float, silent_s: float) -> None:

@@ -18,7 +18,7 @@ from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
 
-__all__ = ["Member", "MemberState", "Membership"]
+__all__ = ["Member", "MemberImage", "MemberState", "Membership"]
 
 
 _RESTARTS_KEPT = 16
@@ -98,6 +98,35 @@ class Member:
         return sum(t_s > now_s - within_s or before == step for t_s, before in self.restarts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberImage:
+    """All that a journal says of a member."""
+
+    spec: NodeSpec
+    state: MemberState
+    agent_pid: int
+    ready: tuple[WorkerUp, ...]
+    ready_since: int
+    is_draining: bool
+    restarts: tuple[tuple[float, int], ...]
+    gone: tuple[tuple[int, tuple[int, ...]], ...]
+    shutdown: tuple[int, ...]
+
+    @classmethod
+    def of(cls, member: Member) -> MemberImage:
+        return cls(
+            spec=member.spec,
+            state=member.state,
+            agent_pid=member.agent_pid,
+            ready=tuple(member.ready.values()),
+            ready_since=member.ready_since,
+            is_draining=member.is_draining,
+            restarts=member.restarts,
+            gone=tuple(member.gone.items()),
+            shutdown=tuple(sorted(member.shutdown)),
+        )
+
+
 class Membership:
     """All nodes of the job, in the hostfile's order. It alone changes what is known of each."""
 
@@ -116,6 +145,30 @@ class Membership:
         """The nodes of each machine once somebody has asked, for thousands ask when a run begins."""
         for spec in nodes:
             self._take(spec)
+
+    @classmethod
+    def of_image(cls, image: Iterable[MemberImage]) -> Membership:
+        """Continue from what a journal says of each member."""
+        members = cls(())
+        for each in image:
+            members._take(each.spec)
+            known = replace(
+                members[each.spec.name],
+                state=each.state,
+                agent_pid=each.agent_pid,
+                ready={worker.device: worker for worker in each.ready},
+                ready_since=each.ready_since,
+                is_draining=each.is_draining,
+                restarts=each.restarts,
+                gone=dict(each.gone),
+                shutdown=frozenset(each.shutdown),
+            )
+            members._put(known)
+        return members
+
+    def image(self) -> tuple[MemberImage, ...]:
+        """Return all that a journal says of each member, for `of_image`."""
+        return tuple(map(MemberImage.of, self._members.values()))
 
     def __getitem__(self, node: str) -> Member:
         return self._members[node]

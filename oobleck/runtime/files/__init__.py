@@ -14,7 +14,16 @@ from .agent_dir import (
     slow_command,
 )
 from .input_file import MAX_DATA_BYTES, read_input
-from .journal_file import JournalWriter, aside_of, put_back, read_journal, set_aside
+from .journal_file import (
+    JournalWriter,
+    aside_of,
+    put_back,
+    read_entries,
+    read_journal,
+    read_losses,
+    set_aside,
+)
+from .journal_image import read_image, remove_image, write_image
 from .journal_reading import find_journal, follow_journal
 from .line_file import LineFile
 from .private_paths import private_directory
@@ -44,9 +53,14 @@ __all__ = [
     "kill_command",
     "private_directory",
     "put_back",
+    "read_entries",
+    "read_image",
     "read_input",
     "read_journal",
+    "read_losses",
+    "remove_image",
     "set_aside",
     "signal_command",
     "slow_command",
+    "write_image",
 ]

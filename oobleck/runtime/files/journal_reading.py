@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from oobleck.control.journal import JobEnded, JournalEntry
-from oobleck.errors import ConfigError, PeerError, UsageError
+from oobleck.control.journal import JobEnded, JournalEntry, PlanUnpacker
+from oobleck.errors import ConfigError, UsageError
 from oobleck.user_path import expand_user
-from oobleck.wire import decode_json
 
+from .journal_file import decode_line
 from .run_dir import RunDirectory
 
 __all__ = ["find_journal", "follow_journal"]
@@ -45,7 +45,7 @@ def follow_journal(path: Path) -> Iterator[JournalEntry | None]:
     """
     try:
         with path.open("rb") as lines:
-            number, start = 0, 0
+            number, start, plans = 0, 0, PlanUnpacker()
             while True:
                 line = lines.readline()
                 if not line.endswith(b"\n"):
@@ -54,10 +54,7 @@ def follow_journal(path: Path) -> Iterator[JournalEntry | None]:
                     time.sleep(_POLL_S)
                     continue
                 number, start = number + 1, start + len(line)
-                try:
-                    entry: JournalEntry = decode_json(JournalEntry, line)
-                except PeerError as error:
-                    raise ConfigError(f"journal {path}, line {number}: {error}") from error
+                entry = decode_line(line, plans, where=f"journal {path}, line {number}")
                 yield entry
                 if isinstance(entry, JobEnded):
                     return

@@ -46,6 +46,11 @@ class LineFile:
             raise
 
     @property
+    def size_bytes(self) -> int:
+        """How long the file is, up to the end of its last whole line."""
+        return self._size_bytes
+
+    @property
     def num_kept(self) -> int:
         """Lines that wait to be written."""
         return len(self._kept)

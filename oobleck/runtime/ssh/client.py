@@ -187,6 +187,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
     known_hosts: KnownHosts | None = None
     proxy: ProxyCommand | None = None
     connection: asyncssh.SSHClientConnection | None = None
+    hops: list[asyncssh.SSHClientConnection] = []
     host, server = node.host, _target(node)
     try:
         construct = asyncssh.SSHClientConnectionOptions.construct
@@ -203,7 +204,12 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
                 if found.proxy_command:
                     proxy = ProxyCommand(found.proxy_command)
                     asked["sock"] = proxy.socket
+                elif found.tunnel:
+                    await _open_hops(str(found.tunnel), options, asked.get("config", ()), hops)
+                    asked["tunnel"] = hops[-1]
                 connection = await await_asyncio(asyncssh.connect, node.host, **asked)
+                if hops:
+                    connection.set_tunnel(hops[-1])  # it closes with the connection
     except trio.TooSlowError as error:
         target = _target(node)
         reason = f"{target} did not answer SSH within {options.connect_timeout_s:g} s; check host, port and firewall"
@@ -216,7 +222,27 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
         if proxy is not None and connection is None:
             proxy.socket.close()
             proxy.end()
+        if hops and connection is None:
+            hops[-1].close()
     return SSHConnection(node.name, host, connection, proxy)
+
+
+async def _open_hops(jumps: str, options: SSHOptions, config: object, hops: list[asyncssh.SSHClientConnection]) -> None:
+    """Connect to the hosts of a ProxyJump, one through the other, and add them to `hops`.
+
+    asyncssh would do so by itself, but parse all of known_hosts for each node that is behind them.
+    """
+    for jump in jumps.split(","):
+        user, _, place = jump.rpartition("@")
+        host, _, port = place.partition(":")
+        asked = {"config": config, "tunnel": hops[-1] if hops else ()}
+        asked |= {"username": user} if user else {}
+        asked |= {"port": int(port)} if port else {}
+        found = await await_asyncio(asyncssh.SSHClientConnectionOptions.construct, host=host, **asked)
+        asked["known_hosts"] = find_known_hosts(found).as_option(options.host_key_files)
+        hop = await await_asyncio(asyncssh.connect, host, **asked)
+        hop.set_tunnel(hops[-1] if hops else None)
+        hops.append(hop)
 
 
 def _target(node: NodeSpec) -> str:

@@ -9,15 +9,17 @@ from functools import partial
 
 import trio
 
-from oobleck.control.coordinator import Coordinator, replay_run
+from oobleck.control.coordinator import Coordinator, ReplayedRun
 from oobleck.control.events import Command, End, Event, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
+from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Profile, profile_to_json
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
 from oobleck.sim.costs import Costs
 from oobleck.sim.trace import Trace
+from oobleck.wire import decode_json, encode_json
 
 from .cluster import PYTHON_VERSION, VirtualCluster
 from .determinism import run_virtual
@@ -206,7 +208,7 @@ class _Simulation:
 
     def _make_master(self, cluster: VirtualCluster) -> Master:
         """A master that takes over what is left of the run, or starts it where nothing is."""
-        replayed = replay_run(self.journal.entries)
+        replayed = _replay(self.journal.entries)
         if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
             replayed = None
         if replayed is None:
@@ -268,3 +270,16 @@ class _Simulation:
         for event in self._unheard:
             self._master.submit(event)
         self._unheard.clear()
+
+
+def _replay(entries: Sequence[JournalEntry]) -> ReplayedRun | None:
+    """Read a journal as a real master does: an image of its first part, and the entries after it."""
+    books, place = RunBooks(), len(entries) // 2
+    for entry in entries[:place]:
+        books.apply(entry)
+    image = books.image()
+    if image is not None:
+        books = RunBooks.of_image(decode_json(BooksImage, encode_json(image)))
+    for entry in entries[place:]:
+        books.apply(entry)
+    return books.finish()

@@ -32,7 +32,6 @@ from .report_style import STYLE
 
 __all__ = ["report_html"]
 
-_MAX_PLANS = 50
 _MAX_ROWS = 200
 
 _CALM = frozenset(cause for cause in PlanCause if cause.is_planned and cause is not PlanCause.SLOW)
@@ -61,7 +60,7 @@ def report_html(history: History, summary: Summary, incidents: Iterable[Incident
             _losses(history),
             _incidents(told),
             _recoveries(summary.recoveries),
-            _plans(history.plans),
+            _plans(history),
             _footer(history),
         )
     )
@@ -277,12 +276,12 @@ def _names_text(nodes: tuple[str, ...], most: int) -> str:
     return ", ".join(nodes[:most]) + more
 
 
-def _plans(plans: tuple[PlanAdopted, ...]) -> str:
-    if not plans:
+def _plans(history: History) -> str:
+    shown = history.plans
+    if not shown:
         return ""
-    shown = plans[-_MAX_PLANS:]
     items = "".join(_plan(plan, is_open=plan is shown[-1]) for plan in shown)
-    return f"<section><h2>Plans</h2>{_left_out(len(plans), _MAX_PLANS)}{items}</section>"
+    return f"<section><h2>Plans</h2>{_left_out(history.num_plans, len(shown))}{items}</section>"
 
 
 def _plan(adopted: PlanAdopted, *, is_open: bool) -> str:

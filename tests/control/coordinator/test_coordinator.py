@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.coordinator.coordinator import Coordinator, Phase
-from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import (
     AddRequested,
     Command,
@@ -78,10 +77,12 @@ from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import PID, Bench, hello, living, ready, sends
 from tests.control.commit.test_judgement import record
+from tests.control.journals import replay_run
 from tests.control.model import Shape
 
 PAIRS = Shape(layers_per_device=2)
 """Four nodes in two pipelines of two."""
+MANY = Shape(num_nodes=400, num_pipelines=8, num_microbatches=8)
 SINGLES = Shape(num_nodes=3, num_pipelines=3)
 """Three nodes, each a pipeline."""
 
@@ -1223,6 +1224,54 @@ def test_nodes_that_a_new_master_has_still_to_reach_are_not_taken_for_frozen():
     for node in ("n0", "n1"):
         bench.up(node, pid=7, generation=2, workers=living(0))
     assert not bench.journal(NodeLost)
+
+
+def test_a_new_master_has_time_to_reach_hundreds_of_nodes():
+    """It logs in to one after the other, while those that it has reached already are heard of."""
+    bench = training(MANY)
+    nodes = [spec.name for spec in bench.nodes]
+    bench.commit("n0", 1)
+    succeed(bench, *nodes[:300])
+    control = bench.job.control
+    bench.beat_until(bench.now_s + control.connect_timeout_s + control.lease_s + 1.0, *nodes[:300])
+    for node in nodes[300:350]:
+        bench.up(node, pid=7, generation=1, workers=living(0))
+    assert not bench.journal(NodeLost)
+    bench.beat_until(bench.now_s + 25.0, *nodes[:350])
+    assert {lost.node for lost in bench.journal(NodeLost)} == set(nodes[350:]), "those that are never reached are lost"
+
+
+def test_workers_that_take_a_plan_up_one_after_the_other_hang_in_nothing():
+    bench = training(FOURS)
+    bench.commit("n0", 1)
+    bench.fail("n3")
+    told(bench, "n0", "n1", "n2")
+    for node in ("n0", "n1"):
+        bench.beat_until(bench.now_s + 29.0 if node == "n0" else bench.now_s + 9.0, "n0", "n1", "n2")
+        bench.resume(node)
+    assert [entry.why for entry in bench.journal(RecoveryStarted)] == [LossCause.CONNECTION_LOST]
+    bench.beat_until(bench.now_s + 11.0, "n0", "n1", "n2")
+    assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.HANG
+
+
+def test_a_plan_may_take_three_times_as_long_as_the_ones_before():
+    bench = training(FOURS)
+    bench.commit("n0", 1)
+    bench.fail("n3")
+    told(bench, "n0", "n1", "n2")
+    bench.beat_until(bench.now_s + 25.0, "n0", "n1", "n2")
+    bench.resume("n0", "n1", "n2")
+    bench.commit("n0", 2, generation=2)
+    bench.fail("n2")
+    for node in ("n0", "n1"):
+        layers = held(bench, node, 2)
+        bench.answer(node, adopted=2, applied=2, last_record=record(2, generation=2), layers=layers)
+    bench.wait(0.01)
+    num_recoveries = len(bench.journal(RecoveryStarted))
+    bench.beat_until(bench.now_s + 70.0, "n0", "n1")
+    assert len(bench.journal(RecoveryStarted)) == num_recoveries
+    bench.beat_until(bench.now_s + 10.0, "n0", "n1")
+    assert bench.journal(RecoveryStarted)[-1].cause is PlanCause.HANG
 
 
 def test_a_node_that_was_joining_when_the_master_died_joins_anew():

@@ -119,7 +119,7 @@ def states() -> Iterator[State]:
     )
     yield from (Preparing(), Ended(), *trained)
     for training in trained:
-        yield Suspecting(training=training, until_s=SETTLED_S)
+        yield Suspecting(training=training, since_s=FENCED_S, until_s=SETTLED_S)
     for recovery in RECOVERIES:
         for said in (STATUS, WAITS, CUT):
             statuses = {worker_id: said if worker_id == C else STATUS for worker_id in recovery.asked if worker_id != A}
@@ -146,7 +146,7 @@ def inputs() -> Iterator[Input]:
     for status in (STATUS, WAITS, CUT, replace(STATUS, generation=GENERATION - 1)):
         for worker_ids in ((A,), (B,), ALL):
             yield Answered(worker_ids=worker_ids, status=status)
-    yield from (FailureSuspected(generation=generation) for generation in (GENERATION - 1, GENERATION))
+    yield from (FailureSuspected(generation=generation, num_workers=2) for generation in (GENERATION - 1, GENERATION))
     yield from (ORDERED, WorkersWanted(), CheckpointWanted(), CheckpointReported())
     for generation in (GENERATION - 1, GENERATION):
         yield from (
@@ -388,7 +388,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: isinstance(self.state, TRAINED))
     @rule()
     def suspect(self) -> None:
-        self.give(FailureSuspected(generation=self.generation))
+        self.give(FailureSuspected(generation=self.generation, num_workers=2))
 
     @rule(node=st.sampled_from("abc"), kind=st.sampled_from((NodeReached, NodeDrained)))
     def hear_of_node(self, node: str, kind: type[NodeReached] | type[NodeDrained]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from oobleck.control.coordinator.coordinator import Phase
-from oobleck.control.coordinator.replayed_run import replay_run
 from oobleck.control.events.inputs import AddRequested, DrainRequested
 from oobleck.control.journal import (
     LossCause,
@@ -22,6 +21,7 @@ from oobleck.control.protocol import AgentStopped, Killed, Pace, Resumed, Worker
 from oobleck.job import NodeSpec, ScalingSpec
 from oobleck.planner import ExecutionPlan, Profile
 from tests.control.bench import Bench, ready
+from tests.control.journals import replay_run
 from tests.control.model import Shape
 
 

@@ -298,6 +298,38 @@ async def test_a_node_that_another_host_reaches_for_us_is_known_by_the_name_it_h
 
 
 @needs_openssh
+async def test_known_hosts_of_thousands_are_not_parsed_for_each_connection_nor_for_its_jump_host(openssh, tmp_path):
+    """asyncssh alone parses them twice for a node behind a jump host: for both."""
+    key = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode()
+    others = "".join(f"node{number} {key}" for number in range(20_000))
+    with serve_openssh(tmp_path / "behind") as behind:
+        node = behind.host_config(["alpha"]) + "  ProxyJump jump"
+        options = written(tmp_path / "config", openssh.host_config(["jump"]), node)
+        for server in (openssh, behind):
+            server.known_hosts.write_text(server.known_hosts.read_text() + others)
+        began_s = time.process_time()
+        asyncssh.read_known_hosts(str(behind.known_hosts))
+        parsing_s = time.process_time() - began_s
+        async with open_ssh_loop():
+            await (await connect(ALPHA, options)).aclose()
+            began_s = time.process_time()
+            for _ in range(3):
+                await (await connect(ALPHA, options)).aclose()
+            connecting_s = time.process_time() - began_s
+    assert connecting_s < 2 * parsing_s, "six connections, with their cryptography, cost less than two readings"
+
+
+@needs_openssh
+async def test_a_jump_host_whose_key_is_not_known_lets_nobody_through(openssh, tmp_path):
+    with serve_openssh(tmp_path / "behind") as behind:
+        node = behind.host_config(["alpha"]) + "  ProxyJump jump"
+        options = written(tmp_path / "config", openssh.host_config(["jump"]), node)
+        openssh.known_hosts.write_text("")
+        async with open_ssh_loop():
+            assert "host key" in await unreachable(ALPHA, options)
+
+
+@needs_openssh
 async def test_a_proxy_command_that_ends_costs_its_own_connection_alone(openssh, tmp_path):
     config = tmp_path / "config"
     through = openssh.host_config(["alpha"]) + f"  ProxyCommand ssh -F {config} -W %h:%p jump"

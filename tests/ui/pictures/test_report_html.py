@@ -172,6 +172,23 @@ def test_thinned_rates_keep_their_integral(pieces, most):
     assert sum((until - since) * rate for since, until, rate in thin) == pytest.approx(total, rel=1e-6, abs=1e-6)
 
 
+def test_the_history_of_a_long_run_is_that_of_a_short_one_with_fewer_points():
+    """Ten thousand steps, of which the last thousand are run again: its drawing has the same area and the same ends."""
+    steps = [*range(1, 10_001), *range(9_001, 10_001)]
+    entries = [job_started(("a", "b"), max_steps=10_000), adopted(0.5, 1, plan(("a",), ("b",)))]
+    entries += [committed(1.0 + index, step, loss=10_000.0 - step) for index, step in enumerate(steps)]
+    entries += [adopted(12_000.0 + index, 2 + index, plan(("a",), ("b",))) for index in range(100)]
+    history = history_of(entries)
+    assert len(history.rates) <= 400
+    assert sum(rate * (until - since) for since, until, rate in history.rates) == pytest.approx(2048 * len(steps))
+    assert history.losses[0] == (1.0, 9_999.0)
+    assert history.losses[-1][0] == pytest.approx(10_000, abs=4)
+    assert all(y == pytest.approx(10_000 - x) for x, y in history.losses)
+    assert [x for x, _ in history.losses] == sorted(x for x, _ in history.losses)
+    assert (history.num_plans, len(history.plans), history.plans[-1].generation) == (101, 50, 101)
+    assert "the first 51 are left out" in Page(page_of(entries)).text
+
+
 @given(st.integers(0, 500), st.integers(3, 50))
 def test_thinned_points_keep_both_ends_and_the_order(count, most):
     points = [(float(index), float(index % 7)) for index in range(count)]

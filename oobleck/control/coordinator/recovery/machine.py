@@ -15,6 +15,7 @@ from typing import assert_never
 
 from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
+from oobleck.control.membership import reading_s
 
 from .fencing import answered, begin, end_again, left, overdue, to_deciding, use_answers
 from .states import (
@@ -138,7 +139,8 @@ class Phase(StrEnum):
 
 
 _SUSPICION_S = 0.2
-"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
+"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup. All of these are at
+least so long, and longer where more workers report."""
 _LOOK_S = 0.1
 """Answers that wait unread when their time is over are read within this."""
 _FIND_S = 30.0
@@ -214,10 +216,10 @@ def step(state: State, given: Input, now_s: float) -> Step:
 
 
 def _suspect(state: State, suspected: FailureSuspected, now_s: float) -> State:
-    until_s = now_s + _SUSPICION_S
+    until_s = now_s + reading_s(_SUSPICION_S, suspected.num_workers)
     match state:
         case Training() | Adopting() if state.generation == suspected.generation:
-            return Suspecting(training=state, until_s=until_s)
+            return Suspecting(training=state, since_s=now_s, until_s=until_s)
         case Suspecting() if state.training.generation == suspected.generation:
             return replace(state, until_s=min(state.until_s, until_s))
         case _:
@@ -245,9 +247,10 @@ def _late(state: State, passed: TimePassed, now_s: float) -> Step:
     """A state's deadline is over."""
     match state:
         case Suspecting():
-            return state, (BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=_SUSPICION_S),)
+            return state, (BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=now_s - state.since_s),)
         case Fencing(recovery=recovery, statuses=statuses):
-            return Overdue(recovery=recovery, statuses=statuses, until_s=now_s + _LOOK_S), ()
+            until_s = now_s + reading_s(_LOOK_S, len(recovery.asked))
+            return Overdue(recovery=recovery, statuses=statuses, until_s=until_s), ()
         case Overdue():
             return overdue(state, passed, now_s)
         case Settling():
@@ -293,7 +296,7 @@ def _decided(state: State, decided: PlanOrdered | WorkersWanted | CheckpointWant
                 recovery=replace(recovery, returns_by_s=by_s), statuses=statuses, is_unexplained=is_unexplained
             )
         case CheckpointWanted():
-            by_s = min(recovery.found_by_s, now_s + _FIND_S)
+            by_s = min(recovery.found_by_s, now_s + reading_s(_FIND_S, len(recovery.asked)))
             return LocatingCheckpoint(
                 recovery=replace(recovery, found_by_s=by_s), statuses=statuses, is_unexplained=is_unexplained
             )

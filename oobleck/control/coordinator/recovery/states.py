@@ -145,6 +145,7 @@ class Suspecting:
     """A survivor's collective failed. The cause usually shows within milliseconds."""
 
     training: Training | Adopting
+    since_s: float
     until_s: float
 
 
@@ -285,6 +286,8 @@ class FailureSuspected:
     """A collective failed under a survivor."""
 
     generation: int
+    num_workers: int
+    """Of the plan: all of them may be reporting the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

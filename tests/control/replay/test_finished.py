@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.journal import CheckpointSaved, JobEnded, JobStarted, JournalEntry
-from oobleck.control.journal.finished import read_finished
+from oobleck.control.replay import FinishedRun
 from oobleck.job import CheckpointSpec, JobSpec, ModelSpec
-from tests.control.journals import committed
+from tests.control.journals import books_of, committed
 
 JOB = JobSpec(tag="t", max_steps=3)
 
@@ -23,6 +23,10 @@ def journal(*, saved: int = 3, exit_code: int | None = 0, steps: int = 3) -> lis
         ),
     ]
     return entries if exit_code is None else [*entries, JobEnded(t_s=5.0, exit_code=exit_code, reason="")]
+
+
+def read_finished(entries: list[JournalEntry]) -> FinishedRun | None:
+    return books_of(entries).finished
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""What a master before this one has left: agents, and a journal, which is read in seconds however long its run is.
+
+A journal is read from its image on (`runtime/files/journal_image.py`), which is made again as the journal grows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import trio
+
+from oobleck.control.replay import BooksImage, RunBooks
+from oobleck.errors import ConfigError, OobleckError
+from oobleck.job import NodeSpec
+from oobleck.roles.ports import Launcher
+from oobleck.runtime.files import read_entries, read_image, write_image
+
+__all__ = ["LEAST_BYTES", "TIMES_AS_LONG", "advance_image", "is_any_alive", "keep_image", "read_books", "read_past"]
+
+_log = logging.getLogger("oobleck.up")
+
+_PERIOD_S = 10.0
+LEAST_BYTES = 4 << 20
+"""An image is made when the journal has grown by so much: 15,000 steps, which take less than a second to read."""
+TIMES_AS_LONG = 4
+"""And by so many times the image's own size: of what a run writes, images are a small part."""
+_FIRST_ASKED = 8
+"""Nodes; four times as many after them, and so on."""
+
+
+def read_past(path: Path) -> tuple[RunBooks, int]:
+    """Read what a master before has left, and make its image; empty books where nothing can be continued from."""
+    if not path.exists():
+        return RunBooks(), 0
+    try:
+        books, place, grown = read_books(path)
+    except ConfigError as error:
+        _log.warning("nothing can be taken over: %s", error)  # it may be of another version
+        return RunBooks(), 0
+    if grown >= LEAST_BYTES:
+        try:
+            _write(path, books, place)
+        except OSError as error:
+            _log.warning("no image of %s is made: %s", path, error)
+    return books, place
+
+
+def read_books(path: Path) -> tuple[RunBooks, int, int]:
+    """Read a journal: its image, and the entries after it; return the place up to which it was read, and their bytes.
+
+    Raises ConfigError.
+    """
+    known = read_image(path, BooksImage)
+    books, start = RunBooks(), 0
+    if known is not None:
+        try:
+            books, start = RunBooks.of_image(known[0]), known[1]
+        except OobleckError as error:
+            _log.warning("the image of %s is not used: %s; the whole journal is read", path, error)
+    place = start
+    for end, entry in read_entries(path, start=start, base=books.newest):
+        books.apply(entry)
+        place = end
+    return books, place, place - start
+
+
+def advance_image(path: Path) -> tuple[int, int]:
+    """Make a journal's image anew; return the place that it stands for, and its size. Raises OSError and ConfigError.
+
+    It is read from the file, and not from what the master holds: what a later master reads is what counts.
+    """
+    books, place, _ = read_books(path)
+    return place, _write(path, books, place)
+
+
+def _write(path: Path, books: RunBooks, place: int) -> int:
+    image = books.image()
+    return 0 if image is None else write_image(path, image, place)
+
+
+async def keep_image(
+    path: Path,
+    size_bytes: Callable[[], int],
+    *,
+    place: int,
+    period_s: float = _PERIOD_S,
+    least_bytes: int = LEAST_BYTES,
+) -> None:
+    """Make the image of a journal that grows anew now and then, for ever.
+
+    `size_bytes` is the journal's, and `place` what it has an image of. Without one a later master reads more of the
+    journal, so nothing that fails here ends the run.
+    """
+    due = place + least_bytes
+    while True:
+        await trio.sleep(period_s)
+        if size_bytes() < due:
+            continue
+        try:
+            place, size = await trio.to_thread.run_sync(advance_image, path, abandon_on_cancel=True)
+            due = place + max(least_bytes, TIMES_AS_LONG * size)
+        except (OSError, OobleckError, LookupError) as error:
+            _log.warning("no image of %s is made: %s", path, error)
+            due = size_bytes() + least_bytes
+
+
+async def is_any_alive(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
+    """Ask a few nodes, and more only while none answers: of thousands that live, the first few say so at once."""
+    first, number = 0, _FIRST_ASKED
+    while asked := nodes[first : first + number]:
+        if await _lives_one(cluster, asked):
+            return True
+        first, number = first + number, 4 * number
+    return False
+
+
+async def _lives_one(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
+    async with trio.open_nursery() as asking:
+        living: list[NodeSpec] = []
+
+        async def ask(spec: NodeSpec) -> None:
+            if await cluster.is_alive(spec):
+                living.append(spec)
+                asking.cancel_scope.cancel()
+
+        for spec in nodes:
+            asking.start_soon(ask, spec)
+    return bool(living)

@@ -1,0 +1,150 @@
+"""All that a master computes from a run's journal, in one pass: what it continues with, shows, counts and sums up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from oobleck.control.coordinator import Replay, ReplayedRun, ReplayImage
+from oobleck.control.journal import (
+    AccountImage,
+    CheckpointSaved,
+    JobEnded,
+    JobStarted,
+    JournalEntry,
+    Metrics,
+    MetricsImage,
+    NodeAdded,
+    NodeLeft,
+    NodeLost,
+    PlanAdopted,
+    PlanLine,
+    PlanPacker,
+    PlanUnpacker,
+    ProfileKnown,
+    RunAccount,
+    RunView,
+    StepDone,
+    ViewImage,
+)
+
+from .finished import FinishedRun, finished_run
+
+__all__ = ["BooksImage", "RunBooks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BooksImage:
+    """All that `RunBooks` know of a run that has started."""
+
+    started: JobStarted
+    profile: ProfileKnown | None
+    step: int
+    furthest_step: int
+    gone_nodes: tuple[str, ...]
+    saved: CheckpointSaved | None
+    end: JobEnded | None
+    replay: ReplayImage
+    """Without its plans."""
+    plans: tuple[PlanAdopted | PlanLine, ...]
+    """The plans of `replay`, each as a change of the one before; the last is the newest of all."""
+    account: AccountImage
+    view: ViewImage
+    metrics: MetricsImage
+
+
+class RunBooks:
+    """Follow a journal's entries: O(1) each but for plans, and as much room as the run has nodes and recoveries."""
+
+    def __init__(self) -> None:
+        self.account = RunAccount()
+        self.view = RunView()
+        self.metrics = Metrics()
+        self.started: JobStarted | None = None
+        self.newest: PlanAdopted | None = None
+        """The newest plan."""
+        self._profile: ProfileKnown | None = None
+        self._step = 0
+        self.furthest_step = 0
+        """The newest step that was ever committed."""
+        self.gone_nodes: set[str] = set()
+        """Those that were lost or have left, and were not added again."""
+        self._saved: CheckpointSaved | None = None
+        self._end: JobEnded | None = None
+        self._replay: Replay | None = None
+
+    @classmethod
+    def of_image(cls, image: BooksImage) -> RunBooks:
+        """Continue from what others have come to. Raises PeerError for an image that is none."""
+        plans = PlanUnpacker().plans(image.plans)
+        profile_json = "" if image.profile is None else image.profile.profile_json
+        books = cls()
+        books.started, books.newest = image.started, plans[-1] if plans else None
+        books._profile, books._step, books._saved, books._end = image.profile, image.step, image.saved, image.end
+        books.furthest_step, books.gone_nodes = image.furthest_step, set(image.gone_nodes)
+        books._replay = Replay.of_image(replace(image.replay, plans=plans), image.started, profile_json)
+        books.account = RunAccount.of_image(image.account, image.started, books.newest)
+        books.view = RunView.of_image(image.view, image.started, books.newest)
+        known = (image.started, image.profile, books.newest)
+        books.metrics = Metrics.of_image(image.metrics, *(entry for entry in known if entry is not None))
+        return books
+
+    def image(self) -> BooksImage | None:
+        """Return all that they know, for `of_image`; None where nothing has started."""
+        if self.started is None or self._replay is None:
+            return None
+        replay = self._replay.image()
+        return BooksImage(
+            started=self.started,
+            profile=self._profile,
+            step=self._step,
+            furthest_step=self.furthest_step,
+            gone_nodes=tuple(sorted(self.gone_nodes)),
+            saved=self._saved,
+            end=self._end,
+            replay=replace(replay, plans=()),
+            plans=PlanPacker().plans(replay.plans),
+            account=self.account.image(),
+            view=self.view.image(),
+            metrics=self.metrics.image(),
+        )
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take the next entry in."""
+        self.account.apply(entry)
+        self.view.apply(entry)
+        self.metrics.apply(entry)
+        match entry:
+            case JobStarted():
+                self.started, self._replay = entry, Replay(entry)
+                return
+            case ProfileKnown():
+                self._profile = entry
+            case PlanAdopted():
+                self.newest = entry
+            case StepDone(record=record):
+                self._step = record.step
+                self.furthest_step = max(self.furthest_step, record.step)
+            case NodeLost(node=node) | NodeLeft(node=node):
+                self.gone_nodes.add(node)
+            case NodeAdded(node=spec):
+                self.gone_nodes.discard(spec.name)
+            case CheckpointSaved():
+                self._saved = entry
+            case JobEnded():
+                self._end = entry
+            case _:
+                pass
+        if self._replay is not None and self._end is None:
+            self._replay.apply(entry)
+
+    @property
+    def finished(self) -> FinishedRun | None:
+        """The run, where it has ended well, with all of its steps saved."""
+        return finished_run(self.started, self._end, self._saved, step=self._step)
+
+    def finish(self) -> ReplayedRun | None:
+        """Return the run as its journal has left it; None where it has ended, or never came to train.
+
+        No entry follows.
+        """
+        return None if self._replay is None or self._end is not None else self._replay.finish()
