@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, nodes_of, recoveries
 from .harness import TAG, Runner, started_at, worker_pids
 

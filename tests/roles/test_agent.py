@@ -330,7 +330,8 @@ async def test_what_was_reported_of_the_last_save_is_said_to_every_master(autoju
     """A new master knows nothing of what the one before has heard, and nobody else would tell it."""
     state = SavedState(name="step-1", step=1, generation=1, saved_at="2026-02-01T00:00:00")
     saved = StateSaved(device=0, state=state, layers=(0,), size_bytes=1, pause_s=0.0)
-    store = NodeCheckpoints(AgentDir(tmp_path.name, "n0"), default_directory=tmp_path)
+    directory = AgentDir(tmp_path.name, "n0")
+    store = NodeCheckpoints(directory, default_directory=tmp_path)
     async with running(checkpoints=store) as desk:
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
@@ -344,6 +345,9 @@ async def test_what_was_reported_of_the_last_save_is_said_to_every_master(autoju
         again = await desk.connect(configured=False)
         assert await hear(again, StateSaved) == saved
         assert await hear(again, StateNotSaved) == lost
+        await again.master.send([StopAgent(reason="all is said")])
+        await hear(again, AgentStopped)
+    assert not directory.memory.exists()
 
 
 async def test_an_orphan_ends_its_workers_and_itself(autojump_clock: MockClock):
