@@ -110,7 +110,7 @@ MUTATIONS = (
     Mutation(
         name="committed_twice",
         what="microbatches of committed sections are assigned again by a plan in the middle of the step",
-        file="oobleck/control/commit/sections.py",
+        file="oobleck/control/plans/sections.py",
         old="    gone = frozenset(partial)\n",
         new="    gone = frozenset(())\n",
         caught_by=SECTIONS,

@@ -26,7 +26,7 @@ from oobleck.control.protocol import (
     MasterMessage,
     Pace,
     PersistState,
-    PlanUpdate,
+    PlanOrder,
     Raised,
     RemoveUnfinished,
     SetUpWorker,
@@ -279,7 +279,7 @@ class Agent:
             case KillWorker(device=device):
                 if device in self._workers:
                     self._workers[device].handle.kill()
-            case PlanUpdate(device=device, generation=generation):
+            case PlanOrder(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)
             case ForWorker():

@@ -26,6 +26,7 @@ from oobleck.control.events import (
     Record,
     Send,
     SendAll,
+    SendOrders,
 )
 from oobleck.control.journal import ConnectionLost, PlanAdopted
 from oobleck.control.protocol import (
@@ -51,7 +52,6 @@ from oobleck.control.protocol import (
 )
 from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec
 from oobleck.planner import (
-    ExecutionPlan,
     WorkerId,
     device_sheet,
     estimate_profile,
@@ -85,7 +85,7 @@ class Sent:
     """Of all together."""
     largest_bytes: int
     encode_s: float
-    """Processor seconds for all of them."""
+    """Processor seconds for all of them, from what the coordinator commands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +155,8 @@ class ControlPlane:
         if any(isinstance(command, LookUpProfile) for command in commands):
             commands += self.handle(ProfileFound(profile_json=profile_to_json(_PROFILE)))
         for command in commands:
-            if isinstance(command, SendAll) and isinstance(command.message, PlanUpdate):
-                self._update = command.message
+            if isinstance(command, SendOrders):
+                self._update = command.update
         return commands
 
     def hear(self, said: Iterable[tuple[str, AgentMessage]]) -> list[Command]:
@@ -170,8 +170,8 @@ class ControlPlane:
         self.now_s = max(self.now_s, self._coordinator.next_deadline())
         commands = self._timed(lambda: self._coordinator.handle_deadline(self.now_s))
         for command in commands:
-            if isinstance(command, SendAll) and isinstance(command.message, PlanUpdate):
-                self._update = command.message
+            if isinstance(command, SendOrders):
+                self._update = command.update
         return commands
 
     def beat(self) -> None:
@@ -217,7 +217,7 @@ class ControlPlane:
 def measure_loss(plane: ControlPlane, num_lost: int) -> Loss:
     """Lose nodes that follow each other, as those of a rack do; all survivors answer the last fence."""
     plane.beat()
-    old_plan, adopted = plane.update.plan, plane.update.generation
+    old_plan = plane.update.plan
     middle = len(plane.nodes) // 2
     lost = plane.nodes[middle : middle + num_lost]
     used_s = plane.used_s
@@ -232,14 +232,14 @@ def measure_loss(plane: ControlPlane, num_lost: int) -> Loss:
     generation = max(fence.message.generation for fence in fences if isinstance(fence.message, Fence))
     plane.now_s += 0.01
     survivors = [worker_id for worker_id in old_plan.worker_ids if worker_id.node not in lost]
-    frames = [encode_frame(status) for status in _statuses(survivors, old_plan, generation, adopted)]
+    frames = [encode_frame(status) for status in _statuses(survivors, plane.update, generation)]
     decoder = FrameDecoder[AgentMessage](AgentMessage)
     answers_decode_s, answers = _timed(lambda: [decoder.feed(frame)[0] for frame in frames])
     after = plane.hear((worker_id.node, answer) for worker_id, answer in zip(survivors, answers, strict=True))
-    while not (updates := _to_workers(after, PlanUpdate)):
+    while not (updates := [command for command in after if isinstance(command, SendOrders)]):
         after += plane.wait()
     fenced = _sent(fences)
-    frame = encode_frame(plane.update)
+    frame = encode_frame(next(updates[0].each()).message)
     (entry,) = (
         command.entry for command in after if isinstance(command, Record) and isinstance(command.entry, PlanAdopted)
     )
@@ -328,9 +328,9 @@ def _committed(worker_id: WorkerId, generation: int) -> StepCommitted:
     return StepCommitted(device=worker_id.device, record=record)
 
 
-def _statuses(survivors: Sequence[WorkerId], plan: ExecutionPlan, generation: int, adopted: int) -> Iterable[Status]:
+def _statuses(survivors: Sequence[WorkerId], adopted: PlanUpdate, generation: int) -> Iterable[Status]:
     """All have computed a part of the first step, and have applied none."""
-    layers_at = plan.layers_at
+    layers_at, knows = adopted.plan.layers_at, adopted.ordered.id
     for worker_id in survivors:
         yield Status(
             device=worker_id.device,
@@ -338,7 +338,8 @@ def _statuses(survivors: Sequence[WorkerId], plan: ExecutionPlan, generation: in
             applied=0,
             last_record=None,
             reduced=None,
-            adopted=adopted,
+            adopted=adopted.generation,
+            knows=knows,
             layers=tuple(sorted(layers_at.get(worker_id, ()))),
             microbatches_done=3,
             broken=False,
@@ -353,9 +354,11 @@ def _is(command: Send | SendAll, kind: type) -> bool:
     return isinstance(command.message, kind)
 
 
-def _sent(commands: Sequence[Send] | Sequence[SendAll]) -> Sent:
+def _sent(commands: Sequence[Send] | Sequence[SendAll] | Sequence[SendOrders]) -> Sent:
     """What the master's channels would write of these; a sample of it is encoded, as they do it."""
-    sends = [send for command in commands for send in (command.each() if isinstance(command, SendAll) else (command,))]
+    made_s, sends = _timed(
+        lambda: [send for command in commands for send in ((command,) if isinstance(command, Send) else command.each())]
+    )
     sample = sends[:: max(1, len(sends) // _SAMPLE)]
     for send in sample[:1]:
         encode_frame(send.message)  # the first of a kind has the codec look at its fields
@@ -365,7 +368,7 @@ def _sent(commands: Sequence[Send] | Sequence[SendAll]) -> Sent:
         number=len(sends),
         bytes=round(sum(sizes) * share),
         largest_bytes=max(sizes, default=0),
-        encode_s=encode_s * share,
+        encode_s=made_s + encode_s * share,
     )
 
 

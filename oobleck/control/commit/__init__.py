@@ -5,13 +5,12 @@ from __future__ import annotations
 from .commit_state import CommitState, Interrupted, PeerLost
 from .follower import Follower
 from .generations import Generations
-from .groups import Committee, GroupKey, PlaceInPlan
+from .groups import Committee, GroupKey, PlaceInPlan, transfer_key
 from .hangs import cut_off_nodes, stuck_workers
 from .judgement import NO_SECTION, Verdict, broken_pipelines, judge, microbatches_redone, uncovered
 from .partial_commit import PartialCommit
 from .progress import HANG_FLOOR_S, Progress
 from .replica_check import ReplicaCheck
-from .sections import PARTIAL_COMMIT_COPIES, num_sections_of, sections_wanted, shares_of
 from .worker_effects import (
     FAILURES,
     Adopt,
@@ -57,7 +56,6 @@ __all__ = [
     "FAILURES",
     "HANG_FLOOR_S",
     "NO_SECTION",
-    "PARTIAL_COMMIT_COPIES",
     "Adopt",
     "Agree",
     "Agreed",
@@ -111,9 +109,7 @@ __all__ = [
     "drive",
     "judge",
     "microbatches_redone",
-    "num_sections_of",
-    "sections_wanted",
-    "shares_of",
     "stuck_workers",
+    "transfer_key",
     "uncovered",
 ]

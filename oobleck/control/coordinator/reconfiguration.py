@@ -6,13 +6,15 @@ carries out what is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from oobleck.control.commit import PARTIAL_COMMIT_COPIES, Generations, Progress, sections_wanted
+from oobleck.control.commit import Generations, Progress
+from oobleck.control.events import SendOrders
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import Membership
+from oobleck.control.plans import PARTIAL_COMMIT_COPIES, sections_wanted
 from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, Status
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
@@ -56,6 +58,8 @@ class Reconfiguration:
         self._regroups = (0, 0)
         """(newest step, how often all regrouped since it was committed)."""
         self._state: State = Preparing()
+        self._newest: SendOrders | None = None
+        """The newest plan's orders; None where an earlier master gave them."""
 
     # --- where it is -----------------------------------------------------------------------------------------
 
@@ -180,6 +184,30 @@ class Reconfiguration:
             is_from_scratch=self._lineage.is_from_scratch,
             num_sections=sections if all(kind in SECTIONED_KINDS for kind in schedules) else 1,
         )
+
+    def orders(self, choice: Choice, update: PlanUpdate, worker_ids: Iterable[WorkerId]) -> SendOrders:
+        """Return what workers are told of an update, as a change of the plan that each of them says it has."""
+        answers = self._state.statuses if isinstance(self._state, Deciding) else {}
+        adopted, generations = choice.verdict.adopted, self.generations
+        self._newest = SendOrders(
+            worker_ids=tuple(worker_ids),
+            update=update,
+            bases={worker_id: said.knows for worker_id, said in answers.items() if said.knows is not None},
+            known=generations.ordered,
+            in_force=None if update.finish is None or adopted is None else generations.plans[adopted],
+        )
+        return self._newest
+
+    def order_again(self, worker_id: WorkerId, generation: int) -> Effects:
+        """A worker has another plan than the one that its order changes: tell it the whole plan.
+
+        Where an earlier master has given the orders, all are asked again where they stand.
+        """
+        if self.is_fencing or generation != self.generations.current:
+            return ()
+        if self._newest is None or self._newest.update.generation != generation:
+            return (BeginRecovery(cause=PlanCause.MASTER_LOST),)
+        return (replace(self._newest, worker_ids=(worker_id,), bases={}),)
 
     def ordered(self, choice: Choice, update: PlanUpdate, now_s: float) -> Effects:
         """All have their orders."""

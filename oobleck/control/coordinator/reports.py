@@ -47,6 +47,7 @@ from oobleck.control.protocol import (
     Leaving,
     Pace,
     PeerFailed,
+    PlanNeeded,
     Profiled,
     RecordsFailed,
     ReplicaDigests,
@@ -157,6 +158,9 @@ class Reports:
                     self._do(parts.shutdown.worker_finished(finished, plans, now_s), now_s)
             case PeerFailed(generation=generation):
                 self._do(parts.reconfiguration.give(FailureSuspected(generation=generation), now_s), now_s)
+            case PlanNeeded(generation=generation):
+                asker = WorkerId(node=node, device=message.device)
+                self._do(parts.reconfiguration.order_again(asker, generation), now_s)
             case StateSaved() | StateNotSaved() | LayersPersisted() | CheckpointCommitted():
                 self._saved(node, message, now_s)
             case CheckpointsFound():

@@ -23,6 +23,7 @@ from oobleck.control.events import (
     Repair,
     Send,
     SendAll,
+    SendOrders,
     StoreProfile,
     notice,
 )
@@ -107,7 +108,7 @@ class Routing:
     def _carry_out(self, effect: Effect, now_s: float) -> None:
         parts = self._parts
         match effect:
-            case Record() | Send() | SendAll() | PassOn() | Connect() | Disconnect() | End():
+            case Record() | Send() | SendAll() | SendOrders() | PassOn() | Connect() | Disconnect() | End():
                 self._commands.append(effect)
             case LookUpProfile() | StoreProfile():
                 self._commands.append(effect)
@@ -243,7 +244,7 @@ class Routing:
         placed = parts.sharding.follow(update, now_s, position=position, goes_back=choice.goes_back)
         update = replace(update, assignment_version=parts.sharding.assignment_version)
         worker_ids = tuple(worker_id for member in parts.members.ready for worker_id in member.worker_ids)
-        self.carry_out((*placed, SendAll(worker_ids=worker_ids, message=update)), now_s)
+        self.carry_out((*placed, parts.reconfiguration.orders(choice, update, worker_ids)), now_s)
         training = (worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)
         self.carry_out(parts.sharding.tell(training), now_s)
         is_quick = parts.progress.last_step > 0 and candidate is None

@@ -24,6 +24,7 @@ from .inputs import (
     Remark,
     Send,
     SendAll,
+    SendOrders,
     StopRequested,
     StoreProfile,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "Repair",
     "Send",
     "SendAll",
+    "SendOrders",
     "StopRequested",
     "StoreProfile",
     "notice",

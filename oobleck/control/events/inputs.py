@@ -6,21 +6,25 @@ out the other, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from oobleck.control.journal import JournalEntry, Loss
+from oobleck.control.plans import orders_of
 from oobleck.control.protocol import (
     AgentMessage,
     Hello,
     MasterMessage,
+    OrderedPlan,
     Pace,
+    PlanId,
+    PlanUpdate,
     Resumed,
     Status,
     WorkerCommand,
 )
 from oobleck.job import NodeSpec
-from oobleck.planner import WorkerId
+from oobleck.planner import ExecutionPlan, WorkerId
 
 __all__ = [
     "AddRequested",
@@ -42,6 +46,7 @@ __all__ = [
     "Remark",
     "Send",
     "SendAll",
+    "SendOrders",
     "StopRequested",
     "StoreProfile",
 ]
@@ -178,6 +183,26 @@ class SendAll:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendOrders:
+    """Send workers what a plan update means for each of them."""
+
+    worker_ids: tuple[WorkerId, ...]
+    update: PlanUpdate
+    bases: Mapping[WorkerId, PlanId]
+    """The plans that workers have, as far as they have said so."""
+    known: Mapping[PlanId, OrderedPlan]
+    """Those of them that orders can be changes of."""
+    in_force: ExecutionPlan | None
+    """The plan under which the step in flight is finished."""
+
+    def each(self) -> Iterator[Send]:
+        """What is sent to each of them."""
+        orders = orders_of(self.update, self.worker_ids, bases=self.bases, known=self.known, in_force=self.in_force)
+        for worker_id, order in orders:
+            yield Send(node=worker_id.node, message=order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassOn:
     """Send a rendezvous key to nodes, with others of the moment: see `bundle_keys`."""
 
@@ -223,4 +248,4 @@ class End:
     reason: str
 
 
-Command = Connect | Send | SendAll | PassOn | Disconnect | Record | LookUpProfile | StoreProfile | End
+Command = Connect | Send | SendAll | SendOrders | PassOn | Disconnect | Record | LookUpProfile | StoreProfile | End

@@ -23,6 +23,7 @@ from .checkpoint_messages import (
     SaveState,
     StoragePaths,
 )
+from .plan_orders import OrderedPlan, PlanOrder
 from .records import NOTHING, CommitRecord, PartialStep, ProbeAddress, SectionRecord, Segment
 from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
@@ -125,8 +126,11 @@ class Fence(ForWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanUpdate(ForWorker):
+class PlanUpdate:
     """Resolve what is in flight; then adopt the plan and train on.
+
+    No message: a worker is sent a `PlanOrder`, and has the update from that and the plan that it knows. Of the
+    coordinator's, which is for all, it has its own segments and transfers.
 
     Resolving takes two moves, either of which may be nothing to do: `catch_up` or `catch_up_section`, then `finish`.
     """
@@ -159,9 +163,23 @@ class PlanUpdate(ForWorker):
     restore: Restore | None = None
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
-    """All workers', in one order: their messages are numbered by it."""
+    """In one order for all: whoever sends or receives follows it."""
+    moving: tuple[int, ...] = ()
+    """The layers that change hands anywhere, sorted."""
     assignment_version: int = 0
     """Of the records that steps take once the plan is in force: see `StepRecords`."""
+
+    @property
+    def ordered(self) -> OrderedPlan:
+        return OrderedPlan(
+            generation=self.generation,
+            plan=self.plan,
+            pipeline_generations=self.pipeline_generations,
+            schedules=self.schedules,
+            boundary=self.boundary,
+            partial=self.partial,
+            num_sections=self.num_sections,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +220,7 @@ class SetUpWorker:
 WorkerCommand = (
     ProfileRequest
     | Fence
-    | PlanUpdate
+    | PlanOrder
     | FinishStep
     | SaveState
     | FindCheckpoints

@@ -61,6 +61,7 @@ from oobleck.control.protocol import (
     Finished,
     FinishStep,
     PeerFailed,
+    PlanOrder,
     PlanUpdate,
     RecordRun,
     RecordsFailed,
@@ -173,8 +174,9 @@ class VirtualWorker:
             case Fence():
                 self._programs.note_microbatches()
                 self._say(self.commit_state.answer(message))
-            case PlanUpdate():
-                self.commit_state.give_update(message)
+            case PlanOrder():
+                if (needed := self.commit_state.give_order(message)) is not None:
+                    self._say(needed)
             case FinishStep():
                 self.commit_state.want_stop()
             case ScanRequest(request=request, wants=wants):
@@ -277,8 +279,8 @@ class VirtualWorker:
                 yield from self._groups.form(self._with_buckets(keys, committee))
             case KeepGroups(keys=keys, committee=committee):
                 self._groups.keep(self._with_buckets(keys, committee))
-            case Exchange(update=update, key=key):
-                self._received = yield from self._transfers.exchange(update, key, self._layers)
+            case Exchange(update=update):
+                self._received = yield from self._transfers.exchange(update, self._layers)
                 yield from pause("about to adopt")
             case Adopt():
                 yield from self._adopt(effect)

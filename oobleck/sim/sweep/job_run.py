@@ -23,6 +23,7 @@ from oobleck.control.events import (
     Record,
     Send,
     SendAll,
+    SendOrders,
 )
 from oobleck.control.journal import AgentLost, JobStarted, Loss, NodeConnected, StepDone, Unreachable
 from oobleck.control.protocol import (
@@ -183,11 +184,11 @@ class JobRun:
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
-                case SendAll(message=PlanUpdate(initial=True)) if self.crew.last_record is not None:
+                case SendOrders(update=PlanUpdate(initial=True)) if self.crew.last_record is not None:
                     self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
                     return
-                case SendAll(message=PlanUpdate() as update):
-                    ordered = update  # the same for all, but for the device
+                case SendOrders(update=update):
+                    ordered = update
                 case Disconnect(node=node):
                     self.nodes.members.pop(node, None)
                 case Send(node=node, message=StartWorker(device=device)) if WorkerId(node, device) in self._crashed:

@@ -25,6 +25,7 @@ from oobleck.control.protocol import (
     Fence,
     FindCheckpoints,
     FinishStep,
+    PlanOrder,
     PlanUpdate,
     Profiled,
     ProfileRequest,
@@ -186,9 +187,11 @@ class _Worker:
                 self._explain(message)
             case Fence():
                 self._link.send(self._answer(message))
-            case PlanUpdate():
+            case PlanOrder():
                 self._log.info("is given an order of generation %d", message.generation)
-                self._commit_state.give_update(message)
+                if (needed := self._commit_state.give_order(message)) is not None:
+                    self._log.warning("has another plan than the one that the order changes: asks for all of it")
+                    self._link.send(needed)
             case FinishStep():
                 self._log.info("is to stop after the step in flight")
                 self._commit_state.want_stop()

@@ -33,7 +33,6 @@ def record(step: int) -> CommitRecord:
 def update(generation: int, layout: ExecutionPlan = PLAN, **fields) -> PlanUpdate:
     count = len(layout.pipelines)
     defaults = {
-        "device": 0,
         "plan": layout,
         "pipeline_generations": (generation,) * count,
         "schedules": (ScheduleKind.ONE_F_ONE_B,) * count,
