@@ -132,6 +132,23 @@ MUTATIONS = (
         caught_by="tests/control/commit/test_commit_state.py::test_gradients_are_reduced_before_the_fence_or_not_at_all",
     ),
     Mutation(
+        name="unnamed_loss",
+        what="workers whose pipeline lost a node after the fence wait for it, for their order does not stop them",
+        file="oobleck/control/commit/commit_state.py",
+        old="                    self._note_lost(update.lost)",
+        new="                    pass",
+        caught_by="tests/control/commit/test_commit_state.py"
+        "::test_an_order_stops_a_pipeline_that_lost_a_node_after_the_fence",
+    ),
+    Mutation(
+        name="unchecked_base",
+        what="a worker takes what changes from another plan for a change of its own",
+        file="oobleck/control/plans/plan_delta.py",
+        old="    if rebuilt.id.digest != delta.digest:",
+        new="    if False:",
+        caught_by="tests/control/plans/test_orders.py::test_another_base_than_the_one_that_was_changed_is_found_out",
+    ),
+    Mutation(
         name="ignored_threshold",
         what="f is ignored: plans may have a single copy of a layer",
         file="oobleck/planner/catalog.py",

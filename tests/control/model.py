@@ -200,6 +200,8 @@ class World:
         self._done: list[CommitRecord] = []
         """The committed steps since what was last gone back to, and those before it."""
         self._restored_generation = 0
+        self._gone_back: set[WorkerId] = set()
+        """Who has adopted a plan since then."""
         self._versions: dict[int, Version] = {}
         """By step, as the living had it last: one that only the dead have applied is applied again."""
         self.taken: dict[int, tuple[RecordRun, ...]] = {}
@@ -537,6 +539,7 @@ class World:
         self._versions = {old: version for old, version in self._versions.items() if old <= step}
         self.taken = {old: runs for old, runs in self.taken.items() if old <= step}
         self._restored_generation = generation
+        self._gone_back.clear()
 
     def _check_update(self, update: PlanUpdate) -> None:
         if self._updates.setdefault(update.generation, update) != update:
@@ -568,10 +571,13 @@ class World:
             self._check_claims(workers)
 
     def _has_gone_back(self, worker: SteppedWorker) -> bool:
-        """Whether what a worker holds is of the past that counts; not yet while it adopts the plan that goes back."""
-        adopted = worker.commit_state.adopted
-        is_on_its_way = adopted == self._restored_generation > 0 and worker.wait.what == "adopting"
-        return adopted >= self._restored_generation and not is_on_its_way
+        """Whether what a worker holds is of the past that counts; not yet while it adopts the plan that goes back.
+
+        That may be a later one, which overtook the one that was ordered to.
+        """
+        if worker.commit_state.adopted >= self._restored_generation and worker.wait.what != "adopting":
+            self._gone_back.add(worker.worker_id)
+        return not self._restored_generation or worker.worker_id in self._gone_back
 
     def _check_claims(self, workers: dict[WorkerId, SteppedWorker]) -> None:
         """Hold workers to what they would answer."""

@@ -41,6 +41,7 @@ from oobleck.control.protocol import (
     Hello,
     LayersPersisted,
     MasterMessage,
+    PlanOrder,
     PlanUpdate,
     Resumed,
     SavedState,
@@ -360,6 +361,9 @@ def _sent(commands: Sequence[Send] | Sequence[SendAll] | Sequence[SendOrders]) -
         lambda: [send for command in commands for send in ((command,) if isinstance(command, Send) else command.each())]
     )
     sample = sends[:: max(1, len(sends) // _SAMPLE)]
+    # What differs is what a worker exchanges with others: a few have most of it.
+    orders = [send.message for send in sends if isinstance(send.message, PlanOrder)]
+    largest = max(orders, key=lambda order: len(order.transfers.items), default=None)
     for send in sample[:1]:
         encode_frame(send.message)  # the first of a kind has the codec look at its fields
     encode_s, sizes = _timed(lambda: [len(encode_frame(send.message)) for send in sample])
@@ -367,7 +371,7 @@ def _sent(commands: Sequence[Send] | Sequence[SendAll] | Sequence[SendOrders]) -
     return Sent(
         number=len(sends),
         bytes=round(sum(sizes) * share),
-        largest_bytes=max(sizes, default=0),
+        largest_bytes=max([*sizes, 0 if largest is None else len(encode_frame(largest))]),
         encode_s=made_s + encode_s * share,
     )
 

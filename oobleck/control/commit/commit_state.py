@@ -9,7 +9,7 @@ order, and the coordinator's view of all answers is never half of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
 from oobleck.control.plans import WrongBase, update_of
@@ -78,10 +78,7 @@ class CommitState:
             self._fence = max(self._fence, fence.generation)
             if self._update is not None and self._update.generation < self._fence:
                 self._update = None
-            located = self._plan.locate(self.worker_id) if self._plan else None
-            if self._plan is not None and located is not None:
-                nodes = self._plan.pipelines[located[0]].nodes
-                self._pipeline_lost = self._pipeline_lost or any(node in fence.lost for node in nodes)
+            self._note_lost(fence.lost)
             status = Status(
                 device=self.worker_id.device,
                 generation=fence.generation,
@@ -122,6 +119,8 @@ class CommitState:
                 self._known = ordered
             if update.generation >= max(self._fence, self._generation + 1):
                 self._update = update
+                if update.finish is not None:  # nodes may be lost that the fence did not name
+                    self._note_lost(update.lost)
         self._announce()
 
     def want_stop(self) -> None:
@@ -290,6 +289,12 @@ class CommitState:
             self._section_reduced = None
             self._microbatches_done = 0
             self._pipeline_lost = False
+
+    def _note_lost(self, lost: Collection[str]) -> None:
+        located = self._plan.locate(self.worker_id) if self._plan else None
+        if self._plan is not None and located is not None:
+            nodes = self._plan.pipelines[located[0]].nodes
+            self._pipeline_lost = self._pipeline_lost or any(node in lost for node in nodes)
 
     def _check_fence(self) -> None:
         if self._fence > self._generation:

@@ -26,12 +26,13 @@ from .deciding import Decider, committed_records
 from .going_back import Lineage
 from .ordering import plan_ordered
 from .planning import schedules_for
-from .recovery import FENCED, TRAINED, Phase, deadline, phase, step
+from .recovery import ASKING, FENCED, TRAINED, Phase, deadline, phase, step
 from .recovery.states import (
     Answered,
     BeginRecovery,
     Deciding,
     Input,
+    MoreLost,
     Preparing,
     RecoveryBegun,
     State,
@@ -112,8 +113,14 @@ class Reconfiguration:
         return self.give(TrainingBegun(generation=generations.current), now_s)
 
     def begin(self, wanted: BeginRecovery, now_s: float) -> Effects:
-        """Fence all survivors under a new generation; losses during a recovery begin it again."""
-        self.generations.begin()
+        """Fence all survivors under a new generation.
+
+        Nodes that are lost while all are asked need no new question: those of a rack are one recovery, and each
+        survivor is fenced once. Losses later in a recovery begin it again.
+        """
+        is_one_more = isinstance(self._state, ASKING) and wanted.cause is PlanCause.LOSS
+        if not is_one_more:
+            self.generations.begin()
         survivors = self._members.ready
         # Only then may it be asked who reaches whom; the addresses of thousands are not gathered for each loss.
         is_unexplained = wanted.cause in (PlanCause.HANG, PlanCause.PEER_FAILED)
@@ -121,9 +128,11 @@ class Reconfiguration:
         fence = Fence(
             device=0,
             generation=self.generations.current,
-            lost=self._members.without_part(self.generations.newest),
+            lost=self._lost(),
             probe_addresses=tuple(worker.probe_address for worker in ready if worker.probe_address),
         )
+        if is_one_more:
+            return self.give(MoreLost(nodes=wanted.nodes, fence=fence), now_s)
         self._regroups = _counted(self._regroups, self._progress.last_step, wanted.cause)
         begun = RecoveryBegun(
             nodes=wanted.nodes,
@@ -137,6 +146,11 @@ class Reconfiguration:
             num_regroups=self._regroups[1],
         )
         return self.give(begun, now_s)
+
+    def _lost(self) -> tuple[str, ...]:
+        """The nodes of plans that survivors may have adopted that are gone, or have new workers."""
+        concerned = {node for plan in self.generations.plans.values() for node in plan.nodes}
+        return tuple(node for node in self._members.without_part(self.generations.newest) if node in concerned)
 
     def status(self, worker_ids: Collection[WorkerId], status: Status, now_s: float) -> Effects:
         """Workers answer a fence. Raises PeerError for an answer that cannot be."""

@@ -51,6 +51,7 @@ from oobleck.control.journal import (
     end_text,
     sentence,
 )
+from oobleck.control.plans import update_of
 from oobleck.control.protocol import (
     AgentStopped,
     ErrorKind,
@@ -65,6 +66,7 @@ from oobleck.control.protocol import (
     Leaving,
     Pace,
     PeerFailed,
+    PlanNeeded,
     Raised,
     StartWorker,
     StepCommitted,
@@ -284,19 +286,52 @@ def test_orders_wait_for_every_answer_and_for_losses_to_settle():
     bench.answer("n1", adopted=1, layers=held(bench, "n1"))
     assert [update.generation for update in bench.updates] == [1, 1, 1]
     bench.wait(0.005)
-    bench.fail("n1")
-    bench.answer("n0", generation=3, adopted=1, layers=held(bench, "n0"))
+    assert bench.messages(bench.fail("n1")) == [], "n0 is not asked again: what it has answered stays true"
+    bench.wait(0.005)
+    assert [update.generation for update in bench.updates] == [1, 1, 1], "more of its rack may follow"
+    bench.wait(0.005)
+    assert [update.generation for update in bench.updates] == [1, 1, 1, 2]
+    assert bench.updates[-1].plan.nodes == ("n0",)
+    (started,) = bench.journal(RecoveryStarted)
+    assert started.nodes == ("n2",)
+
+
+def test_a_rack_that_goes_at_once_is_one_generation_and_fences_each_survivor_once():
+    bench = training()
+    commands = [*bench.fail("n2"), *bench.fail("n1")]
+    fences = [send for command in commands for send in sends(command) if isinstance(send.message, Fence)]
+    assert [(send.node, send.message.generation) for send in fences] == [("n0", 2), ("n1", 2)]
+    bench.answer("n0", adopted=1, layers=held(bench, "n0"))
     bench.wait(0.01)
-    assert [update.generation for update in bench.updates] == [1, 1, 1, 3]
-    (started, again) = bench.journal(RecoveryStarted)
-    assert (started.nodes, again.nodes) == (("n2",), ("n2", "n1"))
+    assert bench.updates[-1].generation == 2
+    bench.resume("n0")
+    (done,) = bench.journal(RecoveryDone)
+    assert (done.generation, done.nodes) == (2, ("n2", "n1"))
+
+
+def test_a_worker_that_has_another_plan_is_told_the_whole_plan():
+    bench = training()
+    bench.fail("n2")
+    knows = bench.updates[0].ordered.id
+    for node in ("n0", "n1"):
+        bench.answer(node, adopted=1, layers=held(bench, node), knows=knows)
+    commands = bench.wait(0.01)
+    told = {send.node: send.message for command in commands for send in sends(command)}
+    assert {node: order.common.delta.base for node, order in told.items()} == dict.fromkeys(("n0", "n1"), knows)
+    commands = bench.say("n1", PlanNeeded(device=0, generation=2))
+    (again,) = bench.messages(commands, "n1")
+    assert update_of(None, again, WorkerId(node="n1", device=0)).ordered == bench.updates[-1].ordered
+    assert bench.say("n1", PlanNeeded(device=0, generation=1)) == [], "of a plan that is over"
+    bench.fail("n0")
+    assert bench.messages(bench.say("n1", PlanNeeded(device=0, generation=2))) == [], "it is asked again anyway"
 
 
 def test_answers_to_an_older_fence_count_for_nothing():
     bench = training()
     bench.fail("n2")
-    bench.fail("n1")
+    bench.feed(DrainRequested(node="n1"))
     bench.answer("n0", generation=2, adopted=1, layers=(0, 1, 2, 3))
+    bench.answer("n1", generation=2, adopted=1, layers=(0, 1, 2, 3))
     bench.wait(0.01)
     assert bench.coordinator.phase is Phase.FENCING
 
@@ -556,7 +591,9 @@ def test_a_worker_is_started_again_in_its_place_three_times():
         assert Send(node="n2", message=StartWorker(device=0)) in commands
         assert len(bench.journal(WorkerDown)) == restart
         bench.say("n2", WorkerStarted(device=0, pid=9), ready())
-        assert bench.journal(RecoveryStarted)[-1].generation == 2 * restart + 1
+        assert bench.journal(RecoveryStarted)[-1].generation == 2 + restart, (
+            "the loss of one that is waited for is no new one"
+        )
     bench.say("n2", CRASH)
     assert bench.journal(NodeLost)[-1].node == "n2"
 

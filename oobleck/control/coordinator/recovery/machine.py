@@ -16,7 +16,7 @@ from typing import assert_never
 from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
 
-from .fencing import answered, begin, decide, end_again, judge, left, overdue
+from .fencing import answered, begin, decide, end_again, judge, left, lose_more, overdue
 from .states import (
     Accusing,
     Adopting,
@@ -32,6 +32,7 @@ from .states import (
     HeldUp,
     Input,
     LocatingCheckpoint,
+    MoreLost,
     NodeGone,
     NodeLeft,
     NodeReached,
@@ -54,7 +55,7 @@ from .states import (
     has_all,
 )
 
-__all__ = ["FENCED", "TRAINED", "TRANSITIONS", "Phase", "Transition", "deadline", "phase", "step"]
+__all__ = ["ASKING", "FENCED", "TRAINED", "TRANSITIONS", "Phase", "Transition", "deadline", "phase", "step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ TRAINED = (Training, Adopting, Suspecting)
 FENCED = (Fencing, Overdue, Settling, Accusing, Deciding, AwaitingWorkers, LocatingCheckpoint)
 """Nothing is committed in these."""
 _ASKED = (Fencing, Overdue)
+ASKING = (*_ASKED, Settling)
+"""All are asked where they stand, and nothing is done with their answers yet."""
 _SAME: tuple[type[State], ...] = ()
 
 TRANSITIONS = (
@@ -86,6 +89,9 @@ TRANSITIONS = (
     # Asking where all stand
     Transition(FENCED, RecoveryBegun, (Fencing,), "another loss: ask again under a newer generation"),
     Transition(FENCED, RecoveryBegun, (Deciding,), "no worker is left to ask"),
+    Transition(ASKING, MoreLost, _SAME, "ask nobody again; the others answer, or more losses may follow at once"),
+    Transition(_ASKED, MoreLost, (Settling,), "all others have answered; more losses may follow at once"),
+    Transition(ASKING, MoreLost, (Deciding,), "no worker is left"),
     Transition(_ASKED, Answered, _SAME, "others have still to answer"),
     Transition(_ASKED, Answered, (Settling,), "all have answered; more losses may follow at once"),
     Transition(_ASKED, Answered, (Deciding,), "all have answered"),
@@ -184,6 +190,8 @@ def step(state: State, given: Input, now_s: float) -> Step:
             return (Training(generation=given.generation), ()) if isinstance(state, Preparing) else (state, ())
         case RecoveryBegun():
             return begin(state, given, now_s)
+        case MoreLost():
+            return lose_more(state, given, now_s)
         case Answered():
             return answered(state, given, now_s)
         case FailureSuspected():
