@@ -28,6 +28,7 @@ from oobleck.control.protocol import (
     PersistState,
     PlanOrder,
     Raised,
+    RemoveOld,
     RemoveUnfinished,
     SetUpWorker,
     StartWorker,
@@ -267,7 +268,7 @@ class Agent:
                 self._resend_queue.heard(sequence)
             case Greeting():
                 raise PeerError("a second greeting on one connection")
-            case CommitCheckpoint() | PersistState() | RemoveUnfinished():
+            case CommitCheckpoint() | PersistState() | RemoveOld() | RemoveUnfinished():
                 if self._persister is not None:
                     self._persister.take(message)
             case StartWorker(device=device):

@@ -17,6 +17,7 @@ from oobleck.control.protocol import (
     CommitCheckpoint,
     LayersPersisted,
     PersistState,
+    RemoveOld,
     RemoveUnfinished,
     StateNotSaved,
     StateSaved,
@@ -29,7 +30,7 @@ __all__ = ["CheckpointPersister"]
 
 _TASKS_BUFFERED = 100
 
-_Task = StateSaved | PersistState | CommitCheckpoint | RemoveUnfinished
+_Task = StateSaved | PersistState | CommitCheckpoint | RemoveOld | RemoveUnfinished
 
 
 class CheckpointPersister:
@@ -55,6 +56,9 @@ class CheckpointPersister:
                 case RemoveUnfinished(names=names):
                     with suppress(OSError):  # what stays takes room, and does no other harm
                         await self._store.remove_unfinished(names)
+                case RemoveOld(names=names):
+                    with suppress(OSError):
+                        await self._store.remove(names)
                 case _:
                     assert_never(task)
             self._num_pending -= 1
@@ -110,7 +114,7 @@ class CheckpointPersister:
         match task:
             case StateSaved(state=what) | CommitCheckpoint(manifest=what) | (PersistState() as what):
                 self._say(StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
-            case RemoveUnfinished():
+            case RemoveOld() | RemoveUnfinished():
                 pass
 
 

@@ -25,6 +25,7 @@ from oobleck.control.protocol import (
     LayersPersisted,
     Manifest,
     PersistState,
+    RemoveOld,
     RemoveUnfinished,
     SaveState,
     Shard,
@@ -64,6 +65,8 @@ class _Save:
     pause_s: float = 0.0
     copy_s: float = 0.0
     is_committing: bool = False
+    replaced: tuple[str, ...] = ()
+    """Checkpoints that are too old once this one is complete."""
     committed: set[str] = field(default_factory=set)
     """The nodes whose disk has the manifest."""
 
@@ -322,7 +325,7 @@ class Saving:
         return self._complete_when_committed(save, now_s)
 
     def _complete_when_committed(self, save: _Save, now_s: float) -> tuple[Record | Send, ...]:
-        ready = {member.spec.name for member in self._members.ready}
+        ready = self._members.ready_names
         if not save.committed or not {worker_id.node for worker_id in save.savers} & ready <= save.committed:
             return ()
         del self._saves[save.name]
@@ -340,7 +343,9 @@ class Saving:
             pause_s=save.pause_s,
             duration_s=now_s - save.began_s,
         )
-        return (Record(entry=entry), *self._arm(now_s))
+        others = ready - save.committed if save.replaced else frozenset()
+        old = (Send(node=node, message=RemoveOld(names=save.replaced)) for node in sorted(others))
+        return (Record(entry=entry), *old, *self._arm(now_s))
 
     def failed(self, node: str, message: StateNotSaved, now_s: float) -> tuple[Record | Send, ...]:
         """A part of a save has failed, so the rest cannot be used. Training continues, and says so."""
@@ -371,10 +376,8 @@ class Saving:
     def _remove(self, unfinished: Iterable[str]) -> tuple[Send, ...]:
         """Have agents remove what is on disk of saves that will never be complete."""
         names = tuple(sorted(unfinished))
-        return self._to_all(RemoveUnfinished(names=names)) if names else ()
-
-    def _to_all(self, message: RemoveUnfinished | CommitCheckpoint) -> tuple[Send, ...]:
-        return tuple(Send(node=member.spec.name, message=message) for member in self._members.ready)
+        message = RemoveUnfinished(names=names)
+        return tuple(Send(node=member.spec.name, message=message) for member in self._members.ready) if names else ()
 
     def _orders(self, step: int) -> tuple[Send, ...]:
         """Have the plan's workers save after a step."""
@@ -411,13 +414,20 @@ class Saving:
         return (*told, *self._arm(now_s, not_before_s=now_s + _RETRY_S))
 
     def _commit_when_written(self, save: _Save) -> tuple[Send, ...]:
+        """Give the manifest to those who wrote layers. It names every file, and elsewhere there is nothing to name.
+
+        Where none of them is left, all get it: the directory may be one that all share.
+        """
         is_written = save.is_written(len(self._layer_names), num_parts=self._num_parts)
         if save.is_committing or not is_written or not save.savers:
             return ()
         save.is_committing = True
         complete = [*self.complete, self._known(save)]
-        remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit] if not known.is_final]
-        return self._to_all(CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove)))
+        old = complete[: -self._job.checkpoint.save_total_limit]
+        save.replaced = tuple(known.name for known in old if not known.is_final)
+        message = CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
+        ready, writers = self._members.ready_names, {worker_id.node for worker_id in save.savers}
+        return tuple(Send(node=node, message=message) for node in sorted(writers & ready or ready))
 
     def _known(self, save: _Save) -> KnownCheckpoint:
         return KnownCheckpoint(

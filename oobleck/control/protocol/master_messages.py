@@ -18,6 +18,7 @@ from .checkpoint_messages import (
     CommitCheckpoint,
     FindCheckpoints,
     PersistState,
+    RemoveOld,
     RemoveUnfinished,
     Restore,
     SaveState,
@@ -240,6 +241,7 @@ MasterMessage = (
     | StoreKeys
     | CommitCheckpoint
     | PersistState
+    | RemoveOld
     | RemoveUnfinished
     | WorkerCommand
 )
