@@ -215,7 +215,7 @@ _USUAL = 23
 _OURS_S = 0.3
 """A recovery of ours: noticing, deciding and grouping take 0.1 s in local runs; 0.2 s more copy a few layers."""
 _SECTION_S, _MOST_SECTIONS = 8.0, 32
-"""As `oobleck.control.commit.sections` cuts steps."""
+"""As `oobleck.control.plans.sections` cuts steps."""
 
 
 def original_rules(system: str, model: str) -> Rules:

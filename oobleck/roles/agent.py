@@ -26,8 +26,9 @@ from oobleck.control.protocol import (
     MasterMessage,
     Pace,
     PersistState,
-    PlanUpdate,
+    PlanOrder,
     Raised,
+    RemoveOld,
     RemoveUnfinished,
     SetUpWorker,
     StartWorker,
@@ -270,7 +271,7 @@ class Agent:
                 self._resend_queue.heard(sequence)
             case Greeting():
                 raise PeerError("a second greeting on one connection")
-            case CommitCheckpoint() | PersistState() | RemoveUnfinished():
+            case CommitCheckpoint() | PersistState() | RemoveOld() | RemoveUnfinished():
                 if self._persister is not None:
                     self._persister.take(message)
             case StartWorker(device=device):
@@ -282,7 +283,7 @@ class Agent:
             case KillWorker(device=device):
                 if device in self._workers:
                     self._workers[device].handle.kill()
-            case PlanUpdate(device=device, generation=generation):
+            case PlanOrder(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)
             case ForWorker():

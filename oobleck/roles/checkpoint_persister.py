@@ -18,6 +18,7 @@ from oobleck.control.protocol import (
     CommitCheckpoint,
     LayersPersisted,
     PersistState,
+    RemoveOld,
     RemoveUnfinished,
     StateNotSaved,
     StateSaved,
@@ -34,7 +35,7 @@ _SAVES_KEPT = 2
 """Of so many saves an agent still knows what was reported."""
 
 _Report = StateSaved | StateNotSaved | LayersPersisted
-_Task = StateSaved | PersistState | CommitCheckpoint | RemoveUnfinished
+_Task = StateSaved | PersistState | CommitCheckpoint | RemoveOld | RemoveUnfinished
 
 
 class CheckpointPersister:
@@ -62,6 +63,9 @@ class CheckpointPersister:
                 case RemoveUnfinished(names=names):
                     with suppress(OSError):  # what stays takes room, and does no other harm
                         await self._store.remove_unfinished(names)
+                case RemoveOld(names=names):
+                    with suppress(OSError):
+                        await self._store.remove(names)
                 case _:
                     assert_never(task)
             self._num_pending -= 1
@@ -94,7 +98,7 @@ class CheckpointPersister:
             case RemoveUnfinished(names=names):
                 for name in names:
                     self._reports.pop(name, None)
-            case CommitCheckpoint():
+            case CommitCheckpoint() | RemoveOld():
                 pass
         try:
             self._post.send_nowait(task)
@@ -139,7 +143,7 @@ class CheckpointPersister:
         match task:
             case StateSaved(state=what) | CommitCheckpoint(manifest=what) | (PersistState() as what):
                 self._report(StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
-            case RemoveUnfinished():
+            case RemoveOld() | RemoveUnfinished():
                 pass
 
     def _report(self, report: LayersPersisted | StateNotSaved) -> None:

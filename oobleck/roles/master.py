@@ -24,6 +24,7 @@ from oobleck.control.events import (
     Record,
     Send,
     SendAll,
+    SendOrders,
     StoreProfile,
 )
 from oobleck.control.journal import (
@@ -154,7 +155,7 @@ class Master:
             match command:
                 case Send():
                     self._post(command)
-                case SendAll():
+                case SendAll() | SendOrders():
                     for send in command.each():
                         self._post(send)
                 case Record(entry=entry):

@@ -190,6 +190,10 @@ class CheckpointStore(Protocol):
         """Complete a checkpoint, then remove older ones. Raises OSError."""
         ...
 
+    async def remove(self, names: tuple[str, ...]) -> None:
+        """Remove what is on disk of checkpoints that are too old. Raises OSError."""
+        ...
+
     async def remove_unfinished(self, names: tuple[str, ...]) -> None:
         """Remove what is on disk of saves that were given up. Raises OSError."""
         ...

@@ -5,6 +5,8 @@ mappings, dataclasses, named tuples, and unions of those. Reading rejects whatev
 names the place ("Order.plan.pipelines[2]: field 'nodes' is missing"). Every field is always written and must be
 there on reading, defaults notwithstanding: a peer that leaves one out speaks another protocol.
 
+A dataclass that says `is_encoded_once` is written as bytes of its own, and those are kept: see `encoded_once.py`.
+
 There are two notations. `BINARY` is what msgpack carries: bytes and floats as they are. `TEXT` is what JSON
 carries: bytes as {"@bytes": base64}, and the floats that JSON lacks as {"@float": "nan"}, "inf" or "-inf".
 
@@ -24,6 +26,7 @@ from functools import cache
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from .containers import choice, fixed_tuple, mapping, record, sequence, tagged
+from .encoded_once import encoded_once
 from .scalars import binary, enumerated, exactly, floating, literal
 from .shape import Notation, Shape
 
@@ -50,7 +53,9 @@ def shape_of(annotation: object, notation: Notation) -> Shape:
         return record(annotation, {name: shape_of(hints[name], notation) for name in hints})
     if is_dataclass(annotation):
         hints = get_type_hints(annotation)
-        return record(annotation, {field.name: shape_of(hints[field.name], notation) for field in fields(annotation)})
+        shape = record(annotation, {field.name: shape_of(hints[field.name], notation) for field in fields(annotation)})
+        is_encoded_once = notation is Notation.BINARY and getattr(annotation, "is_encoded_once", False)
+        return encoded_once(shape) if is_encoded_once else shape
     return _generic(annotation, notation)
 
 

@@ -18,6 +18,7 @@ from oobleck.control.events.inputs import (
     Record,
     Send,
     SendAll,
+    SendOrders,
 )
 from oobleck.control.journal import ConnectionLost, JournalEntry, Loss
 from oobleck.control.protocol import (
@@ -86,7 +87,7 @@ def sends(command: Command) -> Iterable[Send]:
     match command:
         case Send():
             return [command]
-        case SendAll():
+        case SendAll() | SendOrders():
             return command.each()
         case _:
             return []
@@ -191,7 +192,9 @@ class Bench:
 
     @property
     def updates(self) -> list[PlanUpdate]:
-        return [message for message in self.messages(self.commands) if isinstance(message, PlanUpdate)]
+        """For each of the workers that were given one."""
+        ordered = [command for command in self.commands if isinstance(command, SendOrders)]
+        return [command.update for command in ordered for _ in command.worker_ids]
 
     @property
     def ended(self) -> End | None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from oobleck import __version__
-from oobleck.control.commit.sections import committed_after
 from oobleck.control.coordinator.coordinator import Coordinator, Phase
 from oobleck.control.events.inputs import (
     AddRequested,
@@ -30,9 +29,11 @@ from oobleck.control.events.inputs import (
     Record,
     Send,
     SendAll,
+    SendOrders,
     StopRequested,
 )
 from oobleck.control.journal import ConnectionLost, JobEnded, JournalEntry, PlanAdopted, StepDone, Unreachable
+from oobleck.control.plans.sections import committed_after
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
@@ -49,8 +50,10 @@ from oobleck.control.protocol import (
     Killed,
     KillWorker,
     PersistState,
+    PlanOrder,
     PlanUpdate,
     RecordRun,
+    RemoveOld,
     RemoveUnfinished,
     StartWorker,
     StateSaved,
@@ -408,7 +411,7 @@ class World:
                 node.run = run
             case Heartbeat():
                 pass
-            case PersistState() | CommitCheckpoint() | RemoveUnfinished():
+            case PersistState() | CommitCheckpoint() | RemoveOld() | RemoveUnfinished():
                 node.disk.take(message)
             case FindCheckpoints(device=device, request=request):
                 self._say(
@@ -457,6 +460,10 @@ class World:
             match command:
                 case Send():
                     self._deliver(command)
+                case SendOrders(update=update):
+                    self._check_update(update)
+                    for send in command.each():
+                        self._deliver(send)
                 case SendAll():
                     for send in command.each():
                         self._deliver(send)
@@ -479,7 +486,6 @@ class World:
                     pass
 
     def _deliver(self, send: Send) -> None:
-        self._check_message(send.message)
         node = self.nodes[send.node]
         if not (node.is_dead or node.is_cut):
             node.down.append(send.message)
@@ -490,7 +496,7 @@ class World:
             for node in list(self.nodes.values()):
                 while node.up:
                     self._deliver_up(node)
-                while node.down and not isinstance(node.down[0], PlanUpdate):
+                while node.down and not isinstance(node.down[0], PlanOrder):
                     self._deliver_down(node)
 
     def _connect(self, spec: NodeSpec) -> None:
@@ -609,15 +615,12 @@ class World:
         self._restored_generation = generation
         self._back.clear()
 
-    def _check_message(self, message: object) -> None:
-        if not isinstance(message, PlanUpdate):
-            return
-        first = self._updates.setdefault(message.generation, message)
-        if replace(first, device=0) != replace(message, device=0):
-            raise Violation(f"generation {message.generation} orders different things")
-        for item in message.transfers:
+    def _check_update(self, update: PlanUpdate) -> None:
+        if self._updates.setdefault(update.generation, update) != update:
+            raise Violation(f"generation {update.generation} orders different things")
+        for item in update.transfers:
             if self.nodes[item.source.node].is_dropped or self.nodes[item.target.node].is_dropped:
-                raise Violation(f"generation {message.generation} moves a layer with a lost node: {item}")
+                raise Violation(f"generation {update.generation} moves a layer with a lost node: {item}")
 
     def _check(self, move: str) -> None:
         workers = {worker_id: worker for worker_id, worker in self._workers().items() if self._has_gone_back(worker)}

@@ -11,6 +11,7 @@ from oobleck.control.protocol import (
     CommitCheckpoint,
     LayersPersisted,
     PersistState,
+    RemoveOld,
     RemoveUnfinished,
     Shard,
     StateSaved,
@@ -18,7 +19,7 @@ from oobleck.control.protocol import (
 
 __all__ = ["Task", "VirtualDisk"]
 
-Task = StateSaved | PersistState | CommitCheckpoint | RemoveUnfinished
+Task = StateSaved | PersistState | CommitCheckpoint | RemoveOld | RemoveUnfinished
 
 
 class VirtualDisk:
@@ -54,7 +55,7 @@ class VirtualDisk:
             case CommitCheckpoint(manifest=manifest):
                 self.checkpoints.add(manifest.name)
                 return CheckpointCommitted(name=manifest.name)
-            case RemoveUnfinished():
+            case RemoveOld() | RemoveUnfinished():
                 return None
             case task:
                 assert_never(task)

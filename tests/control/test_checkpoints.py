@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from oobleck.control.coordinator.coordinator import Phase
-from oobleck.control.events.inputs import ProfileFound, StopRequested
+from oobleck.control.events.inputs import ProfileFound, Send, StopRequested
 from oobleck.control.journal import (
     Action,
     CheckpointSaved,
@@ -31,6 +31,7 @@ from oobleck.control.protocol import (
     Killed,
     LayersPersisted,
     PersistState,
+    RemoveOld,
     RemoveUnfinished,
     ReplicaDigests,
     RestoreFailed,
@@ -46,7 +47,7 @@ from oobleck.control.protocol import (
 from oobleck.exit_codes import ExitCode
 from oobleck.job import CheckpointSpec
 from oobleck.planner import WorkerId, profile_to_json
-from tests.control.bench import PID, Bench, ready
+from tests.control.bench import PID, Bench, ready, sends
 from tests.control.commit.test_judgement import record
 from tests.control.journals import replay_run
 from tests.control.model import Shape
@@ -360,6 +361,20 @@ def test_old_ones_are_removed_with_the_next_and_unfinished_ones_at_once() -> Non
     assert [message for message in bench.messages(bench.commands, "n0") if isinstance(message, RemoveUnfinished)] == [
         RemoveUnfinished(names=("step-00000003.x.1",))
     ]
+
+
+def test_who_wrote_no_layers_gets_no_manifest_and_hears_afterwards_what_is_too_old() -> None:
+    """Not before: where all share a directory, the older checkpoint is the only one until the newer is complete."""
+    bench = started(CheckpointSpec(save_steps=5, save_total_limit=1), shape=replace(SHAPE, num_nodes=3))
+    tell(bench, nodes=("n0", "n1", "n2"))
+    first, second = save(bench, 5), save(bench, 10, until="written")
+    assert [commit.manifest.name for commit in commits(bench)] == [first, second]
+    assert commits(bench, "n2") == []
+    bench.say("n0", CheckpointCommitted(name=second))
+    assert [message for message in bench.messages(bench.commands) if isinstance(message, RemoveOld)] == []
+    commands = bench.say("n1", CheckpointCommitted(name=second))
+    removals = [send for command in commands for send in sends(command) if isinstance(send.message, RemoveOld)]
+    assert removals == [Send(node="n2", message=RemoveOld(names=(first,)))]
 
 
 def test_time_can_be_what_saves_are_counted_in() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from oobleck.control.commit.judgement import NO_SECTION
-from oobleck.control.commit.sections import shares_of
 from oobleck.control.journal import PlanAdopted, RecoveryDone
+from oobleck.control.plans.sections import shares_of
 from oobleck.control.protocol import NOTHING, PartialStep, SectionRecord
 from tests.control.coordinator.test_coordinator import LONG, answer_all, held, training
 from tests.control.journals import replay_run

@@ -53,7 +53,6 @@ class Bench:
 
     def update(self, *, generation: int, boundary: int, position: DataPosition | None = None) -> int:
         update = PlanUpdate(
-            device=0,
             generation=generation,
             plan=ExecutionPlan(pipelines=()),
             pipeline_generations=(),

@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from oobleck.control.plans import orders_of
 from oobleck.control.protocol import (
     AgentMessage,
     AgentStopped,
@@ -23,6 +24,7 @@ from oobleck.control.protocol import (
     Hello,
     Killed,
     Leaving,
+    PlanOrder,
     PlanUpdate,
     Raised,
     SavedState,
@@ -38,6 +40,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
+from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.roles.ports import CheckpointStore
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.processes.checkpoint_store import NodeCheckpoints
@@ -174,6 +177,19 @@ async def test_workers_are_set_up_and_reported(autojump_clock: MockClock):
         assert desk.host.prepared, "what workers need is prepared as soon as the job is known"
 
 
+def plan_order(layout: ExecutionPlan, *, device: int = 0) -> PlanOrder:
+    update = PlanUpdate(
+        generation=4,
+        plan=layout,
+        pipeline_generations=(4,),
+        schedules=(ScheduleKind.ONE_F_ONE_B,),
+        boundary=0,
+    )
+    worker_id = WorkerId(node="n0", device=device)
+    ((_, order),) = orders_of(update, [worker_id], bases={}, known={}, in_force=None)
+    return order
+
+
 async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
     async with running() as desk:
         link = await desk.connect(devices=(0, 1))
@@ -181,19 +197,12 @@ async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
         for _ in range(2):
             await hear(link, WorkerStarted)
         layout = plan(("n0", "n1"))
-        update = PlanUpdate(
-            device=1,
-            generation=4,
-            plan=layout,
-            pipeline_generations=(4,),
-            schedules=(ScheduleKind.ONE_F_ONE_B,),
-            boundary=0,
-        )
+        order = plan_order(layout, device=1)
         fence = Fence(device=1, generation=4, lost=())
-        await link.master.send([fence, update, FinishStep(device=1), FinishStep(device=7)])
+        await link.master.send([fence, order, FinishStep(device=1), FinishStep(device=7)])
         other = await desk.host.worker(1)
         await other.hears(FinishStep)
-        assert other.told == [fence, update, FinishStep(device=1)]
+        assert other.told == [fence, order, FinishStep(device=1)]
         assert (await desk.host.worker(0)).told == []
 
 
@@ -202,16 +211,8 @@ async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_
         link = await desk.connect()
         await link.master.send([StartWorker(device=0)])
         await hear(link, WorkerStarted)
-        update = PlanUpdate(
-            device=0,
-            generation=4,
-            plan=plan(("n0", "n1")),
-            pipeline_generations=(4,),
-            schedules=(ScheduleKind.ONE_F_ONE_B,),
-            boundary=0,
-        )
-        await link.master.send([update])
-        await (await desk.host.worker()).hears(PlanUpdate)
+        await link.master.send([plan_order(plan(("n0", "n1")))])
+        await (await desk.host.worker()).hears(PlanOrder)
         link.cut()
         again = AgentLink()
         desk.post.send_nowait(again)

@@ -10,6 +10,7 @@ from oobleck.control.protocol import (
     LayersPersisted,
     Manifest,
     PersistState,
+    RemoveOld,
     RemoveUnfinished,
     SavedState,
     Shard,
@@ -36,6 +37,9 @@ class SlowDisk:
 
     async def persist_all(self, name: str) -> tuple[Shard, ...]:
         raise OSError(28, "No space left on device", "/c")
+
+    async def remove(self, names: tuple[str, ...]) -> None:
+        raise OSError(5, "Input/output error")
 
     async def remove_unfinished(self, names: tuple[str, ...]) -> None:
         raise OSError(5, "Input/output error")
@@ -90,7 +94,8 @@ async def test_what_a_run_before_has_left_fails_by_its_name(autojump_clock: trio
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keeping.run)
         keeping.take(PersistState(name="step-1", step=1))
-        keeping.take(RemoveUnfinished(names=("step-0",)))  # what stays on a broken disk is nobody's business here
+        for kind in (RemoveOld, RemoveUnfinished):
+            keeping.take(kind(names=("step-0",)))  # what stays on a broken disk is nobody's business here
         await keeping.settle()
         nursery.cancel_scope.cancel()
     assert said == [StateNotSaved(device=0, name="step-1", step=1, reason="/c: No space left on device")]

@@ -6,7 +6,7 @@ it, or layers of different histories are put together; here is the rest.
 
 from __future__ import annotations
 
-from oobleck.control.events.inputs import Disconnect, SendAll
+from oobleck.control.events.inputs import Disconnect, SendOrders
 from oobleck.control.journal import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
 from oobleck.control.protocol import PlanUpdate
 from oobleck.sim.cluster.fabric import Violation
@@ -72,7 +72,7 @@ def _check_orders(played: ClusterRun) -> None:
             match command:
                 case Disconnect(node=node):
                     gone.add(node)
-                case SendAll(message=PlanUpdate() as update):
+                case SendOrders(update=update):
                     first = updates.setdefault((life, update.generation), update)
                     if (first.plan, first.transfers, first.boundary) != (
                         update.plan,

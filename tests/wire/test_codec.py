@@ -9,6 +9,7 @@ import os
 import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from oobleck.control.journal import JobStarted, JournalEntry, NodeLost, PlanAdopted, StepDone
 from oobleck.control.node_check import PairValue
+from oobleck.control.plans import orders_of
 from oobleck.control.protocol import (
     AgentMessage,
     CommitRecord,
@@ -41,7 +43,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec, ModelSpec, NodeSpec
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind
 from oobleck.wire import (
     MAX_FRAME_BYTES,
@@ -91,8 +93,7 @@ PLAN = ExecutionPlan(
     ),
     spares=("node1",),
 )
-ORDER = PlanUpdate(
-    device=0,
+UPDATE = PlanUpdate(
     generation=2,
     catch_up=RECORD,
     segments=(Segment(segment=1, pipeline=0, microbatches=(3, 4)),),
@@ -101,6 +102,7 @@ ORDER = PlanUpdate(
     schedules=(ScheduleKind.ZERO_BUBBLE,),
     boundary=7,
 )
+((_, ORDER),) = orders_of(UPDATE, [WorkerId(node="node0", device=0)], bases={}, known={}, in_force=PLAN)
 CONFIGURE = Configure(
     protocol=1,
     oobleck_version="1",
@@ -119,11 +121,16 @@ def frame(body: bytes) -> bytes:
 
 
 def frame_of(raw: object) -> bytes:
+    if isinstance(raw, dict) and isinstance(raw.get("common"), dict):
+        raw = raw | {"common": zlib.compress(msgpack.packb(raw["common"]))}
     return frame(msgpack.packb(raw))
 
 
 def raw_of(message: object) -> dict[str, Any]:
+    """What a message is written as; what is encoded once for all is unpacked."""
     raw: dict[str, Any] = msgpack.unpackb(encode_frame(message)[4:])
+    if "common" in raw:
+        raw["common"] = msgpack.unpackb(zlib.decompress(raw["common"]))
     return raw
 
 
@@ -255,6 +262,32 @@ def test_msgpack_without_its_c_extension_reads_the_same():
     assert done.stdout == stream, done.stderr.decode()
 
 
+def test_what_all_are_told_is_encoded_once():
+    """The bytes are taken from the first message; only what is each worker's own is written again."""
+    first, second = (replace(ORDER, device=device, common=replace(ORDER.common, lost=("once",))) for device in (0, 1))
+    alike = replace(second, common=first.common)
+    assert encode_frame(alike) == encode_frame(second)
+    assert decode(MasterMessage, encode_frame(first) + encode_frame(alike)) == [first, second]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"no zlib",
+        zlib.compress(b"\xc1"),
+        zlib.compress(msgpack.packb({})) + b"more",
+        zlib.compress(msgpack.packb({}))[:-1],
+        zlib.compress(bytes(MAX_FRAME_BYTES + 1)),
+        "text",
+        {},
+    ],
+)
+def test_what_is_no_deflated_value_is_rejected(raw):
+    with pytest.raises(PeerError, match=r"^PlanOrder\.common: "):
+        decode(MasterMessage, frame(msgpack.packb(raw_of(ORDER) | {"common": raw})))
+
+
 # --- nothing else is accepted ------------------------------------------------------------------------------
 
 
@@ -289,7 +322,7 @@ RECORDS_WITHIN = [
 def test_records_are_looked_for_at_every_depth():
     assert (
         max(len(path) for _, path in (param.values for param in RECORDS_WITHIN)) == 6
-    )  # plan.pipelines.0.template.stages.0
+    )  # common.delta.templates.0.stages.0
 
 
 @pytest.mark.parametrize(("message", "path"), RECORDS_WITHIN)
@@ -408,8 +441,8 @@ def test_errors_name_the_place_within():
     with pytest.raises(PeerError, match=r"^PairValue\.nodes\[1\]: "):
         FrameDecoder(PairValue).feed(frame_of({"@type": "PairValue", "key": "k", "value": b"", "nodes": ["a", 5]}))
     raw = raw_of(ORDER)
-    raw["plan"]["pipelines"][0]["template"]["stages"][0]["first_layer"] = 4
-    with pytest.raises(PeerError, match=r"^PlanUpdate\.plan\.pipelines\[0\]\.template\.stages\[0\]: .*0 layers"):
+    raw["common"]["delta"]["templates"][0]["stages"][0]["first_layer"] = 4
+    with pytest.raises(PeerError, match=r"^PlanOrder\.common\.delta\.templates\[0\]\.stages\[0\]: .*0 layers"):
         FrameDecoder(MasterMessage).feed(frame_of(raw))
     raw = raw_of(CONFIGURE)
     raw["job"]["model"]["config"]["n_layer"] = [1]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from oobleck.control.plans import orders_of
 from oobleck.control.protocol import (
     CommitRecord,
     Finished,
@@ -117,19 +118,19 @@ class LocalWorkers:
 
     def train(self, plan: ExecutionPlan, kind: ScheduleKind, *, num_sections: int = 1) -> Trained:
         """Train from the initial values to the job's last step; each step is cut into so many sections."""
-        for worker_id in self._worker_ids:
-            update = PlanUpdate(
-                device=worker_id.device,
-                generation=1,
-                plan=plan,
-                pipeline_generations=(1,) * len(plan.pipelines),
-                schedules=(kind,) * len(plan.pipelines),
-                boundary=0,
-                num_sections=num_sections,
-                initial=True,
-                addresses=tuple(self._addresses.values()),
-            )
-            self._tell(worker_id, update)
+        update = PlanUpdate(
+            generation=1,
+            plan=plan,
+            pipeline_generations=(1,) * len(plan.pipelines),
+            schedules=(kind,) * len(plan.pipelines),
+            boundary=0,
+            num_sections=num_sections,
+            initial=True,
+        )
+        addresses = [(0, address) for address in self._addresses.values()]
+        orders = orders_of(update, self._worker_ids, bases={}, known={}, in_force=None, addresses=addresses)
+        for worker_id, order in orders:
+            self._tell(worker_id, order)
         records: dict[int, CommitRecord] = {}
         finished: dict[WorkerId, Finished] = {}
         while finished.keys() != set(plan.worker_ids):

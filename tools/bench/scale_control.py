@@ -26,6 +26,7 @@ from oobleck.control.events import (
     Record,
     Send,
     SendAll,
+    SendOrders,
 )
 from oobleck.control.journal import ConnectionLost, PlanAdopted
 from oobleck.control.protocol import (
@@ -40,6 +41,7 @@ from oobleck.control.protocol import (
     Hello,
     LayersPersisted,
     MasterMessage,
+    PlanOrder,
     PlanUpdate,
     Resumed,
     SavedState,
@@ -52,7 +54,6 @@ from oobleck.control.protocol import (
 )
 from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec
 from oobleck.planner import (
-    ExecutionPlan,
     WorkerId,
     device_sheet,
     estimate_profile,
@@ -84,7 +85,7 @@ class Sent:
     """Of all together."""
     largest_bytes: int
     encode_s: float
-    """Processor seconds for all of them."""
+    """Processor seconds for all of them, from what the coordinator commands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +153,8 @@ class ControlPlane:
         if any(isinstance(command, LookUpProfile) for command in commands):
             commands += self.handle(ProfileFound(profile_json=profile_to_json(_PROFILE)))
         for command in commands:
-            if isinstance(command, SendAll) and isinstance(command.message, PlanUpdate):
-                self._update = command.message
+            if isinstance(command, SendOrders):
+                self._update = command.update
         return commands
 
     def hear(self, said: Iterable[tuple[str, AgentMessage]]) -> list[Command]:
@@ -167,8 +168,8 @@ class ControlPlane:
         self.now_s = max(self.now_s, self._coordinator.next_deadline())
         commands = self._timed(lambda: self._coordinator.handle_deadline(self.now_s))
         for command in commands:
-            if isinstance(command, SendAll) and isinstance(command.message, PlanUpdate):
-                self._update = command.message
+            if isinstance(command, SendOrders):
+                self._update = command.update
         return commands
 
     def beat(self) -> None:
@@ -214,7 +215,7 @@ class ControlPlane:
 def measure_loss(plane: ControlPlane, num_lost: int) -> Loss:
     """Lose nodes that follow each other, as those of a rack do; all survivors answer the last fence."""
     plane.beat()
-    old_plan, adopted = plane.update.plan, plane.update.generation
+    old_plan = plane.update.plan
     middle = len(plane.nodes) // 2
     lost = plane.nodes[middle : middle + num_lost]
     used_s = plane.used_s
@@ -229,14 +230,14 @@ def measure_loss(plane: ControlPlane, num_lost: int) -> Loss:
     generation = max(fence.message.generation for fence in fences if isinstance(fence.message, Fence))
     plane.now_s += 0.01
     survivors = [worker_id for worker_id in old_plan.worker_ids if worker_id.node not in lost]
-    frames = [encode_frame(status) for status in _statuses(survivors, old_plan, generation, adopted)]
+    frames = [encode_frame(status) for status in _statuses(survivors, plane.update, generation)]
     decoder = FrameDecoder[AgentMessage](AgentMessage)
     answers_decode_s, answers = _timed(lambda: [decoder.feed(frame)[0] for frame in frames])
     after = plane.hear((worker_id.node, answer) for worker_id, answer in zip(survivors, answers, strict=True))
-    while not (updates := _to_workers(after, PlanUpdate)):
+    while not (updates := [command for command in after if isinstance(command, SendOrders)]):
         after += plane.wait()
     fenced = _sent(fences)
-    frame = encode_frame(plane.update)
+    frame = encode_frame(next(updates[0].each()).message)
     (entry,) = (
         command.entry for command in after if isinstance(command, Record) and isinstance(command.entry, PlanAdopted)
     )
@@ -327,9 +328,9 @@ def _committed(worker_id: WorkerId, generation: int) -> StepCommitted:
     return StepCommitted(device=worker_id.device, record=record)
 
 
-def _statuses(survivors: Sequence[WorkerId], plan: ExecutionPlan, generation: int, adopted: int) -> Iterable[Status]:
+def _statuses(survivors: Sequence[WorkerId], adopted: PlanUpdate, generation: int) -> Iterable[Status]:
     """All have computed a part of the first step, and have applied none."""
-    layers_at = plan.layers_at
+    layers_at, knows = adopted.plan.layers_at, adopted.ordered.id
     for worker_id in survivors:
         yield Status(
             device=worker_id.device,
@@ -337,10 +338,12 @@ def _statuses(survivors: Sequence[WorkerId], plan: ExecutionPlan, generation: in
             applied=0,
             last_record=None,
             reduced=None,
-            adopted=adopted,
+            adopted=adopted.generation,
+            knows=knows,
             layers=tuple(sorted(layers_at.get(worker_id, ()))),
             microbatches_done=3,
             broken=False,
+            has_open_sums=True,
         )
 
 
@@ -352,10 +355,15 @@ def _is(command: Send | SendAll, kind: type) -> bool:
     return isinstance(command.message, kind)
 
 
-def _sent(commands: Sequence[Send] | Sequence[SendAll]) -> Sent:
+def _sent(commands: Sequence[Send] | Sequence[SendAll] | Sequence[SendOrders]) -> Sent:
     """What the master's channels would write of these; a sample of it is encoded, as they do it."""
-    sends = [send for command in commands for send in (command.each() if isinstance(command, SendAll) else (command,))]
+    made_s, sends = _timed(
+        lambda: [send for command in commands for send in ((command,) if isinstance(command, Send) else command.each())]
+    )
     sample = sends[:: max(1, len(sends) // _SAMPLE)]
+    # What differs is what a worker exchanges with others: a few have most of it.
+    orders = [send.message for send in sends if isinstance(send.message, PlanOrder)]
+    largest = max(orders, key=lambda order: len(order.transfers.items), default=None)
     for send in sample[:1]:
         encode_frame(send.message)  # the first of a kind has the codec look at its fields
     encode_s, sizes = _timed(lambda: [len(encode_frame(send.message)) for send in sample])
@@ -363,8 +371,8 @@ def _sent(commands: Sequence[Send] | Sequence[SendAll]) -> Sent:
     return Sent(
         number=len(sends),
         bytes=round(sum(sizes) * share),
-        largest_bytes=max(sizes, default=0),
-        encode_s=encode_s * share,
+        largest_bytes=max([*sizes, 0 if largest is None else len(encode_frame(largest))]),
+        encode_s=made_s + encode_s * share,
     )
 
 

@@ -26,6 +26,7 @@ from oobleck.control.protocol import (
     Manifest,
     PersistState,
     PlanUpdate,
+    RemoveOld,
     RemoveUnfinished,
     SaveState,
     Shard,
@@ -70,6 +71,8 @@ class _Save:
     is_committing: bool = False
     asked: set[str] = field(default_factory=set)
     """The nodes that were told to write the manifest, and may still do so."""
+    replaced: tuple[str, ...] = ()
+    """Checkpoints that are too old once this one is complete."""
     committed: set[str] = field(default_factory=set)
     """The nodes whose disk has it."""
 
@@ -410,7 +413,9 @@ class Saving:
             pause_s=save.pause_s,
             duration_s=now_s - save.began_s,
         )
-        return (Record(entry=entry), *self._arm(now_s))
+        others = [node for node in self._agents if save.replaced and node not in save.asked]
+        old = (Send(node=node, message=RemoveOld(names=save.replaced)) for node in others)
+        return (Record(entry=entry), *old, *self._arm(now_s))
 
     def failed(self, node: str, message: StateNotSaved, now_s: float) -> tuple[Record | Send, ...]:
         """A part of a save has failed, so the rest cannot be used. Training continues, and says so."""
@@ -483,15 +488,21 @@ class Saving:
         return (*told, *self._arm(now_s, not_before_s=now_s + _RETRY_S))
 
     def _commit_when_written(self, save: _Save) -> tuple[Send, ...]:
+        """Give the manifest to those who wrote layers. It names every file, and elsewhere there is nothing to name.
+
+        Where none of them is left, all get it: the directory may be one that all share.
+        """
         is_written = save.is_written(len(self._layer_names), num_parts=self._num_parts)
         if save.is_committing or not is_written or not save.savers:
             return ()
         save.is_committing = True
-        save.asked.update(self._agents)
         complete = [*self.complete, self._known(save)]
-        remove = [known.name for known in complete[: -self._job.checkpoint.save_total_limit] if not known.is_final]
-        message = CommitCheckpoint(manifest=self._manifest(save), remove=tuple(remove))
-        return tuple(Send(node=node, message=message) for node in self._agents)
+        old = complete[: -self._job.checkpoint.save_total_limit]
+        save.replaced = tuple(known.name for known in old if not known.is_final)
+        agents, writers = set(self._agents), {worker_id.node for worker_id in save.savers}
+        save.asked.update(agents & writers or agents)
+        message = CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
+        return tuple(Send(node=node, message=message) for node in sorted(save.asked))
 
     def _patience_s(self, save: _Save) -> float:
         return _PATIENCE_S if self._is_whole(save) else _COPY_PATIENCE_S

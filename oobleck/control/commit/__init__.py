@@ -7,13 +7,12 @@ from .commit_state import CommitState, Interrupted, PeerLost
 from .commit_tree import Neighbours, commit_tree, hops_up
 from .follower import Follower
 from .generations import Generations
-from .groups import Committee, GroupKey, PlaceInPlan, regrouped
+from .groups import Committee, GroupKey, PlaceInPlan, regrouped, transfer_key
 from .hangs import cut_off_nodes, stuck_workers
 from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered
 from .partial_commit import PartialCommit
 from .progress import HANG_FLOOR_S, STEPS_TIMED, Progress
 from .replica_check import ReplicaCheck
-from .sections import PARTIAL_COMMIT_COPIES, num_sections_of, sections_wanted, shares_of
 from .worker_effects import (
     FAILURES,
     Adopt,
@@ -59,7 +58,6 @@ __all__ = [
     "FAILURES",
     "HANG_FLOOR_S",
     "NO_SECTION",
-    "PARTIAL_COMMIT_COPIES",
     "STEPS_TIMED",
     "Adopt",
     "Agree",
@@ -120,10 +118,8 @@ __all__ = [
     "hops_up",
     "judge",
     "microbatches_redone",
-    "num_sections_of",
     "regrouped",
-    "sections_wanted",
-    "shares_of",
     "stuck_workers",
+    "transfer_key",
     "uncovered",
 ]

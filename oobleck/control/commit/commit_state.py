@@ -9,10 +9,20 @@ order, and the coordinator's view of all answers is never half of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
-from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, SectionRecord, Status
+from oobleck.control.plans import WrongBase, update_of
+from oobleck.control.protocol import (
+    CommitRecord,
+    Fence,
+    OrderedPlan,
+    PlanNeeded,
+    PlanOrder,
+    PlanUpdate,
+    SectionRecord,
+    Status,
+)
 from oobleck.planner import ExecutionPlan, WorkerId
 
 __all__ = ["CommitState", "Interrupted", "PeerLost"]
@@ -41,6 +51,8 @@ class CommitState:
         self._fence = 0
         self._generation = 0
         self._update: PlanUpdate | None = None
+        self._known: OrderedPlan | None = None
+        """The newest plan that was ordered: the next order may be a change of it."""
         self._pipeline_lost = False
         self._stop_wanted = False
         self._plan: ExecutionPlan | None = None
@@ -67,10 +79,7 @@ class CommitState:
             self._fence = max(self._fence, fence.generation)
             if self._update is not None and self._update.generation < self._fence:
                 self._update = None
-            located = self._plan.locate(self.worker_id) if self._plan else None
-            if self._plan is not None and located is not None:
-                nodes = self._plan.pipelines[located[0]].nodes
-                self._pipeline_lost = self._pipeline_lost or any(node in fence.lost for node in nodes)
+            self._note_lost(fence.lost)
             status = Status(
                 device=self.worker_id.device,
                 generation=fence.generation,
@@ -84,15 +93,36 @@ class CommitState:
                 partial=self._partial,
                 section_reduced=self._section_reduced,
                 has_open_sums=self._open_sums,
+                knows=None if self._known is None else self._known.id,
             )
         self._announce()
         return status
 
+    def give_order(self, order: PlanOrder) -> PlanNeeded | None:
+        """Leave the plan update of an order for the training thread, or ask for the whole plan.
+
+        Only the control thread comes here, so what is known does not change meanwhile. O(nodes). Raises WrongBase for
+        a whole plan that cannot be rebuilt.
+        """
+        try:
+            update = update_of(self._known, order, self.worker_id)
+        except WrongBase:
+            if order.common.delta.base is None:
+                raise
+            return PlanNeeded(device=self.worker_id.device, generation=order.generation)
+        self.give_update(update)
+        return None
+
     def give_update(self, update: PlanUpdate) -> None:
         """Leave a plan update for the training thread; one it has not taken yet is replaced by a newer one."""
+        ordered = update.ordered
         with self._lock:
+            if self._known is None or ordered.generation > self._known.generation:
+                self._known = ordered
             if update.generation >= max(self._fence, self._generation + 1):
                 self._update = update
+                if update.finish is not None:  # nodes may be lost that the fence did not name
+                    self._note_lost(update.lost)
         self._announce()
 
     def want_stop(self) -> None:
@@ -274,6 +304,12 @@ class CommitState:
             self._section_reduced = None
             self._microbatches_done = 0
             self._pipeline_lost = False
+
+    def _note_lost(self, lost: Collection[str]) -> None:
+        located = self._plan.locate(self.worker_id) if self._plan else None
+        if self._plan is not None and located is not None:
+            nodes = self._plan.pipelines[located[0]].nodes
+            self._pipeline_lost = self._pipeline_lost or any(node in lost for node in nodes)
 
     def _check_fence(self) -> None:
         if self._fence > self._generation:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Protocol
 
+from oobleck.control.plans import shares_of
 from oobleck.control.protocol import (
     CommitRecord,
     EvaluationDone,
@@ -36,9 +37,8 @@ from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan
 
 from .commit_state import CommitState, Interrupted, PeerLost
-from .groups import Committee, GroupKey, PlaceInPlan, transfer_key
+from .groups import Committee, GroupKey, PlaceInPlan, transfer_keys
 from .partial_commit import PartialCommit
-from .sections import shares_of
 from .worker_effects import (
     Adopt,
     Agree,
@@ -310,10 +310,7 @@ class Follower:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
         seat = PlaceInPlan.find(update, self._worker_id)
         committee = None if seat is None else self._committee_of(update, update.plan)
-        moving = transfer_key(update.transfers, update.generation)
-        if moving is not None and self._worker_id not in moving.members:
-            moving = None
-        keys: tuple[GroupKey, ...] = () if moving is None else (moving,)
+        keys = transfer_keys(update.transfers, update.generation, self._worker_id)
         if seat is not None and committee is not None:
             keys += (seat.lane_key, seat.stage_key)
         layers = range(0) if seat is None else seat.layers
@@ -321,7 +318,7 @@ class Follower:
         if update.restore is not None:
             assert not update.partial.microbatches, "a checkpoint is of a whole step"
             yield ReadCheckpoint(update, layers)
-        yield Exchange(update, moving)
+        yield Exchange(update)
         is_current = self._commit_state.applied == update.boundary
         yield ShareLossScale(committee, is_current or update.restore is not None)
         keep = self._to_keep(update, layers) if is_current else ()
@@ -349,7 +346,7 @@ class Follower:
         kept = self._commit_state.kept
         if update.restore is not None:
             kept = tuple(item.layer for item in update.transfers if item.source == self._worker_id)
-        moving = {item.layer for item in update.transfers}.difference(layers)
+        moving = frozenset(update.moving).difference(layers)
         return tuple(sorted(moving.intersection((*self._commit_state.layers, *kept))))
 
     # --- failures that are reported --------------------------------------------------------------------------

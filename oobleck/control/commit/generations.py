@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from oobleck.control.journal import PlanAdopted
-from oobleck.control.protocol import NOTHING, PartialStep, PlanUpdate, Restore, SectionRecord, Segment, Status
+from oobleck.control.plans import committed_after, shares_of
+from oobleck.control.protocol import (
+    NOTHING,
+    OrderedPlan,
+    PartialStep,
+    PlanUpdate,
+    Restore,
+    SectionRecord,
+    Segment,
+    Status,
+)
 from oobleck.planner import Decision, ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
 from .judgement import NO_SECTION, SectionId, Verdict, broken_pipelines, reassign_microbatches, rests_of
-from .sections import committed_after, shares_of
 
 __all__ = ["Generations"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ordered:
-    """A plan that was ordered, the groups that link its pipelines, and the step that it came into force in."""
-
-    plan: ExecutionPlan
-    pipeline_generations: tuple[int, ...]
-    boundary: int
-    partial: PartialStep
-    num_sections: int
-
-    def partial_before(self, step: int) -> PartialStep:
-        """What of a step was committed before this plan."""
-        return self.partial if step == self.boundary + 1 else NOTHING
 
 
 class Generations:
@@ -38,7 +31,7 @@ class Generations:
         self.current = 0
         """The newest generation, ordered or only fenced; 0 before the first."""
         self._max_steps = max_steps
-        self._ordered: dict[int, _Ordered] = {}
+        self._ordered: dict[int, OrderedPlan] = {}
         self._forgot = 0  # the newest generation whose plan update has workers forget the step in flight
         self._segments_for = (0, 0)  # (generation in force, step)
         self._segments: tuple[Segment, ...] = ()
@@ -52,8 +45,14 @@ class Generations:
         """Note a plan that the journal of a master before knows to be ordered."""
         self.current = entry.generation
         self.forget_before(entry.oldest)
-        self._ordered[entry.generation] = _Ordered(
-            entry.plan, entry.pipeline_generations, entry.boundary, entry.partial, entry.num_sections
+        self._ordered[entry.generation] = OrderedPlan(
+            generation=entry.generation,
+            plan=entry.plan,
+            pipeline_generations=entry.pipeline_generations,
+            schedules=entry.schedules,
+            boundary=entry.boundary,
+            partial=entry.partial,
+            num_sections=entry.num_sections,
         )
         if entry.finish is None or entry.finished_under is None:
             self._forgot = entry.generation
@@ -85,6 +84,11 @@ class Generations:
     def plans(self) -> Mapping[int, ExecutionPlan]:
         """All plans that were ordered, by generation."""
         return {generation: ordered.plan for generation, ordered in self._ordered.items()}
+
+    @property
+    def ordered(self) -> Mapping[int, OrderedPlan]:
+        """All plans that were ordered and that survivors may have, by generation."""
+        return dict(self._ordered)
 
     def in_force(self, verdict: Verdict) -> int:
         """The generation whose plan survivors have adopted, or the newest ordered when they differ."""
@@ -182,7 +186,7 @@ class Generations:
         is_from_scratch: bool,
         num_sections: int,
     ) -> PlanUpdate:
-        """Note the current generation's plan; return its update, for device 0 of any node.
+        """Note the current generation's plan; return its update.
 
         `lost` are the nodes that have no part any more in the plan under which the step is finished; `restore` is the
         checkpoint of the step that the verdict takes for applied. A run that `is_from_scratch` began with the model's
@@ -193,18 +197,10 @@ class Generations:
         absent = tuple(node for node in old.plan.nodes if node in gone) if old is not None else ()
         initial = verdict.applied == 0 and verdict.section == NO_SECTION and finish is None and is_from_scratch
         partial = self.partial(verdict)
-        ordered = _Ordered(
-            decision.plan,
-            self._pipeline_generations(decision.plan, old, gone),
-            verdict.applied if finish is None else finish,
-            partial if finish is None else NOTHING,
-            num_sections,
-        )
-        self._ordered[self.current] = ordered
+        transfers = () if initial else decision.transfers
         if finish is None:
             self._forgot = self.current
-        return PlanUpdate(
-            device=0,
+        update = PlanUpdate(
             generation=self.current,
             catch_up=verdict.catch_up,
             catch_up_section=_record(verdict, partial) if verdict.is_section_behind else None,
@@ -212,17 +208,22 @@ class Generations:
             segments=() if finish is None else self._segments,
             lost=absent,
             plan=decision.plan,
-            pipeline_generations=ordered.pipeline_generations,
-            boundary=ordered.boundary,
-            partial=ordered.partial,
+            pipeline_generations=self._pipeline_generations(decision.plan, old, gone),
+            boundary=verdict.applied if finish is None else finish,
+            partial=partial if finish is None else NOTHING,
             num_sections=num_sections,
             schedules=schedules,
             initial=initial,
             restore=restore,
-            transfers=() if initial else decision.transfers,
+            transfers=transfers,
+            moving=tuple(sorted({item.layer for item in transfers})),
         )
+        self._ordered[self.current] = update.ordered
+        return update
 
-    def _pipeline_generations(self, plan: ExecutionPlan, old: _Ordered | None, lost: frozenset[str]) -> tuple[int, ...]:
+    def _pipeline_generations(
+        self, plan: ExecutionPlan, old: OrderedPlan | None, lost: frozenset[str]
+    ) -> tuple[int, ...]:
         """Keep the groups of pipelines that lost no node and were not stopped half-way; form the others again."""
         kept = {}
         if old is not None:

@@ -6,7 +6,7 @@ Pure functions of plans and plan updates: all workers come to the same groups wi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +14,7 @@ from oobleck.control.protocol import PlanUpdate, Status
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind
 
-__all__ = ["Committee", "GroupKey", "PlaceInPlan", "regrouped", "transfer_key"]
+__all__ = ["Committee", "GroupKey", "PlaceInPlan", "regrouped", "transfer_key", "transfer_keys"]
 
 Members = tuple[WorkerId, ...]
 
@@ -123,10 +123,15 @@ class PlaceInPlan:
         return self.stage == self.num_stages - 1
 
 
-def transfer_key(transfers: Sequence[LayerTransfer], generation: int) -> GroupKey | None:
-    """The group of all who send or receive; None when nothing moves."""
-    members = {worker_id for item in transfers for worker_id in (item.source, item.target)}
-    return GroupKey("transfer", generation, tuple(sorted(members))) if members else None
+def transfer_key(item: LayerTransfer, generation: int) -> GroupKey:
+    """The group in which a layer moves: the two workers alone."""
+    return GroupKey("transfer", generation, tuple(sorted((item.source, item.target))))
+
+
+def transfer_keys(transfers: Iterable[LayerTransfer], generation: int, worker_id: WorkerId) -> tuple[GroupKey, ...]:
+    """The groups in which a worker sends or receives layers."""
+    mine = (transfer_key(item, generation) for item in transfers if worker_id in (item.source, item.target))
+    return tuple(dict.fromkeys(mine))
 
 
 def regrouped(

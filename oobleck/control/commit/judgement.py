@@ -29,10 +29,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from oobleck.control.plans import apportion, shares_of
 from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
-
-from .sections import apportion, shares_of
 
 __all__ = [
     "NO_SECTION",

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oobleck.control.plans import committed_after, num_sections_of
 from oobleck.control.protocol import NOTHING, PartialStep, PeerFailed, PlanUpdate, SectionRecord, Tally
 
 from .commit_state import CommitState, Interrupted, PeerLost
-from .sections import committed_after, num_sections_of
 from .worker_effects import (
     AwaitSection,
     Fold,

@@ -274,8 +274,6 @@ class Exchange:
     """
 
     update: PlanUpdate
-    key: GroupKey | None
-    """None for one that neither sends nor receives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,15 @@ carries out what is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from oobleck.control.commit import (
-    PARTIAL_COMMIT_COPIES,
-    Generations,
-    Progress,
-    distinct,
-    regrouped,
-    sections_wanted,
-)
+from oobleck.control.commit import Generations, Progress, distinct, regrouped
+from oobleck.control.events import SendOrders
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import Membership
+from oobleck.control.plans import PARTIAL_COMMIT_COPIES, sections_wanted
 from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, Status
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
@@ -31,12 +26,13 @@ from .deciding import Decider, committed_records
 from .going_back import Lineage
 from .ordering import plan_ordered
 from .planning import schedules_for
-from .recovery import FENCED, TRAINED, Phase, deadline, phase, step
+from .recovery import ASKING, FENCED, TRAINED, Phase, deadline, phase, step
 from .recovery.states import (
     Answered,
     BeginRecovery,
     Deciding,
     Input,
+    MoreLost,
     Preparing,
     RecoveryBegun,
     State,
@@ -63,6 +59,8 @@ class Reconfiguration:
         self._regroups = (0, 0)
         """(newest step, how often all regrouped since it was committed)."""
         self._state: State = Preparing()
+        self._newest: SendOrders | None = None
+        """The newest plan's orders; None where an earlier master gave them."""
 
     # --- where it is -----------------------------------------------------------------------------------------
 
@@ -115,8 +113,14 @@ class Reconfiguration:
         return self.give(TrainingBegun(generation=generations.current), now_s)
 
     def begin(self, wanted: BeginRecovery, now_s: float) -> Effects:
-        """Fence all survivors under a new generation; losses during a recovery begin it again."""
-        self.generations.begin()
+        """Fence all survivors under a new generation.
+
+        Nodes that are lost while all are asked need no new question: those of a rack are one recovery, and each
+        survivor is fenced once. Losses later in a recovery begin it again.
+        """
+        is_one_more = isinstance(self._state, ASKING) and wanted.cause is PlanCause.LOSS
+        if not is_one_more:
+            self.generations.begin()
         survivors = self._members.ready
         # Only a regrouping may ask which worker reaches which: thousands of addresses are not gathered for each loss.
         is_unexplained = wanted.cause in (PlanCause.HANG, PlanCause.PEER_FAILED)
@@ -124,9 +128,11 @@ class Reconfiguration:
         fence = Fence(
             device=0,
             generation=self.generations.current,
-            lost=self._members.without_part(self.generations.newest),
+            lost=self._lost(),
             probe_addresses=tuple(worker.address for worker in ready if worker.address),
         )
+        if is_one_more:
+            return self.give(MoreLost(nodes=wanted.nodes, fence=fence), now_s)
         self._regroups = _counted(self._regroups, self._progress.last_step, wanted.cause)
         begun = RecoveryBegun(
             nodes=wanted.nodes,
@@ -140,6 +146,11 @@ class Reconfiguration:
             num_regroups=self._regroups[1],
         )
         return self.give(begun, now_s)
+
+    def _lost(self) -> tuple[str, ...]:
+        """The nodes of plans that survivors may have adopted that are gone, or have new workers."""
+        concerned = {node for plan in self.generations.plans.values() for node in plan.nodes}
+        return tuple(node for node in self._members.without_part(self.generations.newest) if node in concerned)
 
     def status(self, worker_ids: Collection[WorkerId], status: Status, now_s: float) -> Effects:
         """Workers answer a fence. Raises PeerError for an answer that cannot be."""
@@ -195,6 +206,31 @@ class Reconfiguration:
         """The answers of those whose groups may be kept: of none where it is not known what hangs."""
         state = self._state
         return state.statuses if isinstance(state, Deciding) and not state.recovery.explains else {}
+
+    def orders(self, choice: Choice, update: PlanUpdate, worker_ids: Iterable[WorkerId]) -> SendOrders:
+        """Return what workers are told of an update, as a change of the plan that each of them says it has."""
+        answers = self._state.statuses if isinstance(self._state, Deciding) else {}
+        adopted, generations = choice.verdict.adopted, self.generations
+        self._newest = SendOrders(
+            worker_ids=tuple(worker_ids),
+            update=update,
+            bases={worker_id: said.knows for worker_id, said in answers.items() if said.knows is not None},
+            known=generations.ordered,
+            in_force=None if update.finish is None or adopted is None else generations.plans[adopted],
+            addresses=self._members.addresses,
+        )
+        return self._newest
+
+    def order_again(self, worker_id: WorkerId, generation: int) -> Effects:
+        """A worker has another plan than the one that its order changes: tell it the whole plan.
+
+        Where an earlier master has given the orders, all are asked again where they stand.
+        """
+        if self.is_fencing or generation != self.generations.current:
+            return ()
+        if self._newest is None or self._newest.update.generation != generation:
+            return (BeginRecovery(cause=PlanCause.MASTER_LOST),)
+        return (replace(self._newest, worker_ids=(worker_id,), bases={}),)
 
     def ordered(self, choice: Choice, update: PlanUpdate, now_s: float) -> Effects:
         """All have their orders."""

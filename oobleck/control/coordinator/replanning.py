@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from oobleck.control.commit import NO_SECTION, Generations, Progress, Verdict, broken_pipelines, shares_of
+from oobleck.control.commit import NO_SECTION, Generations, Progress, Verdict, broken_pipelines
 from oobleck.control.data import Sharding
 from oobleck.control.events import Record
 from oobleck.control.journal import PaceChanged, PlanCause, RecoveryDone
 from oobleck.control.membership import Membership
+from oobleck.control.plans import shares_of
 from oobleck.control.protocol import CommitRecord, Pace, Status
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s

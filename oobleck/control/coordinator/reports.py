@@ -46,6 +46,7 @@ from oobleck.control.protocol import (
     Leaving,
     Pace,
     PeerFailed,
+    PlanNeeded,
     Profiled,
     RecordsFailed,
     ReplicaDigests,
@@ -161,6 +162,9 @@ class Reports:
             case PeerFailed(generation=generation):
                 suspected = FailureSuspected(generation=generation, num_workers=len(parts.members.ready_worker_ids))
                 self._do(parts.reconfiguration.give(suspected, now_s), now_s)
+            case PlanNeeded(generation=generation):
+                asker = WorkerId(node=node, device=message.device)
+                self._do(parts.reconfiguration.order_again(asker, generation), now_s)
             case StateSaved() | StateNotSaved() | LayersPersisted() | CheckpointCommitted():
                 self._saved(node, message, now_s)
             case CheckpointsFound():

@@ -22,6 +22,7 @@ from oobleck.control.events import (
     Repair,
     Send,
     SendAll,
+    SendOrders,
     StoreProfile,
     notice,
 )
@@ -108,7 +109,7 @@ class Routing:
     def _carry_out(self, effect: Effect, now_s: float) -> None:
         parts = self._parts
         match effect:
-            case Record() | Send() | SendAll() | Connect() | Disconnect() | End():
+            case Record() | Send() | SendAll() | SendOrders() | Connect() | Disconnect() | End():
                 self._commands.append(effect)
             case LookUpProfile() | StoreProfile():
                 self._commands.append(effect)
@@ -256,14 +257,9 @@ class Routing:
         placed = parts.sharding.follow(update, now_s, position=position, goes_back=choice.goes_back)
         self.carry_out(parts.saving.order_made(update, now_s), now_s)
         saves = parts.saving.begins_with_save(update)
-        update = replace(
-            update,
-            assignment_version=parts.sharding.assignment_version,
-            saves=saves,
-            addresses=parts.members.addresses,
-        )
+        update = replace(update, assignment_version=parts.sharding.assignment_version, saves=saves)
         worker_ids = parts.members.ready_worker_ids
-        self.carry_out((*placed, SendAll(worker_ids=worker_ids, message=update)), now_s)
+        self.carry_out((*placed, parts.reconfiguration.orders(choice, update, worker_ids)), now_s)
         training = (worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at)
         self.carry_out(parts.sharding.tell(training), now_s)
         is_quick = parts.progress.last_step > 0 and candidate is None

@@ -23,6 +23,7 @@ from .inputs import (
     Remark,
     Send,
     SendAll,
+    SendOrders,
     StopRequested,
     StoreProfile,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "Repair",
     "Send",
     "SendAll",
+    "SendOrders",
     "StopRequested",
     "StoreProfile",
     "notice",

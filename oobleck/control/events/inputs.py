@@ -6,21 +6,26 @@ out the other, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from oobleck.control.journal import JournalEntry, Loss
+from oobleck.control.plans import orders_of
 from oobleck.control.protocol import (
     AgentMessage,
     Hello,
     MasterMessage,
+    OrderedPlan,
     Pace,
+    PlanId,
+    PlanUpdate,
     Resumed,
     Status,
+    WorkerAddress,
     WorkerCommand,
 )
 from oobleck.job import NodeSpec
-from oobleck.planner import WorkerId
+from oobleck.planner import ExecutionPlan, WorkerId
 
 __all__ = [
     "AddRequested",
@@ -42,6 +47,7 @@ __all__ = [
     "Remark",
     "Send",
     "SendAll",
+    "SendOrders",
     "StopRequested",
     "StoreProfile",
 ]
@@ -178,6 +184,35 @@ class SendAll:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendOrders:
+    """Send workers what a plan update means for each of them."""
+
+    worker_ids: tuple[WorkerId, ...]
+    update: PlanUpdate
+    bases: Mapping[WorkerId, PlanId]
+    """The plans that workers have, as far as they have said so."""
+    known: Mapping[int, OrderedPlan]
+    """The plans that orders can be changes of, by generation."""
+    in_force: ExecutionPlan | None
+    """The plan under which the step in flight is finished."""
+    addresses: tuple[tuple[int, WorkerAddress], ...]
+    """Where the workers listen that are ready, each with the generation in which it became so."""
+
+    def each(self) -> Iterator[Send]:
+        """What is sent to each of them."""
+        orders = orders_of(
+            self.update,
+            self.worker_ids,
+            bases=self.bases,
+            known=self.known,
+            in_force=self.in_force,
+            addresses=self.addresses,
+        )
+        for worker_id, order in orders:
+            yield Send(node=worker_id.node, message=order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnect:
     """Have nothing more to do with a node: end whatever of ours still runs there."""
 
@@ -214,4 +249,4 @@ class End:
     reason: str
 
 
-Command = Connect | Send | SendAll | Disconnect | Record | LookUpProfile | StoreProfile | End
+Command = Connect | Send | SendAll | SendOrders | Disconnect | Record | LookUpProfile | StoreProfile | End

@@ -407,10 +407,10 @@ class Membership:
         return self._ready_worker_ids
 
     @property
-    def addresses(self) -> tuple[WorkerAddress, ...]:
-        """Where the workers listen that are ready."""
-        workers = (worker for member in self.ready for worker in member.ready.values())
-        return tuple(worker.address for worker in workers if worker.address is not None)
+    def addresses(self) -> tuple[tuple[int, WorkerAddress], ...]:
+        """Where the workers listen that are ready, each with the generation in which its node became so."""
+        workers = ((member.ready_since, worker) for member in self.ready for worker in member.ready.values())
+        return tuple((since, worker.address) for since, worker in workers if worker.address is not None)
 
     @property
     def all_save(self) -> bool:

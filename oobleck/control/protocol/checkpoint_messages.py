@@ -2,8 +2,9 @@
 
 master ── SaveState ──> workers        the next commit carries the wish, so that all save after the same step
 workers ── StateSaved ──> master       on its way the agent hears of it, and writes the layers to disk
-agents ── LayersPersisted ──> master   when all layers are there:
+agents ── LayersPersisted ──> master   when all layers are there, those who wrote them get the manifest:
 master ── CommitCheckpoint ──> agents ── CheckpointCommitted ──> master
+master ── RemoveOld ──> agents         once it is complete, all others hear which checkpoints are too old
 
 master ── PersistState ──> agents      a state that a run before has left in memory alone: its layers are written too
 master ── RemoveUnfinished ──> agents  a save was given up: what is on disk of it takes room that the next one needs
@@ -26,6 +27,7 @@ __all__ = [
     "FoundState",
     "LayersPersisted",
     "PersistState",
+    "RemoveOld",
     "RemoveUnfinished",
     "ReplicaDigests",
     "Restore",
@@ -108,6 +110,13 @@ class CommitCheckpoint:
 
     manifest: Manifest
     remove: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveOld:
+    """Checkpoints that are too old, since a newer one is complete: remove what is on disk of them."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

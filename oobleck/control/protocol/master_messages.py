@@ -18,11 +18,13 @@ from .checkpoint_messages import (
     CommitCheckpoint,
     FindCheckpoints,
     PersistState,
+    RemoveOld,
     RemoveUnfinished,
     Restore,
     SaveState,
     StoragePaths,
 )
+from .plan_orders import OrderedPlan, PlanOrder
 from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
@@ -124,8 +126,11 @@ class Fence(ForWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanUpdate(ForWorker):
+class PlanUpdate:
     """Resolve what is in flight; then adopt the plan and train on.
+
+    No message: a worker is sent a `PlanOrder`, and has the update from that and the plan that it knows. Of the
+    coordinator's, which is for all, it has its own segments and transfers.
 
     Resolving takes two moves, either of which may be nothing to do: `catch_up` or `catch_up_section`, then `finish`.
     """
@@ -160,13 +165,25 @@ class PlanUpdate(ForWorker):
     restore: Restore | None = None
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
-    """All workers', in one order: their messages are numbered by it."""
+    """In one order for all: whoever sends or receives follows it."""
+    moving: tuple[int, ...] = ()
+    """The layers that change hands anywhere, sorted."""
     regrouped: tuple[WorkerId, ...] = ()
     """Workers whose groups are all formed again; those of the others that sum gradients are kept where they fit."""
-    addresses: tuple[WorkerAddress, ...] = ()
-    """Where the workers listen with whom the receiver may have to speak."""
     assignment_version: int = 0
     """Of the records that steps take once the plan is in force: see `StepRecords`."""
+
+    @property
+    def ordered(self) -> OrderedPlan:
+        return OrderedPlan(
+            generation=self.generation,
+            plan=self.plan,
+            pipeline_generations=self.pipeline_generations,
+            schedules=self.schedules,
+            boundary=self.boundary,
+            partial=self.partial,
+            num_sections=self.num_sections,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +213,7 @@ class SetUpWorker:
 WorkerCommand = (
     ProfileRequest
     | Fence
-    | PlanUpdate
+    | PlanOrder
     | FinishStep
     | SaveState
     | FindCheckpoints
@@ -215,6 +232,7 @@ MasterMessage = (
     | StopAgent
     | CommitCheckpoint
     | PersistState
+    | RemoveOld
     | RemoveUnfinished
     | WorkerCommand
 )

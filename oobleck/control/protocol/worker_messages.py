@@ -10,6 +10,7 @@ from oobleck.planner import WorkerId
 from .bases import FromWorker
 from .checkpoint_messages import CheckpointsFound, ReplicaDigests, RestoreFailed, StateNotSaved, StateSaved
 from .ends import Raised
+from .plan_orders import PlanId, PlanNeeded
 from .records import CommitRecord, SectionRecord, WorkerAddress
 from .shard_messages import RecordsFailed, ScanAnswer
 
@@ -118,6 +119,8 @@ class Status(FromWorker):
     """Its part in sums of gradients is posted, and not all of them are here."""
     section_reduced: int | None = None
     """The number of the section after, if this worker holds its fully reduced gradients and has not committed them."""
+    knows: PlanId | None = None
+    """The newest plan that it was ordered, whether or not it has adopted it: the next order may be a change of it."""
     waits_for: tuple[WorkerId, ...] = ()
     """The workers whose part it waits for; none while it computes. This and what follows only on request."""
     unreachable: tuple[WorkerId, ...] = ()
@@ -194,6 +197,7 @@ WorkerReport = (
     | Pace
     | LayersMoving
     | PeerFailed
+    | PlanNeeded
     | Finished
     | StateSaved
     | StateNotSaved

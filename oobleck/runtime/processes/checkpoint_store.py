@@ -62,6 +62,10 @@ class NodeCheckpoints:
         """Write what all workers of a run before have left of a state. Raises OSError or CorruptCheckpoint."""
         return await trio.to_thread.run_sync(self._persist_all, name, abandon_on_cancel=True)
 
+    async def remove(self, names: tuple[str, ...]) -> None:
+        """Remove what is on disk of checkpoints that are too old. Raises OSError."""
+        await trio.to_thread.run_sync(self._checkpoints.remove, names, abandon_on_cancel=True)
+
     async def remove_unfinished(self, names: tuple[str, ...]) -> None:
         """Remove what is on disk of saves that were given up. Raises OSError."""
         self._written -= set(names)

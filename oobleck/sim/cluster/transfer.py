@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from oobleck.control.commit import CommitState, GroupKey
+from oobleck.control.commit import CommitState, GroupKey, transfer_key
 from oobleck.control.protocol import PlanUpdate
 from oobleck.planner import LayerTransfer
 
@@ -29,34 +29,33 @@ class Transfers:
         self._tempo = tempo
         self._clock = clock
 
-    def exchange(
-        self, update: PlanUpdate, key: GroupKey | None, layers: HeldLayers
-    ) -> Generator[Wait, None, dict[int, Version]]:
-        """Send what a plan update has this worker send; return the layers that it receives. None: it does neither."""
-        for tag, item in enumerate(update.transfers):
-            if key is not None and item.source == self._worker_id:
-                self._fabric.send(key, self._worker_id, item.target, tag, layers.state(item.layer))
+    def exchange(self, update: PlanUpdate, layers: HeldLayers) -> Generator[Wait, None, dict[int, Version]]:
+        """Send what a plan update has this worker send; return the layers that it receives."""
+        for item in update.transfers:
+            if item.source == self._worker_id:
+                key = transfer_key(item, update.generation)
+                self._fabric.send(key, self._worker_id, item.target, item.layer, layers.state(item.layer))
         yield from pause("sent layers")
         began_s, self.received_bytes = self._clock(), 0
         received: dict[int, Version] = {}
-        for tag, item in enumerate(update.transfers):
-            if key is not None and item.target == self._worker_id:
-                state = yield from self._receive(key, tag, item)
+        for item in update.transfers:
+            if item.target == self._worker_id:
+                state = yield from self._receive(transfer_key(item, update.generation), item)
                 if received.setdefault(item.layer, state) != state:
                     raise Violation(f"{self._worker_id} receives layer {item.layer} in parts of different versions")
         self.took_s = self._clock() - began_s
         return received
 
-    def _receive(self, key: GroupKey, tag: int, item: LayerTransfer) -> Generator[Wait, None, Version]:
+    def _receive(self, key: GroupKey, item: LayerTransfer) -> Generator[Wait, None, Version]:
         yield Wait(
             f"layer {item.layer} from {item.source}",
-            lambda: self._fabric.has_mail(key, item.source, self._worker_id, tag),
+            lambda: self._fabric.has_mail(key, item.source, self._worker_id, item.layer),
             self._commit_state.is_fenced,
             lambda: self._fabric.lacks_a_member(key),
             touches_network=True,
             takes_s=self._tempo.transfer_s(item),
         )
         self.received_bytes += self._tempo.part_bytes(item)
-        state = self._fabric.receive(key, item.source, self._worker_id, tag)
+        state = self._fabric.receive(key, item.source, self._worker_id, item.layer)
         assert isinstance(state, Version)
         return state

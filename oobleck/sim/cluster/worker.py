@@ -58,6 +58,7 @@ from oobleck.control.protocol import (
     Finished,
     FinishStep,
     PeerFailed,
+    PlanOrder,
     PlanUpdate,
     RecordRun,
     RecordsFailed,
@@ -136,8 +137,8 @@ class VirtualWorker:
             programs=self._programs,
         )
         self._received: dict[int, Version] = {}
-        self._ordered_s = 0.0
-        """When the master has done its work for the newest update: here it decides in no time."""
+        self._given_s = 0.0
+        """When the newest order came. The master decides in no time here, and its work is waited for instead."""
         self._thread = self._carry_out(self._follower.run())
         self.wait = next(self._thread)
 
@@ -151,10 +152,11 @@ class VirtualWorker:
             case Fence():
                 self._programs.note_microbatches()
                 self._ports.say(self.commit_state.answer(message))
-            case PlanUpdate():
-                self._ordered_s = self._ports.clock() + self._ports.tempo.ordering_s(message)
-                self._groups.know(message.addresses)
-                self.commit_state.give_update(message)
+            case PlanOrder():
+                self._given_s = self._ports.clock()
+                self._groups.know(message.common.addresses)
+                if (needed := self.commit_state.give_order(message)) is not None:
+                    self._ports.say(needed)
             case FinishStep():
                 self.commit_state.want_stop()
             case SaveState(step=step) if self._ports.saver is not None:
@@ -270,8 +272,8 @@ class VirtualWorker:
                 yield from self._groups.form(self._groups_of(keys, committee))
             case KeepGroups(keys=keys, committee=committee):
                 self._groups.keep(self._groups_of(keys, committee))
-            case Exchange(update=update, key=key):
-                self._received = yield from self._transfers.exchange(update, key, self._layers)
+            case Exchange(update=update):
+                self._received = yield from self._transfers.exchange(update, self._layers)
                 yield from pause("about to adopt")
             case Adopt():
                 yield from self._adopt(effect)
@@ -285,7 +287,7 @@ class VirtualWorker:
         yield Wait("an order", lambda: self.commit_state.has_update)
         update = self.commit_state.take_update()
         assert update is not None
-        if (takes_s := self._ordered_s - self._ports.clock()) > 0:
+        if (takes_s := self._given_s + self._ports.tempo.ordering_s(update) - self._ports.clock()) > 0:
             yield Wait("the master's work for the order", lambda: True, takes_s=takes_s)
         yield from pause("took an order")
         return update

@@ -9,7 +9,7 @@ steps are committed, when the step in flight is finished, when a plan is adopted
 
 This is a closed form of what `control.commit.follower` does, and no driver of it: that would take every move of every
 worker. What ties the two is a property (`test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_mode` in
-`tests/sim/test_modes.py`). Who takes which microbatches, and where sections end, `control.commit.sections` says for
+`tests/sim/test_modes.py`). Who takes which microbatches, and where sections end, `control.plans.sections` says for
 both."""
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
-from oobleck.control.commit import broken_pipelines, num_sections_of, shares_of
+from oobleck.control.commit import broken_pipelines
+from oobleck.control.plans import num_sections_of, shares_of
 from oobleck.control.protocol import NOTHING, CommitRecord, PartialStep, PlanUpdate, Resumed, SectionRecord, Status
 from oobleck.planner import ExecutionPlan, Pipeline, Profile, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops

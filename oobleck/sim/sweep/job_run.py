@@ -23,6 +23,7 @@ from oobleck.control.events import (
     Record,
     Send,
     SendAll,
+    SendOrders,
 )
 from oobleck.control.journal import AgentLost, JobStarted, Loss, NodeConnected, StepDone, Unreachable
 from oobleck.control.protocol import (
@@ -91,6 +92,8 @@ class JobRun:
         """Workers that have ended, and may be started again."""
         self._update: PlanUpdate | None = None
         self._fence = 0
+        self._answered = 0
+        """The newest fence that all have answered who can."""
         self._untold_step = 0
         """The first step that is committed and that no worker can report to the master; 0 where there is none."""
         self.is_over = False
@@ -169,7 +172,10 @@ class JobRun:
     def feed(self, event: Event, *, from_step: int = 0) -> None:
         """Give the coordinator an event, if there is one, and carry out what it decides."""
         if self._coordinator is not None:
+            is_answered = self._coordinator.phase is Phase.FENCING and self._answered == self._fence
             self._carry_out(self._coordinator.handle(self.agenda.now_s, event), from_step=from_step)
+            if is_answered and isinstance(event, NodeFailed | MessageReceived):
+                self._tick_later()  # a loss that belongs to one before has nobody answer again
 
     def _say(self, worker_id: WorkerId, message: AgentMessage) -> None:
         self.feed(MessageReceived(node=worker_id.node, message=message))
@@ -187,11 +193,11 @@ class JobRun:
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
-                case SendAll(message=PlanUpdate(initial=True)) if self.crew.last_record is not None:
+                case SendOrders(update=PlanUpdate(initial=True)) if self.crew.last_record is not None:
                     self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
                     return
-                case SendAll(message=PlanUpdate() as update):
-                    ordered = update  # the same for all, but for the device
+                case SendOrders(update=update):
+                    ordered = update
                 case Disconnect(node=node):
                     self.nodes.members.pop(node, None)
                 case Send(node=node, message=StartWorker(device=device)) if WorkerId(node, device) in self._crashed:
@@ -228,6 +234,7 @@ class JobRun:
         """Have the workers answer a fence: all who can, or those of some nodes."""
         if generation != self._fence or self._coordinator is None or self._coordinator.phase is not Phase.FENCING:
             return
+        self._answered = generation
         plan = self.crew.plan
         at_work = frozenset(plan.nodes) if plan is not None else frozenset()
         well = self.nodes.well

@@ -115,10 +115,11 @@ class PeerLinks:
         if is_broken:
             self._wake()
 
-    def keep_only(self, worker_ids: Collection[WorkerId]) -> None:
-        """Forget the other peers whose addresses were told, and end their links at once."""
+    def forget(self, nodes: Collection[str]) -> None:
+        """Forget where the workers of lost nodes listen, and end their links at once."""
         with self._lock:
-            gone = self._addresses.keys() - set(worker_ids)
+            lost = frozenset(nodes)
+            gone = {worker_id for worker_id in self._addresses if worker_id.node in lost}
             for worker_id in gone:
                 del self._addresses[worker_id]
             for link in self._links_of(gone):

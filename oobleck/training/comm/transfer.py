@@ -4,14 +4,15 @@ A layer's state is a sequence of tensors, the same on all sides, and counts as o
 out of the source's own tensors and into the target's new ones, a few at a time, so that neither needs memory for more
 than the layers that it receives and `WINDOW_BYTES` on either way. All chunks of an exchange are numbered in an order
 that alternates between sources; all sends and receives in that order, so the lowest chunk that is not there
-yet is always under way, whatever the windows are.
+yet is always under way, whatever the windows are. A worker knows its own transfers alone, in the order of all of them;
+chunks are numbered for each pair, which is a group of its own.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -24,6 +25,7 @@ from oobleck.planner import LayerTransfer, WorkerId
 
 from .groups import Group
 from .staging import Pending
+from .waiter import Waiter
 
 __all__ = [
     "CHUNK_BYTES",
@@ -53,13 +55,15 @@ class Chunk:
     first: int
     stop: int
     tag: int
+    """Counts the chunks from its source to its target."""
 
 
 def exchange_layers(
     transfers: Sequence[LayerTransfer],
     *,
     worker_id: WorkerId,
-    group: Group | None,
+    group_of: Callable[[LayerTransfer], Group],
+    waiter: Waiter,
     state_of: Callable[[int], LayerState],
     empty_state: Callable[[int], LayerState],
     size_of: Callable[[int], int],
@@ -70,6 +74,7 @@ def exchange_layers(
 ) -> dict[int, LayerState]:
     """Send what others lack, receive what this worker lacks; return the received layers' states.
 
+    `transfers` has at least those of this worker, in the same order everywhere; `group_of` one of them is its pair's.
     `state_of(layer)` is the state of a layer held here, `empty_state(layer)` makes room for one that is not, and
     `size_of(layer)` is the number of elements of either. `on_progress(received, all)` receives bytes every half second,
     by a helper thread. Raises Interrupted or PeerLost, with nothing of the own layers touched.
@@ -79,14 +84,13 @@ def exchange_layers(
     incoming = [chunk for chunk in chunks if chunk.transfer.target == worker_id]
     if not outgoing and not incoming:
         return {}
-    assert group is not None
     held = {layer: _Row(state_of(layer)) for layer in _layers_of(outgoing)}
     received = {layer: empty_state(layer) for layer in _layers_of(incoming)}
     rows = {layer: _Row(state) for layer, state in received.items()}
-    group.waiter.call_all(
+    waiter.call_all(
         [
-            lambda: _send(group, outgoing, held),
-            lambda: _receive(group, incoming, rows, _Progress(incoming, element_bytes, on_progress)),
+            lambda: _send(group_of, outgoing, held),
+            lambda: _receive(group_of, incoming, rows, _Progress(incoming, element_bytes, on_progress)),
         ],
         interrupted,
         {chunk.transfer.source for chunk in incoming} | {chunk.transfer.target for chunk in outgoing},
@@ -104,7 +108,7 @@ def fill_state(state: LayerState, row: torch.Tensor) -> LayerState:
 def cut_into_chunks(
     transfers: Sequence[LayerTransfer], size_of: Callable[[int], int], max_elements: int
 ) -> list[Chunk]:
-    """Cut and number the messages of an exchange, the same for all: one of each transfer in turn."""
+    """Cut and number the messages of an exchange: one of each transfer in turn."""
     turns: list[list[tuple[LayerTransfer, int, int]]] = []
     for item in transfers:
         size = size_of(item.layer)
@@ -113,8 +117,12 @@ def cut_into_chunks(
             if turn == len(turns):
                 turns.append([])
             turns[turn].append((item, first, min(first + max_elements, end)))
-    flat = [each for turn in turns for each in turn]
-    return [Chunk(item, first, stop, tag) for tag, (item, first, stop) in enumerate(flat)]
+    chunks: list[Chunk] = []
+    sent: Counter[tuple[WorkerId, WorkerId]] = Counter()
+    for item, first, stop in (each for turn in turns for each in turn):
+        chunks.append(Chunk(item, first, stop, sent[item.source, item.target]))
+        sent[item.source, item.target] += 1
+    return chunks
 
 
 def _layers_of(chunks: Sequence[Chunk]) -> list[int]:
@@ -178,19 +186,25 @@ class _Progress:
             self._tell(self._received, self._total)
 
 
-def _send(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row]) -> None:
+def _send(group_of: Callable[[LayerTransfer], Group], chunks: Sequence[Chunk], rows: Mapping[int, _Row]) -> None:
     """Send chunks in order, a window of them at a time."""
     posted: deque[tuple[Pending, torch.Tensor]] = deque()
     for chunk in chunks:
         if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:
             _wait(posted.popleft()[0])
         tensor = rows[chunk.transfer.layer].read(chunk.first, chunk.stop)
+        group = group_of(chunk.transfer)
         posted.append((group.send(tensor, group.rank_of(chunk.transfer.target), chunk.tag), tensor))
     while posted:
         _wait(posted.popleft()[0])
 
 
-def _receive(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row], progress: _Progress) -> None:
+def _receive(
+    group_of: Callable[[LayerTransfer], Group],
+    chunks: Sequence[Chunk],
+    rows: Mapping[int, _Row],
+    progress: _Progress,
+) -> None:
     """Receive chunks in order, a window of them at a time."""
     posted: deque[tuple[Chunk, Pending, torch.Tensor]] = deque()
 
@@ -204,6 +218,7 @@ def _receive(group: Group, chunks: Sequence[Chunk], rows: Mapping[int, _Row], pr
         if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:
             take_oldest()
         room = rows[chunk.transfer.layer].room_for(chunk.first, chunk.stop)
+        group = group_of(chunk.transfer)
         posted.append((chunk, group.post_receive(room, group.rank_of(chunk.transfer.source), chunk.tag), room))
     while posted:
         take_oldest()

@@ -28,6 +28,7 @@ from oobleck.control.protocol import (
     GroupValue,
     PartUp,
     PeerMessage,
+    PlanOrder,
     PlanUpdate,
     Profiled,
     ProfileRequest,
@@ -187,11 +188,12 @@ class _Worker:
                 self._explain(message)
             case Fence():
                 self._link.send(self._answer(message))
-            case PlanUpdate():
+            case PlanOrder():
                 self._log.info("receives an order of generation %d", message.generation)
-                self._links.know(message.addresses)
-                self._links.keep_only([address.worker_id for address in message.addresses])
-                self._commit_state.give_update(message)
+                self._links.know(message.common.addresses)
+                if (needed := self._commit_state.give_order(message)) is not None:
+                    self._log.warning("has another plan than the one that the order changes: asks for all of it")
+                    self._link.send(needed)
             case FinishStep():
                 self._log.info("is to stop after the step in flight")
                 self._commit_state.want_stop()
@@ -238,6 +240,7 @@ class _Worker:
     def _answer(self, fence: Fence) -> Status:
         """Raise the fence, and log what it says."""
         status = self._commit_state.answer(fence)
+        self._links.forget(fence.lost)
         self._log.info(
             "is fenced by generation %d, without %s: has applied step %d, %s, %d microbatches done%s",
             fence.generation,

@@ -52,6 +52,7 @@ from oobleck.control.commit import (
     WorkerEffect,
     WorkerEffects,
     drive,
+    transfer_key,
 )
 from oobleck.control.protocol import (
     CommitRecord,
@@ -380,7 +381,8 @@ class Engine:
         update = effect.update
         self._received_bytes = self._layer_store.exchange(
             update,
-            None if effect.key is None else self._groups[effect.key],
+            lambda item: self._groups[transfer_key(item, update.generation)],
+            self._groups.waiter,
             sums=self._sections.sums if update.partial.microbatches else None,
             interrupted=self._commit_state.is_fenced,
             on_progress=partial(self._say_moving, update.generation),

@@ -15,7 +15,7 @@ from oobleck.control.protocol import CommitRecord, PlanUpdate, Restore
 from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.checkpoint import LayerSaver, digest_of
-from oobleck.training.comm import Group, LayerState, exchange_layers, fill_state
+from oobleck.training.comm import Group, LayerState, Waiter, exchange_layers, fill_state
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
 from oobleck.training.optim import LossScale, Optimizer
 
@@ -135,7 +135,8 @@ class LayerStore:
     def exchange(
         self,
         update: PlanUpdate,
-        group: Group | None,
+        group_of: Callable[[LayerTransfer], Group],
+        waiter: Waiter,
         *,
         sums: Sums | None,
         interrupted: Callable[[], bool],
@@ -143,8 +144,8 @@ class LayerStore:
     ) -> int:
         """Exchange the layers that change hands, and return the bytes received. `take` puts them to use.
 
-        `sums` is what is committed here of the step in flight, None where nothing is. `group` is that of all who send
-        or receive, None for one that does neither. `on_progress(received, all)` is told bytes now and then. Raises
+        `sums` is what is committed here of the step in flight, None where nothing is. `group_of` a transfer is
+        that of the two workers. `on_progress(received, all)` is told bytes now and then. Raises
         Interrupted or PeerLost.
         """
         has_partial = sums is not None
@@ -152,7 +153,8 @@ class LayerStore:
         self._received = exchange_layers(
             update.transfers,
             worker_id=self._worker_id,
-            group=group,
+            group_of=group_of,
+            waiter=waiter,
             state_of=lambda layer: self._state_of(layer, sums),
             empty_state=lambda layer: self._empty_state(layer, has_partial=has_partial),
             size_of=lambda layer: self._state_size(layer, has_partial=has_partial),

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from oobleck.control.commit.commit_state import CommitState, Interrupted
-from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, SectionRecord, Status
+from oobleck.control.plans import WrongBase, orders_of
+from oobleck.control.protocol import (
+    CommitRecord,
+    Fence,
+    OrderedPlan,
+    PlanNeeded,
+    PlanOrder,
+    PlanUpdate,
+    SectionRecord,
+    Status,
+)
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 from tests.control.journals import plan
@@ -33,7 +44,6 @@ def record(step: int) -> CommitRecord:
 def update(generation: int, layout: ExecutionPlan = PLAN, **fields) -> PlanUpdate:
     count = len(layout.pipelines)
     defaults = {
-        "device": 0,
         "plan": layout,
         "pipeline_generations": (generation,) * count,
         "schedules": (ScheduleKind.ONE_F_ONE_B,) * count,
@@ -208,6 +218,47 @@ def test_an_order_to_forget_the_step_stops_the_pipeline(worker: Worker):
     assert not worker.commit_state.is_pipeline_stopped()
     worker.commit_state.give_update(update(3, finish=None))
     assert worker.commit_state.is_pipeline_stopped()
+
+
+def test_an_order_stops_a_pipeline_that_lost_a_node_after_the_fence(worker: Worker):
+    """Those who are fenced are not fenced again for another loss of the moment: their orders tell them."""
+    worker.fence(2, lost=("c",))
+    worker.commit_state.give_update(update(2, finish=1, lost=("c", "b")))
+    assert worker.commit_state.is_pipeline_stopped()
+
+
+def order(generation: int, *, base: OrderedPlan | None, layout: ExecutionPlan = PLAN) -> PlanOrder:
+    known = {} if base is None else {base.generation: base}
+    bases = {} if base is None else {PLACE: base.id}
+    ((_, given),) = orders_of(update(generation, layout), [PLACE], bases=bases, known=known, in_force=None)
+    return given
+
+
+def test_an_order_changes_the_newest_plan_whether_or_not_it_is_adopted(worker: Worker):
+    first = update(1).ordered
+    assert worker.fence(2).knows == first.id
+    assert worker.commit_state.give_order(order(2, base=first)) is None
+    assert worker.fence(3).knows == update(2).ordered.id, "the order was dropped, and what it said is known"
+    assert not worker.commit_state.has_update
+    assert worker.commit_state.give_order(order(3, base=update(2).ordered)) is None
+    given = worker.commit_state.take_update()
+    assert given == update(3)
+
+
+def test_an_order_that_changes_another_plan_asks_for_the_whole_plan(worker: Worker):
+    worker.fence(4)
+    needed = worker.commit_state.give_order(order(4, base=update(3).ordered))
+    assert needed == PlanNeeded(device=PLACE.device, generation=4)
+    assert not worker.commit_state.has_update
+    assert worker.commit_state.give_order(order(4, base=None)) is None
+    assert worker.commit_state.take_update() == update(4)
+
+
+def test_a_whole_plan_that_is_not_what_it_says_is_no_question_of_the_base(worker: Worker):
+    given = order(2, base=None)
+    delta = replace(given.common.delta, digest="0" * 16)
+    with pytest.raises(WrongBase, match="digest"):
+        worker.commit_state.give_order(replace(given, common=replace(given.common, delta=delta)))
 
 
 def test_progress_of_a_step_is_told_and_forgotten_with_it(worker: Worker):

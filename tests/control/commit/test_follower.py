@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
 from oobleck.control.commit.follower import Follower
-from oobleck.control.commit.sections import committed_after, shares_of
 from oobleck.control.commit.worker_effects import (
     Adopt,
     Agree,
@@ -32,6 +31,7 @@ from oobleck.control.commit.worker_effects import (
     ForgetStep,
     FormGroups,
     GiveBack,
+    GroupKey,
     PostSection,
     PostTotals,
     ReadCheckpoint,
@@ -46,6 +46,7 @@ from oobleck.control.commit.worker_effects import (
     WorkerEffects,
     drive,
 )
+from oobleck.control.plans.sections import committed_after, shares_of
 from oobleck.control.protocol import (
     NOTHING,
     CommitRecord,
@@ -90,11 +91,11 @@ def job(**fields) -> JobSpec:
 def update(generation: int, layout: ExecutionPlan = PAIRS, **fields) -> PlanUpdate:
     count = len(layout.pipelines)
     usual = {
-        "device": 0,
         "plan": layout,
         "pipeline_generations": (generation,) * count,
         "schedules": (ScheduleKind.ONE_F_ONE_B,) * count,
         "boundary": 0,
+        "moving": tuple(sorted({item.layer for item in fields.get("transfers", ())})),
     }
     return PlanUpdate(generation=generation, **(usual | fields))
 
@@ -639,10 +640,13 @@ def test_a_worker_that_missed_a_step_keeps_nothing():
     assert next(effect.keep for effect in asked if isinstance(effect, Adopt)) == ()
 
 
-def test_only_those_who_send_or_receive_are_in_the_group_that_moves_layers():
+def test_a_layer_moves_in_a_group_of_two_in_which_others_have_no_part():
     driver = Driver(worker_id=D)
     asked = driver.follow(update(1, transfers=moved(1, source=A, target=B)))
-    assert next(effect.key for effect in asked if isinstance(effect, Exchange)) is None
+    asked += driver.follow(update(2, transfers=(*moved(1, source=A, target=B), *moved(2, source=A, target=D))))
+    formed = [key for effect in asked if isinstance(effect, FormGroups) for key in effect.keys]
+    moving = [key for key in formed if key.purpose == "transfer"]
+    assert moving == [GroupKey("transfer", 2, (A, D))]
 
 
 # --- sections ------------------------------------------------------------------------------------------------

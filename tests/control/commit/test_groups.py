@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from oobleck.control.commit.groups import Committee, GroupKey, regrouped, transfer_key
+from oobleck.control.commit.groups import Committee, GroupKey, regrouped, transfer_key, transfer_keys
 from oobleck.control.protocol import Status
 from oobleck.planner import LayerTransfer, WorkerId
 from tests.control.journals import plan
@@ -53,7 +53,10 @@ def test_whose_groups_cannot_be_kept():
     assert regrouped((A, B, C, D), statuses, 3) == (B, C, D)
 
 
-def test_layers_move_among_those_who_send_or_receive():
-    assert transfer_key((), 1) is None
-    transfers = (LayerTransfer(layer=0, source=C, target=A), LayerTransfer(layer=1, source=C, target=B))
-    assert transfer_key(transfers, 1) == GroupKey("transfer", 1, (A, B, C))
+def test_layers_move_between_two_who_know_of_no_other():
+    transfers = tuple(LayerTransfer(layer=layer, source=C, target=target) for layer, target in enumerate((A, B, A)))
+    with_a, with_b = transfer_key(transfers[0], 1), transfer_key(transfers[1], 1)
+    assert (with_a, with_b) == (GroupKey("transfer", 1, (A, C)), GroupKey("transfer", 1, (B, C)))
+    assert transfer_keys(transfers, 1, C) == (with_a, with_b)
+    assert transfer_keys(transfers, 1, A) == (with_a,)
+    assert transfer_keys(transfers, 1, D) == ()

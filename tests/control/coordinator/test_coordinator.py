@@ -50,6 +50,7 @@ from oobleck.control.journal import (
     end_text,
     sentence,
 )
+from oobleck.control.plans import update_of
 from oobleck.control.protocol import (
     AgentStopped,
     ErrorKind,
@@ -64,11 +65,14 @@ from oobleck.control.protocol import (
     Leaving,
     Pace,
     PeerFailed,
+    PlanNeeded,
+    PlanOrder,
     Raised,
     StartWorker,
     StepCommitted,
     StopAgent,
     Unseen,
+    WorkerAddress,
     WorkerExited,
     WorkerStarted,
 )
@@ -283,19 +287,52 @@ def test_orders_wait_for_every_answer_and_for_losses_to_settle():
     bench.answer("n1", adopted=1, layers=held(bench, "n1"))
     assert [update.generation for update in bench.updates] == [1, 1, 1]
     bench.wait(0.005)
-    bench.fail("n1")
-    bench.answer("n0", generation=3, adopted=1, layers=held(bench, "n0"))
+    assert bench.messages(bench.fail("n1")) == [], "n0 is not asked again: what it has answered stays true"
+    bench.wait(0.005)
+    assert [update.generation for update in bench.updates] == [1, 1, 1], "more of its rack may follow"
+    bench.wait(0.005)
+    assert [update.generation for update in bench.updates] == [1, 1, 1, 2]
+    assert bench.updates[-1].plan.nodes == ("n0",)
+    (started,) = bench.journal(RecoveryStarted)
+    assert started.nodes == ("n2",)
+
+
+def test_a_rack_that_goes_at_once_is_one_generation_and_fences_each_survivor_once():
+    bench = training()
+    commands = [*bench.fail("n2"), *bench.fail("n1")]
+    fences = [send for command in commands for send in sends(command) if isinstance(send.message, Fence)]
+    assert [(send.node, send.message.generation) for send in fences] == [("n0", 2), ("n1", 2)]
+    bench.answer("n0", adopted=1, layers=held(bench, "n0"))
     bench.wait(0.01)
-    assert [update.generation for update in bench.updates] == [1, 1, 1, 3]
-    (started, again) = bench.journal(RecoveryStarted)
-    assert (started.nodes, again.nodes) == (("n2",), ("n2", "n1"))
+    assert bench.updates[-1].generation == 2
+    bench.resume("n0")
+    (done,) = bench.journal(RecoveryDone)
+    assert (done.generation, done.nodes) == (2, ("n2", "n1"))
+
+
+def test_a_worker_that_has_another_plan_is_told_the_whole_plan():
+    bench = training()
+    bench.fail("n2")
+    knows = bench.updates[0].ordered.id
+    for node in ("n0", "n1"):
+        bench.answer(node, adopted=1, layers=held(bench, node), knows=knows)
+    commands = bench.wait(0.01)
+    told = {send.node: send.message for command in commands for send in sends(command)}
+    assert {node: order.common.delta.base for node, order in told.items()} == dict.fromkeys(("n0", "n1"), knows)
+    commands = bench.say("n1", PlanNeeded(device=0, generation=2))
+    (again,) = bench.messages(commands, "n1")
+    assert update_of(None, again, WorkerId(node="n1", device=0)).ordered == bench.updates[-1].ordered
+    assert bench.say("n1", PlanNeeded(device=0, generation=1)) == [], "of a plan that is over"
+    bench.fail("n0")
+    assert bench.messages(bench.say("n1", PlanNeeded(device=0, generation=2))) == [], "it is asked again anyway"
 
 
 def test_answers_to_an_older_fence_are_ignored():
     bench = training()
     bench.fail("n2")
-    bench.fail("n1")
+    bench.feed(DrainRequested(node="n1"))
     bench.answer("n0", generation=2, adopted=1, layers=(0, 1, 2, 3))
+    bench.answer("n1", generation=2, adopted=1, layers=(0, 1, 2, 3))
     bench.wait(0.01)
     assert bench.coordinator.phase is Phase.FENCING
 
@@ -557,7 +594,9 @@ def test_a_worker_is_started_again_in_its_place_three_times():
         assert Send(node="n2", message=StartWorker(device=0)) in commands
         assert len(bench.journal(WorkerDown)) == restart
         bench.say("n2", WorkerStarted(device=0, pid=8 + restart), ready(pid=8 + restart))
-        assert bench.journal(RecoveryStarted)[-1].generation == 2 * restart + 1
+        assert bench.journal(RecoveryStarted)[-1].generation == 2 + restart, (
+            "the loss of one that is waited for is no new one"
+        )
     bench.say("n2", crash(pid=11))
     assert bench.journal(NodeLost)[-1].node == "n2"
 
@@ -956,7 +995,7 @@ def test_a_step_under_a_plan_is_told_after_the_one_that_was_finished_before_it()
     assert [done.record.step for done in bench.journal(StepDone)] == [1, 2]
 
 
-def test_orders_say_whose_groups_cannot_be_kept_and_where_all_listen():
+def test_orders_say_whose_groups_cannot_be_kept():
     bench = training()
     assert bench.updates[-1].regrouped == bench.updates[-1].plan.worker_ids, "all are new"
     bench.fail("n2")
@@ -965,7 +1004,26 @@ def test_orders_say_whose_groups_cannot_be_kept_and_where_all_listen():
     bench.wait(0.01)
     update = bench.updates[-1]
     assert [worker_id.node for worker_id in update.regrouped] == ["n0"]
-    assert [address.worker_id.node for address in update.addresses] == ["n0", "n1"]
+
+
+def test_orders_say_where_those_listen_that_became_ready_since_the_plan_that_a_worker_has():
+    def told(commands: list[Command]) -> dict[str, list[str]]:
+        orders = [send for command in commands for send in sends(command) if isinstance(send.message, PlanOrder)]
+        return {send.node: [each.worker_id.node for each in send.message.common.addresses] for send in orders}
+
+    bench = training()
+    nodes = ["n0", "n1", "n2"]
+    assert told(bench.commands) == dict.fromkeys(nodes, nodes)
+    knows = bench.updates[0].ordered.id
+    bench.say("n2", crash())
+    address = WorkerAddress(worker_id=WorkerId(node="n2", device=0), host="10.0.0.1", port=10)
+    for node in ("n0", "n1"):
+        bench.answer(node, adopted=1, layers=held(bench, node, 1), knows=knows)
+    bench.say("n2", WorkerStarted(device=0, pid=9), ready(pid=9, address=address))
+    for node in ("n0", "n1"):
+        bench.answer(node, adopted=1, layers=held(bench, node, 1), knows=knows)
+    bench.answer("n2")
+    assert told(bench.wait(0.01)) == {"n0": ["n2"], "n1": ["n2"], "n2": nodes}
 
 
 # --- lost nodes are tried again ------------------------------------------------------------------------------
@@ -1283,6 +1341,18 @@ def test_a_node_that_was_joining_when_the_master_died_joins_anew():
     for _ in range(3):
         succeed(bench, "n0", "n1", "n2")
         assert bench.commands.count(Connect(node=spec)) == 1
+
+
+def test_a_new_master_orders_changes_of_the_plan_that_it_knows_from_the_journal():
+    bench = training()
+    bench.commit("n0", 1)
+    knows, layers = bench.updates[0].ordered.id, {node: held(bench, node) for node in ("n0", "n1")}
+    succeed(bench, "n0", "n1", "n2")
+    bench.fail("n2")
+    for node in ("n0", "n1"):
+        bench.answer(node, adopted=1, applied=1, last_record=record(1), layers=layers[node], knows=knows)
+    orders = [message for message in bench.messages(bench.wait(0.01)) if isinstance(message, PlanOrder)]
+    assert [(order.common.delta.base, order.common.addresses) for order in orders] == [(knows, ())] * 2
 
 
 def test_a_new_master_learns_of_slow_nodes_once_it_has_found_them():

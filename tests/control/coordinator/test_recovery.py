@@ -29,6 +29,7 @@ from oobleck.control.coordinator.recovery.states import (
     HeldUp,
     Input,
     LocatingCheckpoint,
+    MoreLost,
     NodeDrained,
     NodeGone,
     NodeReached,
@@ -90,6 +91,7 @@ PLAIN = Recovery(
     control=CONTROL,
     fence=FENCE,
     fenced_s=FENCED_S,
+    lost_s=FENCED_S,
     asked=ALL,
     explains=False,
 )
@@ -143,6 +145,8 @@ def inputs() -> Iterator[Input]:
     for cause, num_regroups in ((PlanCause.LOSS, 0), (PlanCause.HANG, 1), (PlanCause.HANG, 4)):
         for asked in ((A, C), ()):
             yield replace(BEGUN, cause=cause, num_regroups=num_regroups, asked=asked)
+    for nodes in (("a",), ("b",), ("a", "b", "c")):
+        yield MoreLost(nodes=nodes, fence=replace(FENCE, lost=nodes))
     for status in (STATUS, WAITS, CUT, replace(STATUS, generation=GENERATION - 1)):
         for worker_ids in ((A,), (B,), ALL):
             yield Answered(worker_ids=worker_ids, status=status)
@@ -243,6 +247,39 @@ def test_a_loss_during_a_recovery_belongs_to_it():
     assert recovery.nodes == ("d", "b")
     assert recovery.returns_by_s == 150.0, "no later loss extends it"
     assert recovery.found_by_s == math.inf, "what was found before may be lost with the node"
+
+
+def test_losses_while_all_are_asked_ask_nobody_again() -> None:
+    """What the others have said stays; those who are lost are not waited for, and their answers not used."""
+    state: State = Fencing(recovery=PLAIN, statuses={A: STATUS, B: STATUS}, until_s=200.0)
+    state, effects = step(state, MoreLost(nodes=("b",), fence=replace(FENCE, lost=("b", "d"))), SETTLED_S)
+    assert isinstance(state, Fencing)
+    assert (state.awaited, effects) == ((C,), ())
+    assert state.recovery.nodes == ("d", "b")
+    state, effects = step(state, NodeReached(node="c"), SETTLED_S)
+    (again,) = effects
+    assert isinstance(again, SendAll)
+    assert again == SendAll(worker_ids=(C,), message=replace(FENCE, lost=("b", "d"))), "it hears of all of them"
+    state, effects = step(state, MoreLost(nodes=("c",), fence=FENCE), SETTLED_S)
+    assert isinstance(state, Settling)
+    assert (deadline(state) > SETTLED_S, effects) == (True, ()), "more may follow at once"
+    state, (decide,) = step(state, TimePassed(is_suspicious=False), deadline(state))
+    assert isinstance(decide, Decide)
+    assert tuple(decide.deciding.statuses) == (A,)
+
+
+def test_each_loss_of_a_rack_has_the_next_one_waited_for() -> None:
+    state: State = Settling(recovery=PLAIN, statuses=dict.fromkeys(ALL, STATUS), until_s=SETTLED_S)
+    first_s = deadline(state)
+    state, _ = step(state, MoreLost(nodes=("a",), fence=FENCE), first_s)
+    assert deadline(state) > first_s
+
+
+def test_a_hang_is_explained_by_a_node_that_is_lost_meanwhile() -> None:
+    state: State = Fencing(recovery=HANG, statuses={A: WAITS, B: WAITS}, until_s=200.0)
+    state, _ = step(state, MoreLost(nodes=("c",), fence=FENCE), SETTLED_S)
+    _, effects = step(state, TimePassed(is_suspicious=False), deadline(state))
+    assert [type(effect) for effect in effects] == [Decide]
 
 
 def test_a_cut_network_is_what_a_hang_came_from():
@@ -374,6 +411,10 @@ class Walk(RuleBasedStateMachine):
         self.generation += 1
         fence = replace(FENCE, generation=self.generation)
         self.give(replace(BEGUN, cause=cause, asked=asked, num_regroups=num_regroups, fence=fence, heard_s=self.now_s))
+
+    @rule(nodes=st.sampled_from((("a",), ("b",), ("b", "c"))))
+    def lose_more(self, nodes: tuple[str, ...]) -> None:
+        self.give(MoreLost(nodes=nodes, fence=replace(FENCE, lost=nodes)))
 
     @rule(worker_id=st.sampled_from(ALL), said=st.sampled_from((STATUS, WAITS, CUT)), age=st.sampled_from((0, 0, 0, 1)))
     def answer(self, worker_id: WorkerId, said: Status, age: int) -> None:

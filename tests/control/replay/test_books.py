@@ -29,9 +29,11 @@ def again(books: RunBooks) -> RunBooks:
 def shown(books: RunBooks, now_s: float) -> Sequence[object]:
     """All that a master, and those who look at it, see in the books."""
     replayed = books.finish()
+    ordered = {} if replayed is None else replayed.generations.ordered
     found = () if replayed is None else (
-        replayed.members.image(), replayed.generations.plans, replayed.generations.current, replayed.is_settled,
-        replayed.records, replayed.saved, replayed.interrupted, replayed.shards, replayed.began, replayed.restored,
+        replayed.members.image(), ordered, [each.id for each in ordered.values()],
+        replayed.generations.current, replayed.is_settled, replayed.records, replayed.saved, replayed.interrupted,
+        replayed.shards, replayed.began, replayed.restored,
     )  # fmt: skip
     return (*found, books.account.summary(), books.view.at(now_s), books.metrics.sample(now_s), books.finished)
 

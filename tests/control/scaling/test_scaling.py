@@ -17,9 +17,10 @@ from oobleck.control.journal import (
     StepDone,
 )
 from oobleck.control.journal.view import RunView
-from oobleck.control.protocol import AgentStopped, Killed, Pace, Resumed, WorkerExited
+from oobleck.control.plans import update_of
+from oobleck.control.protocol import AgentStopped, Killed, Pace, PlanOrder, Resumed, WorkerExited
 from oobleck.job import NodeSpec, ScalingSpec
-from oobleck.planner import ExecutionPlan, Profile
+from oobleck.planner import ExecutionPlan, Profile, WorkerId
 from tests.control.bench import Bench, ready
 from tests.control.journals import replay_run
 from tests.control.model import Shape
@@ -90,7 +91,9 @@ def test_a_node_that_rests_is_told_of_every_generation_and_takes_no_part() -> No
     assert (decided.num_nodes, decided.num_available) == (4, 6)
     assert plan(bench).spares == RESTING
     told = [command for command in bench.commands if bench.messages([command], "n5")]
-    assert bench.messages(told, "n5")[-1] == replace(bench.updates[0], device=0)
+    order = bench.messages(told, "n5")[-1]
+    assert isinstance(order, PlanOrder)
+    assert update_of(None, order, WorkerId(node="n5", device=0)) == bench.updates[0]
 
 
 def test_a_loss_is_made_good_by_a_node_that_rests_without_a_wait() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.commit.groups import transfer_key
+from oobleck.control.commit.groups import transfer_key, transfer_keys
 from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.comm.transfer import LayerState, cut_into_chunks, exchange_layers
 from tests.training.table import LinkedTable, acquaint
@@ -41,7 +41,14 @@ def test_chunks_bring_every_element_to_every_target_once(
 ) -> None:
     transfers, sizes = exchange
     chunks = cut_into_chunks(transfers, sizes.__getitem__, max_elements)
-    assert [chunk.tag for chunk in chunks] == list(range(len(chunks)))
+    pairs = {(item.source, item.target) for item in transfers}
+    for source, target in pairs:
+        tags = [chunk.tag for chunk in chunks if (chunk.transfer.source, chunk.transfer.target) == (source, target)]
+        assert tags == list(range(len(tags)))
+        mine = [item for item in transfers if source in (item.source, item.target)]
+        assert cut_into_chunks(mine, sizes.__getitem__, max_elements) == [
+            chunk for chunk in chunks if source in (chunk.transfer.source, chunk.transfer.target)
+        ], "whoever knows its own transfers alone numbers them alike"
     assert all(0 < chunk.stop - chunk.first <= max_elements for chunk in chunks)
     brought = Counter(
         (chunk.transfer.layer, chunk.transfer.target, element)
@@ -73,13 +80,13 @@ class Worker:
     def exchange(
         self, transfers: tuple[LayerTransfer, ...], shapes: Mapping[int, LayerState], chunk_bytes: int
     ) -> dict[int, LayerState]:
-        key = transfer_key(transfers, 1)
-        assert key is not None
-        self.groups.form([key], lambda: False, generation=1)
+        mine = [item for item in transfers if self.worker_id in (item.source, item.target)]
+        self.groups.form(transfer_keys(mine, 1, self.worker_id), lambda: False, generation=1)
         return exchange_layers(
-            transfers,
+            mine,
             worker_id=self.worker_id,
-            group=self.groups[key],
+            group_of=lambda item: self.groups[transfer_key(item, 1)],
+            waiter=self.table.waiter,
             state_of=self.layers.__getitem__,
             empty_state=lambda layer: tuple(torch.empty_like(tensor) for tensor in shapes[layer]),
             size_of=lambda layer: sum(tensor.numel() for tensor in shapes[layer]),

@@ -15,8 +15,8 @@ from torch import nn
 from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
 from oobleck.control.commit.groups import Committee
 from oobleck.control.commit.partial_commit import PartialCommit
-from oobleck.control.commit.sections import shares_of
 from oobleck.control.commit.worker_effects import EffectOutcome, Fold, Say, WorkerEffect, WorkerEffects, drive
+from oobleck.control.plans.sections import shares_of
 from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecord
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
@@ -103,7 +103,6 @@ class Worker:
         self.stops = section_stops(len(self.share), num_sections)
         self.work = StepWork(step=1)
         update = PlanUpdate(
-            device=0,
             generation=1,
             plan=self.plan,
             pipeline_generations=(1,) * len(worker_ids),

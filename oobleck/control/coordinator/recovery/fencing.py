@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import assert_never
 
@@ -27,6 +28,7 @@ from .states import (
     Fencing,
     GiveUp,
     LocatingCheckpoint,
+    MoreLost,
     Overdue,
     Preparing,
     Recovery,
@@ -42,7 +44,7 @@ from .states import (
     has_all,
 )
 
-__all__ = ["answered", "begin", "end_again", "left", "overdue", "to_deciding", "use_answers"]
+__all__ = ["answered", "begin", "end_again", "left", "lose_more", "overdue", "to_deciding", "use_answers"]
 
 _Answering = Fencing | Overdue | Settling | Accusing | AwaitingWorkers | LocatingCheckpoint
 
@@ -95,6 +97,7 @@ def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
         control=begun.control,
         fence=begun.fence if explains else replace(begun.fence, probe_addresses=()),
         fenced_s=now_s,
+        lost_s=now_s,
         asked=begun.asked,
         explains=explains,
     )
@@ -112,6 +115,22 @@ def _again(known: Recovery, begun: Recovery) -> Recovery:
         nodes=tuple(dict.fromkeys((*known.nodes, *begun.nodes))),
         returns_by_s=known.returns_by_s,
     )
+
+
+def lose_more(state: State, lost: MoreLost, now_s: float) -> Step:
+    """Go on without these nodes. A hang that was to be explained is: they have held the others up."""
+    if not isinstance(state, Fencing | Overdue | Settling):
+        return state, ()
+    recovery = replace(
+        _without(state.recovery, lost.nodes),
+        nodes=tuple(dict.fromkeys((*state.recovery.nodes, *lost.nodes))),
+        fence=replace(state.recovery.fence, lost=lost.fence.lost),
+        lost_s=now_s,
+        explains=False,
+    )
+    if isinstance(state, Settling):
+        state = replace(state, until_s=recovery.settles_s)
+    return _go_on(replace(state, recovery=recovery), now_s)
 
 
 def answered(state: State, answer: Answered, now_s: float) -> Step:
@@ -198,15 +217,15 @@ def left(state: State, node: str, now_s: float) -> Step:
         case Preparing() | Training() | Adopting() | Suspecting() | Deciding() | Ended():
             return state, ()
         case Fencing() | Overdue() | Settling():
-            return _go_on(replace(state, recovery=_without(state.recovery, node)), now_s)
+            return _go_on(replace(state, recovery=_without(state.recovery, (node,))), now_s)
         case Accusing() | AwaitingWorkers() | LocatingCheckpoint():
-            return to_deciding(replace(state, recovery=_without(state.recovery, node)))
+            return to_deciding(replace(state, recovery=_without(state.recovery, (node,))))
         case _:
             assert_never(state)
 
 
-def _without(recovery: Recovery, node: str) -> Recovery:
-    return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node != node))
+def _without(recovery: Recovery, nodes: Collection[str]) -> Recovery:
+    return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node not in nodes))
 
 
 def to_deciding(state: _Answering, *, is_unexplained: bool = False) -> Step:

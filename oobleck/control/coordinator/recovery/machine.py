@@ -17,7 +17,7 @@ from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import reading_s
 
-from .fencing import answered, begin, end_again, left, overdue, to_deciding, use_answers
+from .fencing import answered, begin, end_again, left, lose_more, overdue, to_deciding, use_answers
 from .states import (
     Accusing,
     Adopting,
@@ -33,6 +33,7 @@ from .states import (
     HeldUp,
     Input,
     LocatingCheckpoint,
+    MoreLost,
     NodeDrained,
     NodeGone,
     NodeReached,
@@ -55,7 +56,7 @@ from .states import (
     has_all,
 )
 
-__all__ = ["FENCED", "TRAINED", "TRANSITIONS", "Phase", "Transition", "deadline", "phase", "step"]
+__all__ = ["ASKING", "FENCED", "TRAINED", "TRANSITIONS", "Phase", "Transition", "deadline", "phase", "step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ TRAINED = (Training, Adopting, Suspecting)
 FENCED = (Fencing, Overdue, Settling, Accusing, Deciding, AwaitingWorkers, LocatingCheckpoint)
 """Nothing is committed in these."""
 _ASKED = (Fencing, Overdue)
+ASKING = (*_ASKED, Settling)
+"""All are asked where they stand, and nothing is done with their answers yet."""
 _SAME: tuple[type[State], ...] = ()
 
 TRANSITIONS = (
@@ -87,6 +90,9 @@ TRANSITIONS = (
     # Asking where all stand
     Transition(FENCED, RecoveryBegun, (Fencing,), "another loss: ask again under a newer generation"),
     Transition(FENCED, RecoveryBegun, (Deciding,), "no worker is left to ask"),
+    Transition(ASKING, MoreLost, _SAME, "ask nobody again; the others answer, or more losses may follow at once"),
+    Transition(_ASKED, MoreLost, (Settling,), "all others have answered; more losses may follow at once"),
+    Transition(ASKING, MoreLost, (Deciding,), "no worker is left"),
     Transition(_ASKED, Answered, _SAME, "others have still to answer"),
     Transition(_ASKED, Answered, (Settling,), "all have answered; more losses may follow at once"),
     Transition(_ASKED, Answered, (Deciding,), "all have answered"),
@@ -186,6 +192,8 @@ def step(state: State, given: Input, now_s: float) -> Step:
             return (Training(generation=given.generation), ()) if isinstance(state, Preparing) else (state, ())
         case RecoveryBegun():
             return begin(state, given, now_s)
+        case MoreLost():
+            return lose_more(state, given, now_s)
         case Answered():
             return answered(state, given, now_s)
         case FailureSuspected():

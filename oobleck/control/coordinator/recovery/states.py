@@ -33,6 +33,7 @@ __all__ = [
     "HeldUp",
     "Input",
     "LocatingCheckpoint",
+    "MoreLost",
     "NodeDrained",
     "NodeGone",
     "NodeReached",
@@ -78,6 +79,8 @@ class Recovery:
     control: ControlSpec
     fence: Fence
     fenced_s: float
+    lost_s: float
+    """When the newest of the losses that it is about was noticed."""
     asked: tuple[WorkerId, ...]
     """Who is to answer, in the order of the nodes."""
     explains: bool
@@ -98,7 +101,7 @@ class Recovery:
     @property
     def settles_s(self) -> float:
         """Until then complete answers wait: losses that belong together arrive within moments of each other."""
-        return self.fenced_s + _SETTLE_S
+        return self.lost_s + _SETTLE_S
 
 
 def has_all(reports: Mapping[WorkerId, object], worker_ids: tuple[WorkerId, ...]) -> bool:
@@ -274,6 +277,19 @@ class RecoveryBegun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoreLost:
+    """Other nodes are lost while all are asked where they stand.
+
+    Nobody is asked again. What the others have answered, or will, stays true until their next orders, whoever else is
+    lost; and their orders tell those who still wait for the lost ones.
+    """
+
+    nodes: tuple[str, ...]
+    fence: Fence
+    """As it would be asked now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """Workers answer a fence."""
 
@@ -367,6 +383,7 @@ class RunEnded:
 Input = (
     TrainingBegun
     | RecoveryBegun
+    | MoreLost
     | Answered
     | FailureSuspected
     | PlanOrdered

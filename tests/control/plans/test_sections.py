@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.commit.sections import apportion, committed_after, num_sections_of, sections_wanted, shares_of
+from oobleck.control.plans.sections import apportion, committed_after, num_sections_of, sections_wanted, shares_of
 from oobleck.job import DataSpec, JobSpec
 from tests.control.journals import plan
 

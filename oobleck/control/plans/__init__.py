@@ -1,0 +1,28 @@
+"""What follows from a plan, and what changes from one to the next: the orders of each worker."""
+
+from __future__ import annotations
+
+from .orders import WrongBase, orders_of, update_of
+from .plan_delta import difference, rebuild
+from .sections import (
+    PARTIAL_COMMIT_COPIES,
+    apportion,
+    committed_after,
+    num_sections_of,
+    sections_wanted,
+    shares_of,
+)
+
+__all__ = [
+    "PARTIAL_COMMIT_COPIES",
+    "WrongBase",
+    "apportion",
+    "committed_after",
+    "difference",
+    "num_sections_of",
+    "orders_of",
+    "rebuild",
+    "sections_wanted",
+    "shares_of",
+    "update_of",
+]

@@ -1,0 +1,154 @@
+"""What each worker is told of a plan update, and what it makes of that.
+
+    update_of(base, order) is the update, with the worker's own segments and transfers only
+
+A worker needs the plan, since it finds its peers in it; but it has the one before. So an order has what changes, the
+same for all that have the same base, and little besides. The bytes of an order depend on what changes and not on how
+many workers there are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from oobleck.control.protocol import (
+    CommonOrder,
+    OrderedPlan,
+    OwnTransfers,
+    PlanId,
+    PlanOrder,
+    PlanUpdate,
+    Segment,
+    WorkerAddress,
+)
+from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
+
+from .plan_delta import WrongBase, difference, numbers_in, rebuild, runs_of
+
+__all__ = ["WrongBase", "orders_of", "update_of"]
+
+
+def orders_of(
+    update: PlanUpdate,
+    worker_ids: Iterable[WorkerId],
+    *,
+    bases: Mapping[WorkerId, PlanId],
+    known: Mapping[int, OrderedPlan],
+    in_force: ExecutionPlan | None,
+    addresses: Iterable[tuple[int, WorkerAddress]] = (),
+) -> Iterator[tuple[WorkerId, PlanOrder]]:
+    """Return the order of each worker.
+
+    `bases` says which plan a worker has, if it has one; those that are not `known`, by generation, are of no use.
+    `in_force` is the plan under which the step in flight is finished. `addresses` says where workers listen, with the
+    generation in which each became ready: a worker that was ordered a later plan knows it. O(nodes) for each base, and
+    O(1) for each worker.
+    """
+    ordered = update.ordered
+    commons: dict[PlanId | None, CommonOrder] = {}
+    transfers, segments = _by_worker(update.transfers), _by_pipeline(update.segments)
+    for worker_id in worker_ids:
+        named = bases.get(worker_id)
+        base = None if named is None else known.get(named.generation)
+        if base is not None and base.id != named:
+            base = None
+        key = None if base is None else base.id
+        if key not in commons:
+            commons[key] = _common(update, ordered, base, addresses)
+        located = None if in_force is None else in_force.locate(worker_id)
+        yield (
+            worker_id,
+            PlanOrder(
+                device=worker_id.device,
+                generation=update.generation,
+                common=commons[key],
+                segments=() if located is None else tuple(segments.get(located[0], ())),
+                transfers=_own(transfers.get(worker_id, ()), worker_id),
+            ),
+        )
+
+
+def update_of(base: OrderedPlan | None, order: PlanOrder, worker_id: WorkerId) -> PlanUpdate:
+    """Return what an order says to a worker that has the plan `base`; O(nodes). Raises WrongBase."""
+    common = order.common
+    ordered = rebuild(base, common.delta, order.generation)
+    return PlanUpdate(
+        generation=order.generation,
+        catch_up=common.catch_up,
+        catch_up_section=common.catch_up_section,
+        finish=common.finish,
+        segments=order.segments,
+        lost=common.lost,
+        plan=ordered.plan,
+        pipeline_generations=ordered.pipeline_generations,
+        schedules=ordered.schedules,
+        boundary=ordered.boundary,
+        partial=ordered.partial,
+        num_sections=ordered.num_sections,
+        initial=common.initial,
+        saves=common.saves,
+        restore=common.restore,
+        transfers=tuple(_transfers(order.transfers, worker_id)),
+        moving=tuple(numbers_in(common.moving)),
+        regrouped=(
+            *(ordered.plan.worker_ids[place] for place in numbers_in(common.regrouped)),
+            *common.others_regrouped,
+        ),
+        assignment_version=common.assignment_version,
+    )
+
+
+def _common(
+    update: PlanUpdate,
+    ordered: OrderedPlan,
+    base: OrderedPlan | None,
+    addresses: Iterable[tuple[int, WorkerAddress]],
+) -> CommonOrder:
+    places = {worker_id: place for place, worker_id in enumerate(update.plan.worker_ids)}
+    return CommonOrder(
+        catch_up=update.catch_up,
+        catch_up_section=update.catch_up_section,
+        finish=update.finish,
+        lost=update.lost,
+        delta=difference(base, ordered),
+        initial=update.initial,
+        saves=update.saves,
+        restore=update.restore,
+        moving=runs_of(update.moving),
+        regrouped=runs_of(sorted(places[worker_id] for worker_id in update.regrouped if worker_id in places)),
+        others_regrouped=tuple(worker_id for worker_id in update.regrouped if worker_id not in places),
+        assignment_version=update.assignment_version,
+        addresses=tuple(address for since, address in addresses if base is None or since >= base.generation),
+    )
+
+
+def _by_worker(transfers: Iterable[LayerTransfer]) -> Mapping[WorkerId, list[LayerTransfer]]:
+    found: defaultdict[WorkerId, list[LayerTransfer]] = defaultdict(list)
+    for item in transfers:
+        for worker_id in {item.source, item.target}:
+            found[worker_id].append(item)
+    return found
+
+
+def _own(transfers: Sequence[LayerTransfer], worker_id: WorkerId) -> OwnTransfers:
+    peers: dict[WorkerId, int] = {}
+    items: list[tuple[int, int, int, int]] = []
+    for item in transfers:
+        is_sent = item.source == worker_id
+        index = peers.setdefault(item.target if is_sent else item.source, len(peers))
+        items.append((item.layer, -1 - index if is_sent else index, item.part, item.num_parts))
+    return OwnTransfers(peers=tuple(peers), items=tuple(items))
+
+
+def _transfers(own: OwnTransfers, worker_id: WorkerId) -> Iterator[LayerTransfer]:
+    for layer, index, part, num_parts in own.items:
+        source, target = (worker_id, own.peers[-1 - index]) if index < 0 else (own.peers[index], worker_id)
+        yield LayerTransfer(layer=layer, source=source, target=target, part=part, num_parts=num_parts)
+
+
+def _by_pipeline(segments: Iterable[Segment]) -> Mapping[int, list[Segment]]:
+    found: defaultdict[int, list[Segment]] = defaultdict(list)
+    for segment in segments:
+        found[segment.pipeline].append(segment)
+    return found
