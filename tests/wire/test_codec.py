@@ -321,8 +321,8 @@ RECORDS_WITHIN = [
 
 def test_records_are_looked_for_at_every_depth():
     assert (
-        max(len(path) for _, path in (param.values for param in RECORDS_WITHIN)) == 6
-    )  # common.delta.templates.0.stages.0
+        max(len(path) for _, path in (param.values for param in RECORDS_WITHIN)) == 7
+    )  # common.delta.change.templates.0.stages.0
 
 
 @pytest.mark.parametrize(("message", "path"), RECORDS_WITHIN)
@@ -441,8 +441,8 @@ def test_errors_name_the_place_within():
     with pytest.raises(PeerError, match=r"^PairValue\.nodes\[1\]: "):
         FrameDecoder(PairValue).feed(frame_of({"@type": "PairValue", "key": "k", "value": b"", "nodes": ["a", 5]}))
     raw = raw_of(ORDER)
-    raw["common"]["delta"]["templates"][0]["stages"][0]["first_layer"] = 4
-    with pytest.raises(PeerError, match=r"^PlanOrder\.common\.delta\.templates\[0\]\.stages\[0\]: .*0 layers"):
+    raw["common"]["delta"]["change"]["templates"][0]["stages"][0]["first_layer"] = 4
+    with pytest.raises(PeerError, match=r"^PlanOrder\.common\.delta\.change\.templates\[0\]\.stages\[0\]: .*0 layers"):
         FrameDecoder(MasterMessage).feed(frame_of(raw))
     raw = raw_of(CONFIGURE)
     raw["job"]["model"]["config"]["n_layer"] = [1]

@@ -1,30 +1,23 @@
 """Plans in the journal's file: each as what it changes of the plan before, so that a loss costs as much as it changes.
 
-A file's first plan is whole, and so is each that follows a gap. Pipelines that stay are named by where they are in the
-plan before, in runs; a whole plan names each template once. Plans of few pipelines are written as they are: for people.
+A file's first plan is whole, and so is each that follows a gap; see `control/plans/plan_delta.py`. Plans of few
+pipelines are written as they are: for people.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import TypeVar
 
-from oobleck.errors import ConfigError, PeerError
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
-from oobleck.schedule import ScheduleKind
+from oobleck.control.plans import WrongBase, apply_change, change_between
+from oobleck.control.protocol import PlanChange
+from oobleck.errors import PeerError
+from oobleck.planner import ExecutionPlan
 
 from .entries import JournalEntry
 from .plan_entries import PlanAdopted
 
 __all__ = ["JournalLine", "PlanLine", "PlanPacker", "PlanUnpacker"]
-
-T = TypeVar("T")
-H = TypeVar("H", bound=Hashable)
-
-Runs = tuple[tuple[int, int], ...]
-"""Numbers that follow each other, as (first, how many)."""
 
 _EMPTY = ExecutionPlan(pipelines=())
 _FEW_PIPELINES = 16
@@ -39,21 +32,7 @@ class PlanLine:
     """Its plan and what it has for each pipeline are left out."""
     base: int | None
     """The generation of the plan before; None where this one is whole."""
-    templates: tuple[PipelineTemplate, ...]
-    """That the plan before lacks."""
-    pipelines: tuple[tuple[int, tuple[str, ...]], ...]
-    """That the plan before lacks, as (template, nodes). It counts the templates of both."""
-    order: Runs
-    """The pipelines, by their places among those of the plan before and then these."""
-    microbatches: tuple[tuple[int, int], ...]
-    """(how many pipelines, microbatches of each)."""
-    spares: tuple[str, ...]
-    spare_order: Runs
-    """As of pipelines."""
-    pipeline_generations: tuple[tuple[int, int], ...]
-    """(how many pipelines, generation)."""
-    schedules: tuple[tuple[int, ScheduleKind], ...]
-    """(how many pipelines, schedule)."""
+    change: PlanChange
 
 
 JournalLine = JournalEntry | PlanLine
@@ -74,41 +53,19 @@ class PlanPacker:
         """Return the line for the next entry; O(nodes) for a plan, else O(1)."""
         if not isinstance(entry, PlanAdopted):
             return entry
+        base, self._base = self._base, entry
         if len(entry.plan.pipelines) <= _FEW_PIPELINES:
-            self._base = entry
             return entry
-        return self._pack(entry)
+        return PlanLine(
+            entry=replace(entry, plan=_EMPTY, pipeline_generations=(), schedules=()),
+            base=None if base is None else base.generation,
+            change=change_between(base, entry),
+        )
 
     def plans(self, entries: Iterable[PlanAdopted]) -> tuple[PlanAdopted | PlanLine, ...]:
         """Return the lines for plans alone."""
         lines = map(self.line, entries)
         return tuple(line for line in lines if isinstance(line, PlanAdopted | PlanLine))
-
-    def _pack(self, entry: PlanAdopted) -> PlanLine:
-        base, self._base = self._base, entry
-        before, now = _pipelines_of(base), entry.plan.pipelines
-        known = _templates_of(before)
-        templates = list(dict.fromkeys((*known, *_templates_of(now))))
-        place = {template: index for index, template in enumerate(templates)}
-        distinct = {id(each.template): each.template for each in (*before, *now)}
-        place_of = {key: place[template] for key, template in distinct.items()}
-        added, order = _edits(
-            [(place_of[id(each.template)], each.nodes) for each in before],
-            [(place_of[id(each.template)], each.nodes) for each in now],
-        )
-        spares, spare_order = _edits(() if base is None else base.plan.spares, entry.plan.spares)
-        return PlanLine(
-            entry=replace(entry, plan=_EMPTY, pipeline_generations=(), schedules=()),
-            base=None if base is None else base.generation,
-            templates=tuple(templates[len(known) :]),
-            pipelines=added,
-            order=order,
-            microbatches=_counted(each.num_microbatches for each in now),
-            spares=spares,
-            spare_order=spare_order,
-            pipeline_generations=_counted(entry.pipeline_generations),
-            schedules=_counted(entry.schedules),
-        )
 
 
 class PlanUnpacker:
@@ -139,63 +96,9 @@ class PlanUnpacker:
         if line.base is not None and (base is None or base.generation != line.base):
             found = "none" if base is None else f"that of generation {base.generation}"
             raise PeerError(f"changes the plan of generation {line.base}; the plan before is {found}")
-        before = _pipelines_of(base)
-        templates = (*_templates_of(before), *line.templates)
         try:
-            known = [
-                *((each.template, each.nodes) for each in before),
-                *((templates[template], nodes) for template, nodes in line.pipelines),
-            ]
-            shares = _each(line.microbatches)
-            pipelines = tuple(
-                before[index]
-                if index < len(before) and before[index].num_microbatches == share
-                else Pipeline(template=known[index][0], nodes=known[index][1], num_microbatches=share)
-                for index, share in zip(_numbers(line.order), shares, strict=True)
-            )
-            all_spares = (*(() if base is None else base.plan.spares), *line.spares)
-            spares = tuple(all_spares[index] for index in _numbers(line.spare_order))
-        except (ConfigError, IndexError, ValueError) as error:
-            raise PeerError(f"no plan follows from the one before: {error}") from error
-        self._base = replace(
-            line.entry,
-            plan=ExecutionPlan(pipelines=pipelines, spares=spares),
-            pipeline_generations=tuple(_each(line.pipeline_generations)),
-            schedules=tuple(_each(line.schedules)),
-        )
+            plan, pipeline_generations, schedules = apply_change(base, line.change)
+        except WrongBase as error:
+            raise PeerError(str(error)) from error
+        self._base = replace(line.entry, plan=plan, pipeline_generations=pipeline_generations, schedules=schedules)
         return self._base
-
-
-def _pipelines_of(entry: PlanAdopted | None) -> tuple[Pipeline, ...]:
-    return () if entry is None else entry.plan.pipelines
-
-
-def _templates_of(pipelines: Iterable[Pipeline]) -> list[PipelineTemplate]:
-    """All templates, in the order in which pipelines name them; thousands share a few."""
-    return list(dict.fromkeys({id(each.template): each.template for each in pipelines}.values()))
-
-
-def _edits(before: Sequence[H], now: Sequence[H]) -> tuple[tuple[H, ...], Runs]:
-    """Return what `before` lacks, and where each of `now` is among `before` and then these."""
-    places = {item: index for index, item in enumerate(before)}
-    added = tuple(dict.fromkeys(item for item in now if item not in places))
-    places.update((item, len(before) + index) for index, item in enumerate(added))
-    runs: list[tuple[int, int]] = []
-    for number in map(places.__getitem__, now):
-        if runs and sum(runs[-1]) == number:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((number, 1))
-    return added, tuple(runs)
-
-
-def _numbers(runs: Runs) -> list[int]:
-    return [number for first, count in runs for number in range(first, first + count)]
-
-
-def _counted(values: Iterable[T]) -> tuple[tuple[int, T], ...]:
-    return tuple((len(list(group)), value) for value, group in groupby(values))
-
-
-def _each(counted: Iterable[tuple[int, T]]) -> list[T]:
-    return [value for count, value in counted for _ in range(count)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .orders import WrongBase, orders_of, update_of
-from .plan_delta import difference, rebuild
+from .plan_delta import apply_change, change_between, difference, rebuild
 from .sections import (
     PARTIAL_COMMIT_COPIES,
     apportion,
@@ -16,7 +16,9 @@ from .sections import (
 __all__ = [
     "PARTIAL_COMMIT_COPIES",
     "WrongBase",
+    "apply_change",
     "apportion",
+    "change_between",
     "committed_after",
     "difference",
     "num_sections_of",

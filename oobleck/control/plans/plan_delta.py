@@ -1,8 +1,8 @@
 """A plan as the change of another one, and back: `rebuild(base, difference(base, plan)) == plan`, for any two plans.
 
 What stays is named by where it is in the base, in runs; so a loss costs as many bytes as it changes pipelines, and a
-plan without a base names each template once. A digest of the plan that has to come out goes along: whoever has another
-base, or has rebuilt it wrongly, finds out before it acts on it.
+plan without a base names each template once. The journal writes plans like this too. In an order, a digest of the plan
+that has to come out goes along: whoever has another base, or has rebuilt it wrongly, finds out before it acts on it.
 """
 
 from __future__ import annotations
@@ -10,56 +10,114 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from oobleck.control.protocol import NewPipeline, OrderedPlan, PartialStep, PlanDelta, Runs
+from oobleck.control.protocol import NewPipeline, OrderedPlan, PartialStep, PlanChange, PlanDelta, Runs
+from oobleck.errors import ConfigError
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
+from oobleck.schedule import ScheduleKind
 
 from .sections import committed_after, num_sections_of
 
-__all__ = ["WrongBase", "difference", "numbers_in", "rebuild", "runs_of"]
+__all__ = ["WrongBase", "apply_change", "change_between", "difference", "numbers_in", "rebuild", "runs_of"]
 
 S = TypeVar("S")
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
+
+Parts = tuple[ExecutionPlan, tuple[int, ...], tuple[ScheduleKind, ...]]
+"""A plan, and for each pipeline its generation and its schedule."""
 
 
 class WrongBase(Exception):
     """A plan cannot be rebuilt from the one that is at hand."""
 
 
-def difference(base: OrderedPlan | None, ordered: OrderedPlan) -> PlanDelta:
-    """Say what changes from `base` to `ordered`; all of it where there is no base. O(nodes)."""
-    pipelines, before = ordered.plan.pipelines, () if base is None else base.plan.pipelines
+class Planned(Protocol):
+    """What has a plan, and perhaps the generation and the schedule of each pipeline: a journal may lack them."""
+
+    @property
+    def plan(self) -> ExecutionPlan: ...
+    @property
+    def pipeline_generations(self) -> tuple[int, ...]: ...
+    @property
+    def schedules(self) -> tuple[ScheduleKind, ...]: ...
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def change_between(base: Planned | None, now: Planned) -> PlanChange:
+    """Say what changes from `base` to `now`; all of it where there is no base. O(nodes)."""
+    pipelines, before = now.plan.pipelines, _pipelines_of(base)
     known = _templates_of(before)
     templates = tuple(dict.fromkeys([*known, *_templates_of(pipelines)]))
-    number_of = {
-        id(each): templates.index(each)
-        for each in {id(one.template): one.template for one in (*before, *pipelines)}.values()
-    }
+    place = {template: index for index, template in enumerate(templates)}
+    distinct = {id(each.template): each.template for each in (*before, *pipelines)}
+    place_of = {key: place[template] for key, template in distinct.items()}
     added, order = _edits(
-        [(number_of[id(each.template)], each.nodes) for each in before],
-        [(number_of[id(each.template)], each.nodes) for each in pipelines],
+        [(place_of[id(each.template)], each.nodes) for each in before],
+        [(place_of[id(each.template)], each.nodes) for each in pipelines],
     )
     origins = numbers_in(order)
-    spares, spare_order = _edits(() if base is None else base.plan.spares, ordered.plan.spares)
-    kept = [before[origin] if origin < len(before) else None for origin in origins]
-    return PlanDelta(
-        base=None if base is None else base.id,
-        digest=ordered.id.digest,
+    spares, spare_order = _edits(() if base is None else base.plan.spares, now.plan.spares)
+    shares_before = [before[origin].num_microbatches if origin < len(before) else 0 for origin in origins]
+    return PlanChange(
         templates=templates[len(known) :],
         pipelines=tuple(NewPipeline(template=template, nodes=nodes) for template, nodes in added),
         order=order,
-        shares=_counted(
-            now.num_microbatches - (0 if then is None else then.num_microbatches)
-            for now, then in zip(pipelines, kept, strict=True)
-        ),
+        shares=_counted(each.num_microbatches - then for each, then in zip(pipelines, shares_before, strict=True)),
         spares=spares,
         spare_order=spare_order,
         pipeline_generations=_counted(
-            _changed(ordered.pipeline_generations, () if base is None else base.pipeline_generations, origins, same=0)
+            _changed(now.pipeline_generations, () if base is None else base.pipeline_generations, origins, same=0)
         ),
-        schedules=_counted(_changed(ordered.schedules, () if base is None else base.schedules, origins, same=None)),
+        schedules=_counted(_changed(now.schedules, () if base is None else base.schedules, origins, same=None)),
+    )
+
+
+def apply_change(base: Planned | None, change: PlanChange) -> Parts:
+    """Undo `change_between`; O(nodes). Raises WrongBase where no plan comes out."""
+    before = _pipelines_of(base)
+    try:
+        templates = (*_templates_of(before), *change.templates)
+        new = [(templates[each.template], each.nodes) for each in change.pipelines]
+        origins = numbers_in(change.order)
+        pipelines = tuple(
+            _pipeline(before[origin], more)
+            if origin < len(before)
+            else Pipeline(
+                template=new[origin - len(before)][0], nodes=new[origin - len(before)][1], num_microbatches=more
+            )
+            for origin, more in zip(origins, _each(change.shares), strict=True)
+        )
+        spares = (*(() if base is None else base.plan.spares), *change.spares)
+        plan = ExecutionPlan(
+            pipelines=pipelines, spares=tuple(spares[index] for index in numbers_in(change.spare_order))
+        )
+        generations = () if base is None else base.pipeline_generations
+        schedules = () if base is None else base.schedules
+        return (
+            plan,
+            tuple(
+                number or generations[origin]
+                for origin, number in zip(origins, _each(change.pipeline_generations), strict=False)
+            ),
+            tuple(kind or schedules[origin] for origin, kind in zip(origins, _each(change.schedules), strict=False)),
+        )
+    except (ConfigError, IndexError, ValueError) as error:
+        raise WrongBase(f"no plan follows from the one before: {error}") from error
+
+
+# --- plans that are ordered ------------------------------------------------------------------------------------------
+
+
+def difference(base: OrderedPlan | None, ordered: OrderedPlan) -> PlanDelta:
+    """Say what changes from `base` to `ordered`; all of it where there is no base. O(nodes)."""
+    return PlanDelta(
+        base=None if base is None else base.id,
+        digest=ordered.id.digest,
+        change=change_between(base, ordered),
         boundary=ordered.boundary,
         num_sections=ordered.num_sections,
         loss=ordered.partial.loss,
@@ -77,29 +135,12 @@ def rebuild(base: OrderedPlan | None, delta: PlanDelta, generation: int) -> Orde
         raise WrongBase(
             f"generation {generation} changes that of {delta.base.generation} ({delta.base.digest}), not {found}"
         )
-    before = () if base is None else base.plan.pipelines
-    templates = (*_templates_of(before), *delta.templates)
-    new = [(templates[each.template], each.nodes, 0) for each in delta.pipelines]
-    origins = numbers_in(delta.order)
-    pipelines = tuple(
-        _pipeline(before[origin], more)
-        if origin < len(before)
-        else Pipeline(template=new[origin - len(before)][0], nodes=new[origin - len(before)][1], num_microbatches=more)
-        for origin, more in zip(origins, _each(delta.shares), strict=True)
-    )
-    spares = (*(() if base is None else base.plan.spares), *delta.spares)
-    generations = () if base is None else base.pipeline_generations
-    schedules = () if base is None else base.schedules
+    plan, pipeline_generations, schedules = apply_change(base, delta.change)
     rebuilt = OrderedPlan(
         generation=generation,
-        plan=ExecutionPlan(pipelines=pipelines, spares=tuple(spares[index] for index in numbers_in(delta.spare_order))),
-        pipeline_generations=tuple(
-            number or generations[origin]
-            for origin, number in zip(origins, _each(delta.pipeline_generations), strict=True)
-        ),
-        schedules=tuple(
-            kind or schedules[origin] for origin, kind in zip(origins, _each(delta.schedules), strict=True)
-        ),
+        plan=plan,
+        pipeline_generations=pipeline_generations,
+        schedules=schedules,
         boundary=delta.boundary,
         partial=_partial(base, delta),
         num_sections=delta.num_sections,
@@ -168,8 +209,7 @@ def _edits(before: Sequence[H], after: Sequence[H]) -> tuple[tuple[H, ...], Runs
     """Return what `before` lacks, and where each of `after` is among `before` and then these."""
     places = {item: index for index, item in enumerate(before)}
     added = tuple(item for item in after if item not in places)
-    for index, item in enumerate(added):
-        places[item] = len(before) + index
+    places.update((item, len(before) + index) for index, item in enumerate(added))
     return added, runs_of(places[item] for item in after)
 
 
@@ -182,8 +222,12 @@ def _each(counted: Iterable[tuple[int, T]]) -> list[T]:
 
 
 def _changed(now: Sequence[T], before: Sequence[T], origins: Sequence[int], *, same: S) -> Iterator[T | S]:
-    for value, origin in zip(now, origins, strict=True):
+    for value, origin in zip(now, origins, strict=False):
         yield same if origin < len(before) and before[origin] == value else value
+
+
+def _pipelines_of(base: Planned | None) -> tuple[Pipeline, ...]:
+    return () if base is None else base.plan.pipelines
 
 
 def _templates_of(pipelines: Iterable[Pipeline]) -> list[PipelineTemplate]:

@@ -26,6 +26,7 @@ __all__ = [
     "NewPipeline",
     "OrderedPlan",
     "OwnTransfers",
+    "PlanChange",
     "PlanDelta",
     "PlanId",
     "PlanNeeded",
@@ -94,12 +95,9 @@ class NewPipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanDelta:
+class PlanChange:
     """A plan as what changes from another one, which is small where little does; or all of it, without a base."""
 
-    base: PlanId | None
-    digest: str
-    """Of the plan that comes out."""
     templates: tuple[PipelineTemplate, ...]
     pipelines: tuple[NewPipeline, ...]
     order: Runs
@@ -113,6 +111,17 @@ class PlanDelta:
     """(how many pipelines, generation); 0 for that of the base."""
     schedules: tuple[tuple[int, ScheduleKind | None], ...]
     """(how many pipelines, schedule); None for that of the base."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDelta:
+    """An ordered plan as what changes from another one."""
+
+    base: PlanId | None
+    """None where all of the plan is told."""
+    digest: str
+    """Of the plan that comes out."""
+    change: PlanChange
     boundary: int
     num_sections: int
     loss: float
