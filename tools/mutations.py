@@ -380,8 +380,8 @@ MUTATIONS = (
         name="adopted_first",
         what="a plan is adopted before its layers have arrived",
         file=FOLLOWER,
-        old="        yield Exchange(update, moving)\n",
-        new="        self._commit_state.adopt(update, tuple(layers))\n        yield Exchange(update, moving)\n",
+        old="        yield Exchange(update)\n",
+        new="        self._commit_state.adopt(update, tuple(layers))\n        yield Exchange(update)\n",
         caught_by=KILLS,
     ),
     Mutation(

@@ -206,6 +206,15 @@ def test_over_any_losses_and_joins_plans_are_rebuilt_from_what_changes(data: st.
 # --- what is each worker's own ---------------------------------------------------------------------------------------
 
 
+def test_an_order_has_all_of_an_update_but_what_is_of_others() -> None:
+    worker_id, fields = WorkerId("a", 0), {"finish": 1, "lost": ("f",), "saves": True, "assignment_version": 3}
+    regrouped = tuple(WorkerId(node, 0) for node in "bce")
+    layout = plan(("a", "b"), ("c", "d"), spares=("e",))
+    update = update_to(layout, generation=2, moving=(1, 2, 5), regrouped=regrouped, **fields)
+    ((_, order),) = orders_of(update, [worker_id], bases={}, known={}, in_force=layout)
+    assert update_of(None, order, worker_id) == update
+
+
 def test_a_worker_is_told_the_segments_of_its_pipeline_alone() -> None:
     old = plan(("a", "b"), ("c", "d"), ("e", "f"))
     segments = tuple(Segment(segment=number, pipeline=number % 2, microbatches=(number,)) for number in range(4))
