@@ -119,6 +119,12 @@ def assert_nothing_lost(outcome: Outcome, steps: int) -> None:
     assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
 
 
+def lost_nodes(outcome: Outcome) -> list[str]:
+    """The nodes that recoveries were about, sorted; on a busy machine they are back before the run ends."""
+    recoveries = [recovery for recovery in outcome.summary["recoveries"] if recovery["cause"] != "joined"]
+    return sorted(node for recovery in recoveries for node in recovery["nodes"])
+
+
 def each_loss(job_file: Path, cache_dir: Path, *, evaluations: list[float] | None = None) -> Reference:
     """The first losses of a job in one process; as many as are asked for, each computed once.
 

@@ -23,6 +23,7 @@ from .elastic import (
     Reference,
     assert_losses,
     assert_nothing_lost,
+    lost_nodes,
     run_with_a_kill,
     run_without_a_kill,
 )
@@ -96,8 +97,7 @@ def test_killed_nodes_cost_no_step_and_change_no_loss(start: Callable[..., Any],
         run.wait_for_recovery(*nodes)
         run.up.wait_for_steps(6)
         outcome = run.stop()
-    lost = sorted(node for recovery in outcome.summary["recoveries"] for node in recovery["nodes"])
-    assert lost == sorted(nodes)
+    assert lost_nodes(outcome) == sorted(nodes)
 
 
 def test_surviving_workers_keep_their_processes(runner: Runner) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from oobleck.cli.inputs.job_file import load_job
 
-from .elastic import LLAMA_TOLERANCE, TOLERANCE
+from .elastic import LLAMA_TOLERANCE, TOLERANCE, lost_nodes
 from .harness import GPT2, LLAMA, Outcome, Runner, Up, oobleck
 from .reference import reference_losses
 
@@ -107,8 +107,7 @@ def test_nodes_that_die_in_the_middle_of_a_step_change_no_loss(
         kill(runner, nodes)
         outcome = up.finish()
     assert_right(runner, outcome, reference(runner, head), tolerance=TOLERANCE if head == GPT2 else LLAMA_TOLERANCE)
-    lost = sorted(node for recovery in outcome.summary["recoveries"] for node in recovery["nodes"])
-    assert lost == sorted(nodes)
+    assert lost_nodes(outcome) == sorted(nodes)
 
 
 @pytest.mark.slow
