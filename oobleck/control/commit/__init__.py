@@ -7,7 +7,7 @@ from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan
 from .hangs import cut_off_nodes, stuck_workers
-from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered
+from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered, without
 from .partial_commit import PartialCommit
 from .progress import HANG_FLOOR_S, STEPS_TIMED, Progress
 from .replica_check import ReplicaCheck
@@ -118,4 +118,5 @@ __all__ = [
     "shares_of",
     "stuck_workers",
     "uncovered",
+    "without",
 ]
