@@ -96,7 +96,7 @@ def test_killed_nodes_cost_no_step_and_change_no_loss(start: Callable[..., Any],
         run.wait_for_recovery(*nodes)
         run.up.wait_for_steps(6)
         outcome = run.stop()
-    lost = sorted(node for recovery in outcome.summary["recoveries"] for node in recovery["nodes"])
+    lost = sorted(node for recovery in outcome.recoveries for node in recovery["nodes"])
     assert lost == sorted(nodes)
 
 

@@ -107,7 +107,7 @@ def test_nodes_that_die_in_the_middle_of_a_step_change_no_loss(
         kill(runner, nodes)
         outcome = up.finish()
     assert_right(runner, outcome, reference(runner, head), tolerance=TOLERANCE if head == GPT2 else LLAMA_TOLERANCE)
-    lost = sorted(node for recovery in outcome.summary["recoveries"] for node in recovery["nodes"])
+    lost = sorted(node for recovery in outcome.recoveries for node in recovery["nodes"])
     assert lost == sorted(nodes)
 
 
