@@ -92,7 +92,7 @@ def run_with_a_kill(runner: Runner, *options: str, kill: str) -> Outcome:
         up.wait_for("no step lost")
         up.wait_for_steps(6)
         outcome = stopped(runner, up)
-    assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [[kill.partition("@")[0]]]
+    assert [recovery["nodes"] for recovery in outcome.recoveries] == [[kill.partition("@")[0]]]
     assert_nothing_lost(outcome, len(outcome.losses))
     return outcome
 
@@ -121,7 +121,7 @@ def assert_nothing_lost(outcome: Outcome, steps: int) -> None:
 
 def lost_nodes(outcome: Outcome) -> list[str]:
     """The nodes that recoveries were about, sorted; on a busy machine they are back before the run ends."""
-    recoveries = [recovery for recovery in outcome.summary["recoveries"] if recovery["cause"] != "joined"]
+    recoveries = [recovery for recovery in outcome.recoveries if recovery["cause"] != "joined"]
     return sorted(node for recovery in recoveries for node in recovery["nodes"])
 
 
@@ -160,7 +160,7 @@ def assert_losses(losses: list[float], reference: Reference, *, tolerance: float
 
 
 def recoveries(outcome: Outcome) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [(each["cause"], each["action"], tuple(each["nodes"])) for each in outcome.summary["recoveries"]]
+    return [(each["cause"], each["action"], tuple(each["nodes"])) for each in outcome.recoveries]
 
 
 def recoveries_in(journal: Sequence[dict[str, Any]]) -> list[tuple[str, str, tuple[str, ...]]]:

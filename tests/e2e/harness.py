@@ -69,6 +69,11 @@ class Outcome:
         losses: list[float] = self.summary["losses"]
         return losses
 
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """All but those for the sake of a slow node: on a machine that others use as well, one may be slow."""
+        return [recovery for recovery in self.summary["recoveries"] if recovery["cause"] != "slow"]
+
 
 @dataclass
 class Up:
@@ -315,7 +320,11 @@ class Runner:
 def oobleck(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run another `oobleck` command, as from a second terminal."""
     return subprocess.run(
-        [sys.executable, "-m", "oobleck", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "oobleck", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
     )
 
 

@@ -61,7 +61,7 @@ def test_a_killed_node_a_broken_collective_and_a_silent_one_are_told_apart(
         assert hung["lost"] == []
         run.up.wait_for_steps(3)
         outcome = run.stop()
-    assert [each["cause"] for each in outcome.summary["recoveries"]] == [
+    assert [each["cause"] for each in outcome.recoveries] == [
         *("connection_lost", "connection_lost", "joined"),
         *("peer_failed", "hang"),
     ]

@@ -146,7 +146,7 @@ def test_a_layer_without_a_living_copy_costs_the_steps_since_the_checkpoint(
     gaps = [abs(one - other) for one, other in zip(outcome.losses, reference, strict=True)]
     assert max(gaps) < TOLERANCE, gaps
     assert outcome.summary["samples_missing"] == 0
-    assert "checkpoint" in [recovery["action"] for recovery in outcome.summary["recoveries"]]
+    assert "checkpoint" in [recovery["action"] for recovery in outcome.recoveries]
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ def terminal(runner: Runner, tmp_path: Path) -> Iterator[Terminal]:
     return Terminal(runner, tmp_path)
 
 
+@pytest.mark.timeout(600)
 def test_what_the_pages_show_for_a_run_does_what_they_say(runner: Runner, terminal: Terminal, tmp_path: Path) -> None:
     options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "checkpoint.enabled=true")
     with runner.up(*options, "--save-every", "10", nodes=("--local", "4", PACED)) as up:

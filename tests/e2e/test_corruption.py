@@ -69,7 +69,7 @@ def test_a_flipped_bit_is_found_named_and_repaired(runner: Runner) -> None:
     assert (incident["root"]["failure"], incident["root"]["node"]) == ("corruption", "node1")
     found = incident["root"]["entry"]
     assert (found["layer"], found["odd"], found["is_sure"]) == (LAYER, [{"node": "node1", "device": 0}], True)
-    (recovery,) = outcome.summary["recoveries"]
+    (recovery,) = outcome.recoveries
     assert (recovery["cause"], recovery["nodes"]) == ("corruption", ["node1"])
     assert recovery["bytes_moved"] > 0
     assert outcome.summary["steps_lost"] == 0

@@ -68,7 +68,7 @@ def test_the_only_holder_of_a_layer_hands_it_over_before_it_leaves(start: Callab
         run.up.wait_for_steps(5)
         outcome = run.stop()
     assert nodes_of(outcome) == ["node0"]
-    (recovery,) = outcome.summary["recoveries"]
+    (recovery,) = outcome.recoveries
     assert recovery["cause"] == "drained"
     assert recovery["bytes_moved"] > 0
 
@@ -124,7 +124,7 @@ def test_a_frozen_node_costs_its_lease_and_is_ended(start: Callable[..., Any], r
         outcome = run.stop()
     ((cause, _, nodes),) = recoveries(outcome)
     assert (cause, nodes) == ("lease_expired", ("node2",))
-    (recovery,) = outcome.summary["recoveries"]
+    (recovery,) = outcome.recoveries
     assert lease_s <= recovery["detect_s"] <= lease_s + SLACK_S
     assert lease_s - interval_s <= recovery["stall_s"] <= lease_s + 0.5 + SLACK_S
 

@@ -61,5 +61,5 @@ def test_a_node_that_dies_in_an_evaluation_changes_nothing(
     expected = dict(zip((3, 6, 9, 12), reference[1], strict=True))
     assert evaluated.keys() == expected.keys(), "whoever is left makes it again"
     assert max(abs(entry["loss"] - expected[step]) for step, entry in evaluated.items()) < TOLERANCE
-    recovery = outcome.summary["recoveries"][0]
+    recovery = outcome.recoveries[0]
     assert recovery["nodes"] == [node]

@@ -49,7 +49,7 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
     assert "/0: loss" not in outcome.output, "the second master says how many steps there are to be"
     assert outcome.summary["steps_committed"] == STEPS
     assert outcome.summary["steps_lost"] == outcome.summary["samples_repeated"] == 0
-    assert outcome.summary["recoveries"] == []
+    assert outcome.recoveries == []
     assert worker_pids(runner) == workers
     assert None not in births.values()
     gaps = [abs(one - other) for one, other in zip(outcome.losses, references(runner), strict=True)]

@@ -63,7 +63,7 @@ def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
         up.wait_for_steps(6)
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, endless_reference)
-    assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [["gamma"]]
+    assert [recovery["nodes"] for recovery in outcome.recoveries] == [["gamma"]]
     assert all("Accepted publickey" in server.log for server in servers)
     assert runner.left_over() == []
     assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]
@@ -82,7 +82,7 @@ def test_ssh_connections_that_all_end_cost_no_node(
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
     assert all(f"{node} is reached again" in outcome.output for node in NODES), outcome.output
-    assert outcome.summary["recoveries"] == []
+    assert outcome.recoveries == []
     assert worker_pids(runner) == workers
     gaps = [abs(one - other) for one, other in zip(outcome.losses, undisturbed.losses, strict=True)]
     assert max(gaps) < TOLERANCE

@@ -77,7 +77,7 @@ def test_masters_and_agents_that_are_stopped_for_seconds_lose_nobody(
         run.up.wait_for_steps(5)
         assert losses_of_nodes(runner) == []
         run.stop()
-    assert run.outcome.summary["recoveries"] == []
+    assert run.outcome.recoveries == []
 
 
 def test_a_master_that_is_stopped_while_it_starts_begins_all_the_same(

@@ -64,7 +64,7 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
         up.wait_for_step(42)
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, reference[0], tolerance=LLAMA_TOLERANCE)
-    assert [recovery["nodes"] for recovery in outcome.summary["recoveries"]] == [["node2"]]
+    assert [recovery["nodes"] for recovery in outcome.recoveries] == [["node2"]]
     _assert_evaluated(runner, reference[1])
     assert {4, *range(12, 41, 4)} <= _evaluated(runner).keys()
     devices = [

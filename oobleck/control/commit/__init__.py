@@ -9,7 +9,7 @@ from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan, regrouped, transfer_key
 from .hangs import cut_off_nodes, stuck_workers
-from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered
+from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered, without
 from .partial_commit import PartialCommit
 from .progress import HANG_FLOOR_S, STEPS_TIMED, Progress
 from .replica_check import ReplicaCheck
@@ -122,4 +122,5 @@ __all__ = [
     "stuck_workers",
     "transfer_key",
     "uncovered",
+    "without",
 ]

@@ -45,6 +45,7 @@ __all__ = [
     "reassign_microbatches",
     "rests_of",
     "uncovered",
+    "without",
 ]
 
 
@@ -241,6 +242,13 @@ def microbatches_redone(
         own = plan.microbatches_of(index) if shares is None else shares[index]
         total += max(0, max(known, default=0) - sum(microbatch in partial for microbatch in own))
     return total
+
+
+def without(interval_s: tuple[float, float], gap_s: tuple[float, float]) -> tuple[tuple[float, float], ...]:
+    """What is left of an interval once `gap_s` is cut out of it: up to two intervals, in order."""
+    (began_s, ended_s), (from_s, until_s) = interval_s, gap_s
+    parts = ((began_s, min(ended_s, from_s)), (max(began_s, until_s), ended_s))
+    return tuple((start_s, stop_s) for start_s, stop_s in parts if stop_s > start_s)
 
 
 def uncovered(began_s: float, ended_s: float, intervals: Sequence[tuple[float, float]]) -> float:

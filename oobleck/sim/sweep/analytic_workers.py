@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
-from oobleck.control.commit import broken_pipelines
+from oobleck.control.commit import broken_pipelines, without
 from oobleck.control.plans import num_sections_of, shares_of
 from oobleck.control.protocol import NOTHING, CommitRecord, PartialStep, PlanUpdate, Resumed, SectionRecord, Status
 from oobleck.planner import ExecutionPlan, Pipeline, Profile, WorkerId
@@ -364,7 +364,7 @@ class AnalyticWorkers:
             transfer_s=pending.transfer_s,
             received_bytes=0,
             resumed_s=pending.adopt_s,
-            busy_s=_without(self._busy_s, pending.waits_s),
+            busy_s=without(self._busy_s, pending.waits_s),
         )
         self._busy_s = (pending.adopt_s, pending.adopt_s)
 
@@ -381,13 +381,6 @@ class AnalyticWorkers:
 
 
 _Answers = list[tuple[tuple[WorkerId, ...], Status]]
-
-
-def _without(busy_s: tuple[float, float], waits_s: tuple[float, float]) -> tuple[tuple[float, float], ...]:
-    """A time in which somebody computed, less one in which nobody did."""
-    (began_s, ended_s), (from_s, until_s) = busy_s, waits_s
-    parts = ((began_s, min(ended_s, from_s)), (max(began_s, until_s), ended_s))
-    return tuple((start_s, stop_s) for start_s, stop_s in parts if stop_s > start_s)
 
 
 def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]]:

@@ -29,6 +29,12 @@ class Waiter:
         """Whose part the training thread waits for; none while it computes."""
         self.waited_s = 0.0
         """How long it has waited so far."""
+        self._longest_s = (0.0, 0.0)
+
+    def take_longest_s(self) -> tuple[float, float]:
+        """Return when the longest wait began and ended of those since this was last asked, by the monotonic clock."""
+        longest_s, self._longest_s = self._longest_s, (0.0, 0.0)
+        return longest_s
 
     def announce(self) -> None:
         """Wake the waiters, so that they look at what they wait for again. Any thread may call this."""
@@ -54,7 +60,10 @@ class Waiter:
             while not self._changed.wait_for(lambda: ready() or interrupted(), poll_s):
                 pass
             self.waits_for = ()
-            self.waited_s += time.monotonic() - began_s
+            ended_s = time.monotonic()
+            self.waited_s += ended_s - began_s
+            if ended_s - began_s > self._longest_s[1] - self._longest_s[0]:
+                self._longest_s = (began_s, ended_s)
             if not ready():
                 raise Interrupted
 

@@ -137,6 +137,7 @@ class StepInFlight:
             sections=self._sections if program.num_sections > 1 else None,
         )
         around_last = self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext()
+        self._waiter.take_longest_s()
         began_s, waited_s = time.monotonic(), self._waiter.waited_s
         execution.run(schedule.programs[pipeline_rank.stage], program.microbatches, around_last=around_last)
         synchronize(self._model.device)  # kernels are launched, not yet computed, and times count what is computed
@@ -144,6 +145,7 @@ class StepInFlight:
             began_s,
             time.monotonic(),
             waited_s=self._waiter.waited_s - waited_s,
+            longest_wait_s=self._waiter.take_longest_s(),
             num_microbatches=len(program.microbatches),
         )
 

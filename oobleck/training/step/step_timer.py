@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from oobleck.control.commit import without
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
 
@@ -12,7 +13,7 @@ __all__ = ["StepTimer"]
 
 _STEPS_TIMED = 16
 """Over how many steps it is told what was computed and what waited for."""
-_BUSY_TIMES = 16
+_BUSY_TIMES = 32
 """How many stretches of computation are remembered, to tell how long a recovery kept all workers waiting."""
 
 
@@ -24,12 +25,24 @@ class StepTimer:
         self._step_began_s = time.monotonic()
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
-        self._waited_in_step_s = 0.0
+        self._whole_in_step_s = self._waited_in_step_s = 0.0
         self._spent_s: deque[tuple[float, float]] = deque(maxlen=_STEPS_TIMED)
 
-    def add(self, began_s: float, ended_s: float, *, waited_s: float, num_microbatches: int) -> None:
-        """Note a stretch of computation, in which others were waited for."""
-        self._busy_in_step.append((began_s, ended_s))
+    def add(
+        self,
+        began_s: float,
+        ended_s: float,
+        *,
+        waited_s: float,
+        longest_wait_s: tuple[float, float],
+        num_microbatches: int,
+    ) -> None:
+        """Note a stretch of computation, in which others were waited for: how long in all, and when for longest.
+
+        The longest wait is no computation: whoever was waited for may have waited as well, for a node that had failed.
+        """
+        self._whole_in_step_s += ended_s - began_s
+        self._busy_in_step += without((began_s, ended_s), longest_wait_s)
         self._waited_in_step_s += waited_s
         self._pace.add(ended_s - began_s - waited_s, num_microbatches)
 
@@ -39,15 +52,14 @@ class StepTimer:
 
     def forget_step(self) -> None:
         """What was computed of the step was in vain."""
-        self._busy_in_step, self._waited_in_step_s = [], 0.0
+        self._busy_in_step, self._whole_in_step_s, self._waited_in_step_s = [], 0.0, 0.0
 
     def end_step(self) -> None:
         """The step is applied."""
         self.begin_step()
         self._busy_s.extend(self._busy_in_step)
-        if self._busy_in_step:
-            whole_s = sum(end_s - start_s for start_s, end_s in self._busy_in_step)
-            self._spent_s.append((whole_s - self._waited_in_step_s, self._waited_in_step_s))
+        if self._whole_in_step_s:
+            self._spent_s.append((self._whole_in_step_s - self._waited_in_step_s, self._waited_in_step_s))
         self.forget_step()
 
     @property

@@ -14,6 +14,7 @@ from oobleck.control.commit.judgement import (
     reassign_microbatches,
     rests_of,
     uncovered,
+    without,
 )
 from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
@@ -286,6 +287,21 @@ def test_what_broken_pipelines_had_committed_is_not_done_again():
 )
 def test_uncovered_time(intervals, expected):
     assert uncovered(0.0, 10.0, intervals) == expected
+
+
+@pytest.mark.parametrize(
+    ("gap", "expected"),
+    [
+        ((0.0, 0.0), ((2.0, 10.0),)),
+        ((3.0, 5.0), ((2.0, 3.0), (5.0, 10.0))),
+        ((1.0, 5.0), ((5.0, 10.0),)),
+        ((5.0, 12.0), ((2.0, 5.0),)),
+        ((1.0, 12.0), ()),
+        ((11.0, 12.0), ((2.0, 10.0),)),
+    ],
+)
+def test_an_interval_without_a_gap(gap, expected):
+    assert without((2.0, 10.0), gap) == expected
 
 
 def test_plans_compare_by_value():
